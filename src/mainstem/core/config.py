@@ -1,0 +1,158 @@
+"""Settings: frozen sections, from defaults, a TOML file and flags, in that order of strength.
+
+The only place that reads the environment:
+    MAINSTEM_CACHE   folder for converted models and stores
+    XDG_CACHE_HOME   where that folder lies otherwise
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+from mainstem.core.errors import ConfigError
+
+S = TypeVar("S", "ModelConfig", "CacheConfig", "SchedConfig")
+
+
+def cache_dir() -> Path:
+    """Where converted models live; not created here."""
+    if own := os.environ.get("MAINSTEM_CACHE"):
+        return Path(own).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg).expanduser() / "mainstem"
+    return Path.home() / ".cache" / "mainstem"
+
+
+class Share(Enum):
+    """What sequences with a common prefix share (the three systems RelayAttention compares)."""
+
+    NONE = "none"  # everything computed, stored and read per sequence
+    STORAGE = "storage"  # computed and stored once, read per sequence
+    READS = "reads"  # computed once, stored once, read once per step
+
+
+class DType(Enum):
+    AUTO = "auto"  # the checkpoint's, except where the device is slow at it
+    FP32 = "float32"
+    BF16 = "bfloat16"
+    FP16 = "float16"
+
+
+class Device(Enum):
+    AUTO = "auto"
+    CPU = "cpu"
+
+
+class Quantize(Enum):
+    NONE = "none"
+    INT8 = "int8"  # CPU: int8 weights per channel, activations quantized as they come
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which weights, in which form."""
+
+    model: str = "smollm2"
+    dtype: DType = DType.AUTO
+    device: Device = Device.AUTO
+    quantize: Quantize = Quantize.NONE
+    threads: int | None = None  # CPU threads; None: all cores
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads must be at least 1, got {self.threads}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """KV memory."""
+
+    page_size: int = 16  # tokens per page; a power of two
+    kv_tokens: int | None = None  # None: from free memory
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1 or self.page_size & (self.page_size - 1) or self.page_size > 1024:
+            raise ConfigError(
+                f"page_size must be a power of two, at most 1024, got {self.page_size}"
+            )
+        if self.kv_tokens is not None and self.kv_tokens < self.page_size:
+            raise ConfigError(
+                f"kv_tokens must hold a page of {self.page_size}, got {self.kv_tokens}"
+            )
+
+    def num_pages(self, free_bytes: int, page_bytes: int) -> int:
+        """Pages to allocate: what was asked for, or what fits in `free_bytes`."""
+        if self.kv_tokens is not None:
+            return -(-self.kv_tokens // self.page_size)
+        return max(1, free_bytes // page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedConfig:
+    """What goes into a step. Memory and tokens are the only limits; requests are not counted."""
+
+    chunk_tokens: int = 512  # most tokens in one step (S_chunk of BatchLLM)
+    share: Share = Share.READS
+    max_model_len: int | None = None  # None: the model's own context window
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"max_model_len must be at least 1, got {self.max_model_len}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All sections; each part of the engine receives only its own."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    sched: SchedConfig = field(default_factory=SchedConfig)
+
+
+def load_config(path: Path) -> EngineConfig:
+    """Read a TOML file with the sections [model], [cache], [sched]; unknown names are refused."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    config = EngineConfig()
+    known = {section.name for section in fields(config)}
+    if unknown := set(table) - known:
+        raise ConfigError(f"{path}: unknown section {sorted(unknown)}; known: {sorted(known)}")
+    return EngineConfig(
+        model=update_section(config.model, table.get("model", {}), f"{path} [model]"),
+        cache=update_section(config.cache, table.get("cache", {}), f"{path} [cache]"),
+        sched=update_section(config.sched, table.get("sched", {}), f"{path} [sched]"),
+    )
+
+
+def update_section(section: S, values: Mapping[str, object], where: str) -> S:
+    """A copy of `section` with `values` put in; enum members are given by their value."""
+    known = {f.name: getattr(section, f.name) for f in fields(section)}
+    if unknown := set(values) - set(known):
+        raise ConfigError(f"{where}: unknown setting {sorted(unknown)}; known: {sorted(known)}")
+    changes: dict[str, object] = {}
+    for name, value in values.items():
+        old = known[name]
+        if isinstance(old, Enum):
+            try:
+                changes[name] = type(old)(value)
+            except ValueError:
+                allowed = [member.value for member in type(old)]
+                raise ConfigError(
+                    f"{where}: {name} must be one of {allowed}, got {value!r}"
+                ) from None
+        else:
+            wanted = str if isinstance(old, str) else int
+            if value is not None and (isinstance(value, bool) or not isinstance(value, wanted)):
+                raise ConfigError(f"{where}: {name} must be {wanted.__name__}, got {value!r}")
+            changes[name] = value
+    return replace(section, **changes)  # type: ignore[arg-type]  # names and types checked above

@@ -1,0 +1,43 @@
+"""Every error the engine raises on purpose.
+
+MainstemError
+  ConfigError      a setting is out of range or does not fit the others
+  InvalidRequest   the caller's fault: 4xx at the server, an error row in a batch
+  UnsupportedModel a checkpoint whose mathematics this engine does not have
+  ModelNotFound    a model argument that names nothing we can reach
+  OutOfPages       load: the scheduler catches it and waits
+"""
+
+
+class MainstemError(Exception):
+    """The root; catch it to catch everything below."""
+
+
+class ConfigError(MainstemError):
+    """A setting is out of range or contradicts another."""
+
+
+class InvalidRequest(MainstemError):
+    """The caller asked for something impossible; `field` names what."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class UnsupportedModel(MainstemError):
+    """A checkpoint whose mathematics this engine does not have."""
+
+
+class ModelNotFound(MainstemError):
+    """A model argument that names nothing we can reach; the message says what to do."""
+
+
+class OutOfPages(MainstemError):
+    """Fewer pages are free than were asked for; none was lent."""
+
+    def __init__(self, wanted: int, free: int) -> None:
+        super().__init__(f"wanted {wanted} pages, {free} are free")
+        self.wanted = wanted
+        self.free = free

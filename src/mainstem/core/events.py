@@ -1,0 +1,94 @@
+"""What happened, as typed records; metrics, progress bars, logs and tests subscribe."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mainstem.core.ids import RequestId
+from mainstem.core.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSubmitted:
+    request_id: RequestId
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceAdmitted:
+    """A sequence got its pages; `cached_tokens` of its prompt need not be computed."""
+
+    request_id: RequestId
+    index: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePreempted:
+    """Pages ran out: a sequence gave its own back and will start again where its cache ends."""
+
+    request_id: RequestId
+    index: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFinished:
+    request_id: RequestId
+    index: int
+    reason: FinishReason
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagesEvicted:
+    """Cached pages nobody held were given up to make room."""
+
+    num_pages: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """One forward pass. `key_tokens_read` counts keys read, `key_tokens_seen` what it would be if
+    every sequence read its own context."""
+
+    num_tokens: int
+    num_prompt_tokens: int
+    num_seqs: int
+    num_spans: int
+    key_tokens_read: int
+    key_tokens_seen: int
+    host_s: float
+    device_s: float
+
+
+Event = (
+    RequestSubmitted
+    | SequenceAdmitted
+    | SequencePreempted
+    | SequenceFinished
+    | PagesEvicted
+    | StepFinished
+)
+E = TypeVar("E", bound=Event)
+
+
+class EventBus:
+    """Delivers events to whoever subscribed to their kind, in order, on the publishing thread."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[type, list[Callable[[Event], None]]] = defaultdict(list)
+
+    def subscribe(self, kind: type[E], listener: Callable[[E], None]) -> None:
+        self._listeners[kind].append(listener)  # type: ignore[arg-type]  # only its own kind comes
+
+    def has_listeners(self, kind: type[Event]) -> bool:
+        """Lets a hot path skip building an event nobody wants."""
+        return bool(self._listeners.get(kind))
+
+    def publish(self, event: Event) -> None:
+        for listener in self._listeners.get(type(event), ()):
+            listener(event)

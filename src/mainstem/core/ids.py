@@ -1,0 +1,9 @@
+"""Names of things, so that one cannot be passed for another."""
+
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+SessionId = NewType("SessionId", str)
+SeqSlot = NewType("SeqSlot", int)  # row of a running sequence in the scheduler's arrays
+PageId = NewType("PageId", int)  # index of a device page
+PageKey = NewType("PageKey", bytes)  # chained hash naming a page's contents

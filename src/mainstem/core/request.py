@@ -1,0 +1,207 @@
+"""What a caller asks for and what comes back; token ids only, text lives in apps."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.ids import RequestId, SessionId
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+
+
+def _check_range(field_name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(field_name, f"must be a number, got {value!r}")
+    if not low <= value <= high:  # also refuses NaN
+        raise InvalidRequest(field_name, f"must be between {low:g} and {high:g}, got {value!r}")
+
+
+def _check_int(field_name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(field_name, f"must be a whole number, got {value!r}")
+    _check_range(field_name, value, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Names and defaults as in vLLM.
+
+    Raises InvalidRequest, naming the field and the allowed range, on construction.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 (or -1): no limit
+    min_p: float = 0.0
+    seed: int | None = None  # None: a fresh one per request
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    max_tokens: int | None = 16  # None: up to the context window
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None  # top tokens beside each chosen one; 0: the chosen one only
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_N)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p", "must be above 0 and at most 1, got 0")
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        if self.repetition_penalty == 0.0:
+            raise InvalidRequest("repetition_penalty", "must be above 0 and at most 100, got 0")
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        self._normalise_stops()
+        self._normalise_logit_bias()
+
+    def _normalise_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if len(stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequest("stop", f"must be non-empty strings, got {text!r}")
+        object.__setattr__(self, "stop", stop)
+        ids = tuple(self.stop_token_ids)
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}"
+            )
+        for token_id in ids:
+            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        object.__setattr__(self, "stop_token_ids", ids)
+
+    def _normalise_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest("logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+        bias: dict[int, float] = {}
+        for token_id, value in self.logit_bias.items():
+            _check_int("logit_bias", token_id, 0, 2**31 - 1)
+            _check_range("logit_bias", value, -100.0, 100.0)
+            bias[token_id] = float(value)
+        object.__setattr__(self, "logit_bias", bias or None)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        assert isinstance(self.stop, tuple)
+        return self.stop
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits must be changed before a token is chosen."""
+        return self.has_penalties or self.logit_bias is not None or self.min_tokens > 0
+
+
+class Overflow(Enum):
+    """What happens when a conversation outgrows the context window."""
+
+    ERROR = "error"
+
+
+class FinishReason(Enum):
+    STOP = "stop"  # an end token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the context window
+    ABORT = "abort"  # the caller gave up
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One prompt and how to answer it; immutable. The scheduler checks it against its limits."""
+
+    request_id: RequestId
+    prompt_ids: NDArray[np.int32]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    eos_ids: tuple[int, ...] = ()
+    salt: bytes = b""  # requests share pages only with requests of the same salt
+    priority: int = 0  # lower goes first
+    session: SessionId | None = None
+    app: str | None = None
+    overflow: Overflow = Overflow.ERROR
+
+    def __post_init__(self) -> None:
+        ids = np.ascontiguousarray(self.prompt_ids, dtype=np.int32)
+        if ids.ndim != 1 or len(ids) == 0:
+            raise InvalidRequest("prompt", "must hold at least one token")
+        if int(ids.min()) < 0:
+            raise InvalidRequest("prompt", f"token id {int(ids.min())} is negative")
+        ids.setflags(write=False)
+        object.__setattr__(self, "prompt_ids", ids)
+        _check_int("priority", self.priority, -(2**31), 2**31 - 1)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every token that ends the answer."""
+        eos = () if self.sampling.ignore_eos else self.eos_ids
+        return tuple(dict.fromkeys((*eos, *self.sampling.stop_token_ids)))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one place: the token that is there and the likeliest ones."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert not math.isnan(self.logprob)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """News of one sequence after a step."""
+
+    request_id: RequestId
+    index: int  # which of the n answers
+    token_ids: tuple[int, ...]  # new ones; an end token is included
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # once, with the first token
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence

@@ -1,0 +1,139 @@
+"""A Step: the work of one forward pass, as plain arrays.
+
+The scheduler makes it, the runner runs it, neither sees the other. Everything is numpy and owned
+by whoever holds the Step; a Step can be sent to another process as it is.
+
+    packed tokens   | seq a: 1 decode | seq b: 512 of a prompt  | seq c: 1 decode | ...
+    seq_starts      0                 1                         513              514
+    sample_rows     ^ 0                                   (none: the prompt goes on) ^ 513
+"""
+
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.core.request import SamplingParams, TokenLogprobs
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+StepId = NewType("StepId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """A step's attention: each span is (some query tokens) x (a run of pages they all see).
+
+    Span i joins the tokens `query_rows[query_starts[i]:query_starts[i+1]]` (indices into the packed
+    tokens) with the first `key_tokens[i]` slots of `page_ids[page_starts[i]:page_starts[i+1]]`.
+    A plain span shows every key to every query. A causal span holds the last queries of its own
+    run: of n queries the j-th sees the keys up to and including number `key_tokens - n + j`.
+    A token's answer is the log-sum-exp merge over all spans it lies in, one at least.
+    """
+
+    query_starts: Int32s
+    query_rows: Int32s
+    page_starts: Int32s
+    page_ids: Int32s
+    key_tokens: Int32s
+    is_causal: Bools
+
+    def __len__(self) -> int:
+        return len(self.key_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """How to turn logits into tokens, one entry per sample row.
+
+    `uniform` is the row's random number in [0, 1), drawn by the scheduler from (seed, output
+    index), so that a sample depends on its request alone. For rows in `special_rows` the runner
+    keeps what it needs (settings, token counts) by sequence slot, from the `started` records of
+    this step or an earlier one.
+    """
+
+    temperature: Float32s
+    top_p: Float32s
+    top_k: Int32s  # vocab size where there is no limit
+    min_p: Float32s
+    uniform: Float32s
+    num_logprobs: Int32s  # top tokens wanted, 0 where `wants_logprobs` is false
+    wants_logprobs: Bools
+    special_rows: Int32s  # rows whose logits need editing: penalties, bias, mask, min_tokens
+    is_greedy: bool  # every temperature is 0 and nothing needs editing: argmax is enough
+
+
+@dataclass(frozen=True, slots=True)
+class StartedSequence:
+    """A sequence that enters a slot and needs logits edited; replaces what the slot held before."""
+
+    seq_slot: int
+    sampling: SamplingParams
+    prompt_ids: Int32s
+    output_ids: Int32s  # not empty when it comes back from preemption
+    stop_ids: tuple[int, ...]  # barred while fewer than min_tokens are out
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The work of one forward pass."""
+
+    step_id: StepId
+    seq_slots: Int32s  # [seqs] which sequence each stretch of tokens belongs to
+    seq_starts: Int32s  # [seqs + 1] prefix sums over the packed tokens
+    token_ids: Int32s  # [tokens]; undefined where carried
+    carry_to: Int32s  # packed tokens whose id is a sample of the previous step ...
+    carry_from: Int32s  # ... and which sample row that was
+    positions: Int32s  # [tokens] rotary positions
+    write_slots: Int64s  # [tokens] page_id * page_size + offset for the new K and V
+    spans: Spans
+    sample_rows: Int32s  # [rows] packed tokens after which a token is sampled
+    sample_slots: Int32s  # [rows] the sequences they belong to
+    sampling: SampleBatch
+    prompt_logprob_rows: Int32s  # packed tokens whose successor's logprob is wanted
+    prompt_logprob_targets: Int32s  # the successors
+    num_prompt_logprobs: Int32s  # top tokens wanted for each of these rows
+    started: tuple[StartedSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a Step produced; rows as in the Step."""
+
+    token_ids: Int32s  # [sample rows]
+    logprobs: dict[int, TokenLogprobs]  # by sample row, where wanted
+    prompt_logprobs: tuple[TokenLogprobs, ...]  # by prompt_logprob row
+
+
+class InFlight(Protocol):
+    """A launched Step."""
+
+    def wait(self) -> StepResult:
+        """Block until the tokens are on the host. Called exactly once, in launch order."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs Steps in the order they are launched."""
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether launching before the previous wait gains anything."""
+        ...
+
+    def launch(self, step: Step) -> InFlight:
+        """Start a step. In each layer K and V of all its tokens are written before any of its
+        attention reads, so a step may read pages that it fills itself."""
+        ...
+
+    def close(self) -> None:
+        """Free the device; nothing may be launched afterwards."""
+        ...
