@@ -98,6 +98,7 @@ class SchedConfig:
     chunk_tokens: int = 512  # most tokens in one step (S_chunk of BatchLLM)
     share: Share = Share.READS
     max_model_len: int | None = None  # None: the model's own context window
+    seed: int = 0  # for requests that bring none
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:

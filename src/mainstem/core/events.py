@@ -26,6 +26,15 @@ class SequenceAdmitted:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceResumed:
+    """A preempted sequence is back; `computed_tokens` of it must be computed again."""
+
+    request_id: RequestId
+    index: int
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SequencePreempted:
     """Pages ran out: a sequence gave its own back and will start again where its cache ends."""
 
@@ -68,6 +77,7 @@ class StepFinished:
 Event = (
     RequestSubmitted
     | SequenceAdmitted
+    | SequenceResumed
     | SequencePreempted
     | SequenceFinished
     | PagesEvicted

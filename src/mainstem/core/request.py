@@ -143,6 +143,13 @@ class Overflow(Enum):
     ERROR = "error"
 
 
+class Delivery(Enum):
+    """When outputs are handed out."""
+
+    EACH_STEP = "each step"
+    AT_END = "at end"  # one Output with everything: least host work
+
+
 class FinishReason(Enum):
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context window
@@ -162,6 +169,7 @@ class Request:
     session: SessionId | None = None
     app: str | None = None
     overflow: Overflow = Overflow.ERROR
+    delivery: Delivery = Delivery.EACH_STEP
 
     def __post_init__(self) -> None:
         ids = np.ascontiguousarray(self.prompt_ids, dtype=np.int32)
@@ -172,6 +180,11 @@ class Request:
         ids.setflags(write=False)
         object.__setattr__(self, "prompt_ids", ids)
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
+
+    @property
+    def must_see_each_token(self) -> bool:
+        """Whether somebody decides after each token if there is to be a next one."""
+        return bool(self.sampling.stop_strings)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -98,6 +98,7 @@ class Step:
     prompt_logprob_targets: Int32s  # the successors
     num_prompt_logprobs: Int32s  # top tokens wanted for each of these rows
     started: tuple[StartedSequence, ...]
+    num_decodes: int = 0  # the leading sequences that are past their prompt, one token each
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,1 @@
+"""Who holds which page, on which tier. No tensors outside kv/bytes."""

@@ -1,0 +1,1 @@
+"""What to run next: waiting requests in, Steps out."""

@@ -1,0 +1,43 @@
+"""Sequence: one answer being made to a Request. The hot counters live in sched's arrays."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from mainstem.core.ids import PageKey, SeqSlot
+from mainstem.core.request import Request, TokenLogprobs
+from mainstem.core.step import Int32s
+
+
+class SeqState(Enum):
+    """waiting -> running -> done; running -> waiting when preempted."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """What is known of a sequence apart from its running counters."""
+
+    request: Request
+    index: int  # which of the request's n answers
+    seed: int
+    arrival: int  # order of submission; ties in priority are broken by it
+    max_output: int  # tokens it may produce at most
+    prompt_keys: list[PageKey]
+    state: SeqState = SeqState.WAITING
+    slot: SeqSlot | None = None
+    output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting
+    num_cached_tokens: int | None = None  # None until first admitted
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # not yet delivered
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # not yet delivered
+    num_delivered: int = 0  # output tokens the caller has seen
+
+    def known_ids(self) -> Int32s:
+        """Prompt and output so far, for a sequence that is not running."""
+        if len(self.output_ids) == 0:
+            return self.request.prompt_ids
+        return np.concatenate([self.request.prompt_ids, self.output_ids])

@@ -1,0 +1,84 @@
+"""The engine: schedule, run, commit. Token ids in, token ids out; any runner."""
+
+from time import perf_counter
+
+from mainstem.core.events import EventBus
+from mainstem.core.ids import RequestId
+from mainstem.core.request import Output, Request
+from mainstem.core.step import InFlight, Runner, Step
+from mainstem.sched.scheduler import Scheduler
+
+
+class Engine:
+    """One model on one device. Not thread-safe: one owner calls it.
+
+    next_step n+1 --> launch n+1 --> wait n --> commit n       (runner can overlap)
+    next_step n   --> launch n   --> wait n --> commit n       (it cannot)
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, bus: EventBus) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._in_flight: tuple[Step, InFlight, float] | None = None
+        self.bus = bus
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._scheduler.max_model_len
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises InvalidRequest if it can never run."""
+        self._scheduler.submit(request)
+
+    def abort(self, request_id: RequestId) -> None:
+        """Stop a request wherever it is; its last Output comes with the next step."""
+        self._scheduler.abort(request_id)
+
+    def stop(self, request_id: RequestId, index: int) -> None:
+        """End one answer at what the caller has seen of it."""
+        self._scheduler.stop(request_id, index)
+
+    def step(self) -> list[Output]:
+        """Advance by one step; returns what callers should hear."""
+        launched = None
+        step = self._scheduler.next_step()
+        if step is not None:
+            launched = (step, self._runner.launch(step), perf_counter())
+        if self._in_flight is None and not self._runner.can_overlap:
+            self._in_flight, launched = launched, None
+        outputs = self._scheduler.take_outputs()
+        if self._in_flight is not None:
+            done, handle, began_s = self._in_flight
+            result = handle.wait()
+            self._in_flight = None
+            outputs += self._scheduler.commit(done, result, perf_counter() - began_s)
+        self._in_flight = launched
+        return outputs
+
+    def clear_cache(self) -> int:
+        """Forget every cached page no sequence holds; returns how many."""
+        return self._scheduler.clear_cache()
+
+    def check(self) -> None:
+        """Raise if a page, slot or sequence was lost."""
+        self._scheduler.check()
+
+    def close(self) -> None:
+        """Drop everything that runs and free the device."""
+        if self._in_flight is not None:
+            self._in_flight[1].wait()
+            self._in_flight = None
+        self._runner.close()

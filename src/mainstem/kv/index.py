@@ -1,0 +1,121 @@
+"""PageKey -> device page: how much of this prompt is here already."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mainstem.core.ids import PageKey
+from mainstem.core.step import Int32s
+from mainstem.kv.pool import PagePool
+
+
+class PrefixIndex:
+    """Finds pages by key, keeps them while there is room, gives the least useful up.
+
+    The index is itself a holder of every page in it, so a page outlives its sequences.
+
+        reserve -> LOADING --commit--> READY --(nobody else holds it)--> idle --evict--> gone
+                      `----abort----> gone
+
+    Invariant: keys and pages are one to one, and every indexed page has the index as a holder.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._page_of: dict[PageKey, int] = {}
+        self._key_of: list[PageKey | None] = [None] * pool.num_pages
+        self._is_indexed = np.zeros(pool.num_pages, np.bool_)
+        self._is_ready = np.zeros(pool.num_pages, np.bool_)
+        self._last_used = np.zeros(pool.num_pages, np.int64)
+        self._depth = np.zeros(pool.num_pages, np.int32)  # pages before it in its chain
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._page_of)
+
+    def num_idle(self) -> int:
+        """Pages held by the index alone: `evict` can free them."""
+        return int(np.count_nonzero(self._is_indexed & (self._pool.holders == 1)))
+
+    def match(self, keys: Sequence[PageKey]) -> tuple[list[int], int]:
+        """Pages of the longest indexed prefix of `keys`, and how many of them are ready."""
+        page_of = self._page_of
+        pages: list[int] = []
+        for key in keys:
+            page = page_of.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        ready = self._is_ready[pages]
+        return pages, len(pages) if ready.all() else int(ready.argmin())
+
+    def reserve(self, keys: Sequence[PageKey], pages: Int32s, first_depth: int) -> list[PageKey]:
+        """Name pages somebody is about to fill; returns the keys that were new.
+
+        A key that is known already keeps its page; the caller's copy stays without a name.
+        """
+        new: list[PageKey] = []
+        kept: list[int] = []
+        for offset, (key, page) in enumerate(zip(keys, pages.tolist(), strict=True)):
+            if key in self._page_of:
+                continue
+            self._page_of[key] = page
+            self._key_of[page] = key
+            self._depth[page] = first_depth + offset
+            new.append(key)
+            kept.append(page)
+        self._pool.share(np.array(kept, np.int32))
+        self._is_indexed[kept] = True
+        self._is_ready[kept] = False
+        return new
+
+    def commit(self, pages: Int32s) -> list[PageKey]:
+        """Pages are filled by a step that is on its way: READY. Returns the keys that became so."""
+        changed = pages[self._is_indexed[pages] & ~self._is_ready[pages]]
+        self._is_ready[changed] = True
+        return [key for page in changed.tolist() if (key := self._key_of[page]) is not None]
+
+    def abort(self, pages: Int32s) -> list[PageKey]:
+        """Forget those of `pages` that were reserved and never filled; returns their keys."""
+        dropped = pages[self._is_indexed[pages] & ~self._is_ready[pages]]
+        return self._remove(dropped)
+
+    def touch(self, pages: Int32s) -> None:
+        """Pages were just used: they go last when room is needed."""
+        self._clock += 1
+        self._last_used[pages] = self._clock
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` idle pages, least recently used first; returns how many.
+
+        A chain is always touched as a whole, so of equals the deepest goes first and a prefix never
+        goes before what follows it.
+        """
+        idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
+        if count < len(idle):
+            order = np.lexsort((-self._depth[idle], self._last_used[idle]))
+            idle = idle[order[:count]]
+        self._remove(idle.astype(np.int32))
+        return len(idle)
+
+    def _remove(self, pages: Int32s) -> list[PageKey]:
+        keys: list[PageKey] = []
+        for page in pages.tolist():
+            key = self._key_of[page]
+            assert key is not None
+            del self._page_of[key]
+            self._key_of[page] = None
+            keys.append(key)
+        self._is_indexed[pages] = False
+        self._is_ready[pages] = False
+        self._pool.give_back(pages)
+        return keys
+
+    def check(self) -> None:
+        """Raise if the invariant is broken."""
+        indexed = np.flatnonzero(self._is_indexed)
+        assert len(indexed) == len(self._page_of), "keys and pages are not one to one"
+        for key, page in self._page_of.items():
+            assert self._key_of[page] == key, "a page answers to another key"
+        assert (self._pool.holders[indexed] >= 1).all(), "an indexed page has no holder"
+        assert not (self._is_ready & ~self._is_indexed).any(), "a page without a key is ready"

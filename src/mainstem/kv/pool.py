@@ -1,0 +1,57 @@
+"""The device pages and how many hold each."""
+
+import numpy as np
+
+from mainstem.core.errors import OutOfPages
+from mainstem.core.step import Int32s
+
+
+class PagePool:
+    """Lends device pages and counts their holders; knows neither tokens nor tensors.
+
+    Invariant: a page is free, or has at least one holder, never both.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.holders = np.zeros(num_pages, np.int32)  # read freely, changed only here
+        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # a stack, page 0 on top
+        self._num_free = num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def take(self, count: int) -> Int32s:
+        """Lend `count` pages with one holder each, or raise OutOfPages and lend none."""
+        if count > self._num_free:
+            raise OutOfPages(wanted=count, free=self._num_free)
+        top = self._num_free
+        pages = self._free[top - count : top][::-1].copy()
+        self._num_free = top - count
+        self.holders[pages] = 1
+        return pages
+
+    def share(self, pages: Int32s) -> None:
+        """One more holder for each of `pages`, which must be held already."""
+        assert (self.holders[pages] > 0).all(), "a free page cannot be shared"
+        self.holders[pages] += 1
+
+    def give_back(self, pages: Int32s) -> None:
+        """One holder less for each of `pages` (no page twice); without holders a page is free."""
+        left = self.holders[pages] - 1
+        assert (left >= 0).all(), "a page was given back more often than it was lent"
+        self.holders[pages] = left
+        freed = pages[left == 0]
+        top = self._num_free
+        self._free[top : top + len(freed)] = freed[::-1]
+        self._num_free = top + len(freed)
+
+    def check(self) -> None:
+        """Raise if the invariant is broken."""
+        free = self._free[: self._num_free]
+        assert len(np.unique(free)) == len(free), "a page is free twice"
+        assert not self.holders[free].any(), "a page is both free and held"
+        held = int((self.holders > 0).sum())
+        assert len(free) + held == self.num_pages, "a page was lost"
+        assert (self.holders >= 0).all(), "a page has fewer than no holders"

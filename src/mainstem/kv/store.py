@@ -1,0 +1,126 @@
+"""KVStore: the one door to pages, wherever they lie. Today the device is its only tier."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from mainstem.core.errors import OutOfPages
+from mainstem.core.events import EventBus, PagesEvicted
+from mainstem.core.ids import PageKey
+from mainstem.core.step import Int32s
+from mainstem.kv.index import PrefixIndex
+from mainstem.kv.keys import page_keys, root_key
+from mainstem.kv.pool import PagePool
+
+
+class Lookup(Enum):
+    """What the store knows of a page."""
+
+    MISS = "miss"
+    READY = "ready"
+    LOADING = "loading"  # on its way: being computed by somebody else, or read from a lower tier
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How much of a chain of keys is there."""
+
+    pages: Int32s  # the leading READY pages
+    outcome: Lookup  # of the first page after them; READY when none is left
+    awaited: PageKey | None  # LOADING: the deepest page that is on its way
+
+
+class KVStore:
+    """Lends pages to sequences and remembers what is in them.
+
+    take/give_back lends empty pages; lease/release lends filled ones; reserve/commit/abort names
+    pages while they are filled. Pages are given up for room only while nobody holds them.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, identity: bytes, bus: EventBus) -> None:
+        self.page_size = page_size
+        self._pool = PagePool(num_pages)
+        self._index = PrefixIndex(self._pool)
+        self._identity = identity
+        self._roots: dict[bytes, PageKey] = {}
+        self._bus = bus
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
+    @property
+    def num_cached_pages(self) -> int:
+        return len(self._index)
+
+    def num_available(self) -> int:
+        """Pages that `take` could lend now."""
+        return self._pool.num_free + self._index.num_idle()
+
+    def num_held(self) -> int:
+        """Pages that sequences hold."""
+        return self.num_pages - self.num_available()
+
+    def keys(
+        self, token_ids: Int32s, salt: bytes, previous: PageKey | None = None
+    ) -> list[PageKey]:
+        """Keys of the full pages of `token_ids`; `previous` continues a chain."""
+        if previous is None:
+            previous = self._roots.get(salt)
+            if previous is None:
+                previous = self._roots[salt] = root_key(self._identity, self.page_size, salt)
+        return page_keys(previous, token_ids, self.page_size)
+
+    def lookup(self, keys: Sequence[PageKey]) -> Match:
+        pages, num_ready = self._index.match(keys)
+        ready = np.array(pages[:num_ready], np.int32)
+        if num_ready < len(pages):
+            return Match(ready, Lookup.LOADING, keys[len(pages) - 1])
+        outcome = Lookup.READY if len(pages) == len(keys) else Lookup.MISS
+        return Match(ready, outcome, None)
+
+    def take(self, count: int) -> Int32s:
+        """Lend `count` empty pages, giving up idle ones for it; or raise OutOfPages, lend none."""
+        short = count - self._pool.num_free
+        if short > 0:
+            idle = self._index.num_idle()
+            if short > idle:
+                raise OutOfPages(wanted=count, free=self._pool.num_free + idle)
+            self._index.evict(short)
+            self._bus.publish(PagesEvicted(num_pages=short, reason="room"))
+        return self._pool.take(count)
+
+    def give_back(self, pages: Int32s) -> None:
+        """A sequence no longer needs `pages`; named ones stay as cache, most recently used."""
+        self._index.touch(pages)
+        self._pool.give_back(pages)
+
+    def lease(self, pages: Int32s) -> None:
+        """A sequence now reads `pages` of a Match; ends with `give_back`."""
+        self._pool.share(pages)
+
+    def reserve(self, keys: Sequence[PageKey], pages: Int32s, first_depth: int) -> None:
+        """Announce what `pages` are about to hold: others find them LOADING and wait."""
+        self._index.reserve(keys, pages, first_depth)
+
+    def commit(self, pages: Int32s) -> list[PageKey]:
+        """Reserved pages are filled by a step on its way; returns the keys now READY."""
+        return self._index.commit(pages)
+
+    def abort(self, pages: Int32s) -> list[PageKey]:
+        """Whatever of `pages` was reserved and not filled loses its name; returns these keys."""
+        return self._index.abort(pages)
+
+    def clear(self) -> int:
+        """Forget every page nobody holds; returns how many."""
+        count = self._index.evict(self.num_pages)
+        if count:
+            self._bus.publish(PagesEvicted(num_pages=count, reason="clear"))
+        return count
+
+    def check(self) -> None:
+        """Raise if pages were lost or named twice."""
+        self._pool.check()
+        self._index.check()

@@ -1,0 +1,126 @@
+"""Join the arrays of one Step from what each sequence does in it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mainstem.core.ids import SeqSlot
+from mainstem.core.step import Int32s, SampleBatch, StartedSequence, Step, StepId
+from mainstem.sched.sharing import SharingTree
+from mainstem.sched.spans import SpanBuilder, ragged_arange, starts_of
+from mainstem.sched.table import SeqTable
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prompt tokens of one sequence that go into a step."""
+
+    slot: SeqSlot
+    num_before: int
+    token_ids: Int32s
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What goes into a step: decodes by slot, prompt chunks one by one."""
+
+    decodes: Int32s
+    chunks: list[Chunk]
+    started: tuple[StartedSequence, ...]
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.decodes) + len(self.chunks)
+
+
+def build_step(
+    step_id: StepId, batch: Batch, table: SeqTable, tree: SharingTree, spans: SpanBuilder
+) -> Step:
+    """Lay the batch out as arrays and move the table's counters past it."""
+    decodes = batch.decodes
+    chunk_slots = np.array([chunk.slot for chunk in batch.chunks], np.int32)
+    chunk_lens = np.array([len(chunk.token_ids) for chunk in batch.chunks], np.int32)
+    slots = np.concatenate([decodes, chunk_slots])
+    counts = np.concatenate([np.ones(len(decodes), np.int32), chunk_lens])
+    seq_starts = starts_of(counts)
+    num_before = table.computed[slots]
+    positions = np.repeat(num_before, counts) + ragged_arange(counts)
+
+    token_ids = np.concatenate([table.last_token[decodes], *(c.token_ids for c in batch.chunks)])
+    carry_to = np.flatnonzero(table.pending[decodes]).astype(np.int32)
+    carry_from = table.sample_row[decodes[carry_to]]
+
+    # decodes and chunks that reach the end of what is known are followed by a new token
+    samples = table.total[slots] == num_before + counts
+    sample_slots = slots[samples]
+    prompt_rows = _prompt_logprob_rows(batch, table, seq_starts[len(decodes) :])
+    step = Step(
+        step_id=step_id,
+        seq_slots=slots,
+        seq_starts=seq_starts,
+        token_ids=token_ids.astype(np.int32, copy=False),
+        carry_to=carry_to,
+        carry_from=carry_from,
+        positions=positions,
+        write_slots=_write_slots(table.page_table, np.repeat(slots, counts), positions, spans),
+        spans=spans.build(tree, slots, seq_starts, num_before, table.page_table),
+        sample_rows=seq_starts[1:][samples] - np.int32(1),
+        sample_slots=sample_slots,
+        sampling=_sample_batch(table, sample_slots),
+        prompt_logprob_rows=prompt_rows[0],
+        prompt_logprob_targets=prompt_rows[1],
+        num_prompt_logprobs=prompt_rows[2],
+        started=batch.started,
+        num_decodes=len(decodes),
+    )
+    table.computed[slots] += counts
+    table.last_step[slots] = step_id
+    table.total[sample_slots] += 1
+    table.pending[sample_slots] += 1
+    table.sample_row[sample_slots] = np.arange(len(sample_slots), dtype=np.int32)
+    return step
+
+
+def _write_slots(
+    page_table: Int32s, rows: Int32s, positions: Int32s, spans: SpanBuilder
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    page_index, offset = np.divmod(positions, spans.page_size)
+    pages = page_table[rows, page_index].astype(np.int64)
+    return pages * spans.page_size + offset
+
+
+def _sample_batch(table: SeqTable, slots: Int32s) -> SampleBatch:
+    temperature = table.temperature[slots]
+    special = np.flatnonzero(table.edits_logits[slots]).astype(np.int32)
+    wants_logprobs = table.wants_logprobs[slots]
+    return SampleBatch(
+        temperature=temperature,
+        top_p=table.top_p[slots],
+        top_k=table.top_k[slots],
+        min_p=table.min_p[slots],
+        uniform=table.draw_uniforms(slots),
+        num_logprobs=table.num_logprobs[slots],
+        wants_logprobs=wants_logprobs,
+        special_rows=special,
+        is_greedy=not (len(special) or temperature.any() or wants_logprobs.any()),
+    )
+
+
+def _prompt_logprob_rows(
+    batch: Batch, table: SeqTable, chunk_starts: Int32s
+) -> tuple[Int32s, Int32s, Int32s]:
+    """Rows, the tokens that follow them, and how many alternatives are wanted."""
+    rows: list[Int32s] = [np.empty(0, np.int32)]
+    targets: list[Int32s] = [np.empty(0, np.int32)]
+    wanted: list[Int32s] = [np.empty(0, np.int32)]
+    for chunk, start in zip(batch.chunks, chunk_starts.tolist(), strict=False):
+        sequence = table.sequence(chunk.slot)
+        request = sequence.request
+        count = request.sampling.prompt_logprobs
+        if count is None or sequence.num_delivered:
+            continue
+        following = request.prompt_ids[chunk.num_before + 1 :][: len(chunk.token_ids)]
+        rows.append(np.arange(start, start + len(following), dtype=np.int32))
+        targets.append(following)
+        wanted.append(np.full(len(following), count, np.int32))
+    return np.concatenate(rows), np.concatenate(targets), np.concatenate(wanted)

@@ -1,0 +1,57 @@
+"""Sequences that wait: in order of priority and arrival, or for a page somebody else computes."""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+
+from mainstem.core.ids import PageKey
+from mainstem.core.sequence import SeqState, Sequence
+
+
+class WaitingQueue:
+    """A heap of sequences ready to start, and those parked on a page that is LOADING.
+
+    A preempted sequence keeps its arrival number and so returns to its old place. Sequences that
+    were aborted while they waited are dropped when they come up.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Sequence]] = []
+        self._parked: dict[PageKey, list[Sequence]] = defaultdict(list)
+        self._num_parked = 0
+        self._num_dead = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) + self._num_parked - self._num_dead
+
+    def push(self, sequence: Sequence) -> None:
+        heapq.heappush(self._heap, (sequence.request.priority, sequence.arrival, sequence))
+
+    def head(self) -> Sequence | None:
+        """The next sequence to start, left in place."""
+        while self._heap and self._heap[0][2].state is SeqState.DONE:
+            heapq.heappop(self._heap)
+            self._num_dead -= 1
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> Sequence:
+        return heapq.heappop(self._heap)[2]
+
+    def park(self, sequence: Sequence, awaited: PageKey) -> None:
+        """Set aside until `awaited` is ready, or will not be."""
+        self._parked[awaited].append(sequence)
+        self._num_parked += 1
+
+    def unpark(self, keys: Iterable[PageKey]) -> None:
+        """Whoever waited for one of these may try again."""
+        if not self._parked:
+            return
+        for key in keys:
+            for sequence in self._parked.pop(key, ()):
+                self._num_parked -= 1
+                self.push(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A waiting sequence was aborted; its state says so already."""
+        assert sequence.state is SeqState.DONE
+        self._num_dead += 1

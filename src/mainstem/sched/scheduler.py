@@ -1,0 +1,494 @@
+"""The scheduler: requests in, Steps out, results back in.
+
+    submit -> waiting -> running -> done          next_step: decodes, then prompt chunks, then
+                 ^---------'  preempted           new sequences while pages and tokens last
+
+One step may be in flight while the next is made: samples not read back are carried on the device.
+A sequence that ends while it is part of a step in flight keeps slot and pages until that commits.
+"""
+
+from collections.abc import Iterable
+from itertools import count
+from time import perf_counter
+
+import numpy as np
+
+from mainstem.core.config import SchedConfig, Share
+from mainstem.core.errors import InvalidRequest, OutOfPages
+from mainstem.core.events import (
+    EventBus,
+    RequestSubmitted,
+    SequenceAdmitted,
+    SequenceFinished,
+    SequencePreempted,
+    SequenceResumed,
+    StepFinished,
+)
+from mainstem.core.ids import PageKey, RequestId, SeqSlot
+from mainstem.core.request import FinishReason, Output, Request
+from mainstem.core.sequence import SeqState, Sequence
+from mainstem.core.step import Int32s, StartedSequence, Step, StepId, StepResult
+from mainstem.kv.store import KVStore, Lookup
+from mainstem.sched.admission import Admission
+from mainstem.sched.batching import Batch, Chunk, build_step
+from mainstem.sched.queue import WaitingQueue
+from mainstem.sched.random import mix
+from mainstem.sched.sharing import SharingTree
+from mainstem.sched.spans import SpanBuilder, WorthSharing, share_all, share_none
+from mainstem.sched.table import SeqTable
+
+
+class Scheduler:
+    """Decides what runs next; owns the sequences and, through the store, their pages."""
+
+    def __init__(
+        self,
+        config: SchedConfig,
+        store: KVStore,
+        vocab_size: int,
+        max_model_len: int,
+        bus: EventBus,
+        worth_sharing: WorthSharing = share_all,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._bus = bus
+        self._vocab_size = vocab_size
+        # a sequence must fit into the pages when it is alone
+        self.max_model_len = min(max_model_len, store.num_pages * store.page_size)
+        self._table = SeqTable(vocab_size)
+        self._queue = WaitingQueue()
+        self._tree = SharingTree()
+        policy = worth_sharing if config.share is Share.READS else share_none
+        self._spans = SpanBuilder(store.page_size, policy)
+        self._admission = Admission()
+        self._running: Int32s = np.empty(0, np.int32)  # slots, in the order they started
+        self._sequences: dict[RequestId, list[Sequence]] = {}
+        self._arrivals = count()
+        self._step_ids = count()
+        self._in_flight: Step | None = None
+        self._leaving: list[SeqSlot] = []  # ended, but part of the step in flight
+        self._outputs: list[Output] = []  # of sequences that ended outside a commit
+        self._host_s = 0.0
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises InvalidRequest if it can never run."""
+        if request.request_id in self._sequences:
+            raise InvalidRequest("request_id", f"{request.request_id!r} is already running")
+        num_prompt = len(request.prompt_ids)
+        largest = int(request.prompt_ids.max())
+        if largest >= self._vocab_size:
+            raise InvalidRequest(
+                "prompt", f"token id {largest} is outside the vocabulary of {self._vocab_size}"
+            )
+        if num_prompt >= self.max_model_len:
+            raise InvalidRequest(
+                "prompt",
+                f"{num_prompt} tokens leave no room for an answer in the context of "
+                f"{self.max_model_len}",
+            )
+        sampling = request.sampling
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("logit_bias", sampling.logit_bias or ())
+        room = self.max_model_len - num_prompt
+        max_output = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        keys: list[PageKey] = []
+        if self._config.share is not Share.NONE:
+            keys = self._store.keys(request.prompt_ids, request.salt)
+        answers = []
+        for index in range(sampling.n):
+            arrival = next(self._arrivals)
+            seed = sampling.seed if sampling.seed is not None else _mix(self._config.seed, arrival)
+            if index:
+                seed = _mix(seed, index)
+            answers.append(Sequence(request, index, seed, arrival, max_output, keys))
+        self._sequences[request.request_id] = answers
+        for sequence in answers:
+            self._queue.push(sequence)
+        self._bus.publish(RequestSubmitted(request.request_id, num_prompt))
+
+    def abort(self, request_id: RequestId) -> None:
+        """Stop all answers to a request; unknown or finished requests are left in peace."""
+        for sequence in list(self._sequences.get(request_id, ())):
+            self._end_early(sequence, FinishReason.ABORT)
+
+    def stop(self, request_id: RequestId, index: int) -> None:
+        """End one answer as if it had met a stop token (the caller found a stop string)."""
+        for sequence in list(self._sequences.get(request_id, ())):
+            if sequence.index == index:
+                self._end_early(sequence, FinishReason.STOP)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._leaving or self._outputs or self._in_flight)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def next_step(self) -> Step | None:
+        """The next step, or None when nothing can run before the one in flight commits."""
+        begin = perf_counter()
+        decodes = self._grow_decodes()
+        if decodes is None:
+            return None
+        budget = self._config.chunk_tokens - len(decodes)
+        started: list[StartedSequence] = []
+        chunks, budget = self._continue_prompts(budget)
+        budget = self._start_waiting(chunks, started, budget)
+        batch = Batch(decodes, chunks, tuple(started))
+        if batch.num_seqs == 0:
+            return None
+        step = build_step(StepId(next(self._step_ids)), batch, self._table, self._tree, self._spans)
+        self._in_flight = step
+        self._host_s += perf_counter() - begin
+        return step
+
+    def commit(self, step: Step, result: StepResult, device_s: float = 0.0) -> list[Output]:
+        """Take in a step's tokens; returns what callers should hear."""
+        begin = perf_counter()
+        table = self._table
+        if self._in_flight is step:
+            self._in_flight = None
+        alive = table.is_alive[step.sample_slots]
+        rows = np.flatnonzero(alive)
+        slots, token_ids = step.sample_slots[rows], result.token_ids[rows]
+        table.append_samples(slots, token_ids)
+        self._keep_logprobs(step, result)
+
+        is_stop = table.is_stop(slots, token_ids)
+        is_full = table.total[slots] - table.pending[slots] >= table.max_total[slots]
+        is_done = is_stop | is_full
+        outputs: list[Output] = []
+        for slot in slots[table.is_streaming[slots] & ~is_done].tolist():
+            outputs.append(self._deliver(SeqSlot(slot), None))
+        for row in np.flatnonzero(is_done).tolist():
+            reason = FinishReason.STOP if is_stop[row] else FinishReason.LENGTH
+            outputs.append(self._finish(SeqSlot(int(slots[row])), reason))
+        self._release_left(step.step_id)
+        self._publish_step(step, device_s, self._host_s + perf_counter() - begin)
+        self._host_s = 0.0
+        return outputs
+
+    def take_outputs(self) -> list[Output]:
+        """Outputs of sequences that ended outside a commit (aborted, stopped)."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def clear_cache(self) -> int:
+        """Forget every cached page no sequence holds; returns how many."""
+        return self._store.clear()
+
+    def check(self) -> None:
+        """Raise if anything is out of order; when idle, also if a page is still held."""
+        self._store.check()
+        self._tree.check()
+        assert self._table.num_used == len(self._running) + len(self._leaving), "a slot was lost"
+        if not self.has_work:
+            assert self._store.num_held() == 0, "a page is still held"
+            assert len(self._queue) == 0, "a sequence was forgotten in the queue"
+
+    # --- what goes into a step ------------------------------------------------------------------
+
+    def _grow_decodes(self) -> Int32s | None:
+        """Slots that decode, each with a page for its token; preempts if pages are short.
+
+        None: pages are short and a step is in flight; its commit comes first.
+        """
+        table = self._table
+        while True:
+            running = self._running
+            ready = table.computed[running] >= table.prefill_end[running]
+            ready &= table.total[running] < table.max_total[running]
+            ready &= ~(table.is_sync[running] & (table.pending[running] > 0))
+            decodes: Int32s = running[ready]
+            full = decodes[table.computed[decodes] >= table.num_pages[decodes] * self._page_size]
+            if len(full) == 0:
+                return decodes
+            try:
+                pages = self._store.take(len(full))
+            except OutOfPages:
+                if self._in_flight is not None or self._leaving:
+                    return None
+                self._preempt(self._victim())
+                continue
+            table.append_pages(full, pages)
+            return decodes
+
+    def _continue_prompts(self, budget: int) -> tuple[list[Chunk], int]:
+        """Chunks of sequences that started earlier and are not through their prompt."""
+        chunks: list[Chunk] = []
+        table = self._table
+        unfinished = table.computed[self._running] < table.prefill_end[self._running]
+        for slot in self._running[unfinished].tolist():
+            if budget <= 0:
+                break
+            chunk = self._next_chunk(SeqSlot(slot), budget)
+            chunks.append(chunk)
+            budget -= len(chunk.token_ids)
+        return chunks, budget
+
+    def _start_waiting(
+        self, chunks: list[Chunk], started: list[StartedSequence], budget: int
+    ) -> int:
+        """Start sequences from the queue while tokens and pages last."""
+        new_slots: list[int] = []
+        while budget > 0 and (sequence := self._queue.head()) is not None:
+            slot = self._try_start(sequence, len(self._running) + len(new_slots))
+            if slot is None:
+                if sequence is self._queue.head():
+                    break  # no room: nobody overtakes it
+                continue  # parked
+            new_slots.append(slot)
+            if sequence.request.sampling.edits_logits:
+                started.append(_started(sequence, slot))
+            chunk = self._next_chunk(slot, budget)
+            chunks.append(chunk)
+            budget -= len(chunk.token_ids)
+        if new_slots:
+            self._running = np.concatenate([self._running, np.array(new_slots, np.int32)])
+        return budget
+
+    def _try_start(self, sequence: Sequence, num_running: int) -> SeqSlot | None:
+        """Give the queue's head its pages and a slot, or park it, or leave it where it is."""
+        store, page_size = self._store, self._page_size
+        known = sequence.known_ids()
+        num_known = len(known)
+        keys = self._keys_of(sequence, known)
+        cached = np.empty(0, np.int32)
+        if keys and (sequence.request.sampling.prompt_logprobs is None or sequence.num_delivered):
+            # the last token is always computed: its logits are wanted
+            match = store.lookup(keys[: (num_known - 1) // page_size])
+            if match.outcome is Lookup.LOADING:
+                assert match.awaited is not None
+                self._queue.park(self._queue.pop(), match.awaited)
+                return None
+            cached = match.pages
+        num_new = -(-num_known // page_size) - len(cached)
+        store.lease(cached)  # before counting: leased pages cannot be given up for room
+        if not self._admission.may_start(num_new, store.num_available(), num_running):
+            store.give_back(cached)
+            return None
+        fresh = store.take(num_new)
+        self._queue.pop()
+        if keys:
+            store.reserve(keys[len(cached) :], fresh[: len(keys) - len(cached)], len(cached))
+        pages = np.concatenate([cached, fresh])
+        num_cached = len(cached) * page_size
+        slot = self._table.enter(sequence, pages, num_cached)
+        self._tree.attach(slot, pages[: num_known // page_size])
+        self._announce(sequence, num_cached, num_known)
+        return slot
+
+    def _next_chunk(self, slot: SeqSlot, budget: int) -> Chunk:
+        """The next tokens to compute; pages they fill become readable for this very step."""
+        table, page_size = self._table, self._page_size
+        num_before = int(table.computed[slot])
+        length = min(budget, int(table.prefill_end[slot]) - num_before)
+        prompt_ids = table.sequence(slot).request.prompt_ids
+        end = num_before + length
+        token_ids = prompt_ids[num_before:end]
+        if end > len(prompt_ids):  # back from preemption: output tokens are computed again
+            output = table.outputs[
+                slot, max(0, num_before - len(prompt_ids)) : end - len(prompt_ids)
+            ]
+            token_ids = np.concatenate([token_ids, output])
+        filled = table.page_table[slot, num_before // page_size : end // page_size]
+        self._queue.unpark(self._store.commit(filled))
+        return Chunk(slot, num_before, token_ids)
+
+    def _announce(self, sequence: Sequence, num_cached: int, num_known: int) -> None:
+        request_id, index = sequence.request.request_id, sequence.index
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_cached
+            self._bus.publish(SequenceAdmitted(request_id, index, num_known, num_cached))
+        else:
+            self._bus.publish(SequenceResumed(request_id, index, num_known - num_cached))
+
+    # --- how sequences end ----------------------------------------------------------------------
+
+    def _finish(self, slot: SeqSlot, reason: FinishReason) -> Output:
+        """A running sequence is done: deliver, and free its slot as soon as no step uses it."""
+        table = self._table
+        sequence = table.sequence(slot)
+        output = self._deliver(slot, reason)
+        self._close(sequence, reason, len(table.output_ids(slot)))
+        self._running = self._running[self._running != slot]
+        table.is_alive[slot] = False
+        if self._in_flight is not None and table.last_step[slot] == self._in_flight.step_id:
+            self._leaving.append(slot)
+        else:
+            self._release(slot)
+        return output
+
+    def _end_early(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.state is SeqState.RUNNING:
+            assert sequence.slot is not None
+            self._outputs.append(self._finish(sequence.slot, reason))
+        elif sequence.state is SeqState.WAITING:
+            undelivered = sequence.output_ids[sequence.num_delivered :]
+            self._outputs.append(self._output(sequence, undelivered, reason))
+            self._close(sequence, reason, len(sequence.output_ids))
+            self._queue.forget(sequence)
+
+    def _close(self, sequence: Sequence, reason: FinishReason, num_output: int) -> None:
+        sequence.state = SeqState.DONE
+        request_id = sequence.request.request_id
+        answers = self._sequences[request_id]
+        answers.remove(sequence)
+        if not answers:
+            del self._sequences[request_id]
+        self._bus.publish(SequenceFinished(request_id, sequence.index, reason, num_output))
+
+    def _preempt(self, slot: SeqSlot) -> None:
+        """Take a sequence's pages; it starts again later from what is still cached."""
+        sequence = self._table.sequence(slot)
+        sequence.output_ids = self._table.output_ids(slot)
+        sequence.prompt_logprobs = None  # those not delivered are computed again
+        num_pages = int(self._table.num_pages[slot])
+        self._running = self._running[self._running != slot]
+        self._table.is_alive[slot] = False
+        self._release(slot)
+        sequence.state = SeqState.WAITING
+        self._queue.push(sequence)
+        request_id = sequence.request.request_id
+        self._bus.publish(SequencePreempted(request_id, sequence.index, num_pages))
+
+    def _victim(self) -> SeqSlot:
+        """The least urgent of the running sequences, and of these the last to arrive."""
+        sequences = (self._table.sequence(slot) for slot in self._running.tolist())
+        worst = max(sequences, key=lambda s: (s.request.priority, s.arrival))
+        assert worst.slot is not None
+        return worst.slot
+
+    def _release_left(self, step_id: StepId) -> None:
+        """Free the slots of ended sequences that no step in flight uses any more."""
+        still: list[SeqSlot] = []
+        for slot in self._leaving:
+            if self._table.last_step[slot] <= step_id:
+                self._release(slot)
+            else:
+                still.append(slot)
+        self._leaving = still
+
+    def _release(self, slot: SeqSlot) -> None:
+        """Free slot and pages; full pages of known tokens stay behind as cache."""
+        table, store, page_size = self._table, self._store, self._page_size
+        sequence = table.sequence(slot)
+        pages = table.pages(slot)
+        if self._config.share is not Share.NONE:
+            self._queue.unpark(store.abort(pages))
+            output_ids = table.output_ids(slot)
+            num_prompt = len(sequence.request.prompt_ids)
+            # of the last token only the id is known, K and V are not computed
+            num_computed = min(int(table.computed[slot]), num_prompt + len(output_ids) - 1)
+            num_full = num_computed // page_size
+            if num_full > num_prompt // page_size:
+                known = np.concatenate([sequence.request.prompt_ids, output_ids])
+                keys = self._keys_of(sequence, known)[num_prompt // page_size : num_full]
+                made = pages[num_prompt // page_size : num_full]
+                store.reserve(keys, made, num_prompt // page_size)
+                store.commit(made)
+        self._tree.detach(slot)
+        table.leave(slot)
+        store.give_back(pages)
+
+    # --- odds -----------------------------------------------------------------------------------
+
+    @property
+    def _page_size(self) -> int:
+        return self._store.page_size
+
+    def _keys_of(self, sequence: Sequence, known: Int32s) -> list[PageKey]:
+        """Keys of all full pages of `known`, which begins with the prompt."""
+        keys = sequence.prompt_keys
+        num_prompt = len(sequence.request.prompt_ids)
+        if self._config.share is Share.NONE or len(known) // self._page_size == len(keys):
+            return keys
+        rest = known[num_prompt // self._page_size * self._page_size :]
+        return keys + self._store.keys(rest, sequence.request.salt, keys[-1] if keys else None)
+
+    def _deliver(self, slot: SeqSlot, reason: FinishReason | None) -> Output:
+        """News of a running sequence since the last time."""
+        table = self._table
+        sequence = table.sequence(slot)
+        known = int(table.total[slot] - table.prompt_len[slot] - table.pending[slot])
+        new = table.outputs[slot, sequence.num_delivered : known]
+        output = self._output(sequence, new, reason)
+        sequence.num_delivered = known
+        return output
+
+    def _output(self, sequence: Sequence, new: Int32s, reason: FinishReason | None) -> Output:
+        logprobs, sequence.logprobs = tuple(sequence.logprobs), []
+        prompt_logprobs = None
+        if sequence.prompt_logprobs is not None:
+            prompt_logprobs, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), None
+        return Output(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_ids=tuple(new.tolist()),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+        )
+
+    def _keep_logprobs(self, step: Step, result: StepResult) -> None:
+        for row, logprobs in result.logprobs.items():
+            slot = int(step.sample_slots[row])
+            if self._table.is_alive[slot]:
+                self._table.sequence(slot).logprobs.append(logprobs)
+        if not result.prompt_logprobs:
+            return
+        owners = np.searchsorted(step.seq_starts, step.prompt_logprob_rows, side="right") - 1
+        for seq_index, logprobs in zip(owners.tolist(), result.prompt_logprobs, strict=True):
+            slot = int(step.seq_slots[seq_index])
+            if self._table.is_alive[slot]:
+                sequence = self._table.sequence(slot)
+                if sequence.prompt_logprobs is None:
+                    sequence.prompt_logprobs = [None]  # nothing predicts the first token
+                sequence.prompt_logprobs.append(logprobs)
+
+    def _publish_step(self, step: Step, device_s: float, host_s: float) -> None:
+        if not self._bus.has_listeners(StepFinished):
+            return
+        spans = step.spans
+        last = step.seq_starts[1:] - 1
+        self._bus.publish(
+            StepFinished(
+                num_tokens=step.num_tokens,
+                num_prompt_tokens=step.num_tokens - step.num_decodes,
+                num_seqs=len(step.seq_slots),
+                num_spans=len(spans),
+                key_tokens_read=int(spans.key_tokens.sum()),
+                key_tokens_seen=int(step.positions[last].sum()) + len(last),
+                host_s=host_s,
+                device_s=device_s,
+            )
+        )
+
+    def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if token_id >= self._vocab_size:
+                raise InvalidRequest(
+                    field, f"token id {token_id} is outside the vocabulary of {self._vocab_size}"
+                )
+
+
+def _mix(seed: int, index: int) -> int:
+    return int(mix(np.array([seed], np.int64), np.array([index], np.int64))[0])
+
+
+def _started(sequence: Sequence, slot: SeqSlot) -> StartedSequence:
+    request = sequence.request
+    return StartedSequence(
+        slot, request.sampling, request.prompt_ids, sequence.output_ids, request.stop_ids
+    )

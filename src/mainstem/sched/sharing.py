@@ -1,0 +1,171 @@
+"""Which running sequences hold the same pages: a radix tree over their page tables.
+
+    stem 1  pages 0..63    held by a b c d        system prompt
+      stem 2  pages 64..127  held by a b            a document
+        stem 4  128..130     a                      (one holder: a's own tokens)
+        stem 5  128..131     b
+      stem 3  pages 64..70   held by c d ...
+
+A stem is a run of pages that exactly the same sequences hold. The tree changes when a sequence
+starts or ends, in time proportional to its depth; a step reads it with vector operations.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mainstem.core.step import Int32s
+
+ROOT = 0  # no pages, held by everybody
+
+
+@dataclass(slots=True)
+class _Stem:
+    pages: Int32s
+    first: int  # page index at which it begins
+    parent: int
+    holders: int = 0
+    children: dict[int, int] = field(default_factory=dict)  # first page -> stem
+    num_attached: int = 0  # sequences that end here
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.pages)
+
+
+class SharingTree:
+    """Sequences attach with their full prompt pages and detach when they end."""
+
+    def __init__(self) -> None:
+        self._stems: list[_Stem | None] = [_Stem(np.empty(0, np.int32), 0, ROOT)]
+        self._free: list[int] = []
+        self._stem_of_slot: Int32s = np.zeros(64, np.int32)
+        self.parent: Int32s = np.zeros(64, np.int32)
+        self.end: Int32s = np.zeros(64, np.int32)  # page index after the stem
+
+    def attach(self, slot: int, pages: Int32s) -> None:
+        """`slot` holds `pages`, from its first on; only full pages, which nobody writes again."""
+        node = ROOT
+        done = 0
+        while True:
+            stem = self._stem(node)
+            stem.holders += 1
+            child = stem.children.get(int(pages[done])) if done < len(pages) else None
+            if child is None:
+                break
+            run = self._stem(child).pages
+            length = min(len(run), len(pages) - done)
+            same = run[:length] == pages[done : done + length]
+            common = length if same.all() else int(same.argmin())
+            if common < len(run):
+                child = self._split(child, common)
+            done += common
+            node = child
+        if done < len(pages):
+            node = self._add(node, pages[done:].copy(), done)
+            self._stem(node).holders = 1
+        self._stem(node).num_attached += 1
+        if slot >= len(self._stem_of_slot):
+            self._stem_of_slot = _grown(self._stem_of_slot, slot)
+        self._stem_of_slot[slot] = node
+
+    def detach(self, slot: int) -> None:
+        node = int(self._stem_of_slot[slot])
+        self._stem(node).num_attached -= 1
+        while True:
+            stem = self._stem(node)
+            stem.holders -= 1
+            parent = stem.parent
+            if node == ROOT:
+                return
+            if stem.holders == 0:
+                del self._stem(parent).children[int(stem.pages[0])]
+                self._drop(node)
+            elif len(stem.children) == 1 and stem.num_attached == 0:
+                self._join_only_child(node)
+            node = parent
+
+    def stems_of(self, slots: Int32s) -> Int32s:
+        """The deepest stem of each slot."""
+        return self._stem_of_slot[slots]
+
+    def pages(self, stem: int, first: int) -> Int32s:
+        """Pages from index `first` to the end of `stem`, along its ancestors."""
+        parts: list[Int32s] = []
+        while stem != ROOT:
+            node = self._stem(stem)
+            if node.end <= first:
+                break
+            parts.append(node.pages[max(0, first - node.first) :])
+            stem = node.parent
+        return np.concatenate(parts[::-1]) if len(parts) > 1 else parts[0]
+
+    def check(self) -> None:
+        """Raise if counts or links are off."""
+        for number, stem in enumerate(self._stems):
+            if stem is None:
+                continue
+            below = sum(self._stem(child).holders for child in stem.children.values())
+            assert stem.holders == below + stem.num_attached, "holders do not add up"
+            for first_page, child in stem.children.items():
+                node = self._stem(child)
+                assert node.parent == number == self.parent[child], "a child has another parent"
+                assert node.first == stem.end, "a child does not follow its parent"
+                assert node.end == self.end[child], "an end is out of date"
+                assert int(node.pages[0]) == first_page, "a child is filed under another page"
+            if number != ROOT:
+                assert stem.holders > 0, "a stem nobody holds"
+                assert len(stem.pages) > 0, "a stem without pages"
+
+    def _stem(self, number: int) -> _Stem:
+        stem = self._stems[number]
+        assert stem is not None
+        return stem
+
+    def _add(self, parent: int, pages: Int32s, first: int) -> int:
+        stem = _Stem(pages, first, parent)
+        if self._free:
+            number = self._free.pop()
+            self._stems[number] = stem
+        else:
+            number = len(self._stems)
+            self._stems.append(stem)
+            if number >= len(self.parent):
+                self.parent = _grown(self.parent, number)
+                self.end = _grown(self.end, number)
+        self.parent[number] = parent
+        self.end[number] = stem.end
+        self._stem(parent).children[int(pages[0])] = number
+        return number
+
+    def _drop(self, number: int) -> None:
+        self._stems[number] = None
+        self._free.append(number)
+
+    def _split(self, number: int, length: int) -> int:
+        """Put a new stem of `length` pages above `number`, which keeps the rest; returns it."""
+        stem = self._stem(number)
+        upper = self._add(stem.parent, stem.pages[:length], stem.first)
+        above = self._stem(upper)
+        above.holders = stem.holders
+        stem.pages, stem.first, stem.parent = stem.pages[length:], stem.first + length, upper
+        self.parent[number] = upper
+        above.children[int(stem.pages[0])] = number
+        return upper
+
+    def _join_only_child(self, number: int) -> None:
+        """A stem with one child and no sequence of its own is held by the same as that child."""
+        stem = self._stem(number)
+        (child,) = stem.children.values()
+        node = self._stem(child)
+        node.pages = np.concatenate([stem.pages, node.pages])
+        node.first, node.parent = stem.first, stem.parent
+        self.parent[child] = stem.parent
+        self._stem(stem.parent).children[int(node.pages[0])] = child
+        self._drop(number)
+
+
+def _grown(array: Int32s, index: int) -> Int32s:
+    grown = np.zeros(max(2 * len(array), index + 1), np.int32)
+    grown[: len(array)] = array
+    return grown

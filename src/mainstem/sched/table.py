@@ -1,0 +1,187 @@
+"""Counters of running sequences, one array per counter, one row (slot) per sequence.
+
+    tokens   |<------ prompt ------>|<--- output --->|
+             |<--- computed --->|                    ^ total
+                                    ^ prefill_end: from here on one token a step, a decode
+
+`computed` and `total` run ahead of what the host knows while a step is in flight: its samples are
+counted in `total` before they are read back (`pending`).
+"""
+
+import numpy as np
+
+from mainstem.core.ids import SeqSlot
+from mainstem.core.request import Delivery
+from mainstem.core.sequence import SeqState, Sequence
+from mainstem.core.step import Bools, Float32s, Int32s, Int64s
+from mainstem.sched.random import uniforms
+
+MAX_FAST_STOPS = 4  # stop ids compared in one vector operation; sequences with more are looked up
+NO_TOKEN = np.int32(-1)  # fills the unused places of `stop_ids`; no real id is negative
+
+
+class SeqTable:
+    """State of running sequences in arrays; grows as needed, so there is no request limit."""
+
+    def __init__(self, vocab_size: int, initial_slots: int = 64) -> None:
+        self._vocab_size = vocab_size
+        self.sequences: list[Sequence | None] = []
+        self._free_slots: list[int] = []
+        size = 0
+        self.prompt_len: Int32s = np.zeros(size, np.int32)
+        self.total: Int32s = np.zeros(size, np.int32)
+        self.computed: Int32s = np.zeros(size, np.int32)
+        self.prefill_end: Int32s = np.zeros(size, np.int32)  # tokens known when it (re)started
+        self.pending: Int32s = np.zeros(size, np.int32)  # samples not read back yet
+        self.sample_row: Int32s = np.zeros(size, np.int32)  # of the latest sample in its step
+        self.last_token: Int32s = np.zeros(size, np.int32)
+        self.last_step: Int64s = np.zeros(size, np.int64)  # the last step that used the slot
+        self.max_total: Int32s = np.zeros(size, np.int32)
+        self.min_output: Int32s = np.zeros(size, np.int32)
+        self.stop_ids: Int32s = np.zeros((size, MAX_FAST_STOPS), np.int32)
+        self.has_many_stops: Bools = np.zeros(size, np.bool_)
+        self.is_alive: Bools = np.zeros(size, np.bool_)
+        self.is_sync: Bools = np.zeros(size, np.bool_)  # must see a sample before its next step
+        self.is_streaming: Bools = np.zeros(size, np.bool_)
+        self.num_pages: Int32s = np.zeros(size, np.int32)
+        self.temperature: Float32s = np.zeros(size, np.float32)
+        self.top_p: Float32s = np.zeros(size, np.float32)
+        self.top_k: Int32s = np.zeros(size, np.int32)
+        self.min_p: Float32s = np.zeros(size, np.float32)
+        self.seed: Int64s = np.zeros(size, np.int64)
+        self.edits_logits: Bools = np.zeros(size, np.bool_)
+        self.num_logprobs: Int32s = np.zeros(size, np.int32)
+        self.wants_logprobs: Bools = np.zeros(size, np.bool_)
+        self._vectors = [
+            name for name, value in vars(self).items() if isinstance(value, np.ndarray)
+        ]
+        self.page_table: Int32s = np.zeros((size, 16), np.int32)
+        self.outputs: Int32s = np.zeros((size, 32), np.int32)
+        self._grow_slots(initial_slots)
+
+    @property
+    def num_used(self) -> int:
+        return len(self.sequences) - len(self._free_slots)
+
+    def enter(self, sequence: Sequence, pages: Int32s, num_cached: int) -> SeqSlot:
+        """Give a waiting sequence a slot; `num_cached` of its tokens are in `pages` already."""
+        if not self._free_slots:
+            self._grow_slots(max(64, len(self.sequences)))
+        slot = SeqSlot(self._free_slots.pop())
+        request, sampling = sequence.request, sequence.request.sampling
+        num_prompt, num_output = len(request.prompt_ids), len(sequence.output_ids)
+        self.sequences[slot] = sequence
+        self.prompt_len[slot] = num_prompt
+        self.total[slot] = num_prompt + num_output
+        self.computed[slot] = num_cached
+        self.prefill_end[slot] = num_prompt + num_output
+        self.pending[slot] = 0
+        self.last_step[slot] = -1
+        self.max_total[slot] = num_prompt + sequence.max_output
+        self.min_output[slot] = sampling.min_tokens
+        stops = request.stop_ids
+        self.has_many_stops[slot] = len(stops) > MAX_FAST_STOPS
+        self.stop_ids[slot] = NO_TOKEN
+        if len(stops) <= MAX_FAST_STOPS:
+            self.stop_ids[slot, : len(stops)] = stops
+        self.is_alive[slot] = True
+        self.is_sync[slot] = request.must_see_each_token
+        self.is_streaming[slot] = request.delivery is Delivery.EACH_STEP
+        self.temperature[slot] = sampling.temperature
+        self.top_p[slot] = sampling.top_p
+        self.top_k[slot] = sampling.top_k if sampling.top_k > 0 else self._vocab_size
+        self.min_p[slot] = sampling.min_p
+        self.seed[slot] = sequence.seed
+        self.edits_logits[slot] = sampling.edits_logits
+        self.num_logprobs[slot] = sampling.logprobs or 0
+        self.wants_logprobs[slot] = sampling.logprobs is not None
+        self.num_pages[slot] = 0
+        self.append_pages(np.full(len(pages), slot, np.int32), pages)
+        if num_output:
+            self._widen_outputs(num_output)
+            self.outputs[slot, :num_output] = sequence.output_ids
+            self.last_token[slot] = sequence.output_ids[-1]
+        else:
+            self.last_token[slot] = request.prompt_ids[-1]
+        sequence.slot, sequence.state = slot, SeqState.RUNNING
+        return slot
+
+    def leave(self, slot: SeqSlot) -> Int32s:
+        """Free the slot; returns the pages it had."""
+        pages = self.pages(slot)
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        sequence.slot = None
+        self.sequences[slot] = None
+        self.is_alive[slot] = False
+        self._free_slots.append(slot)
+        return pages
+
+    def sequence(self, slot: int) -> Sequence:
+        found = self.sequences[slot]
+        assert found is not None
+        return found
+
+    def pages(self, slot: SeqSlot) -> Int32s:
+        return self.page_table[slot, : self.num_pages[slot]].copy()
+
+    def output_ids(self, slot: int) -> Int32s:
+        """The tokens sampled and read back so far."""
+        known = self.total[slot] - self.prompt_len[slot] - self.pending[slot]
+        return self.outputs[slot, :known].copy()
+
+    def append_pages(self, slots: Int32s, pages: Int32s) -> None:
+        """Put pages[i] at the end of slots[i]'s table; a slot's repeats must be adjacent."""
+        if len(slots) == 0:
+            return
+        first = np.flatnonzero(np.r_[True, slots[1:] != slots[:-1]])
+        lengths = np.diff(np.r_[first, len(slots)])
+        column = self.num_pages[slots] + np.arange(len(slots)) - np.repeat(first, lengths)
+        width = int(column.max()) + 1
+        if width > self.page_table.shape[1]:
+            self.page_table = _widened(self.page_table, width)
+        self.page_table[slots, column] = pages
+        self.num_pages[slots[first]] += lengths.astype(np.int32)
+
+    def append_samples(self, slots: Int32s, token_ids: Int32s) -> None:
+        """Samples were read back: they take the place `total` had kept for them."""
+        if len(slots) == 0:
+            return
+        column = self.total[slots] - self.prompt_len[slots] - self.pending[slots]
+        self._widen_outputs(int(column.max()) + 1)
+        self.outputs[slots, column] = token_ids
+        self.last_token[slots] = token_ids
+        self.pending[slots] -= 1
+
+    def is_stop(self, slots: Int32s, token_ids: Int32s) -> Bools:
+        """Which of these new samples end their sequence."""
+        stops: Bools = (self.stop_ids[slots] == token_ids[:, None]).any(axis=1)
+        for row in np.flatnonzero(self.has_many_stops[slots]):
+            stops[row] = int(token_ids[row]) in self.sequence(slots[row]).request.stop_ids
+        num_output = self.total[slots] - self.prompt_len[slots] - self.pending[slots]
+        return stops & (num_output > self.min_output[slots])
+
+    def draw_uniforms(self, slots: Int32s) -> Float32s:
+        """The random number for each slot's next output token."""
+        return uniforms(self.seed[slots], self.total[slots] - self.prompt_len[slots])
+
+    def _widen_outputs(self, width: int) -> None:
+        if width > self.outputs.shape[1]:
+            self.outputs = _widened(self.outputs, width)
+
+    def _grow_slots(self, count: int) -> None:
+        old = len(self.sequences)
+        for name in [*self._vectors, "page_table", "outputs"]:
+            array = getattr(self, name)
+            grown = np.zeros((old + count, *array.shape[1:]), array.dtype)
+            grown[:old] = array
+            setattr(self, name, grown)
+        self.sequences += [None] * count
+        self._free_slots += range(old + count - 1, old - 1, -1)
+
+
+def _widened(matrix: Int32s, width: int) -> Int32s:
+    """A copy with at least `width` columns; doubling keeps the total copying linear."""
+    wider = np.zeros((matrix.shape[0], max(width, 2 * matrix.shape[1])), matrix.dtype)
+    wider[:, : matrix.shape[1]] = matrix
+    return wider

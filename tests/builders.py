@@ -1,0 +1,87 @@
+"""Short ways to say what a test needs."""
+
+from collections.abc import Sequence
+from itertools import count
+
+import numpy as np
+
+from mainstem.core.config import SchedConfig
+from mainstem.core.events import EventBus
+from mainstem.core.ids import RequestId
+from mainstem.core.request import Delivery, FinishReason, Output, Request, SamplingParams
+from mainstem.engine.engine import Engine
+from mainstem.kv.store import KVStore
+from mainstem.sched.scheduler import Scheduler
+from tests.fakes import FakeRunner
+
+VOCAB = 97
+_ids = count()
+
+
+def a_request(
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    name: str | None = None,
+    sampling: SamplingParams | None = None,
+    delivery: Delivery = Delivery.EACH_STEP,
+    salt: bytes = b"",
+    priority: int = 0,
+    eos_ids: tuple[int, ...] = (),
+) -> Request:
+    return Request(
+        request_id=RequestId(name or f"request-{next(_ids)}"),
+        prompt_ids=np.array(prompt, np.int32),
+        sampling=sampling or SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        delivery=delivery,
+        salt=salt,
+        priority=priority,
+        eos_ids=eos_ids,
+    )
+
+
+def an_engine(
+    num_pages: int = 64,
+    page_size: int = 4,
+    config: SchedConfig | None = None,
+    can_overlap: bool = False,
+    max_model_len: int = 10_000,
+    bus: EventBus | None = None,
+) -> Engine:
+    """An engine over FakeRunner."""
+    bus = bus or EventBus()
+    store = KVStore(num_pages, page_size, b"fake", bus)
+    scheduler = Scheduler(config or SchedConfig(), store, VOCAB, max_model_len, bus)
+    return Engine(scheduler, FakeRunner(num_pages, page_size, VOCAB, can_overlap), bus)
+
+
+class Collector:
+    """Gathers outputs by request and index."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], FinishReason] = {}
+        self.outputs: list[Output] = []
+
+    def add(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            key = (str(output.request_id), output.index)
+            assert key not in self.reasons, "news after the end"
+            self.outputs.append(output)
+            self.tokens.setdefault(key, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                self.reasons[key] = output.finish_reason
+
+
+def run_all(engine: Engine, requests: Sequence[Request], max_steps: int = 10_000) -> Collector:
+    """Submit everything, step until idle, check after each step."""
+    collector = Collector()
+    for request in requests:
+        engine.submit(request)
+    for _ in range(max_steps):
+        if not engine.has_work:
+            break
+        collector.add(engine.step())
+        engine.check()
+    assert not engine.has_work, "the engine did not come to rest"
+    engine.check()
+    return collector

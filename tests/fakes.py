@@ -1,0 +1,106 @@
+"""Stand-ins that make the engine's answers predictable without tensors."""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from mainstem.core.request import TokenLogprobs
+from mainstem.core.step import InFlight, Int32s, Step, StepResult
+
+
+def fake_next_token(token_ids: list[int], vocab_size: int) -> int:
+    """The answer of FakeRunner: a hash of everything before."""
+    digest = blake2b(np.array(token_ids, np.int32).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % vocab_size
+
+
+def fake_answer(prompt_ids: list[int], length: int, vocab_size: int) -> list[int]:
+    """What FakeRunner says to a prompt that runs alone and never stops."""
+    known = list(prompt_ids)
+    for _ in range(length):
+        known.append(fake_next_token(known, vocab_size))
+    return known[len(prompt_ids) :]
+
+
+@dataclass
+class _Done:
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class FakeRunner:
+    """Keeps token ids where a model keeps K and V, and reads them back through the spans.
+
+    A sample is a hash of the context the spans show, so a wrong page, a page written too early, a
+    missing or doubled key changes the answer. Positions must be complete: 0, 1, ... for each row.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, vocab_size: int = 97, can_overlap: bool = False
+    ) -> None:
+        self._can_overlap = can_overlap
+        self._page_size = page_size
+        self._vocab_size = vocab_size
+        self._token_at = np.full(num_pages * page_size, -1, np.int64)
+        self._position_at = np.full(num_pages * page_size, -1, np.int64)
+        self._previous: Int32s = np.empty(0, np.int32)
+        self.steps: list[Step] = []
+
+    @property
+    def can_overlap(self) -> bool:
+        return self._can_overlap
+
+    def launch(self, step: Step) -> InFlight:
+        self.steps.append(step)
+        token_ids = step.token_ids.copy()
+        token_ids[step.carry_to] = self._previous[step.carry_from]
+        assert len(np.unique(step.write_slots)) == len(step.write_slots), "two writes to one slot"
+        self._token_at[step.write_slots] = token_ids
+        self._position_at[step.write_slots] = step.positions
+        contexts = self._contexts(step)
+        samples = []
+        for row in step.sample_rows.tolist():
+            context = contexts[row]
+            position = int(step.positions[row])
+            assert sorted(context) == list(range(position + 1)), "keys are missing or in excess"
+            known = [context[place] for place in range(position + 1)]
+            samples.append(fake_next_token(known, self._vocab_size))
+        self._previous = np.array(samples, np.int32)
+        logprobs = {
+            row: TokenLogprobs(samples[row], -1.0, 1, (), ())
+            for row in np.flatnonzero(step.sampling.wants_logprobs).tolist()
+        }
+        prompt = tuple(
+            TokenLogprobs(token, -2.0, 1, (), ()) for token in step.prompt_logprob_targets.tolist()
+        )
+        return _Done(StepResult(self._previous, logprobs, prompt))
+
+    def close(self) -> None:
+        self.steps.clear()
+
+    def _contexts(self, step: Step) -> dict[int, dict[int, int]]:
+        """For each packed token that is sampled: position -> token id, as its spans show it."""
+        wanted = set(step.sample_rows.tolist())
+        contexts: dict[int, dict[int, int]] = {row: {} for row in wanted}
+        spans = step.spans
+        for i in range(len(spans)):
+            rows = spans.query_rows[spans.query_starts[i] : spans.query_starts[i + 1]].tolist()
+            if wanted.isdisjoint(rows):
+                continue
+            pages = spans.page_ids[spans.page_starts[i] : spans.page_starts[i + 1]].astype(np.int64)
+            slots = (pages[:, None] * self._page_size + np.arange(self._page_size)).ravel()
+            num_keys = int(spans.key_tokens[i])
+            assert len(slots) - self._page_size < num_keys <= len(slots), "pages do not fit keys"
+            positions = self._position_at[slots[:num_keys]].tolist()
+            tokens = self._token_at[slots[:num_keys]].tolist()
+            for place, row in enumerate(rows):
+                if row not in wanted:
+                    continue
+                visible = num_keys - len(rows) + place + 1 if spans.is_causal[i] else num_keys
+                for position, token in zip(positions[:visible], tokens[:visible], strict=True):
+                    assert position not in contexts[row], "a key is seen twice"
+                    contexts[row][position] = token
+        return contexts

@@ -1,0 +1,146 @@
+"""KVStore and PrefixIndex against a dictionary that never forgets."""
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mainstem.core.errors import OutOfPages
+from mainstem.core.events import EventBus, PagesEvicted
+from mainstem.core.step import Int32s
+from mainstem.kv.keys import page_keys, root_key
+from mainstem.kv.store import KVStore, Lookup
+
+PAGE = 2
+
+
+def ids(*tokens: int) -> Int32s:
+    return np.array(tokens, np.int32)
+
+
+def a_store(num_pages: int = 8) -> KVStore:
+    return KVStore(num_pages, PAGE, b"model", EventBus())
+
+
+def fill(store: KVStore, tokens: Int32s) -> Int32s:
+    """Compute and cache `tokens`, as a sequence that came and went would."""
+    keys = store.keys(tokens, b"")
+    pages = store.take(len(keys))
+    store.reserve(keys, pages, 0)
+    store.commit(pages)
+    store.give_back(pages)
+    return pages
+
+
+def test_keys_name_the_whole_prefix() -> None:
+    root = root_key(b"m", PAGE, b"")
+    a = page_keys(root, ids(1, 2, 3, 4), PAGE)
+    b = page_keys(root, ids(9, 2, 3, 4), PAGE)
+    assert len(a) == 2
+    assert a[1] != b[1], "same tokens after a different prefix are another page"
+    assert page_keys(a[0], ids(3, 4, 5), PAGE) == [a[1]], "chains can be continued"
+
+
+def test_keys_depend_on_model_page_size_and_salt() -> None:
+    roots = {root_key(b"m", 2, b""), root_key(b"n", 2, b""), root_key(b"m", 4, b"")}
+    roots |= {root_key(b"m", 2, b"s"), root_key(b"", 2, b"m")}
+    assert len(roots) == 5
+
+
+def test_a_page_is_loading_until_its_step_is_on_its_way() -> None:
+    store = a_store()
+    keys = store.keys(ids(1, 2, 3, 4, 5, 6), b"")
+    pages = store.take(3)
+    store.reserve(keys, pages, 0)
+    store.commit(pages[:1])
+    match = store.lookup(keys)
+    assert match.outcome is Lookup.LOADING
+    assert match.awaited == keys[2]
+    assert match.pages.tolist() == pages[:1].tolist()
+    assert store.abort(pages) == keys[1:]
+    assert store.lookup(keys).outcome is Lookup.MISS
+
+
+def test_the_tail_goes_before_the_prefix_and_the_oldest_first() -> None:
+    store = a_store(num_pages=6)
+    old, new = ids(1, 2, 3, 4, 5, 6), ids(7, 8, 9, 9)
+    fill(store, old)
+    fill(store, new)
+    store.take(2)  # one is free, one must go
+    assert len(store.lookup(store.keys(old, b"")).pages) == 2
+    assert len(store.lookup(store.keys(new, b"")).pages) == 2
+    store.take(2)
+    assert len(store.lookup(store.keys(old, b"")).pages) == 0
+    assert len(store.lookup(store.keys(new, b"")).pages) == 2
+
+
+def test_evictions_are_events() -> None:
+    bus = EventBus()
+    seen: list[PagesEvicted] = []
+    bus.subscribe(PagesEvicted, seen.append)
+    store = KVStore(2, PAGE, b"model", bus)
+    fill(store, ids(1, 2, 3, 4))
+    store.take(1)
+    assert seen == [PagesEvicted(1, "room")]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Sequences come, fill pages or give up, and go, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = a_store(6)
+        self.running: list[tuple[list[int], Int32s, bool]] = []
+        self.contents: dict[int, tuple[int, ...]] = {}  # page -> whole prefix it was filled with
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=PAGE, max_size=8))
+    def start(self, tokens: list[int]) -> None:
+        store = self.store
+        tokens = tokens[: len(tokens) // PAGE * PAGE]
+        keys = store.keys(ids(*tokens), b"")
+        match = store.lookup(keys)
+        for depth, page in enumerate(match.pages.tolist()):
+            assert self.contents[page] == tuple(tokens[: (depth + 1) * PAGE]), "a wrong page"
+        if match.outcome is Lookup.LOADING:
+            return
+        cached = match.pages
+        store.lease(cached)
+        try:
+            fresh = store.take(len(keys) - len(cached))
+        except OutOfPages:
+            store.give_back(cached)
+            return
+        store.reserve(keys[len(cached) :], fresh, len(cached))
+        for offset, page in enumerate(fresh.tolist()):
+            self.contents[page] = tuple(tokens[: (len(cached) + offset + 1) * PAGE])
+        self.running.append((tokens, np.concatenate([cached, fresh]), False))
+
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        if self.running:
+            place = data.draw(st.integers(0, len(self.running) - 1))
+            tokens, pages, _ = self.running[place]
+            self.store.commit(pages)
+            self.running[place] = (tokens, pages, True)
+
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        if self.running:
+            _, pages, _ = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+            self.store.abort(pages)
+            self.store.give_back(pages)
+
+    @rule()
+    def clear(self) -> None:
+        self.store.clear()
+        assert self.store.num_available() == 6 - self.store.num_held()
+
+    @invariant()
+    def whole(self) -> None:
+        self.store.check()
+        held = {page for _, pages, _ in self.running for page in pages.tolist()}
+        assert self.store.num_held() == len(held)
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

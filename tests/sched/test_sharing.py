@@ -1,0 +1,145 @@
+"""SharingTree and spans against a brute-force look at who holds which page."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mainstem.core.step import Int32s
+from mainstem.sched.sharing import ROOT, SharingTree
+from mainstem.sched.spans import SpanBuilder, ragged_arange, share_all, starts_of
+
+
+def page_chain(branches: list[int]) -> Int32s:
+    """Pages such that chains with a common beginning of branches have the same pages there."""
+    numbers, node = [], 1
+    for branch in branches:
+        node = node * 3 + branch
+        numbers.append(node)
+    return np.array(numbers, np.int32)
+
+
+chains = st.lists(st.integers(0, 2), max_size=7).map(page_chain)
+
+
+class TreeMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = SharingTree()
+        self.chains: dict[int, Int32s] = {}
+
+    @rule(slot=st.integers(0, 99), pages=chains)
+    def attach(self, slot: int, pages: Int32s) -> None:
+        if slot not in self.chains:
+            self.tree.attach(slot, pages)
+            self.chains[slot] = pages
+
+    @rule(data=st.data())
+    def detach(self, data: st.DataObject) -> None:
+        if self.chains:
+            slot = data.draw(st.sampled_from(sorted(self.chains)))
+            self.tree.detach(slot)
+            del self.chains[slot]
+
+    @invariant()
+    def every_path_spells_the_chain(self) -> None:
+        self.tree.check()
+        for slot, pages in self.chains.items():
+            stem = int(self.tree.stems_of(np.array([slot], np.int32))[0])
+            if len(pages) == 0:
+                assert stem == ROOT
+            else:
+                assert self.tree.pages(stem, 0).tolist() == pages.tolist()
+
+
+TestTree = TreeMachine.TestCase
+TestTree.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(chains, st.integers(1, 9), st.integers(0, 8)), min_size=1, max_size=8),
+    st.sampled_from([1, 2, 4]),
+)
+def test_spans_show_each_sequence_its_own_context_once(
+    seqs: list[tuple[Int32s, int, int]], page_size: int
+) -> None:
+    """Each query sees exactly its own pages in order; pages held by several are read once."""
+    tree = SharingTree()
+    table = np.zeros((len(seqs), 64), np.int32)
+    befores, counts = [], []
+    for slot, (pages, count, back) in enumerate(seqs):
+        before = max(0, len(pages) * page_size - back)
+        total_pages = -(-(before + count) // page_size)
+        own = 100_000 + slot * 1000 + np.arange(64)
+        row = np.concatenate([pages, own])[: max(total_pages, len(pages))]
+        table[slot, : len(row)] = row
+        tree.attach(slot, pages)
+        befores.append(before)
+        counts.append(count)
+    starts = starts_of(np.array(counts, np.int32))
+    slots = np.arange(len(seqs), dtype=np.int32)
+    before = np.array(befores, np.int32)
+    spans = SpanBuilder(page_size, share_all).build(tree, slots, starts, before, table)
+    seen: dict[int, list[tuple[int, int]]] = {row: [] for row in range(int(starts[-1]))}
+    for i in range(len(spans)):
+        rows = spans.query_rows[spans.query_starts[i] : spans.query_starts[i + 1]]
+        pages = spans.page_ids[spans.page_starts[i] : spans.page_starts[i + 1]]
+        num_keys = int(spans.key_tokens[i])
+        slots_ = (pages[:, None].astype(np.int64) * 10 + np.arange(page_size)).ravel()[:num_keys]
+        for place, row in enumerate(rows.tolist()):
+            visible = num_keys - len(rows) + place + 1 if spans.is_causal[i] else num_keys
+            seen[row] += [(i, int(key)) for key in slots_[:visible]]
+    for slot in range(len(seqs)):
+        for j in range(counts[slot]):
+            length = befores[slot] + j + 1
+            expected = (table[slot][:, None].astype(np.int64) * 10 + np.arange(page_size)).ravel()
+            got = [key for _, key in seen[int(starts[slot]) + j]]
+            assert sorted(got) == sorted(expected[:length].tolist())
+    readable = [(s, p) for s in range(len(seqs)) for p in table[s, : befores[s] // page_size]]
+    shared = {p for s, p in readable if sum(p == q for t, q in readable) > 1 and p < 100_000}
+    for page in shared:
+        full_readers = [s for s, p in readable if p == page]
+        holders = [s for s in range(len(seqs)) if page in seqs[s][0]]
+        if full_readers == holders:
+            reads = sum(
+                page in spans.page_ids[a:b]
+                for a, b in zip(spans.page_starts[:-1], spans.page_starts[1:], strict=True)
+            )
+            assert reads <= len(holders)
+
+
+def test_a_system_prompt_is_one_span_for_all() -> None:
+    tree = SharingTree()
+    table = np.zeros((3, 8), np.int32)
+    for slot in range(3):
+        pages = np.array([7, 8, 9, 20 + slot], np.int32)
+        table[slot, :4] = pages
+        tree.attach(slot, pages[:3])
+    slots = np.arange(3, dtype=np.int32)
+    before = np.array([13, 14, 15], np.int32)
+    spans = SpanBuilder(4, share_all).build(
+        tree, slots, starts_of(np.ones(3, np.int32)), before, table
+    )
+    assert len(spans) == 4
+    assert spans.page_ids[: spans.page_starts[1]].tolist() == [7, 8, 9]
+    assert spans.key_tokens.tolist() == [12, 2, 3, 4]
+
+
+def test_a_run_not_worth_a_span_is_read_with_the_runs_below() -> None:
+    tree = SharingTree()
+    table = np.zeros((4, 8), np.int32)
+    for slot in range(4):
+        pages = np.array([1, 2 + slot // 2, 10 + slot], np.int32)
+        table[slot, :3] = pages
+        tree.attach(slot, pages[:2])
+    builder = SpanBuilder(4, lambda readers, tokens: readers == 2)
+    ones = np.ones(4, np.int32)
+    slots = np.arange(4, dtype=np.int32)
+    spans = builder.build(tree, slots, starts_of(ones), ones * 8, table)
+    assert spans.page_ids.tolist() == [1, 2, 1, 3, 10, 11, 12, 13]
+    assert spans.key_tokens.tolist() == [8, 8, 1, 1, 1, 1]
+
+
+def test_ragged_arange() -> None:
+    assert ragged_arange(np.array([2, 0, 3], np.int32)).tolist() == [0, 1, 0, 1, 2]
