@@ -42,9 +42,11 @@ class SharingTree:
         self._stem_of_slot: Int32s = np.zeros(64, np.int32)
         self.parent: Int32s = np.zeros(64, np.int32)
         self.end: Int32s = np.zeros(64, np.int32)  # page index after the stem
+        self.version = 0  # changes with every attach and detach
 
     def attach(self, slot: int, pages: Int32s) -> None:
         """`slot` holds `pages`, from its first on; only full pages, which nobody writes again."""
+        self.version += 1
         node = ROOT
         done = 0
         while True:
@@ -70,6 +72,7 @@ class SharingTree:
         self._stem_of_slot[slot] = node
 
     def detach(self, slot: int) -> None:
+        self.version += 1
         node = int(self._stem_of_slot[slot])
         self._stem(node).num_attached -= 1
         while True:

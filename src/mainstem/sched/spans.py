@@ -1,6 +1,7 @@
 """A step's attention as spans: shared runs once for all their readers, own tokens apart."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,12 +22,28 @@ def share_none(readers: Int32s, tokens: Int32s) -> Bools:
     return np.zeros(len(readers), np.bool_)
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """The shared spans of a step, and where each sequence's own span begins."""
+
+    query_counts: Int32s
+    query_rows: Int32s
+    page_counts: Int32s
+    page_ids: Int32s
+    own_first: Int32s  # [seqs] page index
+
+
 class SpanBuilder:
-    """Makes the spans of a step from page tables and the sharing tree."""
+    """Makes the spans of a step from page tables and the sharing tree.
+
+    From one decode step to the next only own spans grow; the shared ones are kept until a sequence
+    comes, goes or reads further into its prompt.
+    """
 
     def __init__(self, page_size: int, worth_sharing: WorthSharing) -> None:
         self.page_size = page_size
         self._worth_sharing = worth_sharing
+        self._kept: tuple[tuple[int, bytes, bytes, bytes], _Shared] | None = None
 
     def build(
         self,
@@ -37,45 +54,43 @@ class SpanBuilder:
         page_table: Int32s,
     ) -> Spans:
         """`num_before` tokens of each sequence precede its tokens in this step."""
+        num_readable = np.minimum(num_before // self.page_size, tree.end[tree.stems_of(slots)])
+        seen = (tree.version, slots.tobytes(), seq_starts.tobytes(), num_readable.tobytes())
+        if self._kept is None or self._kept[0] != seen:
+            self._kept = (seen, self._share(tree, slots, seq_starts, num_readable))
+        shared = self._kept[1]
         counts = np.diff(seq_starts)
-        own_first = np.zeros(len(slots), np.int32)  # page index at which the own span begins
-        shared = self._shared_spans(
-            tree, slots, seq_starts, num_before // self.page_size, own_first
-        )
-        num_keys = num_before + counts - own_first * self.page_size
-        num_own_pages = -(-num_keys // self.page_size)
-        rows = np.repeat(slots, num_own_pages)
-        own_pages = page_table[
-            rows, ragged_arange(num_own_pages) + np.repeat(own_first, num_own_pages)
-        ]
-        query_counts, query_rows, page_counts, pages, key_tokens = shared
+        num_keys = num_before + counts - shared.own_first * self.page_size
+        num_pages = -(-num_keys // self.page_size)
+        columns = ragged_arange(num_pages) + np.repeat(shared.own_first, num_pages)
+        own_pages = page_table[np.repeat(slots, num_pages), columns]
+        shared_keys = shared.page_counts * self.page_size
+        is_causal = np.zeros(len(shared_keys) + len(slots), np.bool_)
+        is_causal[len(shared_keys) :] = counts > 1
+        own_rows = np.arange(seq_starts[-1], dtype=np.int32)
         return Spans(
-            query_starts=starts_of(np.concatenate([query_counts, counts])),
-            query_rows=np.concatenate([query_rows, np.arange(seq_starts[-1], dtype=np.int32)]),
-            page_starts=starts_of(np.concatenate([page_counts, num_own_pages])),
-            page_ids=np.concatenate([*pages, own_pages]),
-            key_tokens=np.concatenate([key_tokens, num_keys]).astype(np.int32),
-            is_causal=np.concatenate([np.zeros(len(key_tokens), np.bool_), counts > 1]),
+            query_starts=starts_of(np.concatenate([shared.query_counts, counts])),
+            query_rows=np.concatenate([shared.query_rows, own_rows]),
+            page_starts=starts_of(np.concatenate([shared.page_counts, num_pages])),
+            page_ids=np.concatenate([shared.page_ids, own_pages]),
+            key_tokens=np.concatenate([shared_keys, num_keys]),
+            is_causal=is_causal,
         )
 
-    def _shared_spans(
-        self,
-        tree: SharingTree,
-        slots: Int32s,
-        seq_starts: Int32s,
-        num_readable: Int32s,
-        own_first: Int32s,
-    ) -> tuple[Int32s, Int32s, Int32s, list[Int32s], Int32s]:
-        """Query counts, query rows, page counts, pages and key tokens of the shared spans.
+    def _share(
+        self, tree: SharingTree, slots: Int32s, seq_starts: Int32s, num_readable: Int32s
+    ) -> _Shared:
+        """Which runs get a span of their own.
 
         A sequence reads a stem with others once it has computed past it: `num_readable` pages.
-        Moves `own_first` behind the last run each sequence shares. A run that is not worth a span
-        is read with the runs below it.
+        A run that is not worth a span is read with the runs below it.
         """
         empty = np.empty(0, np.int32)
+        own_first = np.zeros(len(slots), np.int32)
+        nothing = _Shared(empty, empty, empty, empty, own_first)
         seqs, stems = _ancestry(tree, slots, num_readable)
         if len(stems) == 0:
-            return empty, empty, empty, [], empty
+            return nothing
         order = np.argsort(stems, kind="stable")
         seqs, stems = seqs[order], stems[order]
         first = np.flatnonzero(np.r_[True, stems[1:] != stems[:-1]])
@@ -84,20 +99,21 @@ class SpanBuilder:
         ends = tree.end[unique]
         length = (ends - tree.end[tree.parent[unique]]) * self.page_size
         chosen = self._worth_sharing(readers, length) & (readers >= 2)
-        begin = _nearest_chosen_end(tree, unique, chosen)
-
-        picked = np.flatnonzero(chosen)
-        if len(picked) == 0:
-            return empty, empty, empty, [], empty
+        if not chosen.any():
+            return nothing
+        begin = _nearest_chosen_end(tree, unique, chosen)[chosen]
         members = seqs[np.repeat(chosen, readers)]
-        np.maximum.at(own_first, members, np.repeat(ends[picked], readers[picked]))
+        unique, ends, readers = unique[chosen], ends[chosen], readers[chosen]
+        np.maximum.at(own_first, members, np.repeat(ends, readers))
         counts = np.diff(seq_starts)[members]
-        rows = np.repeat(seq_starts[members], counts) + ragged_arange(counts)
-        query_counts = np.add.reduceat(counts, starts_of(readers[picked])[:-1])
-        page_counts = (ends - begin)[picked]
-        bounds = zip(unique[picked].tolist(), begin[picked].tolist(), strict=True)
-        pages = [tree.pages(stem, page) for stem, page in bounds]
-        return query_counts, rows.astype(np.int32), page_counts, pages, page_counts * self.page_size
+        bounds = zip(unique.tolist(), begin.tolist(), strict=True)
+        return _Shared(
+            query_counts=np.add.reduceat(counts, starts_of(readers)[:-1]),
+            query_rows=np.repeat(seq_starts[members], counts) + ragged_arange(counts),
+            page_counts=ends - begin,
+            page_ids=np.concatenate([tree.pages(stem, page) for stem, page in bounds]),
+            own_first=own_first,
+        )
 
 
 def _ancestry(tree: SharingTree, slots: Int32s, num_readable: Int32s) -> tuple[Int32s, Int32s]:
