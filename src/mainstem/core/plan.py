@@ -1,0 +1,204 @@
+"""A known workload and the Plan to run it, as plain arrays.
+
+    prompts        token_ids  | prompt 0 | prompt 1    | prompt 2 | ...
+                   starts     0          7             19         24
+
+    members        | group 0: prompts 4 9 2 | group 1: prompts 0 1 7 5 3 | ...
+    group_starts   0                        3                            8
+    nodes            [----- node 1 -------]   [------- node 2 --------]
+                                                [- node 3 -]
+
+A node is a run of tokens that several prompts have in common; it covers the members
+`node_begins[v]:node_ends[v]`. Node ranges nest, so a node's pages are needed from its first member
+to its last and never again.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.core.errors import InvalidRequest
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Float64s = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+PLAN_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompts:
+    """The token ids of a whole workload: prompt i is `token_ids[starts[i]:starts[i + 1]]`.
+
+    `starts` is int64 because a workload may hold more than 2**31 tokens.
+    """
+
+    token_ids: Int32s
+    starts: Int64s
+
+    def __post_init__(self) -> None:
+        starts = self.starts
+        if self.token_ids.ndim != 1 or self.token_ids.dtype != np.int32:
+            raise InvalidRequest("token_ids", "must be one row of int32")
+        if starts.ndim != 1 or starts.dtype != np.int64 or len(starts) == 0:
+            raise InvalidRequest("starts", "must be one row of int64, one longer than the prompts")
+        if starts[0] != 0 or starts[-1] != len(self.token_ids) or np.any(starts[1:] < starts[:-1]):
+            raise InvalidRequest("starts", "must rise from 0 to the number of token ids")
+
+    @classmethod
+    def from_lists(cls, prompts: Iterable[Iterable[int]]) -> "Prompts":
+        """Copy Python lists; slow for large workloads, which should arrive as arrays."""
+        rows = [np.fromiter(prompt, dtype=np.int32) for prompt in prompts]
+        starts = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in rows], out=starts[1:])
+        return cls(np.concatenate([*rows, np.empty(0, np.int32)]), starts)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> Int32s:
+        return self.token_ids[self.starts[index] : self.starts[index + 1]]
+
+    @property
+    def num_tokens(self) -> Int64s:
+        """[prompts] the length of every prompt."""
+        return np.diff(self.starts)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Prompts that are run as a unit because they share their first `prefix_tokens` tokens."""
+
+    members: tuple[int, ...]  # prompt indices, in the order to run
+    prefix_tokens: int
+    node_index: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Ordered PrefixGroups over all prompts and the tree of what they share.
+
+    Nodes are in preorder: node 0 is the root, which has no tokens and is its own parent; every
+    other node comes after its parent. `node_tokens` is a node's depth: the tokens from the start of
+    the prompt to the end of the node. A member's prompt is the first
+    `node_tokens[member_nodes[i]]` tokens, shared, and the rest, its own. The prefix of group g is
+    `group_nodes[g]`.
+    """
+
+    members: Int64s  # [prompts] prompt indices in the order to run
+    member_nodes: Int64s  # [prompts] the deepest node of each member
+    group_starts: Int64s  # [groups + 1] prefix sums over members
+    group_nodes: Int64s  # [groups]
+    node_parents: Int64s  # [nodes]
+    node_tokens: Int64s  # [nodes]
+    node_begins: Int64s  # [nodes] first member
+    node_ends: Int64s  # [nodes] one past the last member
+    node_is_span: Bools  # [nodes] read as a span of its own, not only computed once
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_nodes)
+
+    @property
+    def node_runs(self) -> Int64s:
+        """[nodes] the tokens a node adds to its parent; each is computed once."""
+        return self.node_tokens - self.node_tokens[self.node_parents]
+
+    def group(self, index: int) -> PrefixGroup:
+        """One group as a record."""
+        members = self.members[self.group_starts[index] : self.group_starts[index + 1]]
+        node = int(self.group_nodes[index])
+        return PrefixGroup(tuple(members.tolist()), int(self.node_tokens[node]), node)
+
+    def path(self, node_index: int) -> list[int]:
+        """The nodes from below the root down to `node_index`: what must be computed, in order."""
+        path: list[int] = []
+        while node_index:
+            path.append(node_index)
+            node_index = int(self.node_parents[node_index])
+        return path[::-1]
+
+    def check(self, prompts: Prompts) -> None:
+        """Raise if this is not a plan for `prompts`: each once, and every share really shared."""
+        count, num_nodes = len(prompts), len(self.node_tokens)
+        assert np.array_equal(np.sort(self.members), np.arange(count)), "each prompt exactly once"
+        assert self.group_starts[0] == 0, "the first group starts at the first member"
+        assert self.group_starts[-1] == count, "the last group ends at the last member"
+        assert np.all(np.diff(self.group_starts) > 0), "a group is empty"
+        assert self.node_parents[0] == 0, "node 0 is the root"
+        assert self.node_tokens[0] == 0, "the root has tokens"
+        below = np.arange(1, num_nodes)
+        assert np.all(self.node_parents[1:] < below), "a node precedes its parent"
+        assert np.all(self.node_runs[1:] > 0), "a node adds nothing"
+        parents = self.node_parents
+        assert np.all(self.node_begins >= self.node_begins[parents]), "a node leaves its parent"
+        assert np.all(self.node_ends <= self.node_ends[parents]), "a node leaves its parent"
+        position = np.arange(count)
+        assert np.all(self.node_begins[self.member_nodes] <= position), "a member left its node"
+        assert np.all(self.node_ends[self.member_nodes] > position), "a member left its node"
+        group_of = np.repeat(np.arange(self.num_groups), np.diff(self.group_starts))
+        nodes = self.group_nodes[group_of]
+        assert np.all(self.node_begins[nodes] <= position), "a group left its node"
+        assert np.all(self.node_ends[nodes] > position), "a group left its node"
+        shared = self.node_tokens[self.member_nodes]
+        assert np.all(shared <= prompts.num_tokens[self.members]), "a prefix exceeds its prompt"
+        for node in below.tolist():
+            first, *others = self.members[self.node_begins[node] : self.node_ends[node]].tolist()
+            tokens = int(self.node_tokens[node])
+            prefix = prompts[first][:tokens]
+            for other in others:
+                assert np.array_equal(prefix, prompts[other][:tokens]), "a share is not shared"
+
+    def to_lines(self) -> Iterator[str]:
+        """The plan as JSON lines: a head, one line a node, one line a group. Made to be diffed."""
+        counts = {"prompts": len(self.members), "nodes": len(self.node_tokens)}
+        yield json.dumps({"plan_format": PLAN_FORMAT, **counts, "groups": self.num_groups})
+        nodes = (self.node_parents, self.node_tokens, self.node_begins, self.node_ends)
+        rows = zip(*(column.tolist() for column in nodes), self.node_is_span.tolist(), strict=True)
+        for parent, tokens, begin, end, is_span in rows:
+            row = {"parent": parent, "tokens": tokens, "begin": begin, "end": end, "span": is_span}
+            yield json.dumps(row)
+        member_nodes = self.member_nodes
+        for index in range(self.num_groups):
+            begin, end = self.group_starts[index : index + 2].tolist()
+            row = {
+                "node": int(self.group_nodes[index]),
+                "members": self.members[begin:end].tolist(),
+            }
+            yield json.dumps(row | {"member_nodes": member_nodes[begin:end].tolist()})
+
+    @classmethod
+    def from_lines(cls, lines: Iterable[str]) -> "Plan":
+        """Read what `to_lines` wrote; an unknown format is refused."""
+        rows = (json.loads(line) for line in lines)
+        head = next(rows, None)
+        if not isinstance(head, dict) or head.get("plan_format") != PLAN_FORMAT:
+            raise InvalidRequest("plan", f"not a plan of format {PLAN_FORMAT}")
+        nodes = [next(rows) for _ in range(head["nodes"])]
+        groups = list(rows)
+        if len(groups) != head["groups"]:
+            raise InvalidRequest("plan", f"holds {len(groups)} of {head['groups']} groups")
+        columns = {
+            f"node_{name}": np.array([node[key] for node in nodes], dtype=np.int64)
+            for name, key in (("parents", "parent"), ("tokens", "tokens"))
+        } | {
+            f"node_{key}s": np.array([n[key] for n in nodes], np.int64) for key in ("begin", "end")
+        }
+        sizes = [len(group["members"]) for group in groups]
+        return cls(
+            members=np.array([m for group in groups for m in group["members"]], np.int64),
+            member_nodes=np.array([n for group in groups for n in group["member_nodes"]], np.int64),
+            group_starts=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64),
+            group_nodes=np.array([group["node"] for group in groups], dtype=np.int64),
+            node_is_span=np.array([node["span"] for node in nodes], dtype=np.bool_),
+            **columns,
+        )
+
+    def equals(self, other: "Plan") -> bool:
+        """Whether both plans hold the same arrays."""
+        names = [field.name for field in fields(self)]
+        return all(np.array_equal(getattr(self, n), getattr(other, n)) for n in names)

@@ -1,0 +1,220 @@
+"""Which shared prefixes become groups and spans: many levels, or the paper's single one.
+
+A Draft says which prompts go together and under which node; `order.py` puts the groups in their
+order and makes it a Plan. Three ways to draft:
+
+    multi_level            every shared node is computed once; the decision left is what to schedule
+                           as a unit and which nodes to read as spans
+    first_level            the paper's starting point: a group per child of the root
+    first_level_enlarged   BatchLLM Algorithm 1: children of the root made longer where that pays
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from mainstem.core.plan import Bools, Int64s
+from mainstem.plan.prefix_tree import PrefixTree
+
+
+class SpanChoice(Protocol):
+    """Says for many shared runs at once which deserve a span of their own in attention."""
+
+    def __call__(self, run_tokens: Int64s, num_members: Int64s) -> Bools:
+        """`run_tokens` counts from the end of the span above, or from the start of the prompt."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LongRuns:
+    """The choice without a cost model: a run of at least `min_tokens`, whoever shares it."""
+
+    min_tokens: int = 32  # two pages of 16; shorter runs lie in the members' own first pages
+
+    def __call__(self, run_tokens: Int64s, num_members: Int64s) -> Bools:
+        return (run_tokens >= self.min_tokens) & (num_members > 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """Groups over a tree, not yet in order.
+
+    Positions are places in `order`. A group's members stay in this order. A trunk node is shared by
+    several groups; everything below other nodes lies within one group. `group_trunks` names the
+    trunk node right above a group; the group's prefix is `group_nodes`, that trunk node or a child.
+    """
+
+    order: Int64s  # [prompts] prompt indices
+    prompt_nodes: Int64s  # [prompts] the deepest node of each, in this order
+    position_groups: Int64s  # [prompts] the group of each, in this order
+    group_nodes: Int64s
+    group_trunks: Int64s
+    node_parents: Int64s
+    node_tokens: Int64s
+    node_begins: Int64s
+    node_ends: Int64s
+    node_is_trunk: Bools
+    node_is_span: Bools
+
+
+def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: int) -> Draft:
+    """Groups of at most about `group_tokens` different tokens, with at most `levels` spans a path.
+
+    A node with spans below it is trunk, its branches groups of their own, if it is too large for
+    one group, or if no span reaches down to it, so that it holds nothing worth keeping together for
+    (the few tokens of a chat template). What hangs on a trunk node without a span in it forms one
+    group if the trunk node is a span, and else goes prompt by prompt and branch by branch.
+    """
+    is_span = choose_spans(tree, worth, levels)
+    nodes = np.arange(len(is_span))
+    subtree_ends = tree.subtree_ends
+    spans_before = np.concatenate([[0], np.cumsum(is_span)])
+    spans_within = spans_before[subtree_ends] - spans_before[nodes]
+    is_under_span = np.maximum.accumulate(np.where(is_span, subtree_ends, 0)) > nodes
+    is_trunk = (tree.subtree_tokens > group_tokens) | ~is_under_span
+    is_trunk &= spans_within > is_span
+    is_trunk[0] = True
+
+    count = len(tree.order)
+    branches = np.flatnonzero(is_trunk[tree.node_parents] & ~is_trunk)
+    trunk_is_span = is_span[tree.node_parents[branches]]
+    is_own_group = (spans_within[branches] > 0) | ~trunk_is_span
+    # label a position by its branch, by its trunk node, or (hanging alone) by itself
+    branch_of = np.searchsorted(tree.node_begins[branches], np.arange(count), side="right") - 1
+    in_branch = ~is_trunk[tree.prompt_nodes]
+    labels = np.where(
+        is_span[tree.prompt_nodes], tree.prompt_nodes, len(nodes) + np.arange(count)
+    ).astype(np.int64)
+    inside = branch_of[in_branch]
+    branch_labels = np.where(is_own_group, branches, tree.node_parents[branches])
+    labels[in_branch] = branch_labels[inside]
+
+    found, firsts, position_groups = np.unique(labels, return_index=True, return_inverse=True)
+    is_alone = found >= len(nodes)
+    group_nodes = np.where(is_alone, tree.prompt_nodes[firsts], np.minimum(found, nodes[-1]))
+    trunks = np.where(is_trunk[group_nodes], group_nodes, tree.node_parents[group_nodes])
+    return _draft(tree, position_groups, group_nodes, trunks, is_trunk, is_span)
+
+
+def choose_spans(tree: PrefixTree, worth: SpanChoice, levels: int) -> Bools:
+    """The nodes to read as spans: the topmost worthy ones, `levels` times over.
+
+    Runs are counted from the span above, so that a chain of short nodes can still make a long span.
+    """
+    count = len(tree.node_tokens)
+    nodes = np.arange(count)
+    subtree_ends = tree.subtree_ends
+    members = tree.node_ends - tree.node_begins
+    is_span = np.zeros(count, dtype=np.bool_)
+    above_tokens = np.zeros(count, dtype=np.int64)  # where the nearest span above ends
+    may_be = np.ones(count, dtype=np.bool_)  # below a span of the level before
+    may_be[0] = False
+    for _ in range(levels):
+        is_worthy = np.asarray(worth(tree.node_tokens - above_tokens, members)) & may_be
+        reach = np.maximum.accumulate(np.where(is_worthy, subtree_ends, 0))
+        is_covered = np.concatenate([[False], reach[:-1] > nodes[1:]])
+        chosen = np.flatnonzero(is_worthy & ~is_covered)
+        if len(chosen) == 0:
+            break
+        is_span[chosen] = True
+        # the subtrees of the chosen nodes are disjoint ranges of nodes
+        sizes = subtree_ends[chosen] - chosen
+        below = np.repeat(chosen - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
+        above_tokens[below] = np.repeat(tree.node_tokens[chosen], sizes)
+        may_be[:] = False
+        may_be[below] = True
+        may_be[chosen] = False
+    return is_span
+
+
+def first_level(tree: PrefixTree) -> Draft:
+    """One group per child of the root; deeper sharing is given up."""
+    nodes = np.arange(len(tree.node_tokens))
+    owners = np.where(tree.node_parents == 0, nodes, tree.node_parents)
+    return _single_level(tree, owners)
+
+
+def first_level_enlarged(tree: PrefixTree) -> Draft:
+    """One group per first-level prefix after BatchLLM Algorithm 1 (section 4.2), as printed.
+
+    A prefix node u that hangs on c, a child of D, is forked up to D if
+    (leaves(u) - 1) * tokens(u) > tokens(c). Sub-problems come first, so levels are worked off from
+    the deepest; what a fork decides at one level depends on nothing else at that level.
+    """
+    levels = tree.node_levels
+    by_level = np.argsort(levels, kind="stable")
+    level_starts = np.searchsorted(levels[by_level], np.arange(levels.max() + 2))
+    leaves = tree.node_ends - tree.node_begins
+    parents = tree.node_parents.copy()  # after the forks so far
+    runs = tree.node_runs
+    forked = np.empty(0, dtype=np.int64)  # nodes that hang on this level's nodes by a fork
+    for level in range(int(levels.max()) - 1, 0, -1):
+        below = by_level[level_starts[level + 1] : level_starts[level + 2]]
+        gchildren = np.concatenate([below, forked])
+        children = parents[gchildren]
+        gain = (leaves[gchildren] - 1) * (tree.node_tokens[gchildren] - tree.node_tokens[children])
+        wins = gain > runs[children]
+        forked, children = gchildren[wins], children[wins]
+        parents[forked] = tree.node_parents[children]
+        np.subtract.at(leaves, children, leaves[forked])
+    return _single_level(tree, np.where(parents == 0, np.arange(len(parents)), parents))
+
+
+def _single_level(tree: PrefixTree, owners: Int64s) -> Draft:
+    """Groups by the owner of each prompt's deepest node, on a tree of their own, one level deep.
+
+    `owners` points from a node to itself or to a node nearer to its owner.
+    """
+    while True:
+        further = owners[owners]
+        if np.array_equal(further, owners):
+            break
+        owners = further
+    count = len(tree.order)
+    labels = owners[tree.prompt_nodes]
+    labels = np.where(labels == 0, len(owners) + np.arange(count), labels)
+    order = np.argsort(labels, kind="stable")  # a forked group need not be one range of the tree
+    found, firsts, sizes = np.unique(labels[order], return_index=True, return_counts=True)
+    is_alone = found >= len(owners)
+    num_nodes = 1 + int(np.count_nonzero(~is_alone))
+    group_nodes = np.where(is_alone, 0, 1 + np.arange(len(found)))
+    position_groups = np.repeat(np.arange(len(found)), sizes)
+    shared = found[~is_alone]
+    zero, is_root = np.zeros(1, dtype=np.int64), np.arange(num_nodes) == 0
+    return Draft(
+        order=tree.order[order],
+        prompt_nodes=group_nodes[position_groups],
+        position_groups=position_groups,
+        group_nodes=group_nodes,
+        group_trunks=np.zeros(len(found), dtype=np.int64),
+        node_parents=np.zeros(num_nodes, dtype=np.int64),
+        node_tokens=np.concatenate([zero, tree.node_tokens[shared]]),
+        node_begins=np.concatenate([zero, firsts[~is_alone]]),
+        node_ends=np.concatenate([zero + count, (firsts + sizes)[~is_alone]]),
+        node_is_trunk=is_root,
+        node_is_span=~is_root,
+    )
+
+
+def _draft(
+    tree: PrefixTree,
+    position_groups: Int64s,
+    group_nodes: Int64s,
+    group_trunks: Int64s,
+    is_trunk: Bools,
+    is_span: Bools,
+) -> Draft:
+    return Draft(
+        order=tree.order,
+        prompt_nodes=tree.prompt_nodes,
+        position_groups=position_groups,
+        group_nodes=group_nodes,
+        group_trunks=group_trunks,
+        node_parents=tree.node_parents,
+        node_tokens=tree.node_tokens,
+        node_begins=tree.node_begins,
+        node_ends=tree.node_ends,
+        node_is_trunk=is_trunk,
+        node_is_span=is_span,
+    )

@@ -1,0 +1,260 @@
+"""Order of groups, by the output length they are expected to have -> Plan.
+
+BatchLLM Eq. 3 and 4: groups with a larger R_group = L_decode / (L_prefix + sum of L_distinct) go
+first, so that long decodes are there to be mixed with the long prompts that follow. L_decode is the
+mean over a group's members, which makes R_group equal to Eq. 4 (up to a constant) when all outputs
+are expected to be of one length.
+
+Groups below one trunk node stay together, so that the trunk's pages are held for one stretch of the
+job; the trunk with all its groups is then itself ordered by its R among its siblings:
+
+    root ----+-- group            R 0.30
+             +-- trunk node -+--  R 0.21 (all below it together)
+             |               +-- group   R 0.40
+             |               +-- group   R 0.10
+             +-- group            R 0.05
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mainstem.core.plan import Bools, Float64s, Int64s, Plan
+from mainstem.plan.groups import Draft
+from mainstem.plan.prefix_tree import PrefixTree
+
+
+class OutputEstimate:
+    """How many tokens an answer is expected to have: max_tokens at first, then what was seen.
+
+    A template is a number the caller gives to prompts of one kind (see `templates_of`). The mean of
+    a template is drawn towards the mean of the job, and that towards max_tokens, as if each had
+    been seen `trust` times; so a rare template borrows from the others. Never above max_tokens.
+    """
+
+    def __init__(self, trust: float = 4.0) -> None:
+        self._trust = trust
+        self._counts = np.zeros(1, dtype=np.int64)
+        self._sums = np.zeros(1, dtype=np.int64)
+
+    def observe(self, template: int, output_tokens: int) -> None:
+        """Learn from one finished answer."""
+        if template < 0 or output_tokens < 0:
+            raise ValueError(f"template {template} and {output_tokens} tokens must not be negative")
+        if template >= len(self._counts):
+            room = max(2 * len(self._counts), template + 1) - len(self._counts)
+            self._counts = np.pad(self._counts, (0, room))
+            self._sums = np.pad(self._sums, (0, room))
+        self._counts[template] += 1
+        self._sums[template] += output_tokens
+
+    def expect(self, templates: Int64s, max_tokens: Int64s) -> Float64s:
+        """[prompts] expected output tokens, for prompts of these templates and limits."""
+        total, seen = int(self._sums.sum()), int(self._counts.sum())
+        of_job = (self._trust * max_tokens + total) / (self._trust + seen)
+        known = np.minimum(templates, len(self._counts) - 1)
+        is_known = templates < len(self._counts)
+        counts = np.where(is_known, self._counts[known], 0)
+        sums = np.where(is_known, self._sums[known], 0)
+        expected = (self._trust * of_job + sums) / (self._trust + counts)
+        return np.asarray(np.minimum(expected, max_tokens), dtype=np.float64)
+
+
+def templates_of(tree: PrefixTree) -> Int64s:
+    """[prompts] a template number per prompt, by prompt index: its first shared node, 0 without."""
+    tops = np.flatnonzero((tree.node_parents == 0) & (np.arange(len(tree.node_parents)) > 0))
+    above = np.searchsorted(tops, tree.prompt_nodes, side="right")
+    templates = np.empty(len(tree.order), dtype=np.int64)
+    templates[tree.order] = np.where(tree.prompt_nodes == 0, 0, above)
+    return templates
+
+
+def lay_out(draft: Draft, prompt_tokens: Int64s, expected_tokens: Float64s) -> Plan:
+    """The draft's groups in order of R_group; equal ratios keep their input order.
+
+    `prompt_tokens` and `expected_tokens` are by prompt index.
+    """
+    ties = np.full(len(draft.group_nodes), len(draft.order), dtype=np.int64)
+    np.minimum.at(ties, draft.position_groups, draft.order)
+    is_started = np.zeros(len(ties), dtype=np.bool_)
+    return _arrange(draft, prompt_tokens, expected_tokens, ties, is_started)
+
+
+def reorder(plan: Plan, prompt_tokens: Int64s, expected_tokens: Float64s, num_started: int) -> Plan:
+    """The same groups ordered by newer expectations; the first `num_started` stay where they are.
+
+    A trunk node of which a group has started stays in front with it.
+    """
+    draft = _draft_of(plan)
+    ties = np.full(plan.num_groups, len(plan.members), dtype=np.int64)
+    np.minimum.at(ties, draft.position_groups, plan.members)
+    is_started = np.arange(plan.num_groups) < num_started
+    ties[:num_started] = np.arange(-num_started, 0)  # before all others, as they are
+    return _arrange(draft, prompt_tokens, expected_tokens, ties, is_started)
+
+
+def _draft_of(plan: Plan) -> Draft:
+    sizes = np.diff(plan.group_starts)
+    nodes = plan.group_nodes
+    is_whole_node = plan.node_ends[nodes] - plan.node_begins[nodes] == sizes
+    trunks = np.where(is_whole_node, plan.node_parents[nodes], nodes)
+    is_trunk = np.zeros(len(plan.node_tokens), dtype=np.bool_)
+    is_trunk[0] = True
+    while len(trunks_above := trunks[~is_trunk[trunks]]):
+        is_trunk[trunks_above] = True
+        trunks = plan.node_parents[np.unique(trunks_above)]
+    return Draft(
+        order=plan.members,
+        prompt_nodes=plan.member_nodes,
+        position_groups=np.repeat(np.arange(plan.num_groups), sizes),
+        group_nodes=nodes,
+        group_trunks=np.where(is_whole_node, plan.node_parents[nodes], nodes),
+        node_parents=plan.node_parents,
+        node_tokens=plan.node_tokens,
+        node_begins=plan.node_begins,
+        node_ends=plan.node_ends,
+        node_is_trunk=is_trunk,
+        node_is_span=plan.node_is_span,
+    )
+
+
+@dataclass(slots=True)
+class _Units:
+    """What is put in order: the groups, then the trunk nodes other than the root."""
+
+    trunks: Int64s  # the trunk node above
+    sizes: Int64s  # members
+    ratios: Float64s  # R, infinite for what has started
+    ties: Int64s
+
+
+def _arrange(
+    draft: Draft,
+    prompt_tokens: Int64s,
+    expected_tokens: Float64s,
+    ties: Int64s,
+    is_started: Bools,
+) -> Plan:
+    trunk_nodes = np.flatnonzero(draft.node_is_trunk)
+    groups = _group_units(draft, prompt_tokens, expected_tokens, ties, is_started)
+    units = _with_trunks(draft, trunk_nodes, groups)
+    num_groups = len(draft.group_nodes)
+
+    # the first member of a unit: after its elder siblings, from where its trunk begins
+    by_rank = np.lexsort((units.ties, -units.ratios, units.trunks))
+    sizes, trunks = units.sizes[by_rank], units.trunks[by_rank]
+    before = np.cumsum(sizes) - sizes
+    is_first = np.diff(trunks, prepend=-1) > 0
+    before -= np.repeat(before[is_first], np.diff(np.flatnonzero(is_first), append=len(trunks)))
+    offsets = np.empty(len(sizes), dtype=np.int64)
+    offsets[by_rank] = before
+    trunk_begins = np.zeros(len(draft.node_tokens), dtype=np.int64)
+    trunk_begins[trunk_nodes[1:]] = offsets[num_groups:]
+    _add_ancestors(trunk_begins, np.where(draft.node_is_trunk, draft.node_parents, 0))
+    group_begins = offsets[:num_groups] + trunk_begins[units.trunks[:num_groups]]
+
+    # members keep their order within the group
+    group_sizes = units.sizes[:num_groups]
+    by_group = np.argsort(draft.position_groups, kind="stable")
+    within = np.arange(len(by_group)) - np.repeat(np.cumsum(group_sizes) - group_sizes, group_sizes)
+    places = np.empty(len(by_group), dtype=np.int64)
+    places[by_group] = np.repeat(group_begins, group_sizes) + within
+    return _renumber(draft, places, group_begins, trunk_begins)
+
+
+def _group_units(
+    draft: Draft,
+    prompt_tokens: Int64s,
+    expected_tokens: Float64s,
+    ties: Int64s,
+    is_started: Bools,
+) -> tuple[_Units, Float64s, Float64s]:
+    """The groups as units, and for each its expected outputs and its tokens below the trunk."""
+    count = len(draft.group_nodes)
+    own = prompt_tokens[draft.order] - draft.node_tokens[draft.prompt_nodes]
+    runs = draft.node_tokens - draft.node_tokens[draft.node_parents]
+    inner = np.flatnonzero(~draft.node_is_trunk)
+    inner_groups = draft.position_groups[draft.node_begins[inner]]
+    tokens = _sum_by(draft.position_groups, own, count)
+    tokens += _sum_by(inner_groups, runs[inner], count)
+    outputs = _sum_by(draft.position_groups, expected_tokens[draft.order], count)
+    sizes = np.bincount(draft.position_groups, minlength=count)
+    ratios = np.where(is_started, np.inf, _ratio(outputs, sizes, tokens))
+    return _Units(draft.group_trunks, sizes, ratios, ties), outputs, tokens
+
+
+def _with_trunks(
+    draft: Draft, trunk_nodes: Int64s, groups: tuple[_Units, Float64s, Float64s]
+) -> _Units:
+    """Groups and trunk nodes as units; a trunk sums up what is below it."""
+    units, outputs, tokens = groups
+    count = len(draft.node_tokens)
+    sums = np.zeros((count, 2))
+    np.add.at(sums, units.trunks, np.stack([outputs, tokens], axis=1))
+    sums[trunk_nodes, 1] += (draft.node_tokens - draft.node_tokens[draft.node_parents])[trunk_nodes]
+    is_started = np.zeros(count, dtype=np.bool_)
+    is_started[units.trunks[np.isinf(units.ratios)]] = True
+    ties = np.full(count, len(draft.order), dtype=np.int64)
+    np.minimum.at(ties, units.trunks, units.ties)
+    for node in trunk_nodes[:0:-1].tolist():  # children before parents; trunks are few
+        parent = draft.node_parents[node]
+        sums[parent] += sums[node]
+        is_started[parent] |= is_started[node]
+        ties[parent] = min(ties[parent], ties[node])
+    below = trunk_nodes[1:]
+    sizes = (draft.node_ends - draft.node_begins)[below]
+    ratios = np.where(is_started[below], np.inf, _ratio(sums[below, 0], sizes, sums[below, 1]))
+    return _Units(
+        trunks=np.concatenate([units.trunks, draft.node_parents[below]]),
+        sizes=np.concatenate([units.sizes, sizes]),
+        ratios=np.concatenate([units.ratios, ratios]),
+        ties=np.concatenate([units.ties, ties[below]]),
+    )
+
+
+def _sum_by(groups: Int64s, values: Int64s | Float64s, count: int) -> Float64s:
+    sums = np.bincount(groups, weights=values, minlength=count)
+    return np.asarray(sums, dtype=np.float64)
+
+
+def _ratio(outputs: Float64s, sizes: Int64s, tokens: Float64s) -> Float64s:
+    """R_group; a group without a token to prefill counts as having one.
+
+    One division of whole numbers, so that equal ratios are equal floats and keep input order.
+    """
+    return np.asarray(outputs / (sizes * np.maximum(tokens, 1)), dtype=np.float64)
+
+
+def _add_ancestors(values: Int64s, parents: Int64s) -> None:
+    """Add to every node's value, in place, those of all its ancestors; the root's is 0."""
+    while parents.any():
+        values += values[parents]
+        parents = parents[parents]
+
+
+def _renumber(draft: Draft, places: Int64s, group_begins: Int64s, trunk_begins: Int64s) -> Plan:
+    """The Plan whose members stand at `places`: groups in order, nodes in preorder again."""
+    count = len(places)
+    sizes = draft.node_ends - draft.node_begins
+    inner = np.flatnonzero(~draft.node_is_trunk)
+    begins = trunk_begins.copy()
+    begins[inner] = places[draft.node_begins[inner]]
+    preorder = np.lexsort((draft.node_tokens, begins))
+    rank = np.empty(len(preorder), dtype=np.int64)
+    rank[preorder] = np.arange(len(preorder))
+    members = np.empty(count, dtype=np.int64)
+    members[places] = draft.order
+    member_nodes = np.empty(count, dtype=np.int64)
+    member_nodes[places] = rank[draft.prompt_nodes]
+    in_order = np.argsort(group_begins)
+    return Plan(
+        members=members,
+        member_nodes=member_nodes,
+        group_starts=np.append(group_begins[in_order], count),
+        group_nodes=rank[draft.group_nodes[in_order]],
+        node_parents=rank[draft.node_parents[preorder]],
+        node_tokens=draft.node_tokens[preorder],
+        node_begins=begins[preorder],
+        node_ends=(begins + sizes)[preorder],
+        node_is_span=draft.node_is_span[preorder],
+    )

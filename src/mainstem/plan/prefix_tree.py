@@ -1,0 +1,286 @@
+"""All prompts -> the compact tree of their shared prefixes.
+
+No token is looked at by Python. The prompts are refined in rounds, as quicksort does, on classes of
+prompts that are known to agree in their first d tokens:
+
+    one leader per class, drawn at random         leader   a b c d e f g
+    every other member is compared with it,       member   a b c x ...     agrees in 3 tokens
+    from token d on, in wide vector strips        member   a b c x ...     agrees in 3 tokens
+                                                  member   a b c d e q     agrees in 5 tokens
+
+Where members leave the leader (3, 5) its path has nodes. Members that leave it at the same place
+with the same token are the classes of the next round. A token is compared once per prompt in total,
+and a random leader makes the number of rounds logarithmic, so the work is linear in the tokens.
+
+Sorting a class by (where it left the leader, the token there) puts it in lexicographic order: who
+leaves to a smaller token comes before the leader, the earlier the further away. The result
+therefore does not depend on which leaders were drawn.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from mainstem.core.plan import Int32s, Int64s, Prompts
+
+FIRST_STRIP_TOKENS = 16  # most pairs of unrelated prompts differ at once
+WIDEST_STRIP_TOKENS = 1024
+TILE_TOKENS = 1 << 16  # of one comparison, so that its operands stay in the cache
+NO_TOKEN = -(1 << 40)  # what follows the last token; sorts before every int32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixTree:
+    """Prompts in lexicographic order and the nodes that two or more of them pass through.
+
+    Node v stands for the first `node_tokens[v]` tokens of the prompts `order[begins[v]:ends[v]]`.
+    Nodes are in preorder; node 0 is the root: no tokens, all prompts, its own parent. Equal prompts
+    keep their input order and share a node of their full length.
+    """
+
+    order: Int64s  # [prompts] prompt indices
+    prompt_tokens: Int64s  # [prompts] lengths, in this order
+    prompt_nodes: Int64s  # [prompts] the deepest node of each prompt, in this order
+    node_parents: Int64s
+    node_tokens: Int64s
+    node_begins: Int64s
+    node_ends: Int64s
+
+    @property
+    def node_runs(self) -> Int64s:
+        """[nodes] the tokens a node adds to its parent."""
+        return self.node_tokens - self.node_tokens[self.node_parents]
+
+    @property
+    def own_tokens(self) -> Int64s:
+        """[prompts] the tokens below each prompt's deepest node, in sorted order."""
+        return self.prompt_tokens - self.node_tokens[self.prompt_nodes]
+
+    @property
+    def subtree_ends(self) -> Int64s:
+        """[nodes] one past the last node of the subtree: it is `v:subtree_ends[v]`."""
+        ends = np.searchsorted(self.node_begins, self.node_ends, side="left")
+        # an empty batch has a root whose range is empty
+        return np.maximum(ends, np.arange(1, len(ends) + 1))
+
+    @property
+    def node_levels(self) -> Int64s:
+        """[nodes] the number of nodes above: 0 for the root."""
+        count = len(self.node_tokens)
+        closed = np.cumsum(np.bincount(self.subtree_ends, minlength=count + 1)[:count])
+        return np.arange(count) - closed
+
+    @property
+    def subtree_tokens(self) -> Int64s:
+        """[nodes] the different tokens in a node's subtree, its own run included."""
+        runs = np.concatenate([[0], np.cumsum(self.node_runs)])
+        own = np.concatenate([[0], np.cumsum(self.own_tokens)])
+        first = np.arange(len(self.node_tokens))
+        shared = runs[self.subtree_ends] - runs[first]
+        return np.asarray(shared + own[self.node_ends] - own[self.node_begins], dtype=np.int64)
+
+
+@dataclass(slots=True)
+class _Classes:
+    """Ranges of `order` whose prompts agree in their first `tokens` tokens, below `parents`.
+
+    A batch of nodes has the same fields.
+    """
+
+    begins: Int64s
+    ends: Int64s
+    tokens: Int64s
+    parents: Int64s
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The members of all open classes, class by class, sorted within each class."""
+
+    positions: Int64s  # in order
+    class_of: Int64s
+    is_leader: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    matched: Int64s  # tokens in common with the leader
+    next_tokens: Int64s  # the token after that, or NO_TOKEN
+    slots: Int64s  # class_of * stride + place; place rises to `top` at the leader, then on
+    top: int
+    stride: int
+
+
+def build_tree(prompts: Prompts) -> PrefixTree:
+    """The compact prefix tree of all prompts."""
+    count = len(prompts)
+    order = np.arange(count, dtype=np.int64)
+    prompt_nodes = np.zeros(count, dtype=np.int64)
+    root = np.zeros(1, dtype=np.int64)
+    found = [_Classes(root, root + count, root, root)]  # the nodes, a batch per round
+    num_nodes = 1
+    rng = np.random.default_rng(0)
+    open_classes = _Classes(root, root + count, root, root)
+    if count < 2:
+        open_classes = _Classes(root[:0], root[:0], root[:0], root[:0])
+    while len(open_classes.begins):
+        rows = _sort_by_leader(prompts, order, open_classes, rng)
+        nodes, row_nodes = _nodes_on_leader_paths(open_classes, rows, num_nodes)
+        prompt_nodes[rows.positions] = row_nodes
+        found.append(nodes)
+        num_nodes += len(nodes.begins)
+        open_classes = _next_classes(rows, row_nodes)
+    return _in_preorder(prompts, order, prompt_nodes, found)
+
+
+def _sort_by_leader(
+    prompts: Prompts, order: Int64s, classes: _Classes, rng: np.random.Generator
+) -> _Rows:
+    """Draw a leader per class, sort each class around it; `order` is updated in place."""
+    sizes = classes.ends - classes.begins
+    class_of = np.repeat(np.arange(len(sizes)), sizes)
+    firsts = np.cumsum(sizes) - sizes
+    positions = np.arange(len(class_of)) + np.repeat(classes.begins - firsts, sizes)
+    who = order[positions]
+    drawn = (rng.random(len(sizes)) * sizes).astype(np.int64)
+    leaders = order[classes.begins + drawn][class_of]
+
+    token_ids, starts = prompts.token_ids, prompts.starts
+    begins, leader_begins = starts[who], starts[leaders]
+    lengths, leader_lengths = starts[who + 1] - begins, starts[leaders + 1] - leader_begins
+    matched = np.where(who == leaders, lengths, classes.tokens[class_of])
+    limits = np.minimum(lengths, leader_lengths)
+    _extend_matches(token_ids, begins, leader_begins, matched, limits)
+    tokens = _tokens_at(token_ids, begins + matched, matched < lengths)
+    leader_tokens = _tokens_at(token_ids, leader_begins + matched, matched < leader_lengths)
+
+    top = int(matched.max()) + 1
+    stride = 2 * top + 1
+    place = np.where(tokens < leader_tokens, matched, 2 * top - matched)
+    place[tokens == leader_tokens] = top
+    slots = class_of * stride + place
+    sorting = np.lexsort((tokens, slots))
+    order[positions] = who[sorting]
+    return _Rows(
+        positions=positions,
+        class_of=class_of,
+        is_leader=(who == leaders)[sorting],
+        matched=matched[sorting],
+        next_tokens=tokens[sorting],
+        slots=slots[sorting],
+        top=top,
+        stride=stride,
+    )
+
+
+def _extend_matches(
+    token_ids: Int32s, begins: Int64s, others: Int64s, matched: Int64s, limits: Int64s
+) -> None:
+    """Raise `matched` in place to the common length of each pair of runs, at most `limits`.
+
+    A strip may read past the end of a run, into its neighbour in `token_ids`: the limit takes back
+    whatever seems to match there.
+    """
+    rows = np.flatnonzero(matched < limits)
+    width = min(FIRST_STRIP_TOKENS, len(token_ids))
+    while len(rows):
+        still: list[Int64s] = []
+        height = max(1, TILE_TOKENS // width)
+        for first in range(0, len(rows), height):
+            part = rows[first : first + height]
+            done = matched[part]
+            ours = _strips(token_ids, begins[part] + done, width)
+            differs = ours != _strips(token_ids, others[part] + done, width)
+            where = differs.argmax(axis=1)
+            is_apart = differs[np.arange(len(part)), where]
+            done = np.minimum(done + np.where(is_apart, where, width), limits[part])
+            matched[part] = done
+            still.append(part[~is_apart & (done < limits[part])])
+        rows = np.concatenate(still)
+        width = min(4 * width, WIDEST_STRIP_TOKENS, len(token_ids))
+
+
+def _strips(token_ids: Int32s, begins: Int64s, width: int) -> Int32s:
+    """[begins, width] the tokens from each begin on; past the end of all, the last one repeats."""
+    last = len(token_ids) - width
+    strips = sliding_window_view(token_ids, width)[np.minimum(begins, last)]
+    over = np.flatnonzero(begins > last)
+    if len(over):
+        reach = begins[over, None] + np.arange(width)
+        strips[over] = token_ids[np.minimum(reach, len(token_ids) - 1)]
+    return strips
+
+
+def _tokens_at(
+    token_ids: Int32s, places: Int64s, exists: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> Int64s:
+    tokens = np.full(len(places), NO_TOKEN, dtype=np.int64)
+    tokens[exists] = token_ids[places[exists]]
+    return tokens
+
+
+def _nodes_on_leader_paths(
+    classes: _Classes, rows: _Rows, num_nodes: int
+) -> tuple[_Classes, Int64s]:
+    """The nodes where members leave their leaders, and the deepest of them for every row.
+
+    A node is named by class * stride + tokens while it is looked up. Node numbers go on from
+    `num_nodes`, except that the root, which exists already, is found again as node 0.
+    """
+    stride = rows.stride
+    names = rows.class_of * stride + rows.matched
+    keys = np.unique(names[~rows.is_leader])
+    key_class, key_tokens = np.divmod(keys, stride)
+    numbers = num_nodes + np.arange(len(keys))
+    is_root = key_tokens == 0  # only the first round's class can part at token 0
+    numbers = np.where(is_root, 0, numbers - int(is_root.sum()))
+
+    # rows before the leader part ever later, rows after it ever earlier
+    before = rows.slots[rows.slots % stride < rows.top]
+    after = rows.slots[rows.slots % stride > rows.top]
+    class_slots = key_class * stride
+    left = np.searchsorted(before, keys) - np.searchsorted(before, class_slots)
+    right = np.searchsorted(after, class_slots + stride) - np.searchsorted(
+        after, class_slots + 2 * rows.top - key_tokens, side="right"
+    )
+    is_first = np.diff(key_class, prepend=-1) > 0
+    above = np.concatenate([[0], numbers[:-1]])
+    nodes = _Classes(
+        begins=(classes.begins[key_class] + left)[~is_root],
+        ends=(classes.ends[key_class] - right)[~is_root],
+        tokens=key_tokens[~is_root],
+        parents=np.where(is_first, classes.parents[key_class], above)[~is_root],
+    )
+    deepest = np.searchsorted(keys, (rows.class_of + 1) * stride) - 1
+    row_keys = np.where(rows.is_leader, deepest, np.searchsorted(keys, names))
+    return nodes, numbers[row_keys]
+
+
+def _next_classes(rows: _Rows, row_nodes: Int64s) -> _Classes:
+    """Rows that left their leader at the same place with the same token, two or more."""
+    is_new = np.ones(len(rows.slots), dtype=np.bool_)
+    is_new[1:] = (np.diff(rows.slots) != 0) | (np.diff(rows.next_tokens) != 0)
+    firsts = np.flatnonzero(is_new)
+    sizes = np.diff(firsts, append=len(is_new))
+    keep = (sizes > 1) & (rows.next_tokens[firsts] != NO_TOKEN)
+    firsts, sizes = firsts[keep], sizes[keep]
+    begins = rows.positions[firsts]
+    return _Classes(begins, begins + sizes, rows.matched[firsts] + 1, row_nodes[firsts])
+
+
+def _in_preorder(
+    prompts: Prompts, order: Int64s, prompt_nodes: Int64s, found: list[_Classes]
+) -> PrefixTree:
+    begins = np.concatenate([nodes.begins for nodes in found])
+    tokens = np.concatenate([nodes.tokens for nodes in found])
+    sorting = np.lexsort((tokens, begins))
+    rank = np.empty(len(sorting), dtype=np.int64)
+    rank[sorting] = np.arange(len(sorting))
+    parents = np.concatenate([nodes.parents for nodes in found])
+    ends = np.concatenate([nodes.ends for nodes in found])
+    return PrefixTree(
+        order=order,
+        prompt_tokens=prompts.num_tokens[order],
+        prompt_nodes=rank[prompt_nodes],
+        node_parents=rank[parents[sorting]],
+        node_tokens=tokens[sorting],
+        node_begins=begins[sorting],
+        node_ends=ends[sorting],
+    )

@@ -1,0 +1,118 @@
+"""How many prompt tokens need not be computed (BatchLLM Eq. 2), by plan and by LRU cache."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mainstem.core.plan import Plan
+from mainstem.plan.groups import Draft, first_level, first_level_enlarged
+from mainstem.plan.prefix_tree import PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class Savings:
+    """Shares of all prompt tokens, 0 to 1, that are not computed."""
+
+    first_level: float
+    first_level_enlarged: float
+    multi_level: float
+    upper_bound: float
+    lru: float
+
+
+@dataclass(frozen=True, slots=True)
+class LruCache:
+    """The prefix cache to compare with: whole pages, the least recently used goes first.
+
+    Prompts arrive in input order, one at a time, each leaving `output_tokens` behind its prompt.
+    Among the pages of one prompt the last goes first. Real engines run many prompts at once and
+    find less than this.
+    """
+
+    capacity_tokens: int
+    page_size: int = 16
+    output_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.capacity_tokens < 0 or self.output_tokens < 0:
+            raise ValueError("a cache has no negative sizes")
+        if self.page_size < 1:
+            raise ValueError(f"page_size must be positive, got {self.page_size}")
+
+
+def compare(tree: PrefixTree, plan: Plan, cache: LruCache) -> Savings:
+    """What each way of sharing saves; `plan` stands for multi_level."""
+    total = int(tree.prompt_tokens.sum())
+    return Savings(
+        first_level=_ratio(_draft_tokens(tree, first_level(tree)), total),
+        first_level_enlarged=_ratio(_draft_tokens(tree, first_level_enlarged(tree)), total),
+        multi_level=_ratio(processed_tokens(plan, total), total),
+        upper_bound=_ratio(int(tree.subtree_tokens[0]), total),
+        lru=_ratio(total - lru_hit_tokens(tree, cache), total),
+    )
+
+
+def processed_tokens(plan: Plan, total_tokens: int) -> int:
+    """What a plan computes of prompts with `total_tokens`: every node once, and the rest."""
+    shared = int(plan.node_tokens[plan.member_nodes].sum())
+    return total_tokens - shared + int(plan.node_runs.sum())
+
+
+def _draft_tokens(tree: PrefixTree, draft: Draft) -> int:
+    shared = int(draft.node_tokens[draft.prompt_nodes].sum())
+    return int(tree.prompt_tokens.sum()) - shared + int(draft.node_tokens.sum())
+
+
+def _ratio(processed: int, total: int) -> float:
+    return 1 - processed / total if total else 0.0
+
+
+def lru_hit_tokens(tree: PrefixTree, cache: LruCache) -> int:
+    """Prompt tokens found in the cache when all prompts arrive in input order.
+
+    A prompt passes through whole nodes, so the pages of a node always have one and the same last
+    use. Time being the number of the prompt, the cache holds what was last used after a horizon
+    that only ever moves forward, and of the prompt at the horizon the first pages that still fit.
+    So a prompt costs a step per node on its path, however many pages it has.
+    """
+    pages = tree.node_tokens // cache.page_size
+    node_pages = (pages - pages[tree.node_parents]).tolist()
+    count = len(tree.order)
+    by_input = np.empty(count, dtype=np.int64)
+    by_input[tree.order] = np.arange(count)
+    all_pages = (tree.prompt_tokens + cache.output_tokens) // cache.page_size
+    own_pages = (all_pages - pages[tree.prompt_nodes])[by_input].tolist()
+    nodes, parents = tree.prompt_nodes[by_input].tolist(), tree.node_parents.tolist()
+
+    capacity = cache.capacity_tokens // cache.page_size
+    last_use = [-1] * len(parents)
+    used_at = [0] * count  # pages by the prompt that used them last
+    horizon, newer = -1, 0  # pages used after the horizon; those of prompt -1 do not exist
+    hit_pages, room = 0, capacity  # room: what is left for pages used at the horizon
+    for now in range(count):
+        brought = own_pages[now]
+        at_horizon = 0
+        node = nodes[now]
+        while node:
+            size, used = node_pages[node], last_use[node]
+            brought += size
+            if used > horizon:
+                hit_pages += size
+                newer -= size
+                used_at[used] -= size
+            elif used >= 0:
+                if used == horizon:
+                    at_horizon += size
+                used_at[used] -= size
+            last_use[node] = now
+            node = parents[node]
+        if at_horizon:
+            # the cache was full to the horizon before this prompt touched anything
+            hit_pages += min(at_horizon, room)
+        used_at[now] = brought
+        newer += brought
+        while newer > capacity:
+            horizon += 1
+            newer -= used_at[horizon]
+        room = capacity - newer
+    return hit_pages * cache.page_size
