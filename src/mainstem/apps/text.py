@@ -22,7 +22,6 @@ import jinja2.nodes
 import jinja2.parser
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers.processors import TemplateProcessing
 
 from mainstem.core.errors import InvalidRequest, ModelNotFound
 from mainstem.core.request import SamplingParams
@@ -81,7 +80,6 @@ class Tokenizer:
         backend.no_truncation()
         settings = _read_json(folder / "tokenizer_config.json")
         special = _special_tokens(settings, _read_json(folder / "special_tokens_map.json"))
-        _apply_bos_eos(backend, settings, special)
         return cls(
             backend, _eos_ids(folder, backend, special), special, _templates(folder, settings)
         )
@@ -91,7 +89,10 @@ class Tokenizer:
         return bool(self._templates)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the begin and end tokens this model wants around one."""
+        """Ids of a prompt, with the begin and end tokens that tokenizer.json puts around one.
+
+        add_bos_token in tokenizer_config.json has no say, as in Hugging Face's loader.
+        """
         _check_unicode("prompt", text)
         return self._backend.encode(text).ids
 
@@ -185,20 +186,6 @@ def _special_tokens(settings: Json, special_map: Json) -> dict[str, str]:
         if isinstance(value, str):
             special[role] = value
     return special
-
-
-def _apply_bos_eos(
-    backend: tokenizers.Tokenizer, settings: Json, special: Mapping[str, str]
-) -> None:
-    """Let add_bos_token and add_eos_token, where given, win over the tokenizer's own template."""
-    if "add_bos_token" not in settings and "add_eos_token" not in settings:
-        return
-    bos = special.get("bos_token") if settings.get("add_bos_token") else None
-    eos = special.get("eos_token") if settings.get("add_eos_token") else None
-    tokens = [token for token in (bos, eos) if token is not None]
-    numbered = [(token, backend.token_to_id(token)) for token in tokens]
-    single = [part for part in (bos, "$A", eos) if part is not None]
-    backend.post_processor = TemplateProcessing(single=single, special_tokens=numbered)
 
 
 def _eos_ids(
