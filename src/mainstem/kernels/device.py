@@ -1,0 +1,133 @@
+"""What this machine computes with: devices, torch and triton, as facts without judgement."""
+
+import importlib.metadata
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+# CPU features that decide how fast our kernels can be, as Linux names them
+ARM_FEATURES = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2")
+X86_FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+FEATURES = ARM_FEATURES + X86_FEATURES
+BF16_FEATURES = {"bf16", "avx512_bf16", "amx_bf16"}
+ARM_PARTS = {
+    ("0x41", "0xd0c"): "Neoverse-N1",
+    ("0x41", "0xd40"): "Neoverse-V1",
+    ("0x41", "0xd49"): "Neoverse-N2",
+    ("0x41", "0xd4f"): "Neoverse-V2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """One device. For a CPU, memory is the machine's and units are the cores we may use."""
+
+    kind: str  # "cpu" or "cuda"
+    name: str
+    num_units: int  # cores, or streaming multiprocessors
+    memory_bytes: int
+    free_bytes: int
+    features: tuple[str, ...]  # CPU: of FEATURES; CUDA: the compute capability
+    has_fast_bf16: bool  # 16-bit GEMMs at least as fast as fp32
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFacts:
+    """The libraries the data plane stands on."""
+
+    version: str
+    num_threads: int
+    cuda_version: str | None  # None: a build for CPUs only
+    triton_version: str | None
+    can_compile_triton: bool  # False: kernels run only in triton's interpreter, for tests
+
+
+def describe_device() -> DeviceFacts:
+    """The strongest device torch can use: the first CUDA device, else the CPU."""
+    return describe_devices()[0]
+
+
+def describe_devices() -> list[DeviceFacts]:
+    """Every CUDA device, then the CPU."""
+    return [*map(_describe_cuda, range(torch.cuda.device_count())), describe_cpu()]
+
+
+def describe_cpu() -> DeviceFacts:
+    """The CPU and the memory that is free to this process."""
+    fields = _read_fields(Path("/proc/cpuinfo"))
+    flags = set((fields.get("features") or fields.get("flags") or "").split())
+    part = (fields.get("cpu implementer", ""), fields.get("cpu part", ""))
+    name = fields.get("model name") or ARM_PARTS.get(part) or platform.processor()
+    total_bytes, free_bytes = _memory_bytes()
+    return DeviceFacts(
+        kind="cpu",
+        name=name or platform.machine(),
+        num_units=_num_cores(),
+        memory_bytes=total_bytes,
+        free_bytes=free_bytes,
+        features=tuple(feature for feature in FEATURES if feature in flags),
+        has_fast_bf16=bool(flags & BF16_FEATURES),
+    )
+
+
+def describe_torch() -> TorchFacts:
+    """Versions and threads, as they are in this process now."""
+    try:
+        triton_version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton_version = None
+    return TorchFacts(
+        version=str(torch.__version__),
+        num_threads=torch.get_num_threads(),
+        cuda_version=torch.version.cuda,
+        triton_version=triton_version,
+        can_compile_triton=triton_version is not None and torch.cuda.is_available(),
+    )
+
+
+def _describe_cuda(index: int) -> DeviceFacts:
+    properties = torch.cuda.get_device_properties(index)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    return DeviceFacts(
+        kind="cuda",
+        name=properties.name,
+        num_units=properties.multi_processor_count,
+        memory_bytes=total_bytes,
+        free_bytes=free_bytes,
+        features=(f"sm_{properties.major}{properties.minor}",),
+        has_fast_bf16=properties.major >= 8,
+    )
+
+
+def _num_cores() -> int:
+    """Cores this process may run on, which a container or taskset can lower."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """Total and available memory; both 0 where the system does not say."""
+    fields = _read_fields(Path("/proc/meminfo"))
+    if "memtotal" in fields:
+        total, available = fields["memtotal"], fields.get("memavailable", "0")
+        return int(total.split()[0]) * 1024, int(available.split()[0]) * 1024
+    try:
+        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0, 0
+    return total_bytes, 0
+
+
+def _read_fields(path: Path) -> dict[str, str]:
+    """The `name : value` lines of a /proc file, names in small letters, the first of each."""
+    if not path.exists():
+        return {}
+    fields: dict[str, str] = {}
+    for line in path.read_text(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip().lower(), value.strip())
+    return fields
