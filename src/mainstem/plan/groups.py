@@ -61,10 +61,10 @@ class Draft:
 def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: int) -> Draft:
     """Groups of at most about `group_tokens` different tokens, with at most `levels` spans a path.
 
-    A node with spans below it is trunk, its branches groups of their own, if it is too large for
-    one group, or if no span reaches down to it, so that it holds nothing worth keeping together for
-    (the few tokens of a chat template). What hangs on a trunk node without a span in it forms one
-    group if the trunk node is a span, and else goes prompt by prompt and branch by branch.
+    A node is trunk, its branches groups of their own, if no span reaches down to it (the few tokens
+    of a chat template, or a first word in common: nothing to form a group for), or if it is too
+    large for one group and has spans below it. What hangs on a trunk node without a span in it
+    forms one group if a span lies at or above the trunk node, and a group per prompt if not.
     """
     is_span = choose_spans(tree, worth, levels)
     nodes = np.arange(len(is_span))
@@ -72,19 +72,16 @@ def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: 
     spans_before = np.concatenate([[0], np.cumsum(is_span)])
     spans_within = spans_before[subtree_ends] - spans_before[nodes]
     is_under_span = np.maximum.accumulate(np.where(is_span, subtree_ends, 0)) > nodes
-    is_trunk = (tree.subtree_tokens > group_tokens) | ~is_under_span
-    is_trunk &= spans_within > is_span
-    is_trunk[0] = True
+    is_trunk = ~is_under_span | ((tree.subtree_tokens > group_tokens) & (spans_within > is_span))
 
     count = len(tree.order)
     branches = np.flatnonzero(is_trunk[tree.node_parents] & ~is_trunk)
-    trunk_is_span = is_span[tree.node_parents[branches]]
-    is_own_group = (spans_within[branches] > 0) | ~trunk_is_span
+    is_own_group = spans_within[branches] > 0  # always, where no span lies above
     # label a position by its branch, by its trunk node, or (hanging alone) by itself
     branch_of = np.searchsorted(tree.node_begins[branches], np.arange(count), side="right") - 1
     in_branch = ~is_trunk[tree.prompt_nodes]
     labels = np.where(
-        is_span[tree.prompt_nodes], tree.prompt_nodes, len(nodes) + np.arange(count)
+        is_under_span[tree.prompt_nodes], tree.prompt_nodes, len(nodes) + np.arange(count)
     ).astype(np.int64)
     inside = branch_of[in_branch]
     branch_labels = np.where(is_own_group, branches, tree.node_parents[branches])

@@ -6,7 +6,8 @@ mean over a group's members, which makes R_group equal to Eq. 4 (up to a constan
 are expected to be of one length.
 
 Groups below one trunk node stay together, so that the trunk's pages are held for one stretch of the
-job; the trunk with all its groups is then itself ordered by its R among its siblings:
+job; the trunk with all its groups is then itself ordered among its siblings, by the sum of the
+groups' L_decode over all its tokens, which lies between the ratios of the groups:
 
     root ----+-- group            R 0.30
              +-- trunk node -+--  R 0.21 (all below it together)
@@ -169,7 +170,10 @@ def _group_units(
     ties: Int64s,
     is_started: Bools,
 ) -> tuple[_Units, Float64s, Float64s]:
-    """The groups as units, and for each its expected outputs and its tokens below the trunk."""
+    """The groups as units, and for each its mean output and its tokens below the trunk.
+
+    A group without a token to prefill counts as having one.
+    """
     count = len(draft.group_nodes)
     own = prompt_tokens[draft.order] - draft.node_tokens[draft.prompt_nodes]
     runs = draft.node_tokens - draft.node_tokens[draft.node_parents]
@@ -179,8 +183,10 @@ def _group_units(
     tokens += _sum_by(inner_groups, runs[inner], count)
     outputs = _sum_by(draft.position_groups, expected_tokens[draft.order], count)
     sizes = np.bincount(draft.position_groups, minlength=count)
-    ratios = np.where(is_started, np.inf, _ratio(outputs, sizes, tokens))
-    return _Units(draft.group_trunks, sizes, ratios, ties), outputs, tokens
+    # one division of whole numbers, so that equal ratios are equal floats and keep input order
+    ratios = outputs / (sizes * np.maximum(tokens, 1))
+    ratios[is_started] = np.inf
+    return _Units(draft.group_trunks, sizes, ratios, ties), outputs / sizes, tokens
 
 
 def _with_trunks(
@@ -189,40 +195,46 @@ def _with_trunks(
     """Groups and trunk nodes as units; a trunk sums up what is below it."""
     units, outputs, tokens = groups
     count = len(draft.node_tokens)
+    runs = (draft.node_tokens - draft.node_tokens[draft.node_parents])[trunk_nodes]
     sums = np.zeros((count, 2))
+    sums[trunk_nodes, 1] = runs
     np.add.at(sums, units.trunks, np.stack([outputs, tokens], axis=1))
-    sums[trunk_nodes, 1] += (draft.node_tokens - draft.node_tokens[draft.node_parents])[trunk_nodes]
     is_started = np.zeros(count, dtype=np.bool_)
     is_started[units.trunks[np.isinf(units.ratios)]] = True
     ties = np.full(count, len(draft.order), dtype=np.int64)
     np.minimum.at(ties, units.trunks, units.ties)
-    for node in trunk_nodes[:0:-1].tolist():  # children before parents; trunks are few
-        parent = draft.node_parents[node]
-        sums[parent] += sums[node]
-        is_started[parent] |= is_started[node]
-        ties[parent] = min(ties[parent], ties[node])
+    for nodes in _levels_upwards(trunk_nodes, draft.node_parents):
+        parents = draft.node_parents[nodes]
+        np.add.at(sums, parents, sums[nodes])
+        np.logical_or.at(is_started, parents, is_started[nodes])
+        np.minimum.at(ties, parents, ties[nodes])
     below = trunk_nodes[1:]
-    sizes = (draft.node_ends - draft.node_begins)[below]
-    ratios = np.where(is_started[below], np.inf, _ratio(sums[below, 0], sizes, sums[below, 1]))
+    ratios = sums[below, 0] / np.maximum(sums[below, 1], 1)
+    ratios[is_started[below]] = np.inf
     return _Units(
         trunks=np.concatenate([units.trunks, draft.node_parents[below]]),
-        sizes=np.concatenate([units.sizes, sizes]),
+        sizes=np.concatenate([units.sizes, (draft.node_ends - draft.node_begins)[below]]),
         ratios=np.concatenate([units.ratios, ratios]),
         ties=np.concatenate([units.ties, ties[below]]),
     )
 
 
+def _levels_upwards(nodes: Int64s, parents: Int64s) -> list[Int64s]:
+    """The nodes other than the root, level by level from the deepest; parents are among them.
+
+    There are at most sqrt(2 * tokens) levels, since each needs a longer prompt than the one above.
+    """
+    levels = np.zeros(len(parents), dtype=np.int64)
+    levels[nodes[1:]] = 1
+    _add_ancestors(levels, np.where(levels > 0, parents, 0))
+    by_level = nodes[np.argsort(levels[nodes], kind="stable")]
+    bounds = np.flatnonzero(np.diff(levels[by_level])) + 1
+    return np.split(by_level, bounds)[:0:-1]
+
+
 def _sum_by(groups: Int64s, values: Int64s | Float64s, count: int) -> Float64s:
     sums = np.bincount(groups, weights=values, minlength=count)
     return np.asarray(sums, dtype=np.float64)
-
-
-def _ratio(outputs: Float64s, sizes: Int64s, tokens: Float64s) -> Float64s:
-    """R_group; a group without a token to prefill counts as having one.
-
-    One division of whole numbers, so that equal ratios are equal floats and keep input order.
-    """
-    return np.asarray(outputs / (sizes * np.maximum(tokens, 1)), dtype=np.float64)
 
 
 def _add_ancestors(values: Int64s, parents: Int64s) -> None:
