@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,9 +208,8 @@ class TokenLogprobs:
         assert not math.isnan(self.logprob)
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """News of one sequence after a step."""
+class Output(NamedTuple):
+    """News of one sequence after a step (a tuple: a thousand are made per step)."""
 
     request_id: RequestId
     index: int  # which of the n answers

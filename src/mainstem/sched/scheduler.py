@@ -167,9 +167,8 @@ class Scheduler:
         is_stop = table.is_stop(slots, token_ids)
         is_full = table.total[slots] - table.pending[slots] >= table.max_total[slots]
         is_done = is_stop | is_full
-        outputs: list[Output] = []
-        for slot in slots[table.is_streaming[slots] & ~is_done].tolist():
-            outputs.append(self._deliver(SeqSlot(slot), None))
+        is_streaming = table.is_streaming[slots] & ~is_done
+        outputs = self._stream(slots[is_streaming], token_ids[is_streaming])
         for row in np.flatnonzero(is_done).tolist():
             reason = FinishReason.STOP if is_stop[row] else FinishReason.LENGTH
             outputs.append(self._finish(SeqSlot(int(slots[row])), reason))
@@ -415,6 +414,27 @@ class Scheduler:
             return keys
         rest = known[num_prompt // self._page_size * self._page_size :]
         return keys + self._store.keys(rest, sequence.request.salt, keys[-1] if keys else None)
+
+    def _stream(self, slots: Int32s, token_ids: Int32s) -> list[Output]:
+        """One new token for each of many sequences: the short way for the common case."""
+        outputs: list[Output] = []
+        sequences = self._table.sequences
+        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+            sequence = sequences[slot]
+            assert sequence is not None
+            if sequence.logprobs or sequence.prompt_logprobs is not None:
+                outputs.append(self._deliver(SeqSlot(slot), None))
+                continue
+            sequence.num_delivered += 1
+            outputs.append(
+                Output(
+                    sequence.request.request_id,
+                    sequence.index,
+                    (token_id,),
+                    num_cached_tokens=sequence.num_cached_tokens or 0,
+                )
+            )
+        return outputs
 
     def _deliver(self, slot: SeqSlot, reason: FinishReason | None) -> Output:
         """News of a running sequence since the last time."""

@@ -1,0 +1,40 @@
+# One line per target; `make` alone prints them.
+PYTHON ?= python3
+BIN := .venv/bin
+TORCH := 2.13.0
+
+help:        ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 13
+
+setup: .venv/ready  ## make .venv with everything (torch first, pinned)
+
+.venv/ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet torch==$(TORCH)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup  ## answer questions over shared documents, sharing on and off
+	$(BIN)/mainstem demo --out out/demo.jsonl
+
+test: setup lint  ## everything CI runs: lint, types, tests
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-full: setup lint  ## the long tests too
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+test-gpu:    ## what needs a CUDA device; uses the python on PATH
+	PYTHONPATH=src:. $(PYTHON) -m pytest -q -m gpu tests
+
+lint: setup  ## ruff, mypy, typos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/typos
+
+bench: setup  ## CPU benchmarks, ours and the rivals that are installed
+	$(BIN)/mainstem bench host --json
+	$(BIN)/mainstem bench attention --json
+	$(BIN)/mainstem bench cpu --json
+
+.PHONY: help setup demo test test-full test-gpu lint bench

@@ -1,0 +1,133 @@
+"""Text on top of the engine: prompts in, pieces of answers out, stop strings obeyed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mainstem.apps.text import TextStream, Tokenizer
+from mainstem.core.ids import RequestId
+from mainstem.core.request import (
+    Delivery,
+    FinishReason,
+    Output,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
+from mainstem.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class TextOutput:
+    """News of one answer: text that is certain, and the tokens that came with it."""
+
+    request_id: RequestId
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None  # the stop string or token that ended it
+    num_cached_tokens: int
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request whose answers are not all finished."""
+
+    request: Request
+    streams: dict[int, TextStream] = field(default_factory=dict)
+
+
+class TextEngine:
+    """Joins an Engine with its model's tokenizer. One owner calls it, as with the Engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._open: dict[RequestId, _Open] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        delivery: Delivery = Delivery.EACH_STEP,
+        salt: bytes = b"",
+        priority: int = 0,
+    ) -> None:
+        """Queue a prompt; raises InvalidRequest if it can never run."""
+        if sampling.stop_strings:
+            delivery = Delivery.EACH_STEP  # each token may complete a stop string
+        request = Request(
+            request_id=RequestId(request_id),
+            prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
+            sampling=sampling,
+            eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
+            salt=salt,
+            priority=priority,
+            delivery=delivery,
+        )
+        self.engine.submit(request)
+        streams = {
+            index: TextStream(self.tokenizer, sampling, request.prompt_ids[-64:].tolist())
+            for index in range(sampling.n)
+        }
+        self._open[request.request_id] = _Open(request, streams)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; its last news comes with the next step."""
+        self.engine.abort(RequestId(request_id))
+
+    def step(self) -> list[TextOutput]:
+        """Advance the engine by one step."""
+        news = [self._read(output) for output in self.engine.step()]
+        return [output for output in news if output is not None]
+
+    def _read(self, output: Output) -> TextOutput | None:
+        opened = self._open.get(output.request_id)
+        stream = opened.streams.get(output.index) if opened is not None else None
+        if opened is None or stream is None:
+            return None  # a stop string ended it before the engine knew
+        text: list[str] = []
+        stop: str | int | None = None
+        for token_id in output.token_ids:
+            piece = stream.push(token_id)
+            text.append(piece.text)
+            if piece.stop is not None:
+                stop = piece.stop
+                break
+        reason = output.finish_reason
+        if stop is None and reason is not None:
+            text.append(stream.finish().text)
+        if stop is not None:
+            if reason is None:
+                self.engine.stop(output.request_id, output.index)
+            reason = FinishReason.STOP
+        elif reason is FinishReason.STOP and output.token_ids:
+            stop = self._stop_token(opened.request, output.token_ids[-1])
+        if reason is not None:
+            del opened.streams[output.index]
+            if not opened.streams:
+                del self._open[output.request_id]
+        return TextOutput(
+            request_id=output.request_id,
+            index=output.index,
+            text="".join(text),
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            finish_reason=reason,
+            stop_reason=stop,
+            num_cached_tokens=output.num_cached_tokens,
+        )
+
+    def _stop_token(self, request: Request, token_id: int) -> int | None:
+        """The stop token's id if the caller named it; None for the model's own end token."""
+        return token_id if token_id in request.sampling.stop_token_ids else None

@@ -1,0 +1,22 @@
+"""`mainstem bench NAME`: every number in the docs comes from one of these."""
+
+import sys
+from importlib import import_module
+
+BENCHES = {
+    "host": ("mainstem.apps.bench.host", "scheduler time per step at 1,000 sequences"),
+    "cpu": ("mainstem.apps.bench.cpu", "64 requests over one prefix, beside installed rivals"),
+    "attention": ("mainstem.apps.bench.attention", "CPU decode attention over a shared prefix"),
+    "kernel": ("mainstem.apps.bench.kernel", "span attention on a GPU against its floor"),
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] not in BENCHES:
+        print("usage: mainstem bench NAME [flags]\n", file=sys.stderr)
+        for name, (_, summary) in BENCHES.items():
+            print(f"  {name:<10} {summary}", file=sys.stderr)
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    module, _ = BENCHES[argv[0]]
+    status: int = import_module(module).main(argv[1:])
+    return status

@@ -1,0 +1,92 @@
+"""`mainstem chat`: a conversation in the terminal; answers stream, history is not recomputed."""
+
+import argparse
+import sys
+from contextlib import suppress
+from time import perf_counter
+
+from mainstem.apps.flags import add_engine_flags, add_sampling_flags, engine_config, sampling_params
+from mainstem.apps.llm import LLM
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.request import SamplingParams
+
+HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser("mainstem chat", description=__doc__)
+    made.add_argument("--system", metavar="TEXT", help="system prompt")
+    made.add_argument("--stats", action="store_true", help="show timing after each answer")
+    add_sampling_flags(made, max_tokens=512)
+    add_engine_flags(made)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    with suppress(ImportError):
+        import readline  # noqa: F401, PLC0415  # line editing for input(), where Python has it
+    sampling = sampling_params(args)
+    llm = LLM.from_config(engine_config(args))
+    start = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(start)
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(HELP)
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            break
+        if line.strip() in ("/exit", "/quit"):
+            break
+        if line.strip() == "/reset":
+            messages = list(start)
+            continue
+        if line.strip() == "/help":
+            print(HELP)
+            continue
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            answer = _answer(llm, messages, sampling, args.stats)
+        except InvalidRequest as error:
+            print(f"({error}; /reset starts a new conversation)")
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+    llm.close()
+    return 0
+
+
+def _answer(
+    llm: LLM, messages: list[dict[str, str]], sampling: SamplingParams, shows_stats: bool
+) -> str:
+    """Stream one answer; Ctrl-C keeps what has come so far."""
+    engine = llm.text_engine
+    ids = llm.tokenizer.encode_chat(messages)
+    began_s, first_s = perf_counter(), 0.0
+    engine.submit("chat", ids, sampling)
+    text: list[str] = []
+    num_tokens, num_cached = 0, 0
+    while engine.has_work:
+        try:
+            for output in engine.step():
+                first_s = first_s or perf_counter() - began_s
+                num_tokens += len(output.token_ids)
+                num_cached = output.num_cached_tokens
+                text.append(output.text)
+                print(output.text, end="", flush=True)
+        except KeyboardInterrupt:
+            engine.abort("chat")
+    print()
+    if shows_stats:
+        seconds = perf_counter() - began_s
+        rate = (num_tokens - 1) / max(seconds - first_s, 1e-9)
+        print(
+            f"({len(ids)} prompt tokens, {num_cached} cached; first token {first_s * 1e3:.0f} ms; "
+            f"{num_tokens} tokens, {rate:.1f} tokens/s)"
+        )
+    return "".join(text)

@@ -1,0 +1,74 @@
+"""The `mainstem` command: finds the subcommand, which parses its own flags."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from mainstem import __version__
+from mainstem.core.errors import MainstemError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Where a command's `main(argv) -> exit status` is; imported when it is called."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "generate": Command("mainstem.apps.generate", "answer one prompt, streaming"),
+    "chat": Command("mainstem.apps.chat", "talk with a model in the terminal"),
+    "demo": Command("mainstem.apps.demo", "questions over shared documents, sharing on and off"),
+    "plan": Command("mainstem.apps.planning", "what a batch of prompts shares, and the best order"),
+    "bench": Command("mainstem.apps.bench.cli", "measure: cpu, host, kernel"),
+    "models": Command("mainstem.apps.models", "the embedded model and what is cached"),
+    "doctor": Command("mainstem.apps.doctor", "what this machine has and what will be used"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: mainstem COMMAND [flags]",
+            "",
+            "LLM inference for work whose context is shared.",
+            "",
+            *lines,
+            "",
+            "`mainstem COMMAND --help` tells a command's flags; `mainstem --version` the version.",
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point: exit status 0 done, 1 the work failed, 2 the call was wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version"):
+        print(f"mainstem {__version__}")
+        return 0
+    command = COMMANDS.get(argv[0])
+    if command is None:
+        print(f"mainstem: no command {argv[0]!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    run: Callable[[list[str]], int] = import_module(command.module).main
+    try:
+        return run(argv[1:])
+    except MainstemError as error:
+        print(f"mainstem {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader left; Python would complain again at exit
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Command-line flags that several commands share, and what they mean for the config."""
+
+import argparse
+from enum import Enum
+from pathlib import Path
+
+from mainstem.core.config import (
+    Device,
+    DType,
+    EngineConfig,
+    Quantize,
+    Share,
+    load_config,
+    update_section,
+)
+from mainstem.core.request import SamplingParams
+
+MODEL_FLAGS = ("model", "dtype", "device", "quantize", "threads")
+CACHE_FLAGS = ("page_size", "kv_tokens")
+SCHED_FLAGS = ("chunk_tokens", "share", "max_model_len")
+
+
+def _values(kind: type[Enum]) -> list[str]:
+    return [str(member.value) for member in kind]
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Model, memory and scheduling. A flag that is not given leaves the config file's value."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--config", type=Path, metavar="FILE.toml", help="settings; flags win")
+    group.add_argument(
+        "--model", help="a folder in Hugging Face layout, a hub id, or smollm2 (the default)"
+    )
+    group.add_argument("--dtype", choices=_values(DType), help="form of the weights (auto)")
+    group.add_argument("--device", choices=_values(Device), help="where to run (auto)")
+    group.add_argument("--quantize", choices=_values(Quantize), help="smaller weights (none)")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (all cores)")
+    group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
+    group.add_argument("--kv-tokens", type=int, metavar="N", help="KV memory (from free memory)")
+    group.add_argument("--chunk-tokens", type=int, metavar="N", help="most tokens in a step (512)")
+    group.add_argument(
+        "--share",
+        choices=_values(Share),
+        help="what equal prefixes share: nothing, storage, or storage and reads (reads)",
+    )
+    group.add_argument("--max-model-len", type=int, metavar="N", help="context (the model's own)")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The config file, if any, with the flags that were given on top."""
+    config = load_config(args.config) if args.config else EngineConfig()
+
+    def given(names: tuple[str, ...]) -> dict[str, object]:
+        values = {name: getattr(args, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    return EngineConfig(
+        model=update_section(config.model, given(MODEL_FLAGS), "flags"),
+        cache=update_section(config.cache, given(CACHE_FLAGS), "flags"),
+        sched=update_section(config.sched, given(SCHED_FLAGS), "flags"),
+    )
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    group.add_argument("--top-p", type=float, default=1.0)
+    group.add_argument("--top-k", type=int, default=0, help="0: no limit")
+    group.add_argument("--min-p", type=float, default=0.0)
+    group.add_argument("--repetition-penalty", type=float, default=1.0)
+    group.add_argument("--presence-penalty", type=float, default=0.0)
+    group.add_argument("--frequency-penalty", type=float, default=0.0)
+    group.add_argument("--seed", type=int, default=None)
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
+    group.add_argument("--ignore-eos", action="store_true")
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        seed=args.seed,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+    )

@@ -1,0 +1,256 @@
+"""LLM: the engine for scripts, with the names vLLM users know."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mainstem.apps.answers import TextEngine, TextOutput
+from mainstem.apps.hub import resolve_model
+from mainstem.apps.progress import StageBar
+from mainstem.apps.text import Tokenizer
+from mainstem.core.config import (
+    CacheConfig,
+    Device,
+    DType,
+    EngineConfig,
+    ModelConfig,
+    Quantize,
+    SchedConfig,
+    Share,
+)
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.events import EventBus
+from mainstem.core.metrics import Counters
+from mainstem.core.request import Delivery, SamplingParams, TokenLogprobs
+from mainstem.engine.build import build_engine
+
+Message = Mapping[str, object]
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Log-probability of the whole answer, when logprobs were asked for."""
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its answers."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+class LLM:
+    """A model loaded once, answering batches of prompts.
+
+        llm = LLM("smollm2")
+        for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
+            print(answer.outputs[0].text)
+
+    Prompts that begin alike share what they have in common: it is computed once, stored once and
+    read once per step.
+    """
+
+    def __init__(  # noqa: PLR0913  # the settings a script may name, all by keyword
+        self,
+        model: str | Path = "smollm2",
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        quantize: str = "none",
+        page_size: int = 16,
+        kv_tokens: int | None = None,
+        chunk_tokens: int = 512,
+        share: str = "reads",
+        max_model_len: int | None = None,
+        threads: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        config = EngineConfig(
+            model=ModelConfig(
+                str(model), DType(dtype), Device(device), Quantize(quantize), threads
+            ),
+            cache=CacheConfig(page_size, kv_tokens),
+            sched=SchedConfig(chunk_tokens, Share(share), max_model_len, seed),
+        )
+        self._connect(config)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "LLM":
+        """An LLM from a whole EngineConfig, as the command line makes it."""
+        llm = cls.__new__(cls)
+        llm._connect(config)
+        return llm
+
+    def _connect(self, config: EngineConfig) -> None:
+        with StageBar() as bar:
+            folder = resolve_model(config.model.model, bar)
+        bus = EventBus()
+        self.counters = Counters().attach(bus)
+        self.text_engine = TextEngine(build_engine(folder, config, bus), Tokenizer.load(folder))
+        self._request_ids = count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.text_engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer prompts, given as text or token ids; results in the order of the prompts.
+
+        Raises InvalidRequest before anything runs if one of them cannot be answered.
+        """
+        listed = _listed_prompts(prompts)
+        texts = [prompt for prompt in listed if isinstance(prompt, str)]
+        encoded = iter(self.tokenizer.encode_batch(texts))
+        ids = [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in listed]
+        shown = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        return self._run(shown, ids, _listed_params(sampling_params, len(listed)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template."""
+        conversations = _listed_conversations(messages)
+        texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
+        ids = [self.tokenizer.encode_plain(text) for text in texts]
+        return self._run(texts, ids, _listed_params(sampling_params, len(texts)), use_tqdm)
+
+    def close(self) -> None:
+        """Free the model and its pages."""
+        self.text_engine.engine.close()
+
+    def _run(
+        self,
+        prompts: Sequence[str | None],
+        ids: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        results: dict[str, RequestOutput] = {}
+        try:
+            for prompt, prompt_ids, sampling in zip(prompts, ids, params, strict=True):
+                request_id = f"{next(self._request_ids)}"
+                self.text_engine.submit(request_id, prompt_ids, sampling, Delivery.AT_END)
+                results[request_id] = _empty_result(request_id, prompt, prompt_ids, sampling)
+            self._drain(results, use_tqdm)
+        except BaseException:
+            for request_id in results:  # an error or Ctrl-C leaves nothing running
+                self.text_engine.abort(request_id)
+            while self.text_engine.has_work:
+                self.text_engine.step()
+            raise
+        return list(results.values())
+
+    def _drain(self, results: Mapping[str, RequestOutput], use_tqdm: bool) -> None:
+        with tqdm(total=len(results), unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            before = self.counters.generated_tokens
+            while self.text_engine.has_work:
+                for output in self.text_engine.step():
+                    result = results[output.request_id]
+                    add_output(result, output)
+                    if result.finished:
+                        bar.update()
+                        elapsed = bar.format_dict["elapsed"]
+                        made = self.counters.generated_tokens - before
+                        saved = self.counters.saving_ratio
+                        bar.set_postfix_str(
+                            f"{made / max(elapsed, 1e-9):.0f} tok/s, {saved:.0%} of prompts saved",
+                            refresh=False,
+                        )
+
+
+def add_output(result: RequestOutput, output: TextOutput) -> None:
+    """Put news of an answer where it belongs."""
+    answer = result.outputs[output.index]
+    answer.text += output.text
+    answer.token_ids += output.token_ids
+    if answer.logprobs is not None:
+        answer.logprobs += output.logprobs
+    if output.prompt_logprobs is not None:
+        result.prompt_logprobs = list(output.prompt_logprobs)
+    if output.index == 0:
+        result.num_cached_tokens = output.num_cached_tokens
+    if output.finish_reason is not None:
+        answer.finish_reason = output.finish_reason.value
+        answer.stop_reason = output.stop_reason
+
+
+def _empty_result(
+    request_id: str, prompt: str | None, prompt_ids: list[int], sampling: SamplingParams
+) -> RequestOutput:
+    wants_logprobs = sampling.logprobs is not None
+    answers = [
+        CompletionOutput(index, logprobs=[] if wants_logprobs else None)
+        for index in range(sampling.n)
+    ]
+    return RequestOutput(request_id, prompt, prompt_ids, answers)
+
+
+def _listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt (text or ids) from a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [[item for item in listed if isinstance(item, int)]]
+    checked: list[Prompt] = []
+    for index, item in enumerate(listed):
+        if isinstance(item, int) or not isinstance(item, str | Sequence):
+            raise InvalidRequest("prompt", f"prompt {index} must be text or token ids: {item!r}")
+        checked.append(item)
+    return checked
+
+
+def _listed_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, number: int
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * number
+    if len(params) != number:
+        raise InvalidRequest("sampling_params", f"{len(params)} given for {number} prompts")
+    return list(params)
+
+
+def _listed_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[list[Message]]:
+    """Tell one conversation from a list of conversations."""
+    if not messages:
+        raise InvalidRequest("messages", "must be a list with at least one message")
+    if isinstance(messages[0], Mapping):
+        return [[message for message in messages if isinstance(message, Mapping)]]
+    return [list(conversation) for conversation in messages if isinstance(conversation, Sequence)]

@@ -1,0 +1,41 @@
+"""Progress of work that comes in named stages."""
+
+from types import TracebackType
+from typing import NoReturn
+
+from tqdm import tqdm
+
+
+class StageBar:
+    """A bar per stage on standard error; nothing is shown for a stage that is done at once."""
+
+    def __init__(self) -> None:
+        self._stage: str | None = None
+        self._bar: tqdm[NoReturn] | None = None
+
+    def __call__(self, stage: str, done: float) -> None:
+        """`done` goes from 0 to 1 within a stage."""
+        if stage != self._stage:
+            self._close()
+            self._stage = stage
+        if self._bar is None and done < 1.0:
+            form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}"
+            self._bar = tqdm(total=1.0, desc=stage, bar_format=form, dynamic_ncols=True)
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+
+    def __enter__(self) -> "StageBar":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

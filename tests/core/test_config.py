@@ -1,0 +1,57 @@
+"""Settings: defaults, file, flags; nothing unknown, nothing out of range."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from mainstem.apps.flags import add_engine_flags, engine_config
+from mainstem.core.config import CacheConfig, SchedConfig, Share, cache_dir, load_config
+from mainstem.core.errors import ConfigError
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    return parser.parse_args(argv)
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('[cache]\npage_size = 64\nkv_tokens = 4096\n[sched]\nshare = "storage"\n')
+    config = engine_config(parse(["--config", str(file), "--page-size", "32"]))
+    assert config.cache == CacheConfig(page_size=32, kv_tokens=4096)
+    assert config.sched.share is Share.STORAGE
+    assert config.sched.chunk_tokens == SchedConfig().chunk_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[cash]\n", "unknown section"),
+        ("[cache]\npage_sise = 16\n", "unknown setting.*page_sise"),
+        ('[cache]\npage_size = "big"\n', "page_size must be int"),
+        ("[cache]\npage_size = 12\n", "power of two"),
+        ('[sched]\nshare = "all"\n', "share must be one of"),
+        ("[sched]\nchunk_tokens = 0\n", "at least 1"),
+        ("[sched\n", "not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_the_cache_folder_can_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAINSTEM_CACHE", "/somewhere")
+    assert cache_dir() == Path("/somewhere")
+    monkeypatch.delenv("MAINSTEM_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_dir() == Path("/xdg/mainstem")

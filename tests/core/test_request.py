@@ -1,0 +1,68 @@
+"""Bad values raise an error that names the field and the allowed range."""
+
+import numpy as np
+import pytest
+
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.ids import RequestId
+from mainstem.core.request import Request, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("n", 0, "between 1 and 128"),
+        ("n", 10**9, "between 1 and 128"),
+        ("n", 1.5, "whole number"),
+        ("n", True, "whole number"),
+        ("temperature", -0.1, "between 0 and 100"),
+        ("temperature", float("nan"), "between 0 and 100"),
+        ("temperature", "warm", "a number"),
+        ("top_p", 0.0, "above 0"),
+        ("top_p", 1.1, "between 0 and 1"),
+        ("top_k", -2, "between -1"),
+        ("min_p", 2.0, "between 0 and 1"),
+        ("seed", 2**64, "between"),
+        ("presence_penalty", 3.0, "between -2 and 2"),
+        ("frequency_penalty", -3.0, "between -2 and 2"),
+        ("repetition_penalty", 0.0, "above 0"),
+        ("max_tokens", 0, "between 1"),
+        ("min_tokens", -1, "between 0"),
+        ("logprobs", 21, "between 0 and 20"),
+        ("prompt_logprobs", -1, "between 0 and 20"),
+        ("stop", [""], "non-empty"),
+        ("stop", ["x"] * 65, "at most 64"),
+        ("stop_token_ids", [-1], "between 0"),
+        ("stop_token_ids", ["a"], "whole number"),
+        ("logit_bias", {1: 101.0}, "between -100 and 100"),
+        ("logit_bias", {"a": 1.0}, "whole number"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(field: str, value: object, allowed: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]  # wrong on purpose
+    assert caught.value.field == field
+    assert allowed in str(caught.value)
+
+
+def test_min_tokens_may_not_exceed_max_tokens() -> None:
+    with pytest.raises(InvalidRequest, match="at most max_tokens=4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_one_stop_string_may_be_given_alone() -> None:
+    assert SamplingParams(stop="end").stop_strings == ("end",)
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [[1, 2]]])
+def test_prompts_must_hold_token_ids(ids: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        Request(RequestId("a"), np.array(ids, np.int32))
+
+
+def test_stop_ids_join_eos_and_the_callers_own() -> None:
+    prompt = np.array([1], np.int32)
+    own = SamplingParams(stop_token_ids=[7, 2])
+    assert Request(RequestId("a"), prompt, own, eos_ids=(2,)).stop_ids == (2, 7)
+    ignoring = SamplingParams(stop_token_ids=[7], ignore_eos=True)
+    assert Request(RequestId("a"), prompt, ignoring, eos_ids=(2,)).stop_ids == (7,)
