@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,8 +207,9 @@ class TokenLogprobs:
         assert not math.isnan(self.logprob)
 
 
-class Output(NamedTuple):
-    """News of one sequence after a step (a tuple: a thousand are made per step)."""
+@dataclass(slots=True)  # not frozen: a thousand are made per step, and frozen costs 3x
+class Output:
+    """News of one sequence after a step."""
 
     request_id: RequestId
     index: int  # which of the n answers
