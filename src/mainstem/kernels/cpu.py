@@ -1,0 +1,299 @@
+"""Span attention for CPUs: planned once per step, run once per layer.
+
+Spans become *parts*, and parts of like shape become *buckets*, one kernel call each:
+
+    span, plain            q x keys                     one part
+    span, causal, n > 1    q x past keys | triangle     two parts: every query sees all the past
+    span, causal, n = 1    q x keys                     one part: a lone query sees everything
+
+    bucket   [parts, heads, queries, dim] x [parts, kv_heads, keys, dim]
+             keys gathered by whole pages where all parts are equally long, else by slot, the
+             surplus pointing at the part's last key and masked, so that a slot nobody wrote is
+             never read: 0 * NaN is NaN
+
+torch's fused CPU attention answers with the log-sum-exp beside the output. A token that lies in
+several parts gets their outputs weighted by softmax over these, in fp32 (RelayAttention Eq. 11).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mainstem.core.step import Spans
+
+Longs = NDArray[np.int64]
+
+_MAX_BUCKET_ELEMENTS = 1 << 22  # of gathered keys: 16 MB in fp32
+_MAX_PADDED_QUERIES = 16  # parts with more queries are batched only at equal length
+_MIN_SPLIT_KEYS = 256  # a shorter piece costs more in the merge than the other core saves
+_MIN_SPLIT_WORK = 1 << 16  # queries x keys below which nothing is worth splitting
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """What the plan must know of q and the pages."""
+
+    num_heads: int
+    num_kv_heads: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some query rows x some keys, which begin `first` slots into a page run."""
+
+    rows: Longs
+    pages: Longs
+    first: int
+    num_keys: int
+    is_triangle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Parts that run as one kernel call."""
+
+    num_parts: int
+    num_queries: int
+    num_keys: int
+    rows: Tensor | None  # query rows, part after part; None: all tokens in order
+    gather: Tensor  # rows of K and V to collect, [parts, kv_heads, units]
+    unit: int  # slots in one gathered row: a whole page, or 1
+    mask: Tensor | None  # [parts, 1, 1, keys] additive
+    is_triangle: bool
+
+    def run(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float) -> tuple[Tensor, ...]:
+        """Output [parts * queries, heads, dim] and lse [parts * queries, heads]."""
+        heads, dim = q.shape[1], q.shape[2]
+        if self.rows is not None:
+            q = q.index_select(0, self.rows)
+        q = q.view(self.num_parts, self.num_queries, heads, dim).transpose(1, 2)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q,
+            self._collect(k_pages),
+            self._collect(v_pages),
+            0.0,
+            self.is_triangle,
+            attn_mask=self.mask,
+            scale=scale,
+        )
+        return (
+            out.transpose(1, 2).reshape(-1, heads, dim),
+            lse.transpose(1, 2).reshape(-1, heads),
+        )
+
+    def _collect(self, pages: Tensor) -> Tensor:
+        """[parts, kv_heads, keys, dim]"""
+        kv_heads, dim = pages.shape[1], pages.shape[3]
+        keys = pages.view(-1, self.unit * dim).index_select(0, self.gather)
+        return keys.view(self.num_parts, kv_heads, -1, dim)[:, :, : self.num_keys]
+
+
+class SpanPlan:
+    """A step's attention, ready to run on every layer."""
+
+    def __init__(self, buckets: list[_Bucket], merge: "_Merge", scale: float) -> None:
+        self._buckets = buckets
+        self._merge = merge
+        self._scale = scale
+
+    def run(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """q [tokens, heads, dim] -> [tokens, heads, dim]; pages contiguous, as in the module's
+        reference twin."""
+        parts = [bucket.run(q, k_pages, v_pages, self._scale) for bucket in self._buckets]
+        return self._merge.run(parts)
+
+
+class _Merge:
+    """Joins the parts' outputs into one row per token."""
+
+    def __init__(self, rows: Longs, num_tokens: int) -> None:
+        """`rows` says which token each output row belongs to; num_tokens for padding."""
+        order = np.argsort(rows, kind="stable")
+        order = order[: np.searchsorted(rows[order], num_tokens)]
+        tokens = rows[order]
+        counts = np.bincount(tokens, minlength=num_tokens)
+        assert counts.min() > 0, "a token lies in no span"
+        starts = np.cumsum(counts) - counts
+        self._width = int(counts.max())
+        columns = np.arange(self._width)
+        is_there = columns < counts[:, None]
+        # absent entries repeat the token's own first one: finite wherever its answer is
+        table = order[starts[:, None] + np.where(is_there, columns, 0)]
+        self._bias = None
+        if not is_there.all():
+            bias = np.where(is_there, 0.0, -np.inf).astype(np.float32)
+            self._bias = torch.from_numpy(bias)[:, :, None]
+        is_identity = self._width == 1 and np.array_equal(table[:, 0], np.arange(len(rows)))
+        self._table = None if is_identity else torch.from_numpy(table.reshape(-1))
+
+    def run(self, parts: list[tuple[Tensor, ...]]) -> Tensor:
+        out = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts])
+        if self._table is None:
+            return out
+        heads, dim = out.shape[1], out.shape[2]
+        out = out.index_select(0, self._table)
+        if self._width == 1:
+            return out
+        lse = parts[0][1] if len(parts) == 1 else torch.cat([part[1] for part in parts])
+        lse = lse.index_select(0, self._table).view(-1, self._width, heads)
+        if self._bias is not None:
+            lse += self._bias
+        weights = torch.softmax(lse, dim=1)[..., None]
+        merged = (out.view(-1, self._width, heads, dim).float() * weights).sum(dim=1)
+        return merged.to(out.dtype)
+
+
+def plan(spans: Spans, num_tokens: int, shape: PageShape, scale: float) -> SpanPlan:
+    """Prepare a step's attention. Every token must lie in a span that has keys."""
+    parts = list(_parts(spans, shape.page_size))
+    buckets = []
+    rows = []
+    for members in _bucket(parts, shape):
+        bucket, bucket_rows = _make_bucket(members, num_tokens, shape)
+        buckets.append(bucket)
+        rows.append(bucket_rows)
+    return SpanPlan(buckets, _Merge(np.concatenate(rows), num_tokens), scale)
+
+
+def _parts(spans: Spans, page_size: int) -> Iterator[_Part]:
+    """Cut causal spans into past and triangle; leave out what has no keys or queries."""
+    query_starts = spans.query_starts.tolist()
+    page_starts = spans.page_starts.tolist()
+    query_rows = spans.query_rows.astype(np.int64)
+    page_ids = spans.page_ids.astype(np.int64)
+    triples = zip(spans.key_tokens.tolist(), spans.is_causal.tolist(), strict=True)
+    for index, (num_keys, is_causal) in enumerate(triples):
+        rows = query_rows[query_starts[index] : query_starts[index + 1]]
+        pages = page_ids[page_starts[index] : page_starts[index + 1]]
+        assert num_keys <= len(pages) * page_size, "a span has more keys than its pages have slots"
+        num_queries = len(rows)
+        if num_queries == 0 or num_keys == 0:
+            continue
+        if not is_causal or num_queries == 1:
+            yield _Part(rows, pages, 0, num_keys, False)
+            continue
+        past = num_keys - num_queries
+        assert past >= 0, "a causal span has more queries than keys"
+        if past:
+            yield _Part(rows, pages, 0, past, False)
+        yield _Part(rows, pages, past, num_queries, True)
+
+
+def _bucket(parts: list[_Part], shape: PageShape) -> Iterator[list[_Part]]:
+    """Group parts that run well together: same kind, same queries, keys within a quarter."""
+    groups: dict[tuple[bool, int, int], list[_Part]] = {}
+    for part in parts:
+        num_queries = len(part.rows)
+        is_padded = part.is_triangle or num_queries < _MAX_PADDED_QUERIES
+        key = (
+            part.is_triangle,
+            0 if part.is_triangle else num_queries,
+            0 if is_padded else part.num_keys,
+        )
+        groups.setdefault(key, []).append(part)
+    for group in groups.values():
+        group.sort(key=lambda part: -part.num_keys)
+        bucket: list[_Part] = []
+        for part in group:
+            if bucket:
+                longest = bucket[0].num_keys
+                size = (len(bucket) + 1) * longest * shape.num_kv_heads * 64
+                is_near = part.num_keys * 4 >= longest * 3 or longest - part.num_keys <= 16
+                if not is_near or size > _MAX_BUCKET_ELEMENTS:
+                    yield bucket
+                    bucket = []
+            bucket.append(part)
+        yield from _split(bucket, shape)
+
+
+def _split(bucket: list[_Part], shape: PageShape) -> Iterator[list[_Part]]:
+    """Cut a lone long part into equal runs of pages where that evens out the cores' load."""
+    part = bucket[0]
+    num_queries, page_size = len(part.rows), shape.page_size
+    if (
+        len(bucket) > 1
+        or part.is_triangle
+        or num_queries * part.num_keys < _MIN_SPLIT_WORK
+        or num_queries >= 192
+    ):
+        yield bucket
+        return
+    threads = torch.get_num_threads()
+    tasks = shape.num_heads * -(-num_queries // 32)
+    pieces = 1
+    while _idle_share(tasks * pieces, threads) > 0.05:
+        pieces += 1
+        if part.num_keys // pieces < _MIN_SPLIT_KEYS:
+            yield bucket
+            return
+    run = part.num_keys // (pieces * page_size)  # pages in a piece
+    if pieces == 1 or run == 0:
+        yield bucket
+        return
+    cuts = [
+        _Part(part.rows, part.pages[i * run : (i + 1) * run], 0, run * page_size, False)
+        for i in range(pieces)
+    ]
+    yield cuts
+    rest = part.num_keys - pieces * run * page_size
+    if rest:
+        yield [_Part(part.rows, part.pages[pieces * run :], 0, rest, False)]
+
+
+def _idle_share(tasks: int, threads: int) -> float:
+    rounds = -(-tasks // threads)
+    return 1.0 - tasks / (rounds * threads)
+
+
+def _make_bucket(parts: list[_Part], num_tokens: int, shape: PageShape) -> tuple[_Bucket, Longs]:
+    """The bucket, and the token of each of its output rows (num_tokens for padding)."""
+    is_triangle = parts[0].is_triangle
+    num_queries = max(len(part.rows) for part in parts)
+    num_keys = max(part.num_keys for part in parts)
+    owners = np.full((len(parts), num_queries), num_tokens, dtype=np.int64)
+    rows = np.empty((len(parts), num_queries), dtype=np.int64)
+    for index, part in enumerate(parts):
+        count = len(part.rows)
+        owners[index, :count] = part.rows
+        rows[index, :count] = part.rows
+        rows[index, count:] = part.rows[0]
+    is_all = rows.size == num_tokens and np.array_equal(rows.reshape(-1), np.arange(num_tokens))
+    gather, unit = _gather_rows(parts, num_keys, shape)
+    lengths = np.array([part.num_keys for part in parts])
+    mask = None
+    if not is_triangle and lengths.min() < num_keys:
+        hidden = np.arange(num_keys) >= lengths[:, None]
+        mask = torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32))[:, None, None]
+    bucket = _Bucket(
+        num_parts=len(parts),
+        num_queries=num_queries,
+        num_keys=num_keys,
+        rows=None if is_all else torch.from_numpy(rows.reshape(-1)),
+        gather=torch.from_numpy(gather),
+        unit=unit,
+        mask=mask,
+        is_triangle=is_triangle,
+    )
+    return bucket, owners.reshape(-1)
+
+
+def _gather_rows(parts: list[_Part], num_keys: int, shape: PageShape) -> tuple[Longs, int]:
+    """Which rows of the pages, seen as [pages * kv_heads (* page_size), unit * dim], to collect."""
+    page_size, kv_heads = shape.page_size, shape.num_kv_heads
+    heads = np.arange(kv_heads)[:, None]
+    if all(part.num_keys == num_keys and part.first == 0 for part in parts):
+        count = -(-num_keys // page_size)
+        pages = np.stack([part.pages[:count] for part in parts])
+        return (pages[:, None, :] * kv_heads + heads).reshape(-1), page_size
+    slots = np.arange(num_keys)
+    gathered = []
+    for part in parts:
+        slot = part.first + np.minimum(slots, part.num_keys - 1)
+        page = part.pages[slot // page_size] * kv_heads
+        gathered.append((page + heads) * page_size + slot % page_size)
+    return np.stack(gathered).reshape(-1), 1

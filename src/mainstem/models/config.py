@@ -1,0 +1,325 @@
+"""ModelSpec: what a checkpoint's config.json says about the mathematics, and nothing else.
+
+Every field of the file is either read, known to be harmless, or accepted only at given values.
+Anything else is refused by name: a field we do not know may change the answer.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from mainstem.core.config import DType
+from mainstem.core.errors import UnsupportedModel
+
+CONFIG_FILE = "config.json"
+
+
+class Norm(Enum):
+    RMS = "rms"
+
+
+class RopeScaling(Enum):
+    NONE = "default"
+    LINEAR = "linear"  # all frequencies divided by `factor`
+    LLAMA3 = "llama3"  # low frequencies divided, high ones kept, smooth in between
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding: frequencies theta^(-2i/rotary_dim), then scaled."""
+
+    theta: float
+    rotary_dim: int  # leading dims of a head that are rotated
+    scaling: RopeScaling = RopeScaling.NONE
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_positions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One decoder's shape and switches."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_positions: int
+    norm: Norm
+    norm_eps: float
+    rope: RopeSpec
+    has_qkv_bias: bool
+    has_out_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    has_parallel_residual: bool  # attention and MLP read the same input (Phi-2, Falcon)
+    has_tied_embeddings: bool
+    dtype: DType  # of the checkpoint
+    sliding_window: int | None
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModel(
+                f"num_attention_heads={self.num_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}"
+            )
+        if self.rope.rotary_dim % 2 or self.rope.rotary_dim > self.head_dim:
+            raise UnsupportedModel(
+                f"{self.rope.rotary_dim} rotary dims do not fit a head of {self.head_dim}"
+            )
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Numbers of K and V that one token keeps over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def check_context(self, num_tokens: int) -> None:
+        """Raise UnsupportedModel where a context of this length would be windowed."""
+        if self.sliding_window is not None and self.sliding_window < num_tokens:
+            raise UnsupportedModel(
+                f"sliding_window={self.sliding_window} is shorter than the context of {num_tokens} "
+                f"tokens; windowed attention is not supported, "
+                f"set max_model_len to {self.sliding_window} or less"
+            )
+
+
+# architecture -> fields that only it reads
+_ARCHITECTURES: dict[str, frozenset[str]] = {
+    "LlamaForCausalLM": frozenset({"attention_bias", "mlp_bias"}),
+    "MistralForCausalLM": frozenset({"sliding_window"}),
+    "Qwen2ForCausalLM": frozenset({"max_window_layers"}),
+    "Qwen3ForCausalLM": frozenset({"attention_bias", "max_window_layers"}),
+}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_READ = _words(
+    "architectures vocab_size hidden_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim intermediate_size max_position_embeddings rms_norm_eps "
+    "rope_theta rope_scaling rope_parameters tie_word_embeddings torch_dtype dtype "
+    "bos_token_id eos_token_id sliding_window use_sliding_window"
+)
+
+# names, training settings, generation defaults and task heads: none changes a decoder's logits
+_HARMLESS = _words(
+    "_name_or_path model_type transformers_version use_cache initializer_range pad_token_id "
+    "attention_dropout hidden_dropout attn_pdrop resid_pdrop embd_pdrop output_attentions "
+    "output_hidden_states return_dict id2label label2id problem_type chunk_size_feed_forward "
+    "torchscript finetuning_task task_specific_params tokenizer_class prefix unk_token_id "
+    "sep_token_id decoder_start_token_id bad_words_ids do_sample temperature top_k top_p "
+    "max_length min_length num_beams repetition_penalty length_penalty no_repeat_ngram_size "
+    "early_stopping typical_p num_return_sequences forced_bos_token_id forced_eos_token_id "
+    "suppress_tokens begin_suppress_tokens remove_invalid_values exponential_decay_length_penalty "
+    "diversity_penalty num_beam_groups encoder_no_repeat_ngram_size output_scores "
+    "return_dict_in_generate _attn_implementation attn_implementation use_bfloat16 "
+    "transformers.js_config is_llama_config _flash_attn_2_enabled"
+)
+
+_ONLY_AT: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "pretraining_tp": (1, None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "is_decoder": (False, True, None),
+    "tie_encoder_decoder": (False, None),
+    "pruned_heads": ({}, None),
+    "tf_legacy_loss": (False, None),
+    "quantization_config": (None,),
+    "rope_interleaved": (False, None),
+    "partial_rotary_factor": (1.0, None),
+    "attention_multiplier": (1.0, None),
+    "logit_scale": (1.0, None),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "qk_layernorm": (False, None),
+}
+
+_DTYPES = {"float32": DType.FP32, "bfloat16": DType.BF16, "float16": DType.FP16}
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The spec of the checkpoint in `folder`; UnsupportedModel names the field in the way."""
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise UnsupportedModel(f"cannot read {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise UnsupportedModel(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UnsupportedModel(f"{path} does not hold an object")
+    return spec_from_config(config)
+
+
+def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
+    """As read_spec, from the parsed file."""
+    architecture = _architecture(config)
+    _refuse_unknown(config, architecture)
+    is_qwen2 = architecture == "Qwen2ForCausalLM"
+    attention_bias = bool(config.get("attention_bias"))
+    hidden_size, num_heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
+    head_dim = _int(config, "head_dim", hidden_size // num_heads)
+    max_positions = _int(config, "max_position_embeddings")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=_int(config, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=_int(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_int(config, "num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        intermediate_size=_int(config, "intermediate_size"),
+        max_positions=max_positions,
+        norm=Norm.RMS,
+        norm_eps=_float(config, "rms_norm_eps", 1e-6),
+        rope=_rope(config, head_dim, max_positions),
+        has_qkv_bias=is_qwen2 or attention_bias,
+        has_out_bias=attention_bias,
+        has_mlp_bias=bool(config.get("mlp_bias")),
+        has_qk_norm=architecture == "Qwen3ForCausalLM",
+        has_parallel_residual=False,
+        has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        dtype=_dtype(config),
+        sliding_window=_sliding_window(config, architecture),
+        bos_id=_ids(config, "bos_token_id")[0] if _ids(config, "bos_token_id") else None,
+        eos_ids=_ids(config, "eos_token_id"),
+    )
+
+
+def _architecture(config: Mapping[str, object]) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise UnsupportedModel(f"config names no single architecture: architectures={names!r}")
+    if names[0] not in _ARCHITECTURES:
+        raise UnsupportedModel(
+            f"architecture {names[0]} is not supported; known: {', '.join(sorted(_ARCHITECTURES))}"
+        )
+    return names[0]
+
+
+def _refuse_unknown(config: Mapping[str, object], architecture: str) -> None:
+    own = _ARCHITECTURES[architecture]
+    for name, value in config.items():
+        if name in own or name in _READ or name in _HARMLESS:
+            continue
+        if name == "layer_types":
+            if isinstance(value, list) and set(value) <= {"full_attention"}:
+                continue
+            raise UnsupportedModel("layer_types: only full_attention layers are supported")
+        if name not in _ONLY_AT:
+            # a field left at nothing cannot change anything
+            if value is None or value is False:
+                continue
+            raise UnsupportedModel(f"config field {name}={value!r} is not known to {architecture}")
+        if value not in _ONLY_AT[name]:
+            allowed = " or ".join(repr(choice) for choice in _ONLY_AT[name])
+            raise UnsupportedModel(f"config field {name}={value!r}: only {allowed} is supported")
+
+
+def _sliding_window(config: Mapping[str, object], architecture: str) -> int | None:
+    window = config.get("sliding_window")
+    if window is None:
+        return None
+    if architecture.startswith("Qwen") and not config.get("use_sliding_window"):
+        return None
+    return _int(config, "sliding_window")
+
+
+def _rope(config: Mapping[str, object], head_dim: int, max_positions: int) -> RopeSpec:
+    """transformers 5 writes `rope_parameters`, older ones `rope_theta` and `rope_scaling`."""
+    table: dict[str, object] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, dict):
+            raise UnsupportedModel(f"{name}={value!r} is not an object")
+        table.update(value)
+    theta = _float(table, "rope_theta", _float(config, "rope_theta", 10000.0))
+    kind = table.pop("rope_type", table.pop("type", "default"))
+    table.pop("type", None)
+    table.pop("rope_theta", None)
+    if table.pop("partial_rotary_factor", 1.0) not in (1.0, None):
+        raise UnsupportedModel("partial_rotary_factor: only 1.0 is supported")
+    try:
+        scaling = RopeScaling(kind)
+    except ValueError:
+        known = ", ".join(member.value for member in RopeScaling)
+        raise UnsupportedModel(f"rope_type {kind!r} is not supported; known: {known}") from None
+    wanted: set[str] = {
+        RopeScaling.NONE: set[str](),
+        RopeScaling.LINEAR: {"factor"},
+        RopeScaling.LLAMA3: {
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        },
+    }[scaling]
+    if unknown := {name for name, value in table.items() if value is not None} - wanted:
+        raise UnsupportedModel(f"rope_type {kind!r} does not know {sorted(unknown)}")
+    if scaling is RopeScaling.NONE:
+        return RopeSpec(theta=theta, rotary_dim=head_dim)
+    if scaling is RopeScaling.LINEAR:
+        return RopeSpec(theta, head_dim, scaling, factor=_float(table, "factor"))
+    return RopeSpec(
+        theta=theta,
+        rotary_dim=head_dim,
+        scaling=scaling,
+        factor=_float(table, "factor"),
+        low_freq_factor=_float(table, "low_freq_factor"),
+        high_freq_factor=_float(table, "high_freq_factor"),
+        original_positions=_int(table, "original_max_position_embeddings", max_positions),
+    )
+
+
+def _dtype(config: Mapping[str, object]) -> DType:
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in _DTYPES:
+        raise UnsupportedModel(f"dtype {name!r} is not supported; known: {sorted(_DTYPES)}")
+    return _DTYPES[str(name)]
+
+
+def _int(config: Mapping[str, object], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None:
+        if default is None:
+            raise UnsupportedModel(f"config field {name} is missing")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedModel(f"config field {name}={value!r} must be a positive whole number")
+    return value
+
+
+def _float(config: Mapping[str, object], name: str, default: float | None = None) -> float:
+    value = config.get(name)
+    if value is None:
+        if default is None:
+            raise UnsupportedModel(f"config field {name} is missing")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise UnsupportedModel(f"config field {name}={value!r} must be a positive number")
+    return float(value)
+
+
+def _ids(config: Mapping[str, object], name: str) -> tuple[int, ...]:
+    value = config.get(name)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
+        raise UnsupportedModel(f"config field {name}={value!r} must be token ids")
+    return tuple(values)

@@ -1,0 +1,217 @@
+"""The one decoder: embedding, layers of attention and MLP, final norm, LM head.
+
+Architectures are settings (ModelSpec). The pass has no hidden state: tokens, attention and gate
+come as arguments, K and V live wherever the attention object keeps them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mainstem.core.config import Quantize
+from mainstem.models.config import ModelSpec
+from mainstem.models.layers import (
+    DenseLinear,
+    Linear,
+    RmsNorm,
+    adjacent_pairs,
+    folded_gain,
+    silu_mul,
+)
+from mainstem.models.quantize import Int8Linear
+from mainstem.models.weights import Checkpoint
+
+
+class Attention(Protocol):
+    """A step's attention, planned; owns the K and V pages."""
+
+    def run(self, layer: int, qkv: Tensor) -> Tensor:
+        """Rotate, append K and V, attend. May overwrite qkv [tokens, heads + 2 kv_heads, dim]
+        (flattened); answers [tokens, heads * dim]."""
+        ...
+
+
+class Gate(Protocol):
+    """Lets a layer wait for its pages and tells when they are written, one layer at a time."""
+
+    def before(self, layer: int) -> None:
+        """Return when the pages this step reads in `layer` are there."""
+        ...
+
+    def after(self, layer: int) -> None:
+        """The pages this step writes in `layer` are complete."""
+        ...
+
+
+class OpenGate:
+    """Never waits."""
+
+    def before(self, layer: int) -> None:
+        pass
+
+    def after(self, layer: int) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attention_norm: RmsNorm
+    qkv: Linear  # rows: query heads, key heads, value heads
+    q_norm: RmsNorm | None
+    k_norm: RmsNorm | None
+    out: Linear
+    mlp_norm: RmsNorm
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """Weights and the forward pass. Query and key dims are in the order of `adjacent_pairs`."""
+
+    def __init__(
+        self, spec: ModelSpec, embedding: Tensor, layers: list[Layer], norm: RmsNorm, head: Linear
+    ) -> None:
+        self.spec = spec
+        self.dtype = embedding.dtype
+        self._embedding = embedding
+        self._layers = layers
+        self._norm = norm
+        self._head = head
+
+    def forward(
+        self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
+    ) -> Tensor:
+        """Hidden states [rows, hidden], normed, of the packed tokens listed in `rows`; None: all.
+
+        The last layer's output is computed for these rows only.
+        """
+        x = F.embedding(token_ids, self._embedding)
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(layer.attention_norm(x))
+            if layer.q_norm is not None:
+                self._norm_heads(layer, qkv)
+            gate.before(index)
+            mixed = attention.run(index, qkv)
+            gate.after(index)
+            if index == last and rows is not None:
+                mixed, x = mixed[rows], x[rows]
+                if len(rows) == 0:
+                    return x
+            x.add_(layer.out(mixed))
+            x.add_(layer.down(silu_mul(layer.gate_up(layer.mlp_norm(x)))))
+        return self._norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab] fp32 from what forward returned."""
+        return self._head(hidden).float()
+
+    def _norm_heads(self, layer: Layer, qkv: Tensor) -> None:
+        """Qwen3: RMS norm of each query and key head, in place."""
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        spec = self.spec
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        q = heads[:, : spec.num_heads]
+        k = heads[:, spec.num_heads : spec.num_heads + spec.num_kv_heads]
+        q.copy_(layer.q_norm(q))
+        k.copy_(layer.k_norm(k))
+
+
+def load_decoder(
+    folder: Path, spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, packed_bytes: int
+) -> Decoder:
+    """Read a checkpoint. Dense fp32 linears get their second copy (DenseLinear.pack) when all of
+    them together need at most `packed_bytes`."""
+    checkpoint = Checkpoint(folder, dtype)
+    make = _maker(quantize)
+    embedding = checkpoint.take("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+    layers = [
+        _load_layer(checkpoint, spec, f"model.layers.{i}", make) for i in range(spec.num_layers)
+    ]
+    norm = RmsNorm(
+        checkpoint.take("model.norm.weight", (spec.hidden_size,)), spec.hidden_size, spec.norm_eps
+    )
+    if spec.has_tied_embeddings:
+        checkpoint.drop("lm_head.weight")
+        head_weight = embedding
+    else:
+        head_weight = checkpoint.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
+    checkpoint.finish()
+    head = make(head_weight, None)
+    dense = [
+        linear
+        for layer in layers
+        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        if isinstance(linear, DenseLinear)
+    ]
+    if isinstance(head, DenseLinear):
+        dense.append(head)
+    if sum(linear.weight.nbytes for linear in dense) <= packed_bytes:
+        for linear in dense:
+            linear.pack()
+    return Decoder(spec, embedding, layers, norm, head)
+
+
+Maker = Callable[[Tensor, Tensor | None], Linear]
+
+
+def _maker(quantize: Quantize) -> Maker:
+    return Int8Linear if quantize is Quantize.INT8 else DenseLinear
+
+
+def _load_layer(checkpoint: Checkpoint, spec: ModelSpec, prefix: str, make: Maker) -> Layer:
+    hidden, size, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
+
+    def take(name: str, *shape: int) -> Tensor:
+        return checkpoint.take(f"{prefix}.{name}", shape)
+
+    def norm_gain(name: str) -> tuple[RmsNorm, Tensor | None]:
+        """A norm, and the gain to fold into the next linear: fp32 only, 16 bits would round."""
+        gain = take(f"{name}.weight", hidden)
+        if gain.dtype != torch.float32:
+            return RmsNorm(gain, hidden, spec.norm_eps), None
+        return RmsNorm(None, hidden, spec.norm_eps), folded_gain(gain)
+
+    def fuse(names: tuple[str, ...], rows: tuple[int, ...], has_bias: bool) -> list[Tensor | None]:
+        weights = [take(f"{n}.weight", r, hidden) for n, r in zip(names, rows, strict=True)]
+        biases = [take(f"{n}.bias", r) for n, r in zip(names, rows, strict=True) if has_bias]
+        return [torch.cat(weights), torch.cat(biases) if has_bias else None]
+
+    order = _qkv_order(spec)
+    attention_norm, gain = norm_gain("input_layernorm")
+    q_rows, kv_rows = spec.num_heads * dim, spec.num_kv_heads * dim
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    weight, bias = fuse(names, (q_rows, kv_rows, kv_rows), spec.has_qkv_bias)
+    assert weight is not None
+    weight = weight[order]
+    qkv = make(weight if gain is None else weight * gain, None if bias is None else bias[order])
+    q_norm = k_norm = None
+    if spec.has_qk_norm:
+        pairs = adjacent_pairs(dim, spec.rope.rotary_dim)
+        q_norm = RmsNorm(take("self_attn.q_norm.weight", dim)[pairs], dim, spec.norm_eps)
+        k_norm = RmsNorm(take("self_attn.k_norm.weight", dim)[pairs], dim, spec.norm_eps)
+    out_bias = take("self_attn.o_proj.bias", hidden) if spec.has_out_bias else None
+    out = make(take("self_attn.o_proj.weight", hidden, q_rows), out_bias)
+
+    mlp_norm, gain = norm_gain("post_attention_layernorm")
+    weight, bias = fuse(("mlp.gate_proj", "mlp.up_proj"), (size, size), spec.has_mlp_bias)
+    assert weight is not None
+    gate_up = make(weight if gain is None else weight * gain, bias)
+    down_bias = take("mlp.down_proj.bias", hidden) if spec.has_mlp_bias else None
+    down = make(take("mlp.down_proj.weight", hidden, size), down_bias)
+    return Layer(attention_norm, qkv, q_norm, k_norm, out, mlp_norm, gate_up, down)
+
+
+def _qkv_order(spec: ModelSpec) -> Tensor:
+    """Row order of the fused QKV weight: rotary pairs adjacent in query and key heads."""
+    pairs = adjacent_pairs(spec.head_dim, spec.rope.rotary_dim)
+    turned = spec.num_heads + spec.num_kv_heads
+    starts = torch.arange(turned)[:, None] * spec.head_dim
+    values = torch.arange(turned * spec.head_dim, (turned + spec.num_kv_heads) * spec.head_dim)
+    return torch.cat(((starts + pairs).reshape(-1), values))

@@ -1,0 +1,131 @@
+"""safetensors in the Hugging Face layout -> tensors by name; hashes what it is."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mainstem.core.config import DType
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.config import CONFIG_FILE
+from mainstem.models.layers import has_onednn
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_TORCH_DTYPES = {
+    DType.FP32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+}
+
+
+def compute_dtype(wanted: DType, checkpoint: DType) -> torch.dtype:
+    """The dtype to compute in on this CPU.
+
+    AUTO takes the checkpoint's, but fp32 where the CPU has no 16-bit matrix instructions: torch
+    then falls to scalar loops that are 100 to 300 times slower than fp32.
+    """
+    dtype = _TORCH_DTYPES[checkpoint if wanted is DType.AUTO else wanted]
+    if wanted is DType.AUTO and dtype != torch.float32 and not has_fast_matmul(dtype):
+        return torch.float32
+    return dtype
+
+
+def has_fast_matmul(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has matrix kernels for a 16-bit dtype on this CPU."""
+    if not has_onednn():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The checkpoint's safetensors files, sharded or not; UnsupportedModel names a missing one."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            raise UnsupportedModel(f"{index} has no weight_map: {error}") from error
+        files = [folder / name for name in sorted(names)]
+        if any(file.parent != folder for file in files):
+            raise UnsupportedModel(f"{index} names files outside its folder")
+    else:
+        files = [folder / SINGLE_FILE]
+    for file in files:
+        if not file.is_file():
+            raise UnsupportedModel(f"{file} is missing; only safetensors checkpoints are read")
+    return files
+
+
+class Checkpoint:
+    """The tensors of a folder, each taken once; `finish` tells what was left or lacking."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._missing: list[str] = []
+        self._open = {}
+        for file in weight_files(folder):
+            try:
+                handle = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise UnsupportedModel(f"{file} is damaged: {error}") from error
+            for name in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
+                self._open[name] = handle
+
+    def take(self, name: str, shape: Iterable[int]) -> Tensor:
+        """The tensor in the compute dtype; a missing one is noted, and empty here."""
+        wanted = tuple(shape)
+        handle = self._open.pop(name, None)
+        if handle is None:
+            self._missing.append(name)
+            return torch.empty(wanted, dtype=self._dtype)
+        tensor: Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
+        if tuple(tensor.shape) != wanted:
+            raise UnsupportedModel(
+                f"tensor {name} has shape {list(tensor.shape)}, expected {list(wanted)}"
+            )
+        return tensor.to(self._dtype)
+
+    def drop(self, name: str) -> None:
+        """Accept a tensor that is not needed, if it is there."""
+        self._open.pop(name, None)
+
+    def finish(self) -> None:
+        """Raise UnsupportedModel naming what is missing or was not expected."""
+        if self._missing:
+            raise UnsupportedModel(f"the checkpoint lacks {_shorten(self._missing)}")
+        # old Llama checkpoints carry the rotary frequencies; they follow from the config
+        rest = [name for name in self._open if not name.endswith("rotary_emb.inv_freq")]
+        if rest:
+            raise UnsupportedModel(f"the checkpoint holds unexpected tensors {_shorten(rest)}")
+
+
+def _shorten(names: list[str]) -> str:
+    shown = ", ".join(sorted(names)[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
+
+
+def checkpoint_digest(folder: Path) -> bytes:
+    """A hash that tells checkpoints apart: config, tensor tables and samples of the weights.
+
+    Reading every byte would take longer than loading; 64 blocks of 4 KiB spread over each file
+    catch a fine-tuned copy of the same shape.
+    """
+    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as stream:
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(min(header_bytes, size)))
+            for index in range(64):
+                stream.seek(max(0, (size - 4096) * index // 63))
+                digest.update(stream.read(4096))
+    return digest.digest()

@@ -1,0 +1,47 @@
+"""AttentionPlan: one Step's attention on the CPU, planned once and run by every layer."""
+
+import torch
+from torch import Tensor
+
+from mainstem.core.step import Spans
+from mainstem.kernels import cpu
+from mainstem.models.config import ModelSpec
+from mainstem.runner.pages import DevicePages
+
+
+class AttentionPlan:
+    """Rotates, appends and attends; what the decoder calls per layer."""
+
+    def __init__(
+        self, spec: ModelSpec, pages: DevicePages, turns: Tensor, slots: Tensor, spans: Spans
+    ) -> None:
+        """`turns` [tokens, 1, rotary_dim / 2] rotate the tokens, `slots` are where K and V go."""
+        self._pages = pages
+        self._turns = turns
+        self._rotary_dim = spec.rope.rotary_dim
+        self._num_heads = spec.num_heads
+        self._num_turned = spec.num_heads + spec.num_kv_heads
+        self._head_dim = spec.head_dim
+        self._write_rows = pages.write_rows(slots)
+        shape = cpu.PageShape(spec.num_heads, spec.num_kv_heads, pages.page_size)
+        self._spans = cpu.plan(spans, len(slots), shape, spec.head_dim**-0.5)
+
+    def run(self, layer: int, qkv: Tensor) -> Tensor:
+        """As Attention.run of the decoder."""
+        heads = qkv.view(len(qkv), -1, self._head_dim)
+        self._rotate(heads[:, : self._num_turned])
+        pages = self._pages
+        pages.append(layer, self._write_rows, heads[:, self._num_heads :])
+        q = heads[:, : self._num_heads]
+        out = self._spans.run(q, pages.keys(layer), pages.values(layer))
+        return out.view(len(qkv), -1)
+
+    def _rotate(self, x: Tensor) -> None:
+        """In place; the two dims of a pair are adjacent, so a pair is a complex number."""
+        part = x[..., : self._rotary_dim]
+        shape = (x.shape[0], x.shape[1], self._rotary_dim // 2, 2)
+        if x.dtype == torch.float32:
+            torch.view_as_complex(part.view(shape)).mul_(self._turns)
+            return
+        pairs = torch.view_as_complex(part.float().view(shape))
+        part.copy_(torch.view_as_real(pairs * self._turns).flatten(-2))

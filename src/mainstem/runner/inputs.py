@@ -1,0 +1,36 @@
+"""Step -> device tensors."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mainstem.core.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The arrays of a Step as the decoder takes them."""
+
+    token_ids: Tensor  # [tokens]
+    positions: Tensor  # [tokens]
+    write_slots: Tensor  # [tokens]
+    hidden_rows: Tensor | None  # packed tokens to carry to the end: samples, then prompt logprobs;
+    # None: all of them in order, as in a step of decodes
+
+
+def make_inputs(step: Step, previous: Tensor) -> Inputs:
+    """`previous` are the samples of the step before, which carried tokens are taken from."""
+    token_ids = torch.from_numpy(step.token_ids).long()
+    if len(step.carry_to):
+        source = torch.from_numpy(step.carry_from).long()
+        token_ids[torch.from_numpy(step.carry_to).long()] = previous[source]
+    rows = np.concatenate((step.sample_rows, step.prompt_logprob_rows))
+    is_all = np.array_equal(rows, np.arange(step.num_tokens))
+    return Inputs(
+        token_ids=token_ids,
+        positions=torch.from_numpy(step.positions).long(),
+        write_slots=torch.from_numpy(step.write_slots).long(),
+        hidden_rows=None if is_all else torch.from_numpy(rows).long(),
+    )

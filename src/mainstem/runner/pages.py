@@ -1,0 +1,46 @@
+"""The device pages: K and V of every layer.
+
+    [layer][K or V][pages, kv_heads, page_size, head_dim]
+
+K and V of a layer lie in one block of memory, so that one write serves both. Memory is taken as
+it is: a page costs nothing until it is written, and slots nobody wrote hold anything.
+"""
+
+import torch
+from torch import Tensor
+
+from mainstem.models.config import ModelSpec
+
+
+class DevicePages:
+    """Owns the page tensors; who may use which page is the control plane's business."""
+
+    def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        shape = (2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
+        self._layers = [torch.empty(shape, dtype=dtype) for _ in range(spec.num_layers)]
+
+    def keys(self, layer: int) -> Tensor:
+        return self._layers[layer][0]
+
+    def values(self, layer: int) -> Tensor:
+        return self._layers[layer][1]
+
+    def write_rows(self, slots: Tensor) -> Tensor:
+        """Where the rows of a layer's new K and V go, for `append`; the same for all layers.
+
+        `slots` [tokens] are page * page_size + offset.
+        """
+        _, num_pages, kv_heads, page_size, _ = self._layers[0].shape
+        page, offset = slots // page_size, slots % page_size
+        heads = torch.arange(kv_heads)
+        keys = (page[:, None] * kv_heads + heads) * page_size + offset[:, None]
+        values = keys + num_pages * kv_heads * page_size
+        return torch.cat((keys, values), dim=1).reshape(-1)
+
+    def append(self, layer: int, rows: Tensor, kv: Tensor) -> None:
+        """Write kv [tokens, 2 * kv_heads, dim], key heads first."""
+        pages = self._layers[layer]
+        dim = pages.shape[-1]
+        pages.view(-1, dim).index_copy_(0, rows, kv.reshape(-1, dim))

@@ -1,0 +1,177 @@
+"""The fast CPU span attention against the fp32 reference."""
+
+import numpy as np
+import pytest
+import torch
+
+from mainstem.core.step import Spans
+from mainstem.kernels import cpu, reference
+from tests.runner.steps import make_spans
+
+# fp32, sums of up to a few thousand products of unit normals: 1e-5 is about 100 rounding errors
+TOLERANCE = 1e-5
+
+
+def spans_of(*spans: tuple[list[int], list[int], int, bool]) -> Spans:
+    """(query rows, pages, key tokens, causal) per span."""
+    return make_spans(spans)
+
+
+def check(
+    spans: Spans,
+    num_tokens: int,
+    *,
+    heads: int = 6,
+    kv_heads: int = 2,
+    dim: int = 16,
+    page_size: int = 16,
+    spread: float = 1.0,
+) -> None:
+    """Compare with the reference over pages whose unused slots are NaN."""
+    generator = torch.Generator().manual_seed(7)
+    num_pages = int(spans.page_ids.max()) + 2
+    shape = (num_pages, kv_heads, page_size, dim)
+    q = torch.randn(num_tokens, heads, dim, generator=generator) * spread
+    k, v = (torch.full(shape, float("nan")) for _ in range(2))
+    for index in range(len(spans)):
+        pages = spans.page_ids[spans.page_starts[index] : spans.page_starts[index + 1]]
+        for slot in range(int(spans.key_tokens[index])):
+            page = int(pages[slot // page_size])
+            for tensor in (k, v):
+                if tensor[page, :, slot % page_size].isnan().any():
+                    values = torch.randn(kv_heads, dim, generator=generator)
+                    tensor[page, :, slot % page_size] = values
+    before = (q.clone(), k.clone(), v.clone())
+    expected, _ = reference.span_attention(q, k, v, spans, dim**-0.5)
+    plan = cpu.plan(spans, num_tokens, cpu.PageShape(heads, kv_heads, page_size), dim**-0.5)
+    for _ in range(2):
+        out = plan.run(q, k, v)
+        torch.testing.assert_close(out, expected, atol=TOLERANCE * max(1, spread), rtol=TOLERANCE)
+    for tensor, copy in zip((q, k, v), before, strict=True):
+        assert torch.equal(tensor.nan_to_num(9.0), copy.nan_to_num(9.0))
+
+
+def pages_for(count: int, page_size: int, first: int) -> list[int]:
+    return list(range(first, first + -(-count // page_size)))
+
+
+CASES = {
+    "one token, one key": (spans_of(([0], [0], 1, True)), 1),
+    "one token, page not full": (spans_of(([0], [3, 1], 19, True)), 1),
+    "one token, plain span": (spans_of(([0], [2], 16, False)), 1),
+    "triangle alone": (spans_of(([0, 1, 2, 3, 4], [0], 5, True)), 5),
+    "triangle with past": (spans_of(([0, 1, 2], [4, 2, 0], 40, True)), 3),
+    "past ends in a page": (spans_of(([0, 1], [4, 2], 19, True)), 2),
+    "ragged decodes": (
+        spans_of(([2], [0, 1], 18, True), ([0], [2], 1, True), ([1], [3, 4, 5], 47, True)),
+        3,
+    ),
+    "shared prefix, own tails": (
+        spans_of(
+            ([0, 1, 2], [9, 8], 32, False),
+            ([0], [0], 3, True),
+            ([1], [1], 16, True),
+            ([2], [2, 3], 17, True),
+        ),
+        3,
+    ),
+    "group of one": (spans_of(([0], [1, 2], 32, False), ([0], [3], 5, True)), 1),
+    "tree of depth three": (
+        spans_of(
+            ([0, 1, 2, 3], [0], 16, False),
+            ([0, 1], [1, 2], 32, False),
+            ([2, 3], [3], 16, False),
+            ([0], [4], 2, True),
+            ([1], [5], 9, True),
+            ([2], [6], 16, True),
+            ([3], [7], 1, True),
+        ),
+        4,
+    ),
+    "tokens in different numbers of spans": (
+        spans_of(([1, 2], [0], 16, False), ([0], [1], 4, True), ([1], [2], 4, True),
+                 ([2], [3], 4, True)),
+        3,
+    ),
+    "prefill chunks and decodes": (
+        spans_of(
+            ([0, 3, 4, 5, 6, 7, 8], [0, 1], 32, False),
+            ([0], [2], 7, True),
+            ([3, 4, 5, 6, 7, 8], [3, 4], 20, True),
+            ([1, 2], [5], 2, True),
+        ),
+        9,
+    ),
+    "queries out of order": (
+        spans_of(([3, 0], [0], 16, False), ([2, 1], [1], 9, True), ([0], [2], 1, True),
+                 ([3], [3], 2, True)),
+        4,
+    ),
+    "empty own part": (spans_of(([0], [0], 16, False), ([0], [1], 0, False)), 1),
+    "a span without queries": (spans_of(([], [0], 16, False), ([0], [1], 3, True)), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_reference(name: str) -> None:
+    check(*CASES[name])
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (8, 2), (9, 3)])
+def test_any_head_ratio(heads: tuple[int, int]) -> None:
+    check(*CASES["prefill chunks and decodes"], heads=heads[0], kv_heads=heads[1])
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 8, 64])
+def test_any_page_size(page_size: int) -> None:
+    prefix = pages_for(24, page_size, 0)
+    first = len(prefix)
+    spans = []
+    rows = 0
+    for queries, keys in ((1, 5), (7, 7), (3, 20), (1, 65)):
+        own = list(range(rows, rows + queries))
+        pages = pages_for(keys, page_size, first)
+        first += len(pages)
+        rows += queries
+        spans.append((own, pages, keys, True))
+    shared = 24 // page_size * page_size
+    if shared:
+        spans.append((list(range(rows)), prefix, shared, False))
+    check(spans_of(*spans), rows, page_size=page_size)
+
+
+def test_long_shared_run_is_split_and_merged() -> None:
+    """Enough work to be cut for the cores, with a remainder that fills no page."""
+    group = list(range(64))
+    own = [([row], [100 + row], 1 + row % 16, True) for row in group]
+    check(spans_of((group, list(range(70)), 1115, False), *own), 64, heads=3, kv_heads=1)
+
+
+def test_lse_spread_of_eighty() -> None:
+    """One part outweighs the other by e^80: no overflow, no NaN."""
+    check(*CASES["shared prefix, own tails"], spread=40.0)
+
+
+def test_random_spans() -> None:
+    """Random trees of spans; the seed is fixed, so a failure repeats."""
+    rng = np.random.default_rng(3)
+    for _ in range(25):
+        page_size = int(rng.choice([1, 2, 4, 16]))
+        spans: list[tuple[list[int], list[int], int, bool]] = []
+        rows = page = 0
+        for _ in range(rng.integers(1, 4)):
+            shared = [page + i for i in range(rng.integers(0, 5))]
+            page += len(shared)
+            members: list[int] = []
+            for _ in range(rng.integers(1, 6)):
+                queries = int(rng.choice([1, 1, 1, 2, 5, 33]))
+                keys = queries + int(rng.integers(0, 40))
+                own = pages_for(keys, page_size, page)
+                page += len(own)
+                seq = list(range(rows, rows + queries))
+                rows += queries
+                members += seq
+                spans.append((seq, own, keys, True))
+            if shared:
+                spans.append((members, shared, len(shared) * page_size, False))
+        check(spans_of(*spans), rows, page_size=page_size, dim=8)

@@ -1,0 +1,70 @@
+"""Tiny random checkpoints of every architecture, written by transformers."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 199
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
+    "llama": (LlamaConfig, {}),
+    "llama mha": (LlamaConfig, {"num_key_value_heads": 6}),
+    "llama mqa": (LlamaConfig, {"num_key_value_heads": 1}),
+    "llama3 rope": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "linear rope": (
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "llama biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "smollm2 (tied)": (LlamaConfig, {"tie_word_embeddings": True}),
+    "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 16}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+}
+
+
+def make_checkpoint(
+    name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard: str = "1GB"
+) -> PreTrainedModel:
+    """Write the named model to `folder`; answers the transformers model it was written from."""
+    config_class, changes = CONFIGS[name]
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(config_class(**{**_SMALL, **changes}))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            # the default weights are so small that a wrong layer would hardly show
+            parameter.normal_(std=0.3)
+            if "norm" in parameter_name:
+                parameter.add_(1.0)
+    model.to(dtype).eval()
+    model.save_pretrained(folder, max_shard_size=max_shard)
+    return model

@@ -1,0 +1,136 @@
+"""Steps built by hand: a scheduler with no opinions, for tests of the runner alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mainstem.core.request import SamplingParams
+from mainstem.core.step import (
+    Float32s,
+    SampleBatch,
+    Spans,
+    StartedSequence,
+    Step,
+    StepId,
+    StepResult,
+)
+from mainstem.runner.runner import CpuRunner
+
+
+@dataclass
+class Seq:
+    """A sequence: its pages in order, how many tokens are in them, how many pages it shares."""
+
+    slot: int
+    token_ids: list[int]
+    pages: list[int]
+    num_done: int = 0
+    num_shared_pages: int = 0
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
+
+
+@dataclass(frozen=True)
+class Work:
+    """Run `num_tokens` more tokens of a sequence; sample after the last one."""
+
+    seq: Seq
+    num_tokens: int
+    has_sample: bool = True
+
+
+def a_sample_batch(rows: Sequence[SamplingParams], vocab: int, uniform: Float32s) -> SampleBatch:
+    special = [row for row, sampling in enumerate(rows) if sampling.edits_logits]
+    return SampleBatch(
+        temperature=np.array([s.temperature for s in rows], np.float32),
+        top_p=np.array([s.top_p for s in rows], np.float32),
+        top_k=np.array([s.top_k if s.top_k > 0 else vocab for s in rows], np.int32),
+        min_p=np.array([s.min_p for s in rows], np.float32),
+        uniform=uniform,
+        num_logprobs=np.array([s.logprobs or 0 for s in rows], np.int32),
+        wants_logprobs=np.array([s.logprobs is not None for s in rows], np.bool_),
+        special_rows=np.array(special, np.int32),
+        is_greedy=not special and all(s.is_greedy for s in rows),
+    )
+
+
+def a_step(
+    works: Sequence[Work],
+    page_size: int,
+    vocab: int,
+    *,
+    started: Sequence[StartedSequence] = (),
+    carry: bool = False,
+    prompt_logprobs: int | None = None,
+) -> Step:
+    """The Step of these works. Sequences that begin with the same pages and say that they share
+    them get one span over them."""
+    starts = np.cumsum([0, *(work.num_tokens for work in works)])
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    targets: list[int] = []
+    shared: dict[tuple[int, ...], list[int]] = {}
+    spans: list[tuple[list[int], list[int], int, bool]] = []
+    for index, work in enumerate(works):
+        seq, first = work.seq, work.seq.num_done
+        last = first + work.num_tokens
+        rows = list(range(starts[index], starts[index + 1]))
+        token_ids += seq.token_ids[first:last]
+        targets += [*seq.token_ids, 0][first + 1 : last + 1]
+        positions += range(first, last)
+        slots += [seq.pages[p // page_size] * page_size + p % page_size for p in range(first, last)]
+        num_shared = seq.num_shared_pages if seq.num_shared_pages * page_size <= first else 0
+        if num_shared:
+            shared.setdefault(tuple(seq.pages[:num_shared]), []).extend(rows)
+        own = seq.pages[num_shared : -(-last // page_size)]
+        spans.append((rows, own, last - num_shared * page_size, True))
+    spans += [(rows, list(pages), len(pages) * page_size, False) for pages, rows in shared.items()]
+    sampled = [index for index, work in enumerate(works) if work.has_sample]
+    logprob_rows = range(len(token_ids)) if prompt_logprobs is not None else range(0)
+    rows_of = np.array([starts[index + 1] - 1 for index in sampled], np.int32)
+    return Step(
+        step_id=StepId(0),
+        seq_slots=np.array([work.seq.slot for work in works], np.int32),
+        seq_starts=starts.astype(np.int32),
+        token_ids=np.array(token_ids, np.int32),
+        carry_to=rows_of if carry else np.empty(0, np.int32),
+        carry_from=np.arange(len(sampled), dtype=np.int32) if carry else np.empty(0, np.int32),
+        positions=np.array(positions, np.int32),
+        write_slots=np.array(slots, np.int64),
+        spans=make_spans(spans),
+        sample_rows=rows_of,
+        sample_slots=np.array([works[index].seq.slot for index in sampled], np.int32),
+        sampling=a_sample_batch(
+            [works[index].seq.sampling for index in sampled],
+            vocab,
+            np.full(len(sampled), 0.5, np.float32),
+        ),
+        prompt_logprob_rows=np.array(logprob_rows, np.int32),
+        prompt_logprob_targets=np.array(targets, np.int32)[: len(logprob_rows)],
+        num_prompt_logprobs=np.full(len(logprob_rows), prompt_logprobs or 0, np.int32),
+        started=tuple(started),
+    )
+
+
+def make_spans(spans: Sequence[tuple[list[int], list[int], int, bool]]) -> Spans:
+    """(query rows, pages, key tokens, causal) per span."""
+    return Spans(
+        query_starts=np.cumsum([0, *(len(s[0]) for s in spans)]).astype(np.int32),
+        query_rows=np.array([row for s in spans for row in s[0]], np.int32),
+        page_starts=np.cumsum([0, *(len(s[1]) for s in spans)]).astype(np.int32),
+        page_ids=np.array([page for s in spans for page in s[1]], np.int32),
+        key_tokens=np.array([s[2] for s in spans], np.int32),
+        is_causal=np.array([s[3] for s in spans], np.bool_),
+    )
+
+
+def run(runner: CpuRunner, step: Step, works: Sequence[Work]) -> StepResult:
+    """Run a step, count its tokens as done and append what was sampled."""
+    result = runner.launch(step).wait()
+    for work in works:
+        work.seq.num_done += work.num_tokens
+    sampled = [work.seq for work in works if work.has_sample]
+    for seq, token_id in zip(sampled, result.token_ids.tolist(), strict=True):
+        seq.token_ids.append(token_id)
+    return result

@@ -1,0 +1,155 @@
+"""The runner on real (tiny) models against Hugging Face transformers."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from mainstem.core.config import CacheConfig, ModelConfig
+from mainstem.runner.runner import CpuRunner, load_runner
+from tests.models.checkpoints import CONFIGS, VOCAB, make_checkpoint
+from tests.runner.steps import Seq, Work, a_step, run
+
+TOLERANCE = 1e-4
+PAGE = 4
+
+
+def logprobs_by_transformers(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return [int(i) for i in np.random.default_rng(seed).integers(3, VOCAB, count)]
+
+
+def loaded(folder: Path, page_size: int = PAGE, kv_tokens: int = 1024) -> CpuRunner:
+    cache = CacheConfig(page_size=page_size, kv_tokens=kv_tokens)
+    runner, _ = load_runner(folder, ModelConfig(), cache, None)
+    for layer in range(3):  # whatever was in memory must not matter
+        runner.pages.keys(layer).fill_(float("nan"))
+        runner.pages.values(layer).fill_(float("nan"))
+    return runner
+
+
+def prompt_logprobs(runner: CpuRunner, seq: Seq, chunk: int, page_size: int = PAGE) -> list[float]:
+    """Logprob of every prompt token after the first, the prompt run in chunks."""
+    found: list[float] = []
+    prompt = len(seq.token_ids)
+    while seq.num_done < prompt:
+        work = Work(seq, min(chunk, prompt - seq.num_done), has_sample=False)
+        step = a_step([work], page_size, VOCAB, prompt_logprobs=0)
+        found += [record.logprob for record in run(runner, step, [work]).prompt_logprobs]
+    return found[:-1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    model = make_checkpoint(name, tmp_path)
+    runner = loaded(tmp_path)
+    prompt = tokens(77, seed=1)
+    seq = Seq(0, prompt, pages=list(range(40, 0, -1)))
+    ours = prompt_logprobs(runner, seq, chunk=20)
+    table = logprobs_by_transformers(model, prompt)
+    theirs = table[torch.arange(76), torch.tensor(prompt[1:])]
+    torch.testing.assert_close(torch.tensor(ours), theirs, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    model = make_checkpoint(name, tmp_path)
+    runner = loaded(tmp_path)
+    prompts = [tokens(count, seed=count) for count in (5, 1, 23)]
+    seqs = [
+        Seq(slot, list(prompt), pages=list(range(20 * slot, 20 * slot + 20)))
+        for slot, prompt in enumerate(prompts)
+    ]
+    works = [Work(seq, len(seq.token_ids)) for seq in seqs]
+    for _ in range(12):
+        run(runner, a_step(works, PAGE, VOCAB), works)
+        works = [Work(seq, 1) for seq in seqs]
+    for seq, prompt in zip(seqs, prompts, strict=True):
+        table = logprobs_by_transformers(model, seq.token_ids[:-1])
+        assert seq.token_ids[len(prompt) :] == table.argmax(-1)[len(prompt) - 1 :].tolist()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_pages_and_chunks_do_not_matter(page_size: int, chunk: int, tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path)
+    prompt = tokens(50, seed=5)
+    runner = loaded(tmp_path, page_size)
+    seq = Seq(0, prompt, pages=list(range(60))[:: max(1, page_size // 16)])
+    ours = prompt_logprobs(runner, seq, chunk, page_size)
+    theirs = logprobs_by_transformers(model, prompt)[torch.arange(49), torch.tensor(prompt[1:])]
+    torch.testing.assert_close(torch.tensor(ours), theirs, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_shared_prefix_mixed_with_a_prefill(tmp_path: Path) -> None:
+    """Decodes over a shared run of pages, beside the chunk of another prompt, in one step."""
+    model = make_checkpoint("llama", tmp_path)
+    runner = loaded(tmp_path)
+    prefix = tokens(16, seed=8)
+    shared = [0, 1, 2, 3]
+    first = Seq(0, prefix + tokens(3, seed=9), [*shared, *range(10, 20)])
+    works = [Work(first, 19)]
+    run(runner, a_step(works, PAGE, VOCAB), works)
+    others = [
+        Seq(slot, prefix + tokens(4 + slot, seed=slot), [*shared, *range(20 * slot, 20 * slot + 9)])
+        for slot in (1, 2, 3)
+    ]
+    for seq in (first, *others):
+        seq.num_shared_pages = 4
+    for seq in others:
+        seq.num_done = 16  # its prefix is in the pages already
+    for _ in range(4):
+        works = [Work(first, 1), *(Work(s, len(s.token_ids) - s.num_done) for s in others)]
+        run(runner, a_step(works, PAGE, VOCAB), works)
+    for seq, start in ((first, 19), *((s, 20 + s.slot) for s in others)):
+        table = logprobs_by_transformers(model, seq.token_ids[:-1])
+        assert seq.token_ids[start:] == table.argmax(-1)[start - 1 :].tolist()
+
+
+def test_carried_tokens_are_the_previous_samples(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    answers = []
+    for carry in (False, True):
+        runner = loaded(tmp_path)
+        seqs = [
+            Seq(slot, tokens(6, seed=slot), list(range(9 * slot, 9 * slot + 9))) for slot in (0, 1)
+        ]
+        works = [Work(seq, 6) for seq in seqs]
+        run(runner, a_step(works, PAGE, VOCAB), works)
+        for _ in range(5):
+            works = [Work(seq, 1) for seq in seqs]
+            step = a_step(works, PAGE, VOCAB, carry=carry)
+            if carry:
+                step.token_ids[:] = 0
+            run(runner, step, works)
+        answers.append([seq.token_ids for seq in seqs])
+    assert answers[0] == answers[1]
+
+
+def test_logprobs_are_of_the_model_not_of_the_sampler(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path)
+    runner = loaded(tmp_path)
+    seq = Seq(0, tokens(9, seed=4), list(range(9)))
+    work = Work(seq, 9)
+    step = a_step([work], PAGE, VOCAB, prompt_logprobs=3)
+    step.sampling.wants_logprobs[0] = True
+    step.sampling.num_logprobs[0] = 5
+    result = run(runner, step, [work])
+    table = logprobs_by_transformers(model, seq.token_ids[:-1])
+    record = result.logprobs[0]
+    assert record.token_id == seq.token_ids[-1] == record.top_ids[0]
+    assert record.rank == 1
+    expected = table[-1].topk(5)
+    assert list(record.top_ids) == expected.indices.tolist()
+    np.testing.assert_allclose(record.top_logprobs, expected.values, atol=TOLERANCE)
+    third = result.prompt_logprobs[2]
+    assert third.token_id == seq.token_ids[3]
+    assert third.rank == 1 + int((table[2] > table[2, seq.token_ids[3]]).sum())
+    assert len(third.top_ids) == 3
