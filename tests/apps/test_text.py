@@ -17,6 +17,7 @@ from mainstem.apps.text import Detokenizer, Message, StopChecker, TextStream, To
 from mainstem.core.errors import InvalidRequest, ModelNotFound
 from mainstem.core.request import SamplingParams
 
+DATA = Path(__file__).parents[1] / "data"
 TEXTS = [
     "",
     " ",
@@ -210,6 +211,33 @@ def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path: Path) -> Non
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelNotFound, match="cannot be read"):
         Tokenizer.load(tmp_path)
+
+
+def test_real_prompts_tokenize_as_in_hugging_face(
+    tokenizer: Tokenizer, hugging_face: transformers.PreTrainedTokenizerBase
+) -> None:
+    rows = [json.loads(line) for line in (DATA / "prompts50.jsonl").read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == 50
+    for row in rows:
+        if "prompt" in row:
+            ids, expected = tokenizer.encode(row["prompt"]), hugging_face.encode(row["prompt"])
+        else:
+            ids = tokenizer.encode_chat(row["messages"])
+            expected = hugging_face.apply_chat_template(
+                row["messages"], add_generation_prompt=True, return_dict=False
+            )
+        assert ids == expected
+        assert len(ids) == row["num_tokens"]
+        assert joined(tokenizer, ids, skip_special_tokens=False) == hugging_face.decode(ids)
+
+
+def test_running_text_survives_the_round_trip(
+    tokenizer: Tokenizer, hugging_face: transformers.PreTrainedTokenizerBase
+) -> None:
+    text = (DATA / "wikitext2_head.txt").read_text()
+    ids = tokenizer.encode(text)
+    assert ids == hugging_face.encode(text)
+    assert joined(tokenizer, ids) == text
 
 
 # --- chat template -------------------------------------------------------------------------------
