@@ -42,7 +42,7 @@ from mainstem.core.config import cache_dir
 from mainstem.core.errors import ModelNotFound
 
 Progress = Callable[[str, float], None]
-"""Told a stage ("download", "check", "convert", "wait") and how much of it is done, 0 to 1."""
+"""Told a stage ("wait", "download", "check", "convert", "publish") and how much is done, 0 to 1."""
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1  # raise it when the conversion changes: older folders are then rebuilt
@@ -112,7 +112,7 @@ def resolve_model(name: str, progress: Progress = _silent, check: Check = Check.
     """
     if name == SMOLLM2.name:
         return embedded_folder(SMOLLM2, cache_dir() / "models", progress=progress, check=check)
-    folder = Path(name).expanduser()
+    folder = Path(name).expanduser() if name.startswith("~/") else Path(name)
     if folder.is_dir():
         if lacking := missing_part(folder):
             raise ModelNotFound(
