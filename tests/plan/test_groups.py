@@ -257,6 +257,13 @@ def test_a_system_prompt_with_too_much_below_it_is_opened_into_groups() -> None:
     assert [len(plan.path(node)) for node in plan.group_nodes.tolist()] == [2] * 20
 
 
+def test_documents_that_begin_with_the_same_words_are_not_one_group() -> None:
+    """40 tokens in common are a span, but a document of 300 is what its questions wait for."""
+    plan = plan_prompts(documents(head=40, count=5, degree=4, doc=300, tail=5))
+    assert plan.num_groups == 5
+    assert plan.node_is_span[plan.node_tokens == 40].all()
+
+
 def test_questions_without_a_document_form_one_group_under_an_opened_system_prompt() -> None:
     batch = documents(head=200, count=20, degree=4, doc=100, tail=5)
     loose = [[*range(200), 30_000 + i, i] for i in range(7)]

@@ -59,12 +59,10 @@ class Draft:
 
 
 def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: int) -> Draft:
-    """Groups of at most about `group_tokens` different tokens, with at most `levels` spans a path.
+    """Groups below the trunk of the tree, with at most `levels` spans on a path.
 
-    A node is trunk, its branches groups of their own, if no span reaches down to it (the few tokens
-    of a chat template, or a first word in common: nothing to form a group for), or if it is too
-    large for one group and has spans below it. What hangs on a trunk node without a span in it
-    forms one group if a span lies at or above the trunk node, and a group per prompt if not.
+    What hangs on a trunk node without a span in it forms one group if a span lies at or above the
+    trunk node, and a group per prompt if not: then nothing worth waiting for is shared.
     """
     is_span = choose_spans(tree, worth, levels)
     nodes = np.arange(len(is_span))
@@ -72,7 +70,9 @@ def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: 
     spans_before = np.concatenate([[0], np.cumsum(is_span)])
     spans_within = spans_before[subtree_ends] - spans_before[nodes]
     is_under_span = np.maximum.accumulate(np.where(is_span, subtree_ends, 0)) > nodes
-    is_trunk = ~is_under_span | ((tree.subtree_tokens > group_tokens) & (spans_within > is_span))
+    is_trunk = ~is_under_span | (_is_better_split(tree, group_tokens) & (spans_within > is_span))
+    reach = np.maximum.accumulate(np.where(is_trunk, 0, subtree_ends))
+    is_trunk &= reach <= nodes  # not within a group
 
     count = len(tree.order)
     branches = np.flatnonzero(is_trunk[tree.node_parents] & ~is_trunk)
@@ -92,6 +92,19 @@ def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: 
     group_nodes = np.where(is_alone, tree.prompt_nodes[firsts], np.minimum(found, nodes[-1]))
     trunks = np.where(is_trunk[group_nodes], group_nodes, tree.node_parents[group_nodes])
     return _draft(tree, position_groups, group_nodes, trunks, is_trunk, is_span)
+
+
+def _is_better_split(tree: PrefixTree, group_tokens: int) -> Bools:
+    """[nodes] whether a node's branches make better groups than all that share the node.
+
+    That is so if it is too large for one group, or if what the branches share below it saves more
+    than what it stands for itself (26 documents that happen to begin with the same words).
+    """
+    members = tree.node_ends - tree.node_begins
+    saved = np.concatenate([[0], np.cumsum((members - 1) * tree.node_runs)])
+    saved_below = saved[tree.subtree_ends] - saved[1:]
+    saves_more_below = saved_below > (members - 1) * tree.node_tokens
+    return np.asarray(saves_more_below | (tree.subtree_tokens > group_tokens))
 
 
 def choose_spans(tree: PrefixTree, worth: SpanChoice, levels: int) -> Bools:
