@@ -25,8 +25,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from mainstem.core.plan import Int32s, Int64s, Prompts
 
 FIRST_STRIP_TOKENS = 16  # most pairs of unrelated prompts differ at once
+STRIP_GROWTH = 16  # who agrees that far mostly agrees for long
 WIDEST_STRIP_TOKENS = 1024
-TILE_TOKENS = 1 << 16  # of one comparison, so that its operands stay in the cache
+TILE_TOKENS = 1 << 17  # of one comparison, so that its operands stay in the cache
 NO_TOKEN = -(1 << 40)  # what follows the last token; sorts before every int32
 
 
@@ -195,7 +196,9 @@ def _extend_matches(
             matched[part] = done
             still.append(part[~is_apart & (done < limits[part])])
         rows = np.concatenate(still)
-        width = min(4 * width, WIDEST_STRIP_TOKENS, len(token_ids))
+        if len(rows):
+            longest = int((limits[rows] - matched[rows]).max())
+            width = min(STRIP_GROWTH * width, longest, WIDEST_STRIP_TOKENS)
 
 
 def _strips(token_ids: Int32s, windows: Int32s, begins: Int64s) -> Int32s:
