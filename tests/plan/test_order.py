@@ -25,7 +25,7 @@ def ratio(plan: Plan, index: int, lengths: list[int], outputs: list[float]) -> f
 
 
 @given(prompt_lists(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_single_level_groups_fall_in_r_group_and_ties_keep_input_order(
     prompts: PromptLists, data: st.DataObject
 ) -> None:
@@ -61,7 +61,7 @@ def test_groups_of_one_trunk_stay_together() -> None:
 
 
 @given(prompt_lists(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_reordering_keeps_what_has_started_and_is_still_a_plan(
     prompts: PromptLists, data: st.DataObject
 ) -> None:

@@ -35,7 +35,7 @@ def node_prefix(tree: PrefixTree, prompts: PromptLists, node: int) -> tuple[int,
 
 
 @given(prompt_lists())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_prompts_come_out_sorted_and_equal_ones_in_input_order(prompts: PromptLists) -> None:
     tree = build_tree(Prompts.from_lists(prompts))
     wanted = sorted(range(len(prompts)), key=lambda index: (prompts[index], index))
@@ -44,7 +44,7 @@ def test_prompts_come_out_sorted_and_equal_ones_in_input_order(prompts: PromptLi
 
 
 @given(prompt_lists())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_nodes_are_the_places_where_shared_prefixes_part_or_end(prompts: PromptLists) -> None:
     tree = build_tree(Prompts.from_lists(prompts))
     found = [node_prefix(tree, prompts, node) for node in range(len(tree.node_tokens))]
@@ -52,7 +52,7 @@ def test_nodes_are_the_places_where_shared_prefixes_part_or_end(prompts: PromptL
 
 
 @given(prompt_lists())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_node_covers_all_prompts_with_its_prefix_and_hangs_on_the_next_shorter(
     prompts: PromptLists,
 ) -> None:

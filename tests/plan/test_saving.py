@@ -70,7 +70,7 @@ def lru_page_by_page(prompts: PromptLists, cache: LruCache) -> int:
 
 
 @given(prompt_lists(max_prompts=20), st.integers(0, 60), st.integers(1, 4), st.integers(0, 5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_the_lru_cache_finds_what_a_cache_of_pages_finds(
     prompts: PromptLists, capacity_tokens: int, page_size: int, output_tokens: int
 ) -> None:

@@ -66,12 +66,12 @@ def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: 
     """
     is_span = choose_spans(tree, worth, levels)
     nodes = np.arange(len(is_span))
-    subtree_ends = tree.subtree_ends
-    spans_before = np.concatenate([[0], np.cumsum(is_span)])
-    spans_within = spans_before[subtree_ends] - spans_before[nodes]
-    is_under_span = np.maximum.accumulate(np.where(is_span, subtree_ends, 0)) > nodes
-    is_trunk = ~is_under_span | (_is_better_split(tree, group_tokens) & (spans_within > is_span))
-    reach = np.maximum.accumulate(np.where(is_trunk, 0, subtree_ends))
+    spans_within = _count_within(tree, is_span)
+    is_under_span = np.maximum.accumulate(np.where(is_span, tree.subtree_ends, 0)) > nodes
+    is_trunk = ~is_under_span | (
+        _is_better_split(tree, spans_within, group_tokens) & (spans_within > is_span)
+    )
+    reach = np.maximum.accumulate(np.where(is_trunk, 0, tree.subtree_ends))
     is_trunk &= reach <= nodes  # not within a group
 
     count = len(tree.order)
@@ -94,17 +94,28 @@ def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: 
     return _draft(tree, position_groups, group_nodes, trunks, is_trunk, is_span)
 
 
-def _is_better_split(tree: PrefixTree, group_tokens: int) -> Bools:
+def _is_better_split(tree: PrefixTree, spans_within: Int64s, group_tokens: int) -> Bools:
     """[nodes] whether a node's branches make better groups than all that share the node.
 
-    That is so if it is too large for one group, or if what the branches share below it saves more
-    than what it stands for itself (26 documents that happen to begin with the same words).
+    That is so if it is too large for one group, or if what is shared below it saves more than what
+    it stands for itself and is not all on one branch: 26 documents that happen to begin with the
+    same words are to be split, the turns of one conversation are not.
     """
     members = tree.node_ends - tree.node_begins
     saved = np.concatenate([[0], np.cumsum((members - 1) * tree.node_runs)])
     saved_below = saved[tree.subtree_ends] - saved[1:]
     saves_more_below = saved_below > (members - 1) * tree.node_tokens
-    return np.asarray(saves_more_below | (tree.subtree_tokens > group_tokens))
+    parents_of_spans = tree.node_parents[1:][spans_within[1:] > 0]
+    num_branches = np.bincount(parents_of_spans, minlength=len(members))
+    is_fork = saves_more_below & (num_branches > 1)
+    is_split = saves_more_below & (_count_within(tree, is_fork) > 0)
+    return np.asarray(is_split | (tree.subtree_tokens > group_tokens))
+
+
+def _count_within(tree: PrefixTree, is_counted: Bools) -> Int64s:
+    """[nodes] how many nodes of the subtree, itself included, are counted."""
+    before = np.concatenate([[0], np.cumsum(is_counted)])
+    return np.asarray(before[tree.subtree_ends] - before[:-1], dtype=np.int64)
 
 
 def choose_spans(tree: PrefixTree, worth: SpanChoice, levels: int) -> Bools:
