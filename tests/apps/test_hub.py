@@ -168,13 +168,11 @@ def test_the_embedded_model_answers_as_it_should(smollm2_folder: Path) -> None:
     assert (model.dtype, model.num_parameters()) == (torch.float32, 134_515_008)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer.encode(prompt)
-    num_prompt = len(ids)
+    start = len(tokenizer.encode(prompt))
+    ids = tokenizer.encode(f"{prompt}The capital of France is Paris.<|im_end|>")
     with torch.no_grad():
-        for _ in range(8):
-            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-    text = tokenizer.decode(ids[num_prompt:])
-    assert text == "The capital of France is Paris.<|im_end|>"
+        logits = model(input_ids=torch.tensor([ids[:-1]])).logits[0]
+    assert logits[start - 1 :].argmax(dim=-1).tolist() == ids[start:]
 
 
 # --- the cache -----------------------------------------------------------------------------------
