@@ -100,6 +100,8 @@ def test_prompts_keep_their_order_across_tokenizer_batches() -> None:
         ('{"prompt": [3000000000]}', "token ids"),
         ('{"prompt": "a", "max_tokens": -3}', "max_tokens"),
         ('{"prompt": "a", "max_tokens": "many"}', "max_tokens"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens"),
+        ('{"prompt": "a", "max_completion_tokens": true}', "max_completion_tokens"),
         ('{"messages": "hi"}', "list of objects"),
         ('{"messages": []}', "empty"),
         ('{"messages": [{"role": "user"}], "tools": {}}', "tools"),

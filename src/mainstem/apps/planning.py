@@ -86,9 +86,7 @@ def parse_row(line: str, number: int) -> PromptRow:
     if not isinstance(row, dict):
         raise _bad(number, "must be a JSON object")
     body, wanted = _body(row, number)
-    max_tokens = body.get("max_completion_tokens") or body.get("max_tokens") or DEFAULT_MAX_TOKENS
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-        raise _bad(number, f"max_tokens must be a positive whole number, got {max_tokens!r}")
+    max_tokens = _max_tokens(body, number)
     if wanted == "messages":
         tools = body.get("tools")
         return PromptRow(
@@ -121,6 +119,17 @@ def _body(row: Json, number: int) -> tuple[Json, str]:
     if not isinstance(body, dict) or names[url] not in body:
         raise _bad(number, f'body must be an object with "{names[url]}"')
     return body, names[url]
+
+
+def _max_tokens(body: Json, number: int) -> int:
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = body.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise _bad(number, f"{name} must be a positive whole number, got {value!r}")
+        return value
+    return DEFAULT_MAX_TOKENS
 
 
 def _objects(value: object, name: str, number: int) -> list[Json]:
