@@ -18,7 +18,7 @@ VOCAB = 97
 _ids = count()
 
 
-def a_request(
+def a_request(  # noqa: PLR0917
     prompt: Sequence[int],
     max_tokens: int = 8,
     name: str | None = None,
@@ -27,6 +27,8 @@ def a_request(
     salt: bytes = b"",
     priority: int = 0,
     eos_ids: tuple[int, ...] = (),
+    expected_tokens: int | None = None,
+    plan_place: int | None = None,
 ) -> Request:
     return Request(
         request_id=RequestId(name or f"request-{next(_ids)}"),
@@ -36,6 +38,8 @@ def a_request(
         salt=salt,
         priority=priority,
         eos_ids=eos_ids,
+        expected_tokens=expected_tokens,
+        plan_place=plan_place,
     )
 
 

@@ -43,7 +43,9 @@ def test_preempted_sequences_give_the_same_answer(can_overlap: bool) -> None:
     bus.subscribe(SequencePreempted, preempted.append)
     engine = an_engine(num_pages=14, page_size=4, can_overlap=can_overlap, bus=bus)
     prompts = prompts_over(PREFIX[:9], 4, 3)
-    requests = [a_request(p, max_tokens=25, name=str(i)) for i, p in enumerate(prompts)]
+    requests = [
+        a_request(p, max_tokens=25, name=str(i), expected_tokens=1) for i, p in enumerate(prompts)
+    ]
     got = run_all(engine, requests)
     assert preempted, "the pool was meant to be too small"
     for i, prompt in enumerate(prompts):
@@ -127,7 +129,10 @@ def test_prompt_logprobs_are_complete_after_preemption() -> None:
     engine = an_engine(num_pages=14, page_size=4, bus=bus)
     sampling = SamplingParams(temperature=0.0, max_tokens=25, prompt_logprobs=0)
     prompts = prompts_over(PREFIX[:9], 4, 3)
-    requests = [a_request(p, sampling=sampling, name=str(i)) for i, p in enumerate(prompts)]
+    requests = [
+        a_request(p, sampling=sampling, name=str(i), expected_tokens=1)
+        for i, p in enumerate(prompts)
+    ]
     got = run_all(engine, requests)
     assert preempted
     for i, prompt in enumerate(prompts):

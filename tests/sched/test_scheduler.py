@@ -6,10 +6,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mainstem.core.config import SchedConfig, Share
+from mainstem.core.events import EventBus, SequenceResumed
+from mainstem.core.metrics import Counters
 from mainstem.core.request import Delivery, FinishReason, SamplingParams
 from mainstem.engine.engine import Engine
+from mainstem.sched.admission import peak_need
 from mainstem.sched.random import uniforms
-from tests.builders import VOCAB, Collector, a_request, an_engine
+from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import fake_answer
 
 
@@ -42,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_stop_string=st.booleans(),
         delivery=st.sampled_from(Delivery),
         priority=st.integers(0, 2),
+        expected=st.sampled_from([None, 1, 4, 100]),
     )
     def submit(
         self,
@@ -51,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_stop_string: bool,
         delivery: Delivery,
         priority: int,
+        expected: int | None,
     ) -> None:
         limit = self.engine.max_model_len
         prompt = branches[: max(1, limit - 1)]
@@ -59,7 +64,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             n=n, temperature=0.0, max_tokens=max_tokens, stop="x" if has_stop_string else ()
         )
         self.engine.submit(
-            a_request(prompt, name=name, sampling=sampling, delivery=delivery, priority=priority)
+            a_request(
+                prompt,
+                name=name,
+                sampling=sampling,
+                delivery=delivery,
+                priority=priority,
+                expected_tokens=expected,
+            )
         )
         self.prompts[name] = prompt
         self.limits[name] = min(max_tokens, limit - len(prompt))
@@ -128,3 +140,48 @@ def test_random_numbers_depend_on_seed_and_index_only() -> None:
     c = uniforms(np.zeros(1000, np.int64), np.arange(1000, dtype=np.int32))
     assert abs(float(c.mean()) - 0.5) < 0.05
     assert len(np.unique(c)) > 990
+
+
+def test_a_forecast_admits_what_memory_will_hold() -> None:
+    """Two of 40 pages: alone each needs 20 more at its peak, but the first ends before."""
+    remaining, own = np.array([10, 160], np.int32), np.array([20, 20], np.int32)
+    assert peak_need(remaining, own, page_size=16) == 2  # both begin a page; then 20 come back
+    remaining = np.array([160, 160], np.int32)
+    assert peak_need(remaining, own, page_size=16) == 22
+
+
+def test_wrong_expectations_do_not_thrash() -> None:
+    """The first answers are short, then all are 20 times longer than what was learned from them.
+
+    Recomputed tokens stay a small part of all computed ones, and everything finishes.
+    """
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    resumed: list[SequenceResumed] = []
+    bus.subscribe(SequenceResumed, resumed.append)
+    engine = an_engine(num_pages=100, page_size=4, config=SchedConfig(chunk_tokens=64), bus=bus)
+    rng = np.random.default_rng(0)
+    short = [a_request(rng.integers(0, VOCAB, 12).tolist(), max_tokens=3) for _ in range(40)]
+    for request in short:
+        engine.submit(request)
+    run_all(engine, [])
+    sampling = SamplingParams(temperature=0.0, max_tokens=60)
+    long = [a_request(rng.integers(0, VOCAB, 12).tolist(), sampling=sampling) for _ in range(60)]
+    got = run_all(engine, long)
+    assert len(got.reasons) == 60
+    needed = sum(12 + 60 for _ in long) + sum(12 + 3 for _ in short)
+    again = sum(event.computed_tokens for event in resumed)
+    assert counters.preemptions > 0, "the lengths were meant to deceive"
+    assert again < 0.25 * needed, f"{again} of {needed} tokens were computed again"
+
+
+def test_pages_of_a_finished_group_go_first() -> None:
+    """Group a is over, b still has members to come: room is made from a, though b is older."""
+    engine = an_engine(num_pages=20, page_size=4, config=SchedConfig(chunk_tokens=512))
+    a, b = list(range(16)), list(range(20, 36))
+    first = engine.expect(np.array([16, 0, 16, 0], np.int32))  # b-1, b-2 | a-1, a-2
+    run_all(engine, [a_request([*b, 1], max_tokens=2, plan_place=first)])
+    run_all(engine, [a_request([*a, i], 2, plan_place=first + 2 + i) for i in range(2)])
+    run_all(engine, [a_request(list(range(40, 84)), max_tokens=2)])  # 12 pages: some must go
+    got = run_all(engine, [a_request([*b, 2], max_tokens=2, plan_place=first + 1, name="b")])
+    assert got.outputs[0].num_cached_tokens == 16

@@ -15,6 +15,7 @@ from mainstem.core.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from mainstem.core.step import Int32s
 from mainstem.engine.engine import Engine
 
 
@@ -53,7 +54,12 @@ class TextEngine:
     def has_work(self) -> bool:
         return self.engine.has_work
 
-    def submit(
+    def expect(self, shared_with_next: Int32s) -> int:
+        """Announce prompts in the order they will be submitted: how many leading tokens each
+        shares with the next. Returns the first `plan_place`."""
+        return self.engine.expect(shared_with_next)
+
+    def submit(  # what a caller may say of a request, mostly by keyword
         self,
         request_id: str,
         prompt_ids: Sequence[int],
@@ -61,6 +67,8 @@ class TextEngine:
         delivery: Delivery = Delivery.EACH_STEP,
         salt: bytes = b"",
         priority: int = 0,
+        plan_place: int | None = None,
+        expected_tokens: int | None = None,
     ) -> None:
         """Queue a prompt; raises InvalidRequest if it can never run."""
         if sampling.stop_strings:
@@ -73,6 +81,8 @@ class TextEngine:
             salt=salt,
             priority=priority,
             delivery=delivery,
+            plan_place=plan_place,
+            expected_tokens=expected_tokens,
         )
         self.engine.submit(request)
         streams = {

@@ -170,6 +170,8 @@ class Request:
     app: str | None = None
     overflow: Overflow = Overflow.ERROR
     delivery: Delivery = Delivery.EACH_STEP
+    plan_place: int | None = None  # where it stands in the announced order of a known workload
+    expected_tokens: int | None = None  # length of the answer, as far as the caller can tell
 
     def __post_init__(self) -> None:
         ids = np.ascontiguousarray(self.prompt_ids, dtype=np.int32)

@@ -27,6 +27,7 @@ class Sequence:
     seed: int
     arrival: int  # order of submission; ties in priority are broken by it
     max_output: int  # tokens it may produce at most
+    expected_output: int | None  # tokens it will probably produce; None: nobody knows
     prompt_keys: list[PageKey]
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None

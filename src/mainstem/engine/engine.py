@@ -5,7 +5,7 @@ from time import perf_counter
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Output, Request
-from mainstem.core.step import InFlight, Runner, Step
+from mainstem.core.step import InFlight, Int32s, Runner, Step
 from mainstem.sched.scheduler import Scheduler
 
 
@@ -42,6 +42,10 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest if it can never run."""
         self._scheduler.submit(request)
+
+    def expect(self, shared_with_next: Int32s) -> int:
+        """Announce prompts in the order they will be submitted; see Scheduler.expect."""
+        return self._scheduler.expect(shared_with_next)
 
     def abort(self, request_id: RequestId) -> None:
         """Stop a request wherever it is; its last Output comes with the next step."""

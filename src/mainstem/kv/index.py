@@ -85,6 +85,10 @@ class PrefixIndex:
         self._clock += 1
         self._last_used[pages] = self._clock
 
+    def retire(self, pages: Int32s) -> None:
+        """Pages nobody is going to ask for: they go first when room is needed."""
+        self._last_used[pages] = 0
+
     def evict(self, count: int) -> int:
         """Free up to `count` idle pages, least recently used first; returns how many.
 

@@ -92,9 +92,15 @@ class KVStore:
             self._bus.publish(PagesEvicted(num_pages=short, reason="room"))
         return self._pool.take(count)
 
-    def give_back(self, pages: Int32s) -> None:
-        """A sequence no longer needs `pages`; named ones stay as cache, most recently used."""
-        self._index.touch(pages)
+    def give_back(self, pages: Int32s, num_wanted: int | None = None) -> None:
+        """A sequence no longer needs `pages`; named ones stay as cache, most recently used.
+
+        Where it is known that only the first `num_wanted` will be asked for again, the others are
+        the first to go.
+        """
+        self._index.touch(pages[:num_wanted])
+        if num_wanted is not None:
+            self._index.retire(pages[num_wanted:])
         self._pool.give_back(pages)
 
     def lease(self, pages: Int32s) -> None:

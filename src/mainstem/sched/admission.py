@@ -2,19 +2,49 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.core.step import Int32s
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What the running sequences will still want and give back, as far as can be told."""
+
+    remaining: Int32s  # [running] output tokens to come
+    own_pages: Int32s  # [running] pages that are free again when it ends
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Keeps room for the running sequences to grow, so that starting one does not preempt another.
+    """Starts a sequence if, by the outlook, memory will last until the next one ends, and so on.
 
-    Each running sequence fills a page every `page_size` steps; one spare page for each is enough
-    for them all to go on for that long.
+    Every running sequence grows by a token a step and gives its own pages back when it ends. Just
+    before the k-th ends, the others have grown as long as it has and those before it are gone:
+
+        need_k = (n - k) * remaining_k / page_size  -  own pages of those that ended
+
+    The largest need_k must be available now (memory-centric token batching, BatchLLM 3.4; the
+    forecast replaces its fixed M_threshold).
     """
 
-    spare_pages_per_running: int = 1
+    page_size: int
 
-    def may_start(self, new_pages: int, available: int, num_running: int) -> bool:
-        """`new_pages` are those its tokens need beyond what it shares."""
-        if num_running == 0:
-            return new_pages <= available
-        return new_pages + num_running * self.spare_pages_per_running < available
+    def may_start(self, new_pages: int, expected: int, available: int, outlook: Outlook) -> bool:
+        """A candidate takes `new_pages` now and is expected to produce `expected` tokens."""
+        if len(outlook.remaining) == 0:
+            return new_pages <= available  # alone it may always try
+        remaining = np.append(outlook.remaining, np.int32(expected))
+        own_pages = np.append(outlook.own_pages, np.int32(new_pages))
+        return new_pages + peak_need(remaining, own_pages, self.page_size) <= available
+
+
+def peak_need(remaining: Int32s, own_pages: Int32s, page_size: int) -> int:
+    """Most pages beyond today's that sequences will hold at once."""
+    order = np.argsort(remaining)
+    ends: NDArray[np.int64] = remaining[order].astype(np.int64)
+    given_back = np.cumsum(own_pages[order], dtype=np.int64) - own_pages[order]
+    alive = np.arange(len(ends), 0, -1)
+    grown = alive * (ends // page_size + 1)  # each may be about to begin a page
+    return int((grown - given_back).max())

@@ -29,8 +29,9 @@ from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.sequence import SeqState, Sequence
 from mainstem.core.step import Int32s, StartedSequence, Step, StepId, StepResult
 from mainstem.kv.store import KVStore, Lookup
-from mainstem.sched.admission import Admission
+from mainstem.sched.admission import Admission, Outlook
 from mainstem.sched.batching import Batch, Chunk, build_step
+from mainstem.sched.lookahead import OutputLengths, PlannedOrder
 from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.random import mix
 from mainstem.sched.sharing import SharingTree
@@ -61,7 +62,9 @@ class Scheduler:
         self._tree = SharingTree()
         policy = worth_sharing if config.share is Share.READS else share_none
         self._spans = SpanBuilder(store.page_size, policy)
-        self._admission = Admission()
+        self._admission = Admission(store.page_size)
+        self._lengths = OutputLengths()
+        self._order = PlannedOrder()
         self._running: Int32s = np.empty(0, np.int32)  # slots, in the order they started
         self._sequences: dict[RequestId, list[Sequence]] = {}
         self._arrivals = count()
@@ -97,17 +100,28 @@ class Scheduler:
         keys: list[PageKey] = []
         if self._config.share is not Share.NONE:
             keys = self._store.keys(request.prompt_ids, request.salt)
+        if request.plan_place is not None and not 0 <= request.plan_place < len(self._order):
+            raise InvalidRequest("plan_place", f"{request.plan_place} was not announced")
         answers = []
         for index in range(sampling.n):
             arrival = next(self._arrivals)
             seed = sampling.seed if sampling.seed is not None else _mix(self._config.seed, arrival)
             if index:
                 seed = _mix(seed, index)
-            answers.append(Sequence(request, index, seed, arrival, max_output, keys))
+            expected = request.expected_tokens
+            answers.append(Sequence(request, index, seed, arrival, max_output, expected, keys))
         self._sequences[request.request_id] = answers
         for sequence in answers:
             self._queue.push(sequence)
         self._bus.publish(RequestSubmitted(request.request_id, num_prompt))
+
+    def expect(self, shared_with_next: Int32s) -> int:
+        """Announce a known workload in the order it will be submitted: how many leading tokens
+        each prompt shares with the one after it. Returns the first `plan_place`.
+
+        Pages that no prompt to come can use are then the first to go.
+        """
+        return self._order.announce(shared_with_next)
 
     def abort(self, request_id: RequestId) -> None:
         """Stop all answers to a request; unknown or finished requests are left in peace."""
@@ -239,24 +253,21 @@ class Scheduler:
         self, chunks: list[Chunk], started: list[StartedSequence], budget: int
     ) -> int:
         """Start sequences from the queue while tokens and pages last."""
-        new_slots: list[int] = []
         while budget > 0 and (sequence := self._queue.head()) is not None:
-            slot = self._try_start(sequence, len(self._running) + len(new_slots))
+            slot = self._try_start(sequence)
             if slot is None:
                 if sequence is self._queue.head():
                     break  # no room: nobody overtakes it
                 continue  # parked
-            new_slots.append(slot)
+            self._running = np.append(self._running, np.int32(slot))
             if sequence.request.sampling.edits_logits:
                 started.append(_started(sequence, slot))
             chunk = self._next_chunk(slot, budget)
             chunks.append(chunk)
             budget -= len(chunk.token_ids)
-        if new_slots:
-            self._running = np.concatenate([self._running, np.array(new_slots, np.int32)])
         return budget
 
-    def _try_start(self, sequence: Sequence, num_running: int) -> SeqSlot | None:
+    def _try_start(self, sequence: Sequence) -> SeqSlot | None:
         """Give the queue's head its pages and a slot, or park it, or leave it where it is."""
         store, page_size = self._store, self._page_size
         known = sequence.known_ids()
@@ -272,8 +283,10 @@ class Scheduler:
                 return None
             cached = match.pages
         num_new = -(-num_known // page_size) - len(cached)
+        expected = self._lengths.expect(sequence)
+        to_come = expected - len(sequence.output_ids)
         store.lease(cached)  # before counting: leased pages cannot be given up for room
-        if not self._admission.may_start(num_new, store.num_available(), num_running):
+        if not self._admission.may_start(num_new, to_come, store.num_available(), self._outlook()):
             store.give_back(cached)
             return None
         fresh = store.take(num_new)
@@ -282,10 +295,17 @@ class Scheduler:
             store.reserve(keys[len(cached) :], fresh[: len(keys) - len(cached)], len(cached))
         pages = np.concatenate([cached, fresh])
         num_cached = len(cached) * page_size
-        slot = self._table.enter(sequence, pages, num_cached)
+        slot = self._table.enter(sequence, pages, num_cached, expected)
         self._tree.attach(slot, pages[: num_known // page_size])
         self._announce(sequence, num_cached, num_known)
         return slot
+
+    def _outlook(self) -> Outlook:
+        running = self._running
+        return Outlook(
+            remaining=self._table.expect_remaining(running, at_least=self._page_size),
+            own_pages=self._table.num_pages[running] - self._tree.first_own_page(running),
+        )
 
     def _next_chunk(self, slot: SeqSlot, budget: int) -> Chunk:
         """The next tokens to compute; pages they fill become readable for this very step."""
@@ -308,6 +328,8 @@ class Scheduler:
         request_id, index = sequence.request.request_id, sequence.index
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_cached
+            if sequence.request.plan_place is not None:
+                self._order.start(sequence.request.plan_place)
             self._bus.publish(SequenceAdmitted(request_id, index, num_known, num_cached))
         else:
             self._bus.publish(SequenceResumed(request_id, index, num_known - num_cached))
@@ -319,7 +341,10 @@ class Scheduler:
         table = self._table
         sequence = table.sequence(slot)
         output = self._deliver(slot, reason)
-        self._close(sequence, reason, len(table.output_ids(slot)))
+        num_output = len(table.output_ids(slot))
+        if reason is not FinishReason.ABORT:
+            self._lengths.observe(num_output)
+        self._close(sequence, reason, num_output)
         self._running = self._running[self._running != slot]
         table.is_alive[slot] = False
         if self._in_flight is not None and table.last_step[slot] == self._in_flight.step_id:
@@ -396,9 +421,12 @@ class Scheduler:
                 made = pages[num_prompt // page_size : num_full]
                 store.reserve(keys, made, num_prompt // page_size)
                 store.commit(made)
+        num_wanted = None
+        if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
+            num_wanted = self._order.tokens_wanted(sequence.request.plan_place) // page_size
         self._tree.detach(slot)
         table.leave(slot)
-        store.give_back(pages)
+        store.give_back(pages, num_wanted)
 
     # --- odds -----------------------------------------------------------------------------------
 

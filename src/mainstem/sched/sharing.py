@@ -24,7 +24,6 @@ class _Stem:
     pages: Int32s
     first: int  # page index at which it begins
     parent: int
-    holders: int = 0
     children: dict[int, int] = field(default_factory=dict)  # first page -> stem
     num_attached: int = 0  # sequences that end here
 
@@ -42,6 +41,7 @@ class SharingTree:
         self._stem_of_slot: Int32s = np.zeros(64, np.int32)
         self.parent: Int32s = np.zeros(64, np.int32)
         self.end: Int32s = np.zeros(64, np.int32)  # page index after the stem
+        self._holders: Int32s = np.zeros(64, np.int32)
         self.version = 0  # changes with every attach and detach
 
     def attach(self, slot: int, pages: Int32s) -> None:
@@ -51,7 +51,7 @@ class SharingTree:
         done = 0
         while True:
             stem = self._stem(node)
-            stem.holders += 1
+            self._holders[node] += 1
             child = stem.children.get(int(pages[done])) if done < len(pages) else None
             if child is None:
                 break
@@ -65,7 +65,7 @@ class SharingTree:
             node = child
         if done < len(pages):
             node = self._add(node, pages[done:].copy(), done)
-            self._stem(node).holders = 1
+            self._holders[node] = 1
         self._stem(node).num_attached += 1
         if slot >= len(self._stem_of_slot):
             self._stem_of_slot = _grown(self._stem_of_slot, slot)
@@ -77,11 +77,11 @@ class SharingTree:
         self._stem(node).num_attached -= 1
         while True:
             stem = self._stem(node)
-            stem.holders -= 1
+            self._holders[node] -= 1
             parent = stem.parent
             if node == ROOT:
                 return
-            if stem.holders == 0:
+            if self._holders[node] == 0:
                 del self._stem(parent).children[int(stem.pages[0])]
                 self._drop(node)
             elif len(stem.children) == 1 and stem.num_attached == 0:
@@ -91,6 +91,12 @@ class SharingTree:
     def stems_of(self, slots: Int32s) -> Int32s:
         """The deepest stem of each slot."""
         return self._stem_of_slot[slots]
+
+    def first_own_page(self, slots: Int32s) -> Int32s:
+        """Page index from which on each slot's pages are its alone."""
+        stems = self._stem_of_slot[slots]
+        is_own = self._holders[stems] == 1
+        return np.where(is_own, self.end[self.parent[stems]], self.end[stems])
 
     def pages(self, stem: int, first: int) -> Int32s:
         """Pages from index `first` to the end of `stem`, along its ancestors."""
@@ -108,8 +114,8 @@ class SharingTree:
         for number, stem in enumerate(self._stems):
             if stem is None:
                 continue
-            below = sum(self._stem(child).holders for child in stem.children.values())
-            assert stem.holders == below + stem.num_attached, "holders do not add up"
+            below = sum(int(self._holders[child]) for child in stem.children.values())
+            assert self._holders[number] == below + stem.num_attached, "holders do not add up"
             for first_page, child in stem.children.items():
                 node = self._stem(child)
                 assert node.parent == number == self.parent[child], "a child has another parent"
@@ -117,7 +123,7 @@ class SharingTree:
                 assert node.end == self.end[child], "an end is out of date"
                 assert int(node.pages[0]) == first_page, "a child is filed under another page"
             if number != ROOT:
-                assert stem.holders > 0, "a stem nobody holds"
+                assert self._holders[number] > 0, "a stem nobody holds"
                 assert len(stem.pages) > 0, "a stem without pages"
 
     def _stem(self, number: int) -> _Stem:
@@ -136,8 +142,10 @@ class SharingTree:
             if number >= len(self.parent):
                 self.parent = _grown(self.parent, number)
                 self.end = _grown(self.end, number)
+                self._holders = _grown(self._holders, number)
         self.parent[number] = parent
         self.end[number] = stem.end
+        self._holders[number] = 0
         self._stem(parent).children[int(pages[0])] = number
         return number
 
@@ -150,7 +158,7 @@ class SharingTree:
         stem = self._stem(number)
         upper = self._add(stem.parent, stem.pages[:length], stem.first)
         above = self._stem(upper)
-        above.holders = stem.holders
+        self._holders[upper] = self._holders[number]
         stem.pages, stem.first, stem.parent = stem.pages[length:], stem.first + length, upper
         self.parent[number] = upper
         above.children[int(stem.pages[0])] = number

@@ -37,6 +37,7 @@ class SeqTable:
         self.last_token: Int32s = np.zeros(size, np.int32)
         self.last_step: Int64s = np.zeros(size, np.int64)  # the last step that used the slot
         self.max_total: Int32s = np.zeros(size, np.int32)
+        self.expected_total: Int32s = np.zeros(size, np.int32)
         self.min_output: Int32s = np.zeros(size, np.int32)
         self.stop_ids: Int32s = np.zeros((size, MAX_FAST_STOPS), np.int32)
         self.has_many_stops: Bools = np.zeros(size, np.bool_)
@@ -63,7 +64,9 @@ class SeqTable:
     def num_used(self) -> int:
         return len(self.sequences) - len(self._free_slots)
 
-    def enter(self, sequence: Sequence, pages: Int32s, num_cached: int) -> SeqSlot:
+    def enter(
+        self, sequence: Sequence, pages: Int32s, num_cached: int, expected_output: int
+    ) -> SeqSlot:
         """Give a waiting sequence a slot; `num_cached` of its tokens are in `pages` already."""
         if not self._free_slots:
             self._grow_slots(max(64, len(self.sequences)))
@@ -78,6 +81,7 @@ class SeqTable:
         self.pending[slot] = 0
         self.last_step[slot] = -1
         self.max_total[slot] = num_prompt + sequence.max_output
+        self.expected_total[slot] = num_prompt + expected_output
         self.min_output[slot] = sampling.min_tokens
         stops = request.stop_ids
         self.has_many_stops[slot] = len(stops) > MAX_FAST_STOPS
@@ -116,6 +120,12 @@ class SeqTable:
         self.is_alive[slot] = False
         self._free_slots.append(slot)
         return pages
+
+    def expect_remaining(self, slots: Int32s, at_least: int) -> Int32s:
+        """Output tokens to come; who has outgrown the expectation gets `at_least` more."""
+        likely = np.maximum(self.expected_total[slots] - self.total[slots], at_least)
+        remaining: Int32s = np.minimum(likely, self.max_total[slots] - self.total[slots])
+        return remaining
 
     def sequence(self, slot: int) -> Sequence:
         found = self.sequences[slot]

@@ -1,0 +1,60 @@
+"""What is known of the future: how long answers get, and what a planned workload needs again."""
+
+import numpy as np
+
+from mainstem.core.sequence import Sequence
+from mainstem.core.step import Int32s
+
+
+class OutputLengths:
+    """How long answers are, learned from those that ended; until then, as long as they may be.
+
+    A mean over the last `memory` answers or so. A sequence that outgrew its expectation is expected
+    to go on for as long as it has.
+    """
+
+    def __init__(self, memory: int = 256) -> None:
+        self._memory = memory
+        self._count = 0
+        self._mean = 0.0
+
+    def observe(self, num_output: int) -> None:
+        self._count = min(self._count + 1, self._memory)
+        self._mean += (num_output - self._mean) / self._count
+
+    def expect(self, sequence: Sequence) -> int:
+        """Output tokens of a sequence that is about to start, those it has already included."""
+        likely = sequence.expected_output
+        if likely is None:
+            likely = round(self._mean) if self._count else sequence.max_output
+        produced = len(sequence.output_ids)
+        return min(sequence.max_output, max(likely, 2 * produced, 1))
+
+
+class PlannedOrder:
+    """The announced order of a known workload: what each prompt shares with the next.
+
+    Prompts start in this order, so the tokens of prompt i that a prompt after `last` can still use
+    are the least that any two neighbours between them have in common.
+    """
+
+    def __init__(self) -> None:
+        self._shared_with_next: Int32s = np.empty(0, np.int32)
+        self._last_started = 0
+
+    def announce(self, shared_with_next: Int32s) -> int:
+        """Add prompts at the end; returns the place of the first."""
+        first = len(self._shared_with_next)
+        self._shared_with_next = np.concatenate([self._shared_with_next, shared_with_next])
+        return first
+
+    def start(self, place: int) -> None:
+        self._last_started = max(self._last_started, place)
+
+    def tokens_wanted(self, place: int) -> int:
+        """Leading tokens of the prompt at `place` that prompts which have not started share."""
+        between = self._shared_with_next[place : self._last_started + 1]
+        return int(between.min()) if len(between) else 0
+
+    def __len__(self) -> int:
+        return len(self._shared_with_next)

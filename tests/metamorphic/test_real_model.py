@@ -1,0 +1,167 @@
+"""A real model: equal to Hugging Face token for token, and equal to itself in every setting.
+
+Greedy decoding in fp32. Where two tokens' logits are closer than fp32 can tell apart (TIE), either
+may be chosen; a difference is accepted only if the oracle's logits show such a tie.
+"""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mainstem import LLM, SamplingParams
+from mainstem.apps.text import Tokenizer
+
+DATA = Path(__file__).parent.parent / "data" / "prompts50.jsonl"
+NEW_TOKENS = 64
+TIE = 1e-3  # logits are about 20 and sums of 600 products: fp32 orders differ by up to 2e-4
+QUICK = {
+    "mt101-1-t1",
+    "mt101-1-t2",
+    "mt101-1-t3",
+    "xquad10-0-q0",
+    "xquad10-0-q1",
+    "spider-singer-0",
+    "bbh-sports_understanding-0",
+    "pride_and_prejudice-9",
+}
+
+SETTINGS: dict[str, dict[str, int | str]] = {
+    "chunk 16": {"chunk_tokens": 16},
+    "chunk 64": {"chunk_tokens": 64},
+    "page size 1": {"page_size": 1},
+    "page size 64": {"page_size": 64},
+    "stored once, read by each": {"share": "storage"},
+    "no sharing": {"share": "none"},
+}
+
+
+@cache
+def rows(which: str) -> list[dict[str, object]]:
+    found = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
+    return found if which == "all" else [row for row in found if row["id"] in QUICK]
+
+
+@pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=pytest.mark.slow)])
+def which(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def oracle(smollm2_folder: Path) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    assert isinstance(model, torch.nn.Module)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def prompts(which: str, smollm2_folder: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.load(smollm2_folder)
+    ids = []
+    for row in rows(which):
+        if "messages" in row:
+            messages = row["messages"]
+            assert isinstance(messages, list)
+            ids.append(tokenizer.encode_chat(messages))
+        else:
+            ids.append(tokenizer.encode(str(row["prompt"])))
+    return ids
+
+
+def answer(prompts: list[list[int]], **settings: int | str) -> tuple[list[list[int]], LLM]:
+    llm = LLM("smollm2", **settings)  # type: ignore[arg-type]  # one dict for all settings
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.text_engine.engine.check()
+    return [output.outputs[0].token_ids for output in outputs], llm
+
+
+@pytest.fixture(scope="module")
+def batched(prompts: list[list[int]]) -> list[list[int]]:
+    return answer(prompts)[0]
+
+
+def logits_after(oracle: torch.nn.Module, ids: list[int], count: int) -> torch.Tensor:
+    """The oracle's logits for each of the last `count` tokens of `ids`."""
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([ids]), logits_to_keep=count + 1).logits[0]
+    assert isinstance(logits, torch.Tensor)
+    return logits[:-1]
+
+
+def gap(logits: torch.Tensor, token_id: int) -> float:
+    """How far a token is behind the best."""
+    return float(logits.max() - logits[token_id])
+
+
+def assert_same_or_tied(
+    oracle: torch.nn.Module, prompt: list[int], expected: list[int], got: list[int]
+) -> None:
+    if got == expected:
+        return
+    pairs = enumerate(zip(expected, got, strict=False))
+    place = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(got)))
+    logits = logits_after(oracle, [*prompt, *got[: place + 1]], 1)[0]
+    behind = [gap(logits, tokens[place]) for tokens in (expected, got) if place < len(tokens)]
+    print(f"token {place}: logit gaps {behind}", file=sys.stderr)
+    assert max(behind) < TIE, f"token {place} differs and is no tie: gaps {behind}"
+
+
+def test_greedy_tokens_equal_hugging_face(
+    oracle: torch.nn.Module, prompts: list[list[int]], batched: list[list[int]]
+) -> None:
+    """Each token is the oracle's argmax after everything before it, hence its greedy answer."""
+    num_ties = 0
+    for prompt, got in zip(prompts, batched, strict=True):
+        logits = logits_after(oracle, [*prompt, *got], len(got))
+        for place, token_id in enumerate(got):
+            behind = gap(logits[place], token_id)
+            num_ties += behind > 0.0
+            assert behind < TIE, f"token {place} is {behind} behind the oracle's choice"
+    print(f"{num_ties} ties", file=sys.stderr)
+    assert num_ties <= len(prompts) // 8, "ties are rare; so many mean less precision than fp32"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_do_not_change_the_answer(
+    name: str, oracle: torch.nn.Module, prompts: list[list[int]], batched: list[list[int]]
+) -> None:
+    got, _ = answer(prompts, **SETTINGS[name])
+    for prompt, expected, tokens in zip(prompts, batched, got, strict=True):
+        assert_same_or_tied(oracle, prompt, expected, tokens)
+
+
+def test_alone_equals_batched_and_warm_equals_cold(
+    oracle: torch.nn.Module, prompts: list[list[int]], batched: list[list[int]]
+) -> None:
+    llm = LLM("smollm2")
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    for prompt, expected in zip(prompts, batched, strict=True):
+        cold = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+        assert_same_or_tied(oracle, prompt, expected, cold)
+    for prompt, expected in list(zip(prompts, batched, strict=True))[:8]:
+        output = llm.generate(prompt, params, use_tqdm=False)[0]
+        assert output.num_cached_tokens >= (len(prompt) - 1) // 16 * 16
+        assert_same_or_tied(oracle, prompt, expected, output.outputs[0].token_ids)
+
+
+def test_preemption_does_not_change_the_answer(
+    oracle: torch.nn.Module, prompts: list[list[int]], batched: list[list[int]]
+) -> None:
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    llm = LLM("smollm2", kv_tokens=longest + 200, page_size=4)
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    for index, prompt in enumerate(prompts):
+        # too low an expectation starts more than memory can hold to the end
+        llm.text_engine.submit(str(index), prompt, params, expected_tokens=1)
+    got: list[list[int]] = [[] for _ in prompts]
+    while llm.text_engine.has_work:
+        for output in llm.text_engine.step():
+            got[int(output.request_id)] += output.token_ids
+    assert llm.counters.preemptions > 0, "memory was meant to be too small"
+    for prompt, expected, tokens in zip(prompts, batched, got, strict=True):
+        assert_same_or_tied(oracle, prompt, expected, tokens)
