@@ -96,6 +96,17 @@ def test_no_prompts_save_nothing() -> None:
     assert savings.upper_bound == savings.lru == 0.0
 
 
+@given(prompt_lists(), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_whole_pages_save_what_an_unbounded_cache_of_them_finds(
+    prompts: PromptLists, page_size: int
+) -> None:
+    tree = build_tree(Prompts.from_lists(prompts))
+    total = sum(map(len, prompts))
+    found = lru_hit_tokens(tree, LruCache(10**9, page_size))
+    assert processed_tokens(plan_tree(tree), total, page_size) == total - found
+
+
 def test_a_plan_without_sharing_computes_every_token() -> None:
     batch = Prompts.from_lists([[1, 2], [3, 4, 5]])
     assert processed_tokens(plan_prompts(batch, PlanConfig(levels=1)), 5) == 5

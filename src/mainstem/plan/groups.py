@@ -65,33 +65,39 @@ def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: 
     trunk node, and a group per prompt if not: then nothing worth waiting for is shared.
     """
     is_span = choose_spans(tree, worth, levels)
-    nodes = np.arange(len(is_span))
+    num_nodes, count = len(is_span), len(tree.order)
     spans_within = _count_within(tree, is_span)
-    is_under_span = np.maximum.accumulate(np.where(is_span, tree.subtree_ends, 0)) > nodes
-    is_trunk = ~is_under_span | (
-        _is_better_split(tree, spans_within, group_tokens) & (spans_within > is_span)
-    )
-    reach = np.maximum.accumulate(np.where(is_trunk, 0, tree.subtree_ends))
-    is_trunk &= reach <= nodes  # not within a group
+    is_under_span = _is_within(tree, is_span)
+    may_split = _is_better_split(tree, spans_within, group_tokens) & (spans_within > is_span)
+    is_trunk = ~is_under_span | may_split
+    is_trunk &= ~_is_within(tree, ~is_trunk)  # whatever lies within a group is not trunk
 
-    count = len(tree.order)
+    # label a position by itself (hanging alone), by its trunk node or by its branch
+    labels = num_nodes + np.arange(count)
+    labels = np.where(is_under_span[tree.prompt_nodes], tree.prompt_nodes, labels)
     branches = np.flatnonzero(is_trunk[tree.node_parents] & ~is_trunk)
-    is_own_group = spans_within[branches] > 0  # always, where no span lies above
-    # label a position by its branch, by its trunk node, or (hanging alone) by itself
     branch_of = np.searchsorted(tree.node_begins[branches], np.arange(count), side="right") - 1
     in_branch = ~is_trunk[tree.prompt_nodes]
-    labels = np.where(
-        is_under_span[tree.prompt_nodes], tree.prompt_nodes, len(nodes) + np.arange(count)
-    ).astype(np.int64)
-    inside = branch_of[in_branch]
-    branch_labels = np.where(is_own_group, branches, tree.node_parents[branches])
-    labels[in_branch] = branch_labels[inside]
+    has_spans = spans_within[branches] > 0  # always, where no span lies above
+    branch_labels = np.where(has_spans, branches, tree.node_parents[branches])
+    labels[in_branch] = branch_labels[branch_of[in_branch]]
 
     found, firsts, position_groups = np.unique(labels, return_index=True, return_inverse=True)
-    is_alone = found >= len(nodes)
-    group_nodes = np.where(is_alone, tree.prompt_nodes[firsts], np.minimum(found, nodes[-1]))
-    trunks = np.where(is_trunk[group_nodes], group_nodes, tree.node_parents[group_nodes])
-    return _draft(tree, position_groups, group_nodes, trunks, is_trunk, is_span)
+    group_nodes = np.where(found < num_nodes, found, tree.prompt_nodes[firsts])
+    group_trunks = np.where(is_trunk[group_nodes], group_nodes, tree.node_parents[group_nodes])
+    return Draft(
+        order=tree.order,
+        prompt_nodes=tree.prompt_nodes,
+        position_groups=position_groups,
+        group_nodes=group_nodes,
+        group_trunks=group_trunks,
+        node_parents=tree.node_parents,
+        node_tokens=tree.node_tokens,
+        node_begins=tree.node_begins,
+        node_ends=tree.node_ends,
+        node_is_trunk=is_trunk,
+        node_is_span=is_span,
+    )
 
 
 def _is_better_split(tree: PrefixTree, spans_within: Int64s, group_tokens: int) -> Bools:
@@ -116,6 +122,12 @@ def _count_within(tree: PrefixTree, is_counted: Bools) -> Int64s:
     """[nodes] how many nodes of the subtree, itself included, are counted."""
     before = np.concatenate([[0], np.cumsum(is_counted)])
     return np.asarray(before[tree.subtree_ends] - before[:-1], dtype=np.int64)
+
+
+def _is_within(tree: PrefixTree, is_top: Bools) -> Bools:
+    """[nodes] whether a node or one above it is one of `is_top`."""
+    reach = np.maximum.accumulate(np.where(is_top, tree.subtree_ends, 0))
+    return np.asarray(reach > np.arange(len(reach)))
 
 
 def choose_spans(tree: PrefixTree, worth: SpanChoice, levels: int) -> Bools:
@@ -215,27 +227,4 @@ def _single_level(tree: PrefixTree, owners: Int64s) -> Draft:
         node_ends=np.concatenate([zero + count, (firsts + sizes)[~is_alone]]),
         node_is_trunk=is_root,
         node_is_span=~is_root,
-    )
-
-
-def _draft(
-    tree: PrefixTree,
-    position_groups: Int64s,
-    group_nodes: Int64s,
-    group_trunks: Int64s,
-    is_trunk: Bools,
-    is_span: Bools,
-) -> Draft:
-    return Draft(
-        order=tree.order,
-        prompt_nodes=tree.prompt_nodes,
-        position_groups=position_groups,
-        group_nodes=group_nodes,
-        group_trunks=group_trunks,
-        node_parents=tree.node_parents,
-        node_tokens=tree.node_tokens,
-        node_begins=tree.node_begins,
-        node_ends=tree.node_ends,
-        node_is_trunk=is_trunk,
-        node_is_span=is_span,
     )

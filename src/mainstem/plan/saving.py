@@ -52,10 +52,14 @@ def compare(tree: PrefixTree, plan: Plan, cache: LruCache) -> Savings:
     )
 
 
-def processed_tokens(plan: Plan, total_tokens: int) -> int:
-    """What a plan computes of prompts with `total_tokens`: every node once, and the rest."""
-    shared = int(plan.node_tokens[plan.member_nodes].sum())
-    return total_tokens - shared + int(plan.node_runs.sum())
+def processed_tokens(plan: Plan, total_tokens: int, page_size: int = 1) -> int:
+    """What a plan computes of prompts with `total_tokens`: every node once, and the rest.
+
+    With a page_size, what an engine computes that shares whole pages only.
+    """
+    tokens = plan.node_tokens // page_size * page_size
+    shared = int(tokens[plan.member_nodes].sum())
+    return total_tokens - shared + int((tokens - tokens[plan.node_parents]).sum())
 
 
 def _draft_tokens(tree: PrefixTree, draft: Draft) -> int:
