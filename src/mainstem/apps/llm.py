@@ -174,21 +174,31 @@ class LLM:
         return list(results.values())
 
     def _drain(self, results: Mapping[str, RequestOutput], use_tqdm: bool) -> None:
-        with tqdm(total=len(results), unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            before = self.counters.generated_tokens
+        counters = self.counters
+        num_prompt = sum(
+            len(result.prompt_token_ids) * len(result.outputs) for result in results.values()
+        )
+        prefilled = counters.computed_tokens + counters.cached_tokens
+        decoded = counters.decoded_tokens
+        with tqdm(
+            total=len(results), unit="req", disable=not use_tqdm, miniters=0, dynamic_ncols=True
+        ) as bar:
             while self.text_engine.has_work:
+                num_finished = 0
                 for output in self.text_engine.step():
                     result = results[output.request_id]
                     add_output(result, output)
-                    if result.finished:
-                        bar.update()
-                        elapsed = bar.format_dict["elapsed"]
-                        made = self.counters.generated_tokens - before
-                        saved = self.counters.saving_ratio
-                        bar.set_postfix_str(
-                            f"{made / max(elapsed, 1e-9):.0f} tok/s, {saved:.0%} of prompts saved",
-                            refresh=False,
-                        )
+                    num_finished += result.finished
+                done = min(
+                    num_prompt, counters.computed_tokens + counters.cached_tokens - prefilled
+                )
+                rate = (counters.decoded_tokens - decoded) / max(bar.format_dict["elapsed"], 1e-9)
+                bar.set_postfix_str(
+                    f"{done:,}/{num_prompt:,} prompt tok, {counters.saving_ratio:.0%} saved, "
+                    f"{rate:.0f} tok/s out",
+                    refresh=False,
+                )
+                bar.update(num_finished)
 
 
 def add_output(result: RequestOutput, output: TextOutput) -> None:

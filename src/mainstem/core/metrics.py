@@ -22,7 +22,8 @@ class Counters:
     prompt_tokens: int = 0  # of admitted sequences
     cached_tokens: int = 0  # of these, taken from pages that were there
     computed_tokens: int = 0  # tokens that went through the model in prefill
-    generated_tokens: int = 0
+    decoded_tokens: int = 0  # tokens that went through the model one by one
+    generated_tokens: int = 0  # of finished answers
     key_tokens_read: int = 0
     key_tokens_seen: int = 0
     preemptions: int = 0
@@ -70,6 +71,7 @@ class Counters:
     def _stepped(self, event: StepFinished) -> None:
         self.steps += 1
         self.computed_tokens += event.num_prompt_tokens
+        self.decoded_tokens += event.num_tokens - event.num_prompt_tokens
         self.key_tokens_read += event.key_tokens_read
         self.key_tokens_seen += event.key_tokens_seen
         self.host_s += event.host_s
