@@ -1,0 +1,215 @@
+"""`mainstem batch IN -o OUT`: answers a file of requests, one JSON line each, resumable.
+
+IN is OpenAI's batch format (/v1/chat/completions, /v1/completions), or lines with a "prompt" (text
+or token ids) or "messages" and sampling fields beside it. Files may end in .gz or .zst; - is
+standard input or output. Each answer is appended as soon as it is known; a line that cannot be
+answered becomes an error row, and the others go on.
+
+Exit status: 0 all rows answered, 1 some failed or the job broke off, 2 the call was wrong,
+130 stopped by Ctrl-C (go on with --resume).
+"""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from time import perf_counter
+
+from mainstem.apps.answers import TextEngine
+from mainstem.apps.flags import add_engine_flags, engine_config
+from mainstem.apps.jobs.answer_file import AnswerFile, Existing
+from mainstem.apps.jobs.bar import JobBar
+from mainstem.apps.jobs.files import FileFault, InputFile
+from mainstem.apps.jobs.job import Job, JobConfig
+from mainstem.apps.jobs.rows import RowParser
+from mainstem.apps.jobs.summary import Summary
+from mainstem.apps.jobs.windows import ReadAhead, WindowReader
+from mainstem.apps.llm import LLM
+from mainstem.core.config import EngineConfig
+from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.kernels.device import describe_cpu
+from mainstem.plan.planner import PlanConfig
+
+MIB = 1 << 20
+LARGEST_WINDOW_MIB = 2048
+DEFAULT_FLAGS = [
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop",
+    "ignore_eos",
+]  # fields of SamplingParams
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "mainstem batch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("input", metavar="IN", help="JSON lines, also .gz or .zst; -: standard input")
+    made.add_argument("-o", "--output", required=True, metavar="OUT", help="-: standard output")
+    existing = made.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="go on with an OUT that is there")
+    existing.add_argument("--overwrite", action="store_true", help="replace an OUT that is there")
+    made.add_argument("--no-plan", action="store_true", help="keep the input's order")
+    made.add_argument("--no-dedupe", action="store_true", help="answer equal greedy rows each")
+    made.add_argument(
+        "--levels", type=int, default=PlanConfig().levels, metavar="N",
+        help="of shared prefixes; 1: BatchLLM's single level (%(default)s)",
+    )  # fmt: skip
+    made.add_argument(
+        "--window-mib", type=int, metavar="N",
+        help="memory for rows that are planned together (an eighth of what is free)",
+    )  # fmt: skip
+    made.add_argument("--summary-json", type=Path, metavar="FILE", help="also write the summary")
+    made.add_argument("--no-progress", action="store_true", help="no progress bar")
+    _add_default_flags(made)
+    add_engine_flags(made)
+    return made
+
+
+def _add_default_flags(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("for rows that do not say")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help="(16 for prompts, the context for chats)"
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (1)")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--repetition-penalty", type=float, metavar="X")
+    group.add_argument("--presence-penalty", type=float, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, metavar="X")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="repeatable")
+    group.add_argument("--ignore-eos", action="store_true", default=None)
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N",
+        help="a row's own seed is made of this and its custom_id (%(default)s)",
+    )  # fmt: skip
+
+
+class StopSignals:
+    """Remembers the first SIGINT or SIGTERM; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def is_set(self) -> bool:
+        return self.received is not None
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Within this, signals only ask to stop."""
+        caught = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in caught}
+        for number in caught:
+            signal.signal(number, self._receive)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: object) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
+
+
+def open_engine(config: EngineConfig) -> TextEngine:
+    """The model's engine, as LLM makes it."""
+    return LLM.from_config(config).text_engine
+
+
+def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engine) -> int:
+    """Exit status as above; what is wrong with the call is raised as a MainstemError."""
+    args = parser().parse_args(argv)
+    config = engine_config(args)
+    row_parser = RowParser(_defaults(args))
+    job_config = JobConfig(
+        plan=None if args.no_plan else PlanConfig(levels=args.levels),
+        has_dedupe=not args.no_dedupe,
+        seed=args.seed,
+        model_name=config.model.model,
+    )
+    window_bytes = _window_bytes(args.window_mib)
+    summary = Summary(args.input, args.output, config.model.model)
+    stop = StopSignals()
+    with closing(InputFile(args.input)) as source:
+        if source.is_same_file(args.output):
+            raise InvalidRequest("-o", "is the input itself")
+        with AnswerFile(args.output, _existing(args)) as out:
+            summary.failed_before = out.done.num_failed
+            engine = load(config)
+            limit = engine.engine.max_model_len
+            tokenizer = engine.tokenizer
+            reader = WindowReader(source, tokenizer, row_parser, out.done, limit, window_bytes)
+            with closing(engine.engine), JobBar(summary, not args.no_progress) as bar:
+                job = Job(engine, out, job_config, summary, stop.is_set, bar)
+                fault = _run(job, reader, out, summary, stop)
+    print(summary.to_text(), file=sys.stderr)
+    if fault is not None:
+        print(f"mainstem batch: {fault}", file=sys.stderr)
+    if args.summary_json is not None:
+        _write_summary(args.summary_json, summary)
+    if stop.received is not None:
+        return 128 + stop.received
+    has_failed = fault is not None or summary.failed or summary.failed_before
+    return 1 if has_failed else 0
+
+
+def _run(
+    job: Job, reader: WindowReader, out: AnswerFile, summary: Summary, stop: StopSignals
+) -> FileFault | None:
+    """Run the job; a file that fails ends it and is returned, since the summary is still owed."""
+    began_s = perf_counter()
+    windows: ReadAhead | None = None
+    try:
+        with stop.caught():
+            out.start()
+            windows = ReadAhead(reader)
+            job.run(windows)
+            out.finish()
+    except FileFault as fault:
+        summary.is_complete = False
+        return fault
+    finally:
+        summary.seconds = perf_counter() - began_s
+        if windows is not None:
+            windows.close()
+    return None
+
+
+def _existing(args: argparse.Namespace) -> Existing:
+    if args.resume:
+        return Existing.RESUME
+    return Existing.OVERWRITE if args.overwrite else Existing.REFUSE
+
+
+def _defaults(args: argparse.Namespace) -> dict[str, object]:
+    """Sampling fields that were given as flags."""
+    values = {name: getattr(args, name) for name in DEFAULT_FLAGS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _window_bytes(window_mib: int | None) -> int:
+    if window_mib is None:
+        free_mib = describe_cpu().free_bytes // MIB
+        return MIB * min(LARGEST_WINDOW_MIB, max(32, free_mib // 8))
+    if window_mib < 1:
+        raise ConfigError(f"--window-mib must be at least 1, got {window_mib}")
+    return MIB * window_mib
+
+
+def _write_summary(path: Path, summary: Summary) -> None:
+    try:
+        path.write_text(json.dumps(summary.to_json(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest("--summary-json", error.strerror or str(error)) from None

@@ -1,0 +1,238 @@
+"""The loop of a batch job: keep the engine fed in planned order, append each answer at once."""
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from time import perf_counter, time
+
+from mainstem.apps.answers import TextEngine, TextOutput
+from mainstem.apps.jobs.answer_file import AnswerFile
+from mainstem.apps.jobs.bar import JobBar
+from mainstem.apps.jobs.ordering import (
+    LengthEstimate,
+    Stretch,
+    group_equals,
+    in_input_order,
+    in_planned_order,
+)
+from mainstem.apps.jobs.replies import Answers, answer_row, error_row
+from mainstem.apps.jobs.rows import Row, RowError
+from mainstem.apps.jobs.summary import Summary
+from mainstem.apps.jobs.windows import Failure, ReadAhead, Window
+from mainstem.apps.llm import CompletionOutput, RequestOutput, add_output
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.request import Delivery, SamplingParams
+from mainstem.plan.planner import PlanConfig
+
+MAX_WAITING = 1024  # sequences queued in the engine: it never starves, and memory stays bounded
+MAX_WAITING_TOKENS = 1 << 22
+OTHER_MODELS = 100  # different names that are counted
+
+
+@dataclass(frozen=True, slots=True)
+class JobConfig:
+    """How a job is run."""
+
+    plan: PlanConfig | None = None  # None: rows run in input order
+    has_dedupe: bool = True
+    seed: int = 0  # of rows that bring none
+    model_name: str = ""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A row that is being answered, and the rows that get the same answer."""
+
+    row: Row
+    copies: list[Row]
+    prompt_tokens: int
+    template: int
+    result: RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """A row that is ready to be submitted."""
+
+    row: Row
+    copies: list[Row]
+    prompt_ids: "array[int]"
+    template: int
+    plan_place: int | None
+
+
+class Job:
+    """Answers windows of rows. `should_stop` is asked between steps."""
+
+    def __init__(
+        self,
+        engine: TextEngine,
+        out: AnswerFile,
+        config: JobConfig,
+        summary: Summary,
+        should_stop: Callable[[], bool],
+        bar: JobBar,
+    ) -> None:
+        self._engine = engine
+        self._out = out
+        self._config = config
+        self._summary = summary
+        self._should_stop = should_stop
+        self._bar = bar
+        self._estimate = LengthEstimate()
+        self._open: dict[str, _Open] = {}
+        summary.counters.attach(engine.engine.bus)
+        self._tokens_submitted = 0
+        self._num_submitted = 0
+
+    def run(self, windows: ReadAhead) -> None:
+        """Until everything is answered or `should_stop`; raises what ended `windows` early."""
+        ready: Iterator[_Next] = iter(())
+        upcoming = next(ready, None)
+        while not self._should_stop():
+            if upcoming is None and not windows.is_ended:
+                is_idle = not self._engine.has_work
+                window = windows.wait(self._should_stop) if is_idle else windows.poll()
+                if window is not None:
+                    ready = self._take(window)
+                    upcoming = next(ready, None)
+                    continue
+            while upcoming is not None and self._has_room():
+                self._submit(upcoming)
+                upcoming = next(ready, None)
+            if self._engine.has_work:
+                for output in self._engine.step():
+                    self._hear(output)
+            elif upcoming is None and windows.is_ended:
+                if windows.fault is not None:
+                    raise windows.fault
+                self._summary.is_complete = True
+                return
+
+    # --- rows to the engine ---------------------------------------------------------------------
+
+    def _take(self, window: Window) -> Iterator[_Next]:
+        """Write the failures of a window and put its rows in order."""
+        summary = self._summary
+        summary.windows += 1
+        summary.rows = window.num_rows_read
+        summary.skipped += window.num_skipped
+        self._bar.show_window(window.num_rows_read, window.num_skipped, window.progress)
+        for failure in window.failures:
+            self._fail(failure)
+        for row in window.rows:
+            if row.model not in (None, self._config.model_name):
+                self._note_model(str(row.model))
+        if self._config.has_dedupe:
+            copies = group_equals(window.rows, window.prompts)
+        else:
+            copies = {index: [] for index in range(len(window.rows))}
+        return self._in_order(window, copies)
+
+    def _in_order(self, window: Window, copies: dict[int, list[int]]) -> Iterator[_Next]:
+        rows = window.rows
+        for stretch in self._stretches(window, list(copies)):
+            first: int | None = None
+            if stretch.shared_with_next is not None:
+                first = self._engine.expect(stretch.shared_with_next)
+            pairs = zip(stretch.row_indices.tolist(), stretch.templates.tolist(), strict=True)
+            for offset, (index, template) in enumerate(pairs):
+                ids = array("i")
+                ids.frombytes(window.prompts[index].tobytes())
+                place = None if first is None else first + offset
+                equals = [rows[copy] for copy in copies[index]]
+                yield _Next(rows[index], equals, ids, template, place)
+
+    def _stretches(self, window: Window, chosen: list[int]) -> Iterator[Stretch]:
+        """The planner's stretches; its time is counted."""
+        if self._config.plan is None:
+            yield from in_input_order(chosen)
+            return
+        planned = in_planned_order(
+            chosen, window.rows, window.prompts, self._estimate, self._config.plan
+        )
+        while True:
+            began_s = perf_counter()
+            stretch = next(planned, None)
+            self._summary.plan_s += perf_counter() - began_s
+            if stretch is None:
+                return
+            yield stretch
+
+    def _has_room(self) -> bool:
+        waiting = self._engine.engine.num_waiting
+        mean_tokens = self._tokens_submitted / max(self._num_submitted, 1)
+        return waiting < MAX_WAITING and waiting * mean_tokens < MAX_WAITING_TOKENS
+
+    def _submit(self, item: _Next) -> None:
+        row = item.row
+        request_id = str(row.line)
+        try:
+            self._engine.submit(
+                request_id,
+                item.prompt_ids,
+                self._seeded(row),
+                Delivery.AT_END,
+                row.salt,
+                row.priority,
+                plan_place=item.plan_place,
+                expected_tokens=self._estimate.expect(item.template, row.sampling.max_tokens),
+            )
+        except InvalidRequest as error:
+            fault = RowError("invalid_value", str(error), error.field)
+            for failed in (row, *item.copies):
+                self._fail(Failure(failed.line, failed.custom_id, fault))
+            return
+        wants_logprobs = row.sampling.logprobs is not None
+        answers = [
+            CompletionOutput(index, logprobs=[] if wants_logprobs else None)
+            for index in range(row.sampling.n)
+        ]
+        num_tokens = len(item.prompt_ids)
+        result = RequestOutput(request_id, None, [], answers)
+        self._open[request_id] = _Open(row, item.copies, num_tokens, item.template, result)
+        self._num_submitted += 1
+        self._tokens_submitted += num_tokens
+
+    def _seeded(self, row: Row) -> SamplingParams:
+        """A row without a seed gets one from its id, so that a resumed job says the same."""
+        if row.sampling.is_greedy or row.sampling.seed is not None:
+            return row.sampling
+        name = f"{self._config.seed} {row.custom_id}".encode()
+        digest = blake2b(name, digest_size=8).digest()
+        return replace(row.sampling, seed=int.from_bytes(digest, "little", signed=True))
+
+    # --- answers to the file --------------------------------------------------------------------
+
+    def _hear(self, output: TextOutput) -> None:
+        opened = self._open[output.request_id]
+        add_output(opened.result, output)
+        if not opened.result.finished:
+            return
+        del self._open[output.request_id]
+        for answer in opened.result.outputs:
+            self._estimate.observe(opened.template, len(answer.token_ids))
+        self._answer(opened.row, opened)
+        opened.result.num_cached_tokens = opened.prompt_tokens  # a copy computes nothing
+        for row in opened.copies:
+            self._answer(row, opened)
+            self._summary.deduplicated += 1
+            self._summary.deduplicated_tokens += opened.prompt_tokens * row.sampling.n
+
+    def _answer(self, row: Row, opened: _Open) -> None:
+        answers = Answers(opened.prompt_tokens, opened.result)
+        name, tokenizer = self._config.model_name, self._engine.tokenizer
+        self._out.append(answer_row(row, answers, name, tokenizer, int(time())))
+        self._summary.answered += 1
+        self._bar.show_row()
+
+    def _fail(self, failure: Failure) -> None:
+        self._out.append(error_row(failure.line, failure.custom_id, failure.error))
+        self._summary.failed += 1
+        self._summary.errors[failure.error.code] += 1
+        self._bar.show_row()
+
+    def _note_model(self, name: str) -> None:
+        counted = self._summary.other_models
+        counted[name if name in counted or len(counted) < OTHER_MODELS else "..."] += 1

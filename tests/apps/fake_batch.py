@@ -1,0 +1,86 @@
+"""`mainstem batch` over FakeRunner: exact answers, no tensors. Also run as a program, to be killed.
+
+python -m tests.apps.fake_batch STEP_SECONDS IN -o OUT [flags]
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from mainstem.apps.answers import TextEngine
+from mainstem.apps.batch import main
+from mainstem.apps.text import Tokenizer
+from mainstem.core.config import EngineConfig
+from mainstem.core.events import EventBus, StepFinished
+from tests.builders import VOCAB, an_engine
+from tests.fakes import fake_answer
+
+EOS_ID = 96
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+Row = dict[str, Any]
+
+
+def a_tokenizer() -> Tokenizer:
+    """One token per byte: printable ASCII is 0 to 94, the line end 95, the end token 96.
+
+    Other bytes come after that, outside the vocabulary of the fake model.
+    """
+    first = [chr(code) for code in range(0x21, 0x7F)]
+    alphabet = ["\u0120", *first, "\u010a"]  # byte-level names of space and line end
+    others = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(alphabet))
+    vocab = {name: place for place, name in enumerate([*alphabet, "<|end|>", *others])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    return Tokenizer(backend, frozenset({EOS_ID}), {}, {"default": TEMPLATE})
+
+
+class FakeEngines:
+    """Makes engines as `main` asks for them; keeps the last config and engine to look at."""
+
+    def __init__(self, step_s: float = 0.0, num_pages: int = 256, max_model_len: int = 400) -> None:
+        self._step_s = step_s
+        self._num_pages = num_pages
+        self._max_model_len = max_model_len
+        self.config: EngineConfig | None = None
+        self.engine: TextEngine | None = None
+        self.at_step: Callable[[StepFinished], None] | None = None
+
+    def __call__(self, config: EngineConfig) -> TextEngine:
+        bus = EventBus()
+        bus.subscribe(StepFinished, self._stepped)
+        engine = an_engine(
+            self._num_pages,
+            config=config.sched,
+            max_model_len=config.sched.max_model_len or self._max_model_len,
+            bus=bus,
+        )
+        self.config, self.engine = config, TextEngine(engine, a_tokenizer())
+        return self.engine
+
+    def _stepped(self, event: StepFinished) -> None:
+        if self.at_step is not None:
+            self.at_step(event)
+        time.sleep(self._step_s)
+
+
+def expected_text(prompt: str, max_tokens: int) -> str:
+    """What the fake model says to a text."""
+    tokenizer = a_tokenizer()
+    ids = fake_answer(tokenizer.encode(prompt), max_tokens, VOCAB)
+    if EOS_ID in ids:
+        ids = ids[: ids.index(EOS_ID)]
+    return tokenizer.decode(ids)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[2:], FakeEngines(step_s=float(sys.argv[1]))))

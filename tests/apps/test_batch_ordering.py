@@ -1,0 +1,172 @@
+"""Order of a window's rows: all of them, equal ones once, neighbours that share."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mainstem.apps.jobs import ordering
+from mainstem.apps.jobs.ordering import (
+    LengthEstimate,
+    Stretch,
+    group_equals,
+    in_input_order,
+    in_planned_order,
+    shared_with_next,
+)
+from mainstem.apps.jobs.rows import Kind, Row
+from mainstem.core.plan import Prompts
+from mainstem.core.request import SamplingParams
+from mainstem.plan.planner import PlanConfig, plan_prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+workloads = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=30)
+
+
+def a_row(
+    line: int, sampling: SamplingParams = GREEDY, salt: bytes = b"", priority: int = 0
+) -> Row:
+    return Row(line, f"line-{line}", Kind.COMPLETION, sampling, salt, priority)
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """How many leading tokens two prompts share."""
+    count = 0
+    while count < min(len(a), len(b)) and a[count] == b[count]:
+        count += 1
+    return count
+
+
+def planned(
+    prompts: list[list[int]], rows: list[Row] | None = None, estimate: LengthEstimate | None = None
+) -> list[Stretch]:
+    rows = rows or [a_row(index) for index in range(len(prompts))]
+    found = in_planned_order(
+        range(len(rows)),
+        rows,
+        Prompts.from_lists(prompts),
+        estimate or LengthEstimate(),
+        PlanConfig(),
+    )
+    return list(found)
+
+
+@given(workloads)
+def test_shared_with_next_is_what_neighbours_have_in_common(prompts: list[list[int]]) -> None:
+    plan = plan_prompts(Prompts.from_lists(prompts))
+    order = plan.members.tolist()
+    pairs = pairwise(order)
+    expected = [common(prompts[a], prompts[b]) for a, b in pairs]
+    assert shared_with_next(plan).tolist() == [*expected, 0]
+
+
+@settings(deadline=None)
+@given(workloads, st.data())
+def test_every_row_runs_once_and_by_priority(prompts: list[list[int]], data: st.DataObject) -> None:
+    """However many stretches it takes, and whatever is learned between them."""
+    count = len(prompts)
+    priorities = data.draw(st.lists(st.integers(-1, 1), min_size=count, max_size=count))
+    rows = [a_row(index, priority=priorities[index]) for index in range(count)]
+    estimate = LengthEstimate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ordering, "STRETCH_ROWS", 3)
+        seen: list[int] = []
+        for stretch in in_planned_order(
+            range(count), rows, Prompts.from_lists(prompts), estimate, PlanConfig()
+        ):
+            members = stretch.row_indices.tolist()
+            seen += members
+            for template in stretch.templates.tolist():
+                estimate.observe(template, data.draw(st.integers(0, 8)))
+            assert stretch.shared_with_next is not None
+            shared = stretch.shared_with_next.tolist()
+            assert shared[-1] == 0
+            for a, b, claimed in zip(members, members[1:], shared, strict=False):
+                assert claimed == common(prompts[a], prompts[b])
+    assert sorted(seen) == list(range(count))
+    ran = [priorities[index] for index in seen]
+    assert ran == sorted(ran)
+
+
+def test_a_large_workload_comes_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ordering, "STRETCH_ROWS", 8)
+    prompts = [[doc, doc, doc, question] for question in range(5) for doc in range(20)]
+    stretches = planned(prompts)
+    sizes = [len(stretch.row_indices) for stretch in stretches]
+    assert all(8 <= size <= 16 for size in sizes)
+    for stretch in stretches:  # documents are not torn apart
+        docs = [prompts[index][0] for index in stretch.row_indices.tolist()]
+        assert all(docs.count(doc) == 5 for doc in docs)
+
+
+def test_what_one_window_taught_orders_the_next() -> None:
+    """Groups with longer answers go first (BatchLLM Eq. 3); before that, input order decides."""
+    prompts = [[kind, kind, question, question] for kind in (5, 6) for question in range(4)]
+    estimate = LengthEstimate()
+    (first,) = planned(prompts, estimate=estimate)
+    assert first.row_indices.tolist() == list(range(8))
+    for index, template in zip(first.row_indices.tolist(), first.templates.tolist(), strict=True):
+        estimate.observe(template, 1 if prompts[index][0] == 5 else 8)
+    (second,) = planned(prompts, estimate=estimate)
+    assert second.row_indices.tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
+
+
+def test_templates_keep_their_number_from_window_to_window() -> None:
+    estimate = LengthEstimate()
+    first = planned([[1, 2, 3], [1, 2, 4], [9, 9, 3], [9, 9, 4], [7]], estimate=estimate)[0]
+    second = planned([[9, 9, 6], [9, 9, 7], [8, 8, 8], [8, 8, 9]], estimate=estimate)[0]
+    by_row = dict(zip(first.row_indices.tolist(), first.templates.tolist(), strict=True))
+    later = dict(zip(second.row_indices.tolist(), second.templates.tolist(), strict=True))
+    assert by_row[0] == by_row[1] != by_row[2] == by_row[3]
+    assert by_row[4] == 0, "shares nothing"
+    assert later[0] == by_row[2]
+    assert later[2] not in by_row.values()
+
+
+def test_rows_of_different_salts_share_nothing() -> None:
+    prompts = [[1, 2, 3, 4], [1, 2, 3, 5]]
+    salted = [a_row(0, salt=b"a"), a_row(1, salt=b"b")]
+    (stretch,) = planned(prompts, salted)
+    assert stretch.shared_with_next is not None
+    assert stretch.shared_with_next.tolist() == [0, 0]
+
+
+def test_input_order_is_kept_without_a_plan() -> None:
+    (stretch,) = in_input_order([0, 2, 5])
+    assert stretch.row_indices.tolist() == [0, 2, 5]
+    assert stretch.shared_with_next is None
+    assert list(in_input_order([])) == []
+
+
+def test_rows_that_must_get_the_same_answer_are_found() -> None:
+    sampled = SamplingParams(temperature=1.0, max_tokens=8)
+    seeded = SamplingParams(temperature=0.0, max_tokens=8, seed=4)
+    longer = SamplingParams(temperature=0.0, max_tokens=9)
+    prompt, other = [1, 2], [1, 3]
+    cases = [
+        (prompt, GREEDY, b""),
+        (prompt, SamplingParams(temperature=0.0, max_tokens=8), b""),  # 1: equal to 0
+        (other, GREEDY, b""),
+        (prompt, sampled, b""),
+        (prompt, sampled, b""),  # 4: chance decides
+        (prompt, seeded, b""),  # 5: equal to 0, greedy answers need no seed
+        (prompt, longer, b""),
+        (prompt, GREEDY, b"salt"),
+    ]
+    rows = [a_row(index, sampling, salt) for index, (_, sampling, salt) in enumerate(cases)]
+    found = group_equals(rows, Prompts.from_lists([prompt for prompt, _, _ in cases]))
+    assert found == {0: [1, 5], 2: [], 3: [], 4: [], 6: [], 7: []}
+
+
+def test_expectations_begin_when_enough_was_seen() -> None:
+    estimate = LengthEstimate()
+    assert estimate.expect(0, 100) is None
+    for _ in range(200):
+        estimate.observe(3, 10)
+    assert estimate.expect(3, 100) in range(10, 14)
+    assert estimate.expect(3, 5) == 5
+    assert isinstance(estimate.expect(3, None), int)
+    assert np.isfinite(float(estimate.expect(99, 100) or 0))
