@@ -60,6 +60,10 @@ class FakeRunner:
         assert len(np.unique(step.write_slots)) == len(step.write_slots), "two writes to one slot"
         self._token_at[step.write_slots] = token_ids
         self._position_at[step.write_slots] = step.positions
+        assert not np.isin(step.copy_from, step.copy_to).any(), "a copied slot is copied on"
+        assert not np.isin(step.copy_to, step.write_slots).any(), "a slot is copied and written"
+        self._token_at[step.copy_to] = self._token_at[step.copy_from]
+        self._position_at[step.copy_to] = self._position_at[step.copy_from]
         contexts = self._contexts(step)
         samples = []
         for row in step.sample_rows.tolist():

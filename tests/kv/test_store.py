@@ -24,12 +24,16 @@ def a_store(num_pages: int = 8) -> KVStore:
 
 def fill(store: KVStore, tokens: Int32s) -> Int32s:
     """Compute and cache `tokens`, as a sequence that came and went would."""
-    keys = store.keys(tokens, b"")
-    pages = store.take(len(keys))
-    store.reserve(keys, pages, 0)
+    chain = store.chain(tokens, b"")
+    pages = store.take(len(chain.keys))
+    store.reserve(chain, 0, pages)
     store.commit(pages)
     store.give_back(pages)
     return pages
+
+
+def num_found(store: KVStore, tokens: Int32s) -> int:
+    return len(store.lookup(store.chain(tokens, b""), len(tokens)).pages)
 
 
 def test_keys_name_the_whole_prefix() -> None:
@@ -49,16 +53,17 @@ def test_keys_depend_on_model_page_size_and_salt() -> None:
 
 def test_a_page_is_loading_until_its_step_is_on_its_way() -> None:
     store = a_store()
-    keys = store.keys(ids(1, 2, 3, 4, 5, 6), b"")
+    chain = store.chain(ids(1, 2, 3, 4, 5, 6), b"")
+    keys = chain.keys
     pages = store.take(3)
-    store.reserve(keys, pages, 0)
+    store.reserve(chain, 0, pages)
     store.commit(pages[:1])
-    match = store.lookup(keys)
+    match = store.lookup(chain, 6)
     assert match.outcome is Lookup.LOADING
     assert match.awaited == keys[2]
     assert match.pages.tolist() == pages[:1].tolist()
-    assert store.abort(pages) == keys[1:]
-    assert store.lookup(keys).outcome is Lookup.MISS
+    assert store.abort(pages) == list(keys[1:])
+    assert store.lookup(chain, 6).outcome is Lookup.MISS
 
 
 def test_the_tail_goes_before_the_prefix_and_the_oldest_first() -> None:
@@ -67,11 +72,25 @@ def test_the_tail_goes_before_the_prefix_and_the_oldest_first() -> None:
     fill(store, old)
     fill(store, new)
     store.take(2)  # one is free, one must go
-    assert len(store.lookup(store.keys(old, b"")).pages) == 2
-    assert len(store.lookup(store.keys(new, b"")).pages) == 2
+    assert num_found(store, old) == 2
+    assert num_found(store, new) == 2
     store.take(2)
-    assert len(store.lookup(store.keys(old, b"")).pages) == 0
-    assert len(store.lookup(store.keys(new, b"")).pages) == 2
+    assert num_found(store, old) == 0
+    assert num_found(store, new) == 2
+
+
+def test_a_page_that_begins_alike_is_found() -> None:
+    store = KVStore(8, 4, b"model", EventBus())
+    pages = fill(store, ids(1, 2, 3, 4, 5, 6, 7, 8))
+    fill(store, ids(1, 2, 3, 4, 5, 9, 9, 9))
+    match = store.lookup(store.chain(ids(1, 2, 3, 4, 5, 6, 7, 0, 0), b""), 8)
+    assert match.pages.tolist() == pages[:1].tolist()
+    assert match.outcome is Lookup.MISS
+    assert (match.similar_page, match.similar_tokens) == (pages[1], 3)
+    short = store.lookup(store.chain(ids(1, 2, 3, 4, 5, 6), b""), 5)
+    assert short.similar_tokens == 1
+    none = store.lookup(store.chain(ids(1, 2, 3, 4, 0), b""), 5)
+    assert none.similar_page is None
 
 
 def test_evictions_are_events() -> None:
@@ -97,8 +116,8 @@ class StoreMachine(RuleBasedStateMachine):
     def start(self, tokens: list[int]) -> None:
         store = self.store
         tokens = tokens[: len(tokens) // PAGE * PAGE]
-        keys = store.keys(ids(*tokens), b"")
-        match = store.lookup(keys)
+        chain = store.chain(ids(*tokens), b"")
+        match = store.lookup(chain, len(tokens))
         for depth, page in enumerate(match.pages.tolist()):
             assert self.contents[page] == tuple(tokens[: (depth + 1) * PAGE]), "a wrong page"
         if match.outcome is Lookup.LOADING:
@@ -106,11 +125,15 @@ class StoreMachine(RuleBasedStateMachine):
         cached = match.pages
         store.lease(cached)
         try:
-            fresh = store.take(len(keys) - len(cached))
+            fresh = store.take(len(chain.keys) - len(cached))
         except OutOfPages:
             store.give_back(cached)
             return
-        store.reserve(keys[len(cached) :], fresh, len(cached))
+        if match.similar_page is not None:
+            place, count = len(cached) * PAGE, match.similar_tokens
+            similar = self.contents[match.similar_page]
+            assert similar[: place + count] == tuple(tokens[: place + count]), "not similar"
+        store.reserve(chain, len(cached), fresh)
         for offset, page in enumerate(fresh.tolist()):
             self.contents[page] = tuple(tokens[: (len(cached) + offset + 1) * PAGE])
         self.running.append((tokens, np.concatenate([cached, fresh]), False))

@@ -8,7 +8,7 @@ by whoever holds the Step; a Step can be sent to another process as it is.
     sample_rows     ^ 0                                   (none: the prompt goes on) ^ 513
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
 import numpy as np
@@ -22,6 +22,10 @@ Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 StepId = NewType("StepId", int)
+
+
+def _no_slots() -> Int64s:
+    return np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,10 @@ class Step:
     num_prompt_logprobs: Int32s  # top tokens wanted for each of these rows
     started: tuple[StartedSequence, ...]
     num_decodes: int = 0  # the leading sequences that are past their prompt, one token each
+    # slots whose K and V are copied, in each layer after the writes and before any read: the part
+    # of a page that a sequence shares with another one; never both a source and a target
+    copy_from: Int64s = field(default_factory=_no_slots)
+    copy_to: Int64s = field(default_factory=_no_slots)
 
     @property
     def num_tokens(self) -> int:

@@ -1,11 +1,13 @@
 """PageKey -> device page: how much of this prompt is here already."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
+from mainstem.kv.keys import PageChain
 from mainstem.kv.pool import PagePool
 
 
@@ -20,9 +22,12 @@ class PrefixIndex:
     Invariant: keys and pages are one to one, and every indexed page has the index as a holder.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
         self._page_of: dict[PageKey, int] = {}
+        self._followers: dict[PageKey, list[int]] = defaultdict(list)  # key -> pages after it
+        self._parent_of: list[PageKey | None] = [None] * pool.num_pages
+        self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self._key_of: list[PageKey | None] = [None] * pool.num_pages
         self._is_indexed = np.zeros(pool.num_pages, np.bool_)
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
@@ -49,25 +54,37 @@ class PrefixIndex:
         ready = self._is_ready[pages]
         return pages, len(pages) if ready.all() else int(ready.argmin())
 
-    def reserve(self, keys: Sequence[PageKey], pages: Int32s, first_depth: int) -> list[PageKey]:
-        """Name pages somebody is about to fill; returns the keys that were new.
+    def best_follower(self, parent: PageKey, token_ids: Int32s) -> tuple[int, int] | None:
+        """The READY page after `parent` that begins most like `token_ids`, and how many tokens."""
+        pages = [page for page in self._followers.get(parent, ()) if self._is_ready[page]]
+        if not pages or len(token_ids) == 0:
+            return None
+        is_equal = self._tokens[pages, : len(token_ids)] == token_ids[: self._tokens.shape[1]]
+        lengths = np.logical_and.accumulate(is_equal, axis=1).sum(axis=1)
+        best = int(lengths.argmax())
+        return (pages[best], int(lengths[best])) if lengths[best] else None
+
+    def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
+        """Name pages somebody is about to fill: the chain's from page number `first` on.
 
         A key that is known already keeps its page; the caller's copy stays without a name.
         """
-        new: list[PageKey] = []
         kept: list[int] = []
-        for offset, (key, page) in enumerate(zip(keys, pages.tolist(), strict=True)):
+        for depth, page in enumerate(pages.tolist(), start=first):
+            key = chain.keys[depth]
             if key in self._page_of:
                 continue
+            parent = chain.parent(depth)
             self._page_of[key] = page
             self._key_of[page] = key
-            self._depth[page] = first_depth + offset
-            new.append(key)
+            self._parent_of[page] = parent
+            self._followers[parent].append(page)
+            self._tokens[page] = chain.page_tokens(depth)
+            self._depth[page] = depth
             kept.append(page)
         self._pool.share(np.array(kept, np.int32))
         self._is_indexed[kept] = True
         self._is_ready[kept] = False
-        return new
 
     def commit(self, pages: Int32s) -> list[PageKey]:
         """Pages are filled by a step that is on its way: READY. Returns the keys that became so."""
@@ -107,8 +124,14 @@ class PrefixIndex:
         for page in pages.tolist():
             key = self._key_of[page]
             assert key is not None
+            parent = self._parent_of[page]
+            assert parent is not None
             del self._page_of[key]
-            self._key_of[page] = None
+            self._key_of[page] = self._parent_of[page] = None
+            followers = self._followers[parent]
+            followers.remove(page)
+            if not followers:
+                del self._followers[parent]
             keys.append(key)
         self._is_indexed[pages] = False
         self._is_ready[pages] = False
@@ -119,7 +142,11 @@ class PrefixIndex:
         """Raise if the invariant is broken."""
         indexed = np.flatnonzero(self._is_indexed)
         assert len(indexed) == len(self._page_of), "keys and pages are not one to one"
+        assert len(indexed) == sum(map(len, self._followers.values())), "a page is filed twice"
         for key, page in self._page_of.items():
             assert self._key_of[page] == key, "a page answers to another key"
+            parent = self._parent_of[page]
+            assert parent is not None
+            assert page in self._followers[parent], "a page is not filed after its parent"
         assert (self._pool.holders[indexed] >= 1).all(), "an indexed page has no holder"
         assert not (self._is_ready & ~self._is_indexed).any(), "a page without a key is ready"

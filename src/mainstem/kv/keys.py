@@ -5,6 +5,7 @@ key_0 = H(root,  tokens of page 0)
 key_1 = H(key_0, tokens of page 1)      so equal keys mean equal whole prefixes
 """
 
+from dataclasses import dataclass
 from hashlib import sha256
 
 from mainstem.core.ids import PageKey
@@ -20,6 +21,34 @@ def root_key(identity: bytes, page_size: int, salt: bytes) -> PageKey:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return PageKey(digest.digest())
+
+
+@dataclass(frozen=True, slots=True)
+class PageChain:
+    """Tokens and the keys of their full pages, in order."""
+
+    root: PageKey
+    page_size: int
+    token_ids: Int32s
+    keys: tuple[PageKey, ...]
+
+    @classmethod
+    def of(cls, root: PageKey, page_size: int, token_ids: Int32s) -> "PageChain":
+        return cls(root, page_size, token_ids, tuple(page_keys(root, token_ids, page_size)))
+
+    def extended(self, token_ids: Int32s) -> "PageChain":
+        """The chain of `token_ids`, which begin with this chain's own."""
+        rest = token_ids[len(self.keys) * self.page_size :]
+        more = page_keys(self.parent(len(self.keys)), rest, self.page_size)
+        return PageChain(self.root, self.page_size, token_ids, (*self.keys, *more))
+
+    def parent(self, depth: int) -> PageKey:
+        """The key before page number `depth`."""
+        return self.keys[depth - 1] if depth else self.root
+
+    def page_tokens(self, depth: int) -> Int32s:
+        """Tokens of page number `depth`; fewer than a page's at the end."""
+        return self.token_ids[depth * self.page_size : (depth + 1) * self.page_size]
 
 
 def page_keys(previous: PageKey, token_ids: Int32s, page_size: int) -> list[PageKey]:

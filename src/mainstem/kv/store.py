@@ -1,6 +1,5 @@
 """KVStore: the one door to pages, wherever they lie. Today the device is its only tier."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -11,7 +10,7 @@ from mainstem.core.events import EventBus, PagesEvicted
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
 from mainstem.kv.index import PrefixIndex
-from mainstem.kv.keys import page_keys, root_key
+from mainstem.kv.keys import PageChain, root_key
 from mainstem.kv.pool import PagePool
 
 
@@ -29,7 +28,9 @@ class Match:
 
     pages: Int32s  # the leading READY pages
     outcome: Lookup  # of the first page after them; READY when none is left
-    awaited: PageKey | None  # LOADING: the deepest page that is on its way
+    awaited: PageKey | None = None  # LOADING: the deepest page that is on its way
+    similar_page: int | None = None  # MISS: a READY page that begins like the missing one ...
+    similar_tokens: int = 0  # ... and for how many tokens
 
 
 class KVStore:
@@ -42,7 +43,7 @@ class KVStore:
     def __init__(self, num_pages: int, page_size: int, identity: bytes, bus: EventBus) -> None:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
-        self._index = PrefixIndex(self._pool)
+        self._index = PrefixIndex(self._pool, page_size)
         self._identity = identity
         self._roots: dict[bytes, PageKey] = {}
         self._bus = bus
@@ -63,23 +64,26 @@ class KVStore:
         """Pages that sequences hold."""
         return self.num_pages - self.num_available()
 
-    def keys(
-        self, token_ids: Int32s, salt: bytes, previous: PageKey | None = None
-    ) -> list[PageKey]:
-        """Keys of the full pages of `token_ids`; `previous` continues a chain."""
-        if previous is None:
-            previous = self._roots.get(salt)
-            if previous is None:
-                previous = self._roots[salt] = root_key(self._identity, self.page_size, salt)
-        return page_keys(previous, token_ids, self.page_size)
+    def chain(self, token_ids: Int32s, salt: bytes) -> PageChain:
+        """The names of the pages of `token_ids`."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = root_key(self._identity, self.page_size, salt)
+        return PageChain.of(root, self.page_size, token_ids)
 
-    def lookup(self, keys: Sequence[PageKey]) -> Match:
+    def lookup(self, chain: PageChain, num_tokens: int) -> Match:
+        """How much of the first `num_tokens` of a chain is there."""
+        keys = chain.keys[: num_tokens // self.page_size]
         pages, num_ready = self._index.match(keys)
         ready = np.array(pages[:num_ready], np.int32)
         if num_ready < len(pages):
-            return Match(ready, Lookup.LOADING, keys[len(pages) - 1])
-        outcome = Lookup.READY if len(pages) == len(keys) else Lookup.MISS
-        return Match(ready, outcome, None)
+            return Match(ready, Lookup.LOADING, awaited=keys[len(pages) - 1])
+        rest = chain.token_ids[num_ready * self.page_size : num_tokens]
+        similar = self._index.best_follower(chain.parent(num_ready), rest)
+        outcome = Lookup.READY if len(rest) == 0 else Lookup.MISS
+        if similar is None:
+            return Match(ready, outcome)
+        return Match(ready, outcome, similar_page=similar[0], similar_tokens=similar[1])
 
     def take(self, count: int) -> Int32s:
         """Lend `count` empty pages, giving up idle ones for it; or raise OutOfPages, lend none."""
@@ -107,9 +111,10 @@ class KVStore:
         """A sequence now reads `pages` of a Match; ends with `give_back`."""
         self._pool.share(pages)
 
-    def reserve(self, keys: Sequence[PageKey], pages: Int32s, first_depth: int) -> None:
-        """Announce what `pages` are about to hold: others find them LOADING and wait."""
-        self._index.reserve(keys, pages, first_depth)
+    def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
+        """Announce what `pages` are about to hold, the chain's full pages from number `first` on:
+        others find them LOADING and wait."""
+        self._index.reserve(chain, first, pages)
 
     def commit(self, pages: Int32s) -> list[PageKey]:
         """Reserved pages are filled by a step on its way; returns the keys now READY."""

@@ -13,9 +13,16 @@ class AttentionPlan:
     """Rotates, appends and attends; what the decoder calls per layer."""
 
     def __init__(
-        self, spec: ModelSpec, pages: DevicePages, turns: Tensor, slots: Tensor, spans: Spans
+        self,
+        spec: ModelSpec,
+        pages: DevicePages,
+        turns: Tensor,
+        slots: Tensor,
+        spans: Spans,
+        copies: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """`turns` [tokens, 1, rotary_dim / 2] rotate the tokens, `slots` are where K and V go."""
+        """`turns` [tokens, 1, rotary_dim / 2] rotate the tokens, `slots` are where K and V go,
+        `copies` are slots to copy from and to before anything is read."""
         self._pages = pages
         self._turns = turns
         self._rotary_dim = spec.rope.rotary_dim
@@ -23,6 +30,9 @@ class AttentionPlan:
         self._num_turned = spec.num_heads + spec.num_kv_heads
         self._head_dim = spec.head_dim
         self._write_rows = pages.write_rows(slots)
+        self._copies: tuple[Tensor, Tensor] | None = None
+        if copies is not None:
+            self._copies = (pages.write_rows(copies[0]), pages.write_rows(copies[1]))
         shape = cpu.PageShape(spec.num_heads, spec.num_kv_heads, pages.page_size)
         self._spans = cpu.plan(spans, len(slots), shape, spec.head_dim**-0.5)
 
@@ -32,6 +42,8 @@ class AttentionPlan:
         self._rotate(heads[:, : self._num_turned])
         pages = self._pages
         pages.append(layer, self._write_rows, heads[:, self._num_heads :])
+        if self._copies is not None:
+            pages.copy(layer, *self._copies)
         q = heads[:, : self._num_heads]
         out = self._spans.run(q, pages.keys(layer), pages.values(layer))
         return out.view(len(qkv), -1)

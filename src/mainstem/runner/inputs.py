@@ -16,6 +16,7 @@ class Inputs:
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
     write_slots: Tensor  # [tokens]
+    copies: tuple[Tensor, Tensor] | None  # slots to copy from and to
     hidden_rows: Tensor | None  # packed tokens to carry to the end: samples, then prompt logprobs;
     # None: all of them in order, as in a step of decodes
 
@@ -28,9 +29,13 @@ def make_inputs(step: Step, previous: Tensor) -> Inputs:
         token_ids[torch.from_numpy(step.carry_to).long()] = previous[source]
     rows = np.concatenate((step.sample_rows, step.prompt_logprob_rows))
     is_all = np.array_equal(rows, np.arange(step.num_tokens))
+    copies = None
+    if len(step.copy_to):
+        copies = (torch.from_numpy(step.copy_from), torch.from_numpy(step.copy_to))
     return Inputs(
         token_ids=token_ids,
         positions=torch.from_numpy(step.positions).long(),
         write_slots=torch.from_numpy(step.write_slots).long(),
+        copies=copies,
         hidden_rows=None if is_all else torch.from_numpy(rows).long(),
     )

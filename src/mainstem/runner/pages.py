@@ -39,6 +39,11 @@ class DevicePages:
         values = keys + num_pages * kv_heads * page_size
         return torch.cat((keys, values), dim=1).reshape(-1)
 
+    def copy(self, layer: int, source_rows: Tensor, target_rows: Tensor) -> None:
+        """Copy K and V of some slots; rows as `write_rows` gives them."""
+        flat = self._layers[layer].view(-1, self._layers[layer].shape[-1])
+        flat.index_copy_(0, target_rows, flat.index_select(0, source_rows))
+
     def append(self, layer: int, rows: Tensor, kv: Tensor) -> None:
         """Write kv [tokens, 2 * kv_heads, dim], key heads first."""
         pages = self._layers[layer]

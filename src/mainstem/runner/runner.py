@@ -91,7 +91,9 @@ class CpuRunner:
         inputs = make_inputs(step, self._previous)
         turns = self._turns.index_select(0, inputs.positions)[:, None]
         spec = self._decoder.spec
-        attention = AttentionPlan(spec, self._pages, turns, inputs.write_slots, step.spans)
+        attention = AttentionPlan(
+            spec, self._pages, turns, inputs.write_slots, step.spans, inputs.copies
+        )
         hidden = self._decoder.forward(inputs.token_ids, inputs.hidden_rows, attention, self._gate)
         num_rows = len(step.sample_rows)
         logprobs: dict[int, TokenLogprobs] = {}

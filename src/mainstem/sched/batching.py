@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mainstem.core.ids import SeqSlot
-from mainstem.core.step import Int32s, SampleBatch, StartedSequence, Step, StepId
+from mainstem.core.step import Int32s, Int64s, SampleBatch, StartedSequence, Step, StepId
 from mainstem.sched.sharing import SharingTree
 from mainstem.sched.spans import SpanBuilder, ragged_arange, starts_of
 from mainstem.sched.table import SeqTable
@@ -21,12 +21,22 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class PageCopy:
+    """The first tokens of a page that a starting sequence has in common with another page."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """What goes into a step: decodes by slot, prompt chunks one by one."""
 
     decodes: Int32s
     chunks: list[Chunk]
     started: tuple[StartedSequence, ...]
+    copies: list[PageCopy]
 
     @property
     def num_seqs(self) -> int:
@@ -53,6 +63,7 @@ def build_step(
     # decodes and chunks that reach the end of what is known are followed by a new token
     samples = table.total[slots] == num_before + counts
     sample_slots = slots[samples]
+    copy_from, copy_to = _copy_slots(batch.copies, spans.page_size)
     prompt_rows = _prompt_logprob_rows(batch, table, seq_starts[len(decodes) :])
     step = Step(
         step_id=step_id,
@@ -72,6 +83,8 @@ def build_step(
         num_prompt_logprobs=prompt_rows[2],
         started=batch.started,
         num_decodes=len(decodes),
+        copy_from=copy_from,
+        copy_to=copy_to,
     )
     table.computed[slots] += counts
     table.last_step[slots] = step_id
@@ -81,12 +94,22 @@ def build_step(
     return step
 
 
-def _write_slots(
-    page_table: Int32s, rows: Int32s, positions: Int32s, spans: SpanBuilder
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _write_slots(page_table: Int32s, rows: Int32s, positions: Int32s, spans: SpanBuilder) -> Int64s:
     page_index, offset = np.divmod(positions, spans.page_size)
     pages = page_table[rows, page_index].astype(np.int64)
     return pages * spans.page_size + offset
+
+
+def _copy_slots(copies: list[PageCopy], page_size: int) -> tuple[Int64s, Int64s]:
+    """Slots to copy. A source that is itself a target of this step is traced to its own source."""
+    if not copies:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    origin: dict[int, int] = {}
+    for copy in copies:
+        for offset in range(copy.num_tokens):
+            source = copy.source * page_size + offset
+            origin[copy.target * page_size + offset] = origin.get(source, source)
+    return np.array(list(origin.values()), np.int64), np.array(list(origin), np.int64)
 
 
 def _sample_batch(table: SeqTable, slots: Int32s) -> SampleBatch:

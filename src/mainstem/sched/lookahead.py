@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from mainstem.core.sequence import Sequence
 from mainstem.core.step import Int32s
+from mainstem.sched.sequence import Sequence
 
 
 class OutputLengths:

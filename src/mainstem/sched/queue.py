@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from mainstem.core.ids import PageKey
-from mainstem.core.sequence import SeqState, Sequence
+from mainstem.sched.sequence import SeqState, Sequence
 
 
 class WaitingQueue:

@@ -24,16 +24,16 @@ from mainstem.core.events import (
     SequenceResumed,
     StepFinished,
 )
-from mainstem.core.ids import PageKey, RequestId, SeqSlot
+from mainstem.core.ids import RequestId, SeqSlot
 from mainstem.core.request import FinishReason, Output, Request
-from mainstem.core.sequence import SeqState, Sequence
 from mainstem.core.step import Int32s, StartedSequence, Step, StepId, StepResult
-from mainstem.kv.store import KVStore, Lookup
+from mainstem.kv.store import KVStore, Lookup, Match
 from mainstem.sched.admission import Admission, Outlook
-from mainstem.sched.batching import Batch, Chunk, build_step
+from mainstem.sched.batching import Batch, Chunk, PageCopy, build_step
 from mainstem.sched.lookahead import OutputLengths, PlannedOrder
 from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.random import mix
+from mainstem.sched.sequence import SeqState, Sequence
 from mainstem.sched.sharing import SharingTree
 from mainstem.sched.spans import SpanBuilder, WorthSharing, share_all, share_none
 from mainstem.sched.table import SeqTable
@@ -70,6 +70,8 @@ class Scheduler:
         self._arrivals = count()
         self._step_ids = count()
         self._in_flight: Step | None = None
+        self._copies: list[PageCopy] = []  # of the step being made
+        self._copy_sources: list[tuple[StepId, Int32s]] = []  # leased until that step commits
         self._leaving: list[SeqSlot] = []  # ended, but part of the step in flight
         self._outputs: list[Output] = []  # of sequences that ended outside a commit
         self._host_s = 0.0
@@ -97,11 +99,11 @@ class Scheduler:
         self._check_ids("logit_bias", sampling.logit_bias or ())
         room = self.max_model_len - num_prompt
         max_output = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-        keys: list[PageKey] = []
-        if self._config.share is not Share.NONE:
-            keys = self._store.keys(request.prompt_ids, request.salt)
         if request.plan_place is not None and not 0 <= request.plan_place < len(self._order):
             raise InvalidRequest("plan_place", f"{request.plan_place} was not announced")
+        chain = None
+        if self._config.share is not Share.NONE:
+            chain = self._store.chain(request.prompt_ids, request.salt)
         answers = []
         for index in range(sampling.n):
             arrival = next(self._arrivals)
@@ -109,7 +111,7 @@ class Scheduler:
             if index:
                 seed = _mix(seed, index)
             expected = request.expected_tokens
-            answers.append(Sequence(request, index, seed, arrival, max_output, expected, keys))
+            answers.append(Sequence(request, index, seed, arrival, max_output, expected, chain))
         self._sequences[request.request_id] = answers
         for sequence in answers:
             self._queue.push(sequence)
@@ -157,11 +159,15 @@ class Scheduler:
         budget = self._config.chunk_tokens - len(decodes)
         started: list[StartedSequence] = []
         chunks, budget = self._continue_prompts(budget)
-        budget = self._start_waiting(chunks, started, budget)
-        batch = Batch(decodes, chunks, tuple(started))
+        self._start_waiting(chunks, started, budget)
+        batch = Batch(decodes, chunks, tuple(started), self._copies)
         if batch.num_seqs == 0:
             return None
+        self._copies = []
         step = build_step(StepId(next(self._step_ids)), batch, self._table, self._tree, self._spans)
+        if batch.copies:
+            sources = np.array([copy.source for copy in batch.copies], np.int32)
+            self._copy_sources.append((step.step_id, sources))
         self._in_flight = step
         self._host_s += perf_counter() - begin
         return step
@@ -187,6 +193,9 @@ class Scheduler:
             reason = FinishReason.STOP if is_stop[row] else FinishReason.LENGTH
             outputs.append(self._finish(SeqSlot(int(slots[row])), reason))
         self._release_left(step.step_id)
+        while self._copy_sources and self._copy_sources[0][0] <= step.step_id:
+            for source in self._copy_sources.pop(0)[1]:
+                self._store.give_back(source[None])
         self._publish_step(step, device_s, self._host_s + perf_counter() - begin)
         self._host_s = 0.0
         return outputs
@@ -251,7 +260,7 @@ class Scheduler:
 
     def _start_waiting(
         self, chunks: list[Chunk], started: list[StartedSequence], budget: int
-    ) -> int:
+    ) -> None:
         """Start sequences from the queue while tokens and pages last."""
         while budget > 0 and (sequence := self._queue.head()) is not None:
             slot = self._try_start(sequence)
@@ -265,36 +274,43 @@ class Scheduler:
             chunk = self._next_chunk(slot, budget)
             chunks.append(chunk)
             budget -= len(chunk.token_ids)
-        return budget
 
     def _try_start(self, sequence: Sequence) -> SeqSlot | None:
         """Give the queue's head its pages and a slot, or park it, or leave it where it is."""
         store, page_size = self._store, self._page_size
         known = sequence.known_ids()
         num_known = len(known)
-        keys = self._keys_of(sequence, known)
-        cached = np.empty(0, np.int32)
-        if keys and (sequence.request.sampling.prompt_logprobs is None or sequence.num_delivered):
+        chain = sequence.chain
+        if chain is not None and len(known) > len(chain.token_ids):
+            chain = chain.extended(known)
+        match = Match(np.empty(0, np.int32), Lookup.MISS)
+        needs_all = sequence.request.sampling.prompt_logprobs is not None
+        if chain is not None and (not needs_all or sequence.num_delivered):
             # the last token is always computed: its logits are wanted
-            match = store.lookup(keys[: (num_known - 1) // page_size])
-            if match.outcome is Lookup.LOADING:
-                assert match.awaited is not None
-                self._queue.park(self._queue.pop(), match.awaited)
-                return None
-            cached = match.pages
+            match = store.lookup(chain, num_known - 1)
+        if match.outcome is Lookup.LOADING:
+            assert match.awaited is not None
+            self._queue.park(self._queue.pop(), match.awaited)
+            return None
+        cached = match.pages
         num_new = -(-num_known // page_size) - len(cached)
         expected = self._lengths.expect(sequence)
         to_come = expected - len(sequence.output_ids)
-        store.lease(cached)  # before counting: leased pages cannot be given up for room
+        similar = [] if match.similar_page is None else [match.similar_page]
+        leased = np.append(cached, np.array(similar, np.int32))
+        store.lease(leased)  # before counting: leased pages cannot be given up for room
         if not self._admission.may_start(num_new, to_come, store.num_available(), self._outlook()):
-            store.give_back(cached)
+            store.give_back(leased)
             return None
         fresh = store.take(num_new)
         self._queue.pop()
-        if keys:
-            store.reserve(keys[len(cached) :], fresh[: len(keys) - len(cached)], len(cached))
+        if match.similar_page is not None:
+            copy = PageCopy(match.similar_page, int(fresh[0]), match.similar_tokens)
+            self._copies.append(copy)
+        if chain is not None:
+            store.reserve(chain, len(cached), fresh[: len(chain.keys) - len(cached)])
         pages = np.concatenate([cached, fresh])
-        num_cached = len(cached) * page_size
+        num_cached = len(cached) * page_size + match.similar_tokens
         slot = self._table.enter(sequence, pages, num_cached, expected)
         self._tree.attach(slot, pages[: num_known // page_size])
         self._announce(sequence, num_cached, num_known)
@@ -408,19 +424,18 @@ class Scheduler:
         table, store, page_size = self._table, self._store, self._page_size
         sequence = table.sequence(slot)
         pages = table.pages(slot)
-        if self._config.share is not Share.NONE:
+        chain = sequence.chain
+        if chain is not None:
             self._queue.unpark(store.abort(pages))
             output_ids = table.output_ids(slot)
-            num_prompt = len(sequence.request.prompt_ids)
             # of the last token only the id is known, K and V are not computed
-            num_computed = min(int(table.computed[slot]), num_prompt + len(output_ids) - 1)
-            num_full = num_computed // page_size
-            if num_full > num_prompt // page_size:
-                known = np.concatenate([sequence.request.prompt_ids, output_ids])
-                keys = self._keys_of(sequence, known)[num_prompt // page_size : num_full]
-                made = pages[num_prompt // page_size : num_full]
-                store.reserve(keys, made, num_prompt // page_size)
-                store.commit(made)
+            num_known = len(chain.token_ids) + len(output_ids)
+            num_full = min(int(table.computed[slot]), num_known - 1) // page_size
+            first = len(chain.keys)
+            if num_full > first:
+                known = np.concatenate([chain.token_ids, output_ids])
+                store.reserve(chain.extended(known), first, pages[first:num_full])
+                store.commit(pages[first:num_full])
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
             num_wanted = self._order.tokens_wanted(sequence.request.plan_place) // page_size
@@ -433,15 +448,6 @@ class Scheduler:
     @property
     def _page_size(self) -> int:
         return self._store.page_size
-
-    def _keys_of(self, sequence: Sequence, known: Int32s) -> list[PageKey]:
-        """Keys of all full pages of `known`, which begins with the prompt."""
-        keys = sequence.prompt_keys
-        num_prompt = len(sequence.request.prompt_ids)
-        if self._config.share is Share.NONE or len(known) // self._page_size == len(keys):
-            return keys
-        rest = known[num_prompt // self._page_size * self._page_size :]
-        return keys + self._store.keys(rest, sequence.request.salt, keys[-1] if keys else None)
 
     def _stream(self, slots: Int32s, token_ids: Int32s) -> list[Output]:
         """One new token for each of many sequences: the short way for the common case."""

@@ -12,9 +12,9 @@ import numpy as np
 
 from mainstem.core.ids import SeqSlot
 from mainstem.core.request import Delivery
-from mainstem.core.sequence import SeqState, Sequence
 from mainstem.core.step import Bools, Float32s, Int32s, Int64s
 from mainstem.sched.random import uniforms
+from mainstem.sched.sequence import SeqState, Sequence
 
 MAX_FAST_STOPS = 4  # stop ids compared in one vector operation; sequences with more are looked up
 NO_TOKEN = np.int32(-1)  # fills the unused places of `stop_ids`; no real id is negative

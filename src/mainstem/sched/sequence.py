@@ -1,13 +1,14 @@
-"""Sequence: one answer being made to a Request. The hot counters live in sched's arrays."""
+"""Sequence: one answer being made to a Request. The hot counters live in SeqTable."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
-from mainstem.core.ids import PageKey, SeqSlot
+from mainstem.core.ids import SeqSlot
 from mainstem.core.request import Request, TokenLogprobs
 from mainstem.core.step import Int32s
+from mainstem.kv.keys import PageChain
 
 
 class SeqState(Enum):
@@ -28,7 +29,7 @@ class Sequence:
     arrival: int  # order of submission; ties in priority are broken by it
     max_output: int  # tokens it may produce at most
     expected_output: int | None  # tokens it will probably produce; None: nobody knows
-    prompt_keys: list[PageKey]
+    chain: PageChain | None  # names of the prompt's pages; None: nothing is shared
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting
