@@ -231,3 +231,18 @@ def test_the_same_request_id_twice_is_refused() -> None:
     engine.submit(a_request([1, 2], name="a"))
     with pytest.raises(InvalidRequest, match="already running"):
         engine.submit(a_request([1, 2], name="a"))
+
+
+def test_a_snapshot_shows_what_is_shared() -> None:
+    engine = an_engine(num_pages=200, page_size=4)
+    for prompt in [*prompts_over(PREFIX[:32], 3, 9), *prompts_over(PREFIX[:16], 2, 9)]:
+        engine.submit(a_request(prompt, max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    snapshot = engine.snapshot()
+    assert snapshot.num_running == 5
+    first, *others = snapshot.stems
+    assert (first.parent_id, first.num_tokens, first.num_sequences) == (None, 16, 5)
+    assert (16, 3) in [(stem.num_tokens, stem.num_sequences) for stem in others]
+    run_all(engine, [])
+    assert engine.snapshot().stems == ()

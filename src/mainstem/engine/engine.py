@@ -5,6 +5,7 @@ from time import perf_counter
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Output, Request
+from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step
 from mainstem.sched.scheduler import Scheduler
 
@@ -71,6 +72,10 @@ class Engine:
             outputs += self._scheduler.commit(done, result, perf_counter() - began_s)
         self._in_flight = launched
         return outputs
+
+    def snapshot(self) -> EngineSnapshot:
+        """What is running and shared at this moment."""
+        return self._scheduler.snapshot()
 
     def clear_cache(self) -> int:
         """Forget every cached page no sequence holds; returns how many."""

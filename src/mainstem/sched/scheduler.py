@@ -26,6 +26,7 @@ from mainstem.core.events import (
 )
 from mainstem.core.ids import RequestId, SeqSlot
 from mainstem.core.request import FinishReason, Output, Request
+from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s, StartedSequence, Step, StepId, StepResult
 from mainstem.kv.store import KVStore, Lookup, Match
 from mainstem.sched.admission import Admission, Outlook
@@ -204,6 +205,19 @@ class Scheduler:
         """Outputs of sequences that ended outside a commit (aborted, stopped)."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def snapshot(self) -> EngineSnapshot:
+        """What is running and shared at this moment."""
+        store = self._store
+        return EngineSnapshot(
+            num_running=len(self._running),
+            num_waiting=len(self._queue),
+            num_pages=store.num_pages,
+            page_size=store.page_size,
+            num_held_pages=store.num_held(),
+            num_cached_pages=store.num_cached_pages,
+            stems=self._tree.view(store.page_size),
+        )
 
     def clear_cache(self) -> int:
         """Forget every cached page no sequence holds; returns how many."""

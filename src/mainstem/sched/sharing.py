@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mainstem.core.snapshot import StemView
 from mainstem.core.step import Int32s
 
 ROOT = 0  # no pages, held by everybody
@@ -108,6 +109,21 @@ class SharingTree:
             parts.append(node.pages[max(0, first - node.first) :])
             stem = node.parent
         return np.concatenate(parts[::-1]) if len(parts) > 1 else parts[0]
+
+    def view(self, page_size: int) -> tuple[StemView, ...]:
+        """The stems that several sequences hold, parents first."""
+        found: list[StemView] = []
+        roots = self._stem(ROOT).children.values()
+        pending: list[tuple[int, int | None]] = [(child, None) for child in roots]
+        while pending:
+            number, parent = pending.pop()
+            holders = int(self._holders[number])
+            if holders < 2:
+                continue
+            stem = self._stem(number)
+            found.append(StemView(number, parent, len(stem.pages) * page_size, holders))
+            pending += [(child, number) for child in stem.children.values()]
+        return tuple(found)
 
     def check(self) -> None:
         """Raise if counts or links are off."""

@@ -1,0 +1,26 @@
+"""A look at the engine at one moment, for people and dashboards."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StemView:
+    """A run of tokens that exactly `num_sequences` running sequences hold."""
+
+    stem_id: int
+    parent_id: int | None  # None: begins at the first token
+    num_tokens: int
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """Who runs, who waits, and what is shared right now."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    page_size: int
+    num_held_pages: int  # by running sequences
+    num_cached_pages: int  # findable by key, held or not
+    stems: tuple[StemView, ...]  # shared by two sequences or more, parents first
