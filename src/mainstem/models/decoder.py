@@ -4,7 +4,6 @@ Architectures are settings (ModelSpec). The pass has no hidden state: tokens, at
 come as arguments, K and V live wherever the attention object keeps them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,17 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mainstem.core.config import Quantize
 from mainstem.models.config import ModelSpec
 from mainstem.models.layers import (
     DenseLinear,
     Linear,
     RmsNorm,
     adjacent_pairs,
-    folded_gain,
+    norm_scale,
     silu_mul,
 )
-from mainstem.models.quantize import Int8Linear
 from mainstem.models.weights import Checkpoint
 
 
@@ -78,10 +75,10 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.dtype = embedding.dtype
-        self._embedding = embedding
-        self._layers = layers
-        self._norm = norm
-        self._head = head
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self.head = head
 
     def forward(
         self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
@@ -90,9 +87,9 @@ class Decoder:
 
         The last layer's output is computed for these rows only.
         """
-        x = F.embedding(token_ids, self._embedding)
-        last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
+        x = F.embedding(token_ids, self.embedding)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
             qkv = layer.qkv(layer.attention_norm(x))
             if layer.q_norm is not None:
                 self._norm_heads(layer, qkv)
@@ -105,11 +102,11 @@ class Decoder:
                     return x
             x.add_(layer.out(mixed))
             x.add_(layer.down(silu_mul(layer.gate_up(layer.mlp_norm(x)))))
-        return self._norm(x)
+        return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] fp32 from what forward returned."""
-        return self._head(hidden).float()
+        return self.head(hidden).float()
 
     def _norm_heads(self, layer: Layer, qkv: Tensor) -> None:
         """Qwen3: RMS norm of each query and key head, in place."""
@@ -123,49 +120,35 @@ class Decoder:
         k.copy_(layer.k_norm(k))
 
 
-def load_decoder(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, packed_bytes: int
-) -> Decoder:
-    """Read a checkpoint. Dense fp32 linears get their second copy (DenseLinear.pack) when all of
-    them together need at most `packed_bytes`."""
+def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
+    """Read a checkpoint; UnsupportedModel names tensors that are missing or out of place."""
     checkpoint = Checkpoint(folder, dtype)
-    make = _maker(quantize)
     embedding = checkpoint.take("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
-    layers = [
-        _load_layer(checkpoint, spec, f"model.layers.{i}", make) for i in range(spec.num_layers)
-    ]
-    norm = RmsNorm(
-        checkpoint.take("model.norm.weight", (spec.hidden_size,)), spec.hidden_size, spec.norm_eps
-    )
+    layers = [_load_layer(checkpoint, spec, f"model.layers.{i}") for i in range(spec.num_layers)]
+    gain = checkpoint.take("model.norm.weight", (spec.hidden_size,))
     if spec.has_tied_embeddings:
         checkpoint.drop("lm_head.weight")
         head_weight = embedding
     else:
         head_weight = checkpoint.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
     checkpoint.finish()
-    head = make(head_weight, None)
-    dense = [
-        linear
-        for layer in layers
-        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
-        if isinstance(linear, DenseLinear)
-    ]
-    if isinstance(head, DenseLinear):
-        dense.append(head)
-    if sum(linear.weight.nbytes for linear in dense) <= packed_bytes:
+    norm = RmsNorm(norm_scale(gain), spec.hidden_size, spec.norm_eps)
+    return Decoder(spec, embedding, layers, norm, DenseLinear(head_weight))
+
+
+def pack(decoder: Decoder, max_bytes: int) -> None:
+    """Give the dense linears their second copy (DenseLinear.pack) if all together it is at most
+    `max_bytes`."""
+    linears = [decoder.head]
+    for layer in decoder.layers:
+        linears += [layer.qkv, layer.out, layer.gate_up, layer.down]
+    dense = [linear for linear in linears if isinstance(linear, DenseLinear)]
+    if sum(linear.weight.nbytes for linear in dense) <= max_bytes:
         for linear in dense:
             linear.pack()
-    return Decoder(spec, embedding, layers, norm, head)
 
 
-Maker = Callable[[Tensor, Tensor | None], Linear]
-
-
-def _maker(quantize: Quantize) -> Maker:
-    return Int8Linear if quantize is Quantize.INT8 else DenseLinear
-
-
-def _load_layer(checkpoint: Checkpoint, spec: ModelSpec, prefix: str, make: Maker) -> Layer:
+def _load_layer(checkpoint: Checkpoint, spec: ModelSpec, prefix: str) -> Layer:
     hidden, size, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
 
     def take(name: str, *shape: int) -> Tensor:
@@ -175,8 +158,8 @@ def _load_layer(checkpoint: Checkpoint, spec: ModelSpec, prefix: str, make: Make
         """A norm, and the gain to fold into the next linear: fp32 only, 16 bits would round."""
         gain = take(f"{name}.weight", hidden)
         if gain.dtype != torch.float32:
-            return RmsNorm(gain, hidden, spec.norm_eps), None
-        return RmsNorm(None, hidden, spec.norm_eps), folded_gain(gain)
+            return RmsNorm(norm_scale(gain), hidden, spec.norm_eps), None
+        return RmsNorm(None, hidden, spec.norm_eps), norm_scale(gain)
 
     def fuse(names: tuple[str, ...], rows: tuple[int, ...], has_bias: bool) -> list[Tensor | None]:
         weights = [take(f"{n}.weight", r, hidden) for n, r in zip(names, rows, strict=True)]
@@ -190,21 +173,24 @@ def _load_layer(checkpoint: Checkpoint, spec: ModelSpec, prefix: str, make: Make
     weight, bias = fuse(names, (q_rows, kv_rows, kv_rows), spec.has_qkv_bias)
     assert weight is not None
     weight = weight[order]
-    qkv = make(weight if gain is None else weight * gain, None if bias is None else bias[order])
+    qkv = DenseLinear(
+        weight if gain is None else weight * gain, None if bias is None else bias[order]
+    )
     q_norm = k_norm = None
     if spec.has_qk_norm:
         pairs = adjacent_pairs(dim, spec.rope.rotary_dim)
-        q_norm = RmsNorm(take("self_attn.q_norm.weight", dim)[pairs], dim, spec.norm_eps)
-        k_norm = RmsNorm(take("self_attn.k_norm.weight", dim)[pairs], dim, spec.norm_eps)
+        q_gain, k_gain = (take(f"self_attn.{x}_norm.weight", dim)[pairs] for x in "qk")
+        q_norm = RmsNorm(norm_scale(q_gain), dim, spec.norm_eps)
+        k_norm = RmsNorm(norm_scale(k_gain), dim, spec.norm_eps)
     out_bias = take("self_attn.o_proj.bias", hidden) if spec.has_out_bias else None
-    out = make(take("self_attn.o_proj.weight", hidden, q_rows), out_bias)
+    out = DenseLinear(take("self_attn.o_proj.weight", hidden, q_rows), out_bias)
 
     mlp_norm, gain = norm_gain("post_attention_layernorm")
     weight, bias = fuse(("mlp.gate_proj", "mlp.up_proj"), (size, size), spec.has_mlp_bias)
     assert weight is not None
-    gate_up = make(weight if gain is None else weight * gain, bias)
+    gate_up = DenseLinear(weight if gain is None else weight * gain, bias)
     down_bias = take("mlp.down_proj.bias", hidden) if spec.has_mlp_bias else None
-    down = make(take("mlp.down_proj.weight", hidden, size), down_bias)
+    down = DenseLinear(take("mlp.down_proj.weight", hidden, size), down_bias)
     return Layer(attention_norm, qkv, q_norm, k_norm, out, mlp_norm, gate_up, down)
 
 

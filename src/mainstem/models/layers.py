@@ -48,15 +48,22 @@ class DenseLinear:
 
 
 class RmsNorm:
-    """x / sqrt(mean(x^2) + eps) * gain over the last axis; gain None where it was folded away.
+    """x / sqrt(sum(x^2) + size * eps) * scale over the last axis, in fp32 inside.
 
-    fp32 goes the short way, 16-bit inputs are normalised in fp32.
+    The usual definition divides by the root of the mean and multiplies by a gain: its scale is
+    `norm_scale(gain)`. None: the scale was folded into the weights that follow.
     """
 
-    def __init__(self, gain: Tensor | None, size: int, eps: float) -> None:
-        self._scale = None if gain is None else gain.float() * math.sqrt(size)
+    def __init__(self, scale: Tensor | None, size: int, eps: float) -> None:
+        self._scale = scale
         # sqrt(sum + size * eps) = hypot(sqrt(sum), sqrt(size * eps))
         self._floor = torch.tensor(math.sqrt(size * eps))
+
+    def scaled(self, scale: Tensor) -> "RmsNorm":
+        """The same norm with another scale."""
+        norm = RmsNorm(scale, 1, 1.0)
+        norm._floor = self._floor
+        return norm
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -67,8 +74,8 @@ class RmsNorm:
         return normed.to(x.dtype)
 
 
-def folded_gain(gain: Tensor) -> Tensor:
-    """What the next linear's input columns are multiplied with when a norm drops its gain."""
+def norm_scale(gain: Tensor) -> Tensor:
+    """The scale of an RmsNorm with this gain, or of the columns it is folded into."""
     return gain.float() * math.sqrt(len(gain))
 
 

@@ -4,20 +4,36 @@
 
 oneDNN's dynamic int8 linear quantizes activations with one scale for the whole tensor. Rows are
 divided by their own peak first, so that a token with huge activations costs the others nothing
-and a token's answer does not hang on its neighbours. Channel scales are applied to the output:
+and a token's answer hardly hangs on its neighbours. Channel scales are applied to the output:
 the kernel is given one weight scale of 1, because with per-channel scales torch 2.13 on aarch64
 takes a path that is 30 times slower and wrong for more than one row.
+
+oneDNN rearranges the weights for each new number of rows and remembers only the last two, so rows
+are padded to a short ladder of sizes: a batch that shrinks by one request costs nothing.
+
+What a norm puts out has a few loud channels that would eat the 8 bits of all others. They are
+turned down in the norm and up in the weights behind it (SmoothQuant, with the root mean square
+over random tokens as the loudness): nothing to pay at run time, and the error of the QKV and
+gate/up products falls to a third (docs/log/cpu.md).
 """
 
 import warnings
+from bisect import bisect_left
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mainstem.core.errors import ConfigError
+from mainstem.models.config import ModelSpec
+from mainstem.models.decoder import Decoder, Layer, OpenGate
+from mainstem.models.layers import DenseLinear, Linear, RmsNorm, rotary_table
 
 _ENGINE = "onednn"
 _MAX = 127.0
+_CALIBRATION_TOKENS = 256
+_LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 class Int8Linear:
@@ -37,9 +53,24 @@ class Int8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         peak = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1, keepdim=True)
         peak.clamp_(min=1e-30)
-        y: Tensor = torch.ops.quantized.linear_dynamic(x / peak, self._packed, False)
-        y.mul_(self._scale).mul_(peak)
+        count = len(x)
+        padded = _padded(count)
+        if padded == count:
+            scaled = x / peak
+        else:
+            scaled = x.new_zeros(padded, x.shape[1])
+            torch.div(x, peak, out=scaled[:count])
+        y: Tensor = torch.ops.quantized.linear_dynamic(scaled, self._packed, False)
+        y = y[:count].mul_(self._scale).mul_(peak)
         return y if self._bias is None else y.add_(self._bias)
+
+
+def _padded(count: int) -> int:
+    """The next size of the ladder; beyond it, of multiples of its end."""
+    top = _LADDER[-1]
+    if count > top:
+        return -(-count // top) * top
+    return _LADDER[bisect_left(_LADDER, count)]
 
 
 def _require_engine() -> None:
@@ -48,3 +79,89 @@ def _require_engine() -> None:
         raise ConfigError("quantize=int8 needs a torch built with oneDNN, and this one is not")
     if torch.backends.quantized.engine != _ENGINE:
         torch.backends.quantized.engine = _ENGINE
+
+
+def quantize_decoder(decoder: Decoder) -> Decoder:
+    """A copy with int8 linears, the LM head included; embedding and norms stay as they are."""
+    loudness = _loudness(decoder)
+    layers = []
+    for index, layer in enumerate(decoder.layers):
+        attention_norm, qkv = _smooth(layer.attention_norm, layer.qkv, loudness[2 * index])
+        mlp_norm, gate_up = _smooth(layer.mlp_norm, layer.gate_up, loudness[2 * index + 1])
+        layers.append(
+            replace(
+                layer,
+                attention_norm=attention_norm,
+                qkv=qkv,
+                out=_int8(layer.out),
+                mlp_norm=mlp_norm,
+                gate_up=gate_up,
+                down=_int8(layer.down),
+            )
+        )
+    head = _int8(decoder.head)
+    return Decoder(decoder.spec, decoder.embedding, layers, decoder.norm, head)
+
+
+def _int8(linear: Linear) -> Int8Linear:
+    assert isinstance(linear, DenseLinear)
+    return Int8Linear(linear.weight, linear.bias)
+
+
+def _smooth(norm: RmsNorm, linear: Linear, loudness: Tensor) -> tuple[RmsNorm, Int8Linear]:
+    """Divide the norm's channels by sqrt(loudness / largest weight), multiply the columns."""
+    assert isinstance(linear, DenseLinear)
+    largest = linear.weight.abs().amax(dim=0).clamp_(min=1e-5)
+    factor = (loudness / largest).sqrt_()
+    return norm.scaled(1.0 / factor), Int8Linear(linear.weight * factor, linear.bias)
+
+
+class _Listener:
+    """A linear that notes how loud its input channels are."""
+
+    def __init__(self, linear: Linear, heard: list[Tensor]) -> None:
+        self._linear = linear
+        self._heard = heard
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._heard.append(x.square().mean(dim=0).sqrt_().clamp_(min=1e-6))
+        return self._linear(x)
+
+
+class _OneSequence:
+    """Causal attention over the tokens of the pass, no pages."""
+
+    def __init__(self, spec: ModelSpec, num_tokens: int) -> None:
+        self._spec = spec
+        self._turns = rotary_table(spec.rope, num_tokens)[:, None]
+
+    def run(self, layer: int, qkv: Tensor) -> Tensor:
+        spec = self._spec
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        turned = heads[:, : spec.num_heads + spec.num_kv_heads, : spec.rope.rotary_dim]
+        pairs = torch.view_as_complex(turned.reshape(*turned.shape[:2], -1, 2))
+        turned.copy_(torch.view_as_real(pairs * self._turns).flatten(-2))
+        sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        q, k, v = (part.transpose(0, 1)[None] for part in torch.split(heads, sizes, dim=1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1).reshape(len(qkv), -1)
+
+
+@torch.inference_mode()
+def _loudness(decoder: Decoder) -> list[Tensor]:
+    """Per layer, for the inputs of QKV and of gate/up: root mean square of each channel."""
+    spec = decoder.spec
+    heard: list[Tensor] = []
+
+    def listen(layer: Layer) -> Layer:
+        return replace(
+            layer, qkv=_Listener(layer.qkv, heard), gate_up=_Listener(layer.gate_up, heard)
+        )
+
+    layers = [listen(layer) for layer in decoder.layers]
+    count = min(_CALIBRATION_TOKENS, spec.max_positions)
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(spec.vocab_size, (count,), generator=generator)
+    listening = Decoder(spec, decoder.embedding, layers, decoder.norm, decoder.head)
+    listening.forward(token_ids, None, _OneSequence(spec, count), OpenGate())
+    return heard

@@ -13,8 +13,9 @@ from mainstem.core.errors import ConfigError
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Step, StepResult
 from mainstem.models.config import ModelSpec, read_spec
-from mainstem.models.decoder import Decoder, Gate, OpenGate, load_decoder
+from mainstem.models.decoder import Decoder, Gate, OpenGate, load_decoder, pack
 from mainstem.models.layers import rotary_table
+from mainstem.models.quantize import quantize_decoder
 from mainstem.models.weights import checkpoint_digest, compute_dtype
 from mainstem.runner.attention import AttentionPlan
 from mainstem.runner.inputs import make_inputs
@@ -144,10 +145,11 @@ def load_runner(
     dtype = compute_dtype(model.dtype, spec.dtype)
     if model.quantize is Quantize.INT8 and dtype != torch.float32:
         raise ConfigError("quantize=int8 computes in float32; set dtype to auto or float32")
-    available = available_bytes()
-    decoder = load_decoder(
-        folder, spec, dtype, model.quantize, packed_bytes=int(available * _PACKED_SHARE)
-    )
+    decoder = load_decoder(folder, spec, dtype)
+    if model.quantize is Quantize.INT8:
+        decoder = quantize_decoder(decoder)
+    else:
+        pack(decoder, int(available_bytes() * _PACKED_SHARE))
     kv_bytes = spec.kv_elements_per_token * dtype.itemsize
     budget = min(int(available_bytes() * _KV_SHARE), _MAX_AUTO_TOKENS * kv_bytes)
     num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)

@@ -1,0 +1,63 @@
+"""How well a decoder predicts a text; says what quantization costs."""
+
+import math
+
+import numpy as np
+import torch
+
+from mainstem.core.step import Int32s, Spans
+from mainstem.models.decoder import Decoder, OpenGate
+from mainstem.models.layers import rotary_table
+from mainstem.runner.attention import AttentionPlan
+from mainstem.runner.pages import DevicePages
+
+_PAGE_SIZE = 16
+_HEAD_ROWS = 128  # rows whose full logits are held at once
+
+
+def perplexity(decoder: Decoder, token_ids: Int32s, window: int = 1024, stride: int = 512) -> float:
+    """exp of the mean negative log-likelihood of every token after the first.
+
+    Windows of `window` tokens move by `stride`; each token is scored once, in the first window
+    that holds it, so all but the first window's have at least window - stride tokens before them.
+    """
+    if not 0 < stride <= window or len(token_ids) < 2:
+        raise ValueError(f"cannot score {len(token_ids)} tokens, window {window}, stride {stride}")
+    total = 0.0
+    scored = 1  # tokens whose likelihood is in, the first one for free
+    for first in range(0, len(token_ids), stride):
+        ids = token_ids[first : first + window]
+        skipped = scored - first  # of this window, already in
+        if skipped < len(ids):
+            total += _window_nll(decoder, ids, skipped)
+        scored = first + len(ids)
+        if scored == len(token_ids):
+            break
+    return math.exp(total / (len(token_ids) - 1))
+
+
+@torch.inference_mode()
+def _window_nll(decoder: Decoder, token_ids: Int32s, skipped: int) -> float:
+    """Summed over the window's tokens from number `skipped` on."""
+    count = len(token_ids)
+    num_pages = -(-count // _PAGE_SIZE)
+    pages = DevicePages(decoder.spec, num_pages, _PAGE_SIZE, decoder.dtype)
+    spans = Spans(
+        query_starts=np.array([0, count], np.int32),
+        query_rows=np.arange(count, dtype=np.int32),
+        page_starts=np.array([0, num_pages], np.int32),
+        page_ids=np.arange(num_pages, dtype=np.int32),
+        key_tokens=np.array([count], np.int32),
+        is_causal=np.array([True]),
+    )
+    turns = rotary_table(decoder.spec.rope, count)[:, None]
+    attention = AttentionPlan(decoder.spec, pages, turns, torch.arange(count), spans)
+    ids = torch.from_numpy(token_ids.astype(np.int64))
+    rows = torch.arange(skipped - 1, count - 1)
+    hidden = decoder.forward(ids, rows, attention, OpenGate())
+    nll = 0.0
+    for start in range(0, len(hidden), _HEAD_ROWS):
+        logits = decoder.logits(hidden[start : start + _HEAD_ROWS])
+        targets = ids[skipped + start : skipped + start + len(logits)]
+        nll += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+    return nll
