@@ -21,8 +21,9 @@ COMMANDS = {
     "generate": Command("mainstem.apps.generate", "answer one prompt, streaming"),
     "chat": Command("mainstem.apps.chat", "talk with a model in the terminal"),
     "demo": Command("mainstem.apps.demo", "questions over shared documents, sharing on and off"),
+    "batch": Command("mainstem.apps.batch", "answer a file of requests, planned and resumable"),
     "plan": Command("mainstem.apps.planning", "what a batch of prompts shares, and the best order"),
-    "bench": Command("mainstem.apps.bench.cli", "measure: cpu, host, kernel"),
+    "bench": Command("mainstem.apps.bench.cli", "measure: host, attention, batch, cpu, kernel"),
     "models": Command("mainstem.apps.models", "the embedded model and what is cached"),
     "doctor": Command("mainstem.apps.doctor", "what this machine has and what will be used"),
 }

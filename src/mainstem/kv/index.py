@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -9,6 +10,9 @@ from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
 from mainstem.kv.pool import PagePool
+
+
+MAX_FOLLOWERS_TRIED = 256
 
 
 class PrefixIndex:
@@ -25,7 +29,8 @@ class PrefixIndex:
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
         self._page_of: dict[PageKey, int] = {}
-        self._followers: dict[PageKey, list[int]] = defaultdict(list)  # key -> pages after it
+        # key -> pages after it, oldest first; a dict of Nones is a set that keeps order
+        self._followers: dict[PageKey, dict[int, None]] = defaultdict(dict)
         self._parent_of: list[PageKey | None] = [None] * pool.num_pages
         self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self._key_of: list[PageKey | None] = [None] * pool.num_pages
@@ -55,14 +60,21 @@ class PrefixIndex:
         return pages, len(pages) if ready.all() else int(ready.argmin())
 
     def best_follower(self, parent: PageKey, token_ids: Int32s) -> tuple[int, int] | None:
-        """The READY page after `parent` that begins most like `token_ids`, and how many tokens."""
-        pages = [page for page in self._followers.get(parent, ()) if self._is_ready[page]]
-        if not pages or len(token_ids) == 0:
+        """The READY page after `parent` that begins most like `token_ids`, and how many tokens.
+
+        Only the latest followers are looked at: unrelated prompts all follow the root.
+        """
+        followers = self._followers.get(parent)
+        if not followers or len(token_ids) == 0:
+            return None
+        latest = np.array(list(islice(reversed(followers), MAX_FOLLOWERS_TRIED)))
+        pages = latest[self._is_ready[latest]]
+        if len(pages) == 0:
             return None
         is_equal = self._tokens[pages, : len(token_ids)] == token_ids[: self._tokens.shape[1]]
         lengths = np.logical_and.accumulate(is_equal, axis=1).sum(axis=1)
         best = int(lengths.argmax())
-        return (pages[best], int(lengths[best])) if lengths[best] else None
+        return (int(pages[best]), int(lengths[best])) if lengths[best] else None
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
         """Name pages somebody is about to fill: the chain's from page number `first` on.
@@ -78,7 +90,7 @@ class PrefixIndex:
             self._page_of[key] = page
             self._key_of[page] = key
             self._parent_of[page] = parent
-            self._followers[parent].append(page)
+            self._followers[parent][page] = None
             self._tokens[page] = chain.page_tokens(depth)
             self._depth[page] = depth
             kept.append(page)
@@ -129,7 +141,7 @@ class PrefixIndex:
             del self._page_of[key]
             self._key_of[page] = self._parent_of[page] = None
             followers = self._followers[parent]
-            followers.remove(page)
+            del followers[page]
             if not followers:
                 del self._followers[parent]
             keys.append(key)

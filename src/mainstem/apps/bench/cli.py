@@ -7,6 +7,7 @@ BENCHES = {
     "host": ("mainstem.apps.bench.host", "scheduler time per step at 1,000 sequences"),
     "cpu": ("mainstem.apps.bench.cpu", "64 requests over one prefix, beside installed rivals"),
     "attention": ("mainstem.apps.bench.attention", "CPU decode attention over a shared prefix"),
+    "batch": ("mainstem.apps.bench.batch", "a batch over shared documents, planned and not"),
     "kernel": ("mainstem.apps.bench.kernel", "span attention on a GPU against its floor"),
 }
 
