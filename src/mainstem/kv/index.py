@@ -11,7 +11,6 @@ from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
 from mainstem.kv.pool import PagePool
 
-
 MAX_FOLLOWERS_TRIED = 256
 
 

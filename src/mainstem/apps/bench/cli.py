@@ -8,6 +8,7 @@ BENCHES = {
     "cpu": ("mainstem.apps.bench.cpu", "64 requests over one prefix, beside installed rivals"),
     "attention": ("mainstem.apps.bench.attention", "CPU decode attention over a shared prefix"),
     "batch": ("mainstem.apps.bench.batch", "a batch over shared documents, planned and not"),
+    "plan": ("mainstem.apps.bench.plan", "seconds and memory of planning up to 1M prompts"),
     "kernel": ("mainstem.apps.bench.kernel", "span attention on a GPU against its floor"),
 }
 

@@ -1,16 +1,17 @@
-"""Speed and memory of planning: `python -m tests.plan.bench_plan` prints JSON lines.
+"""Speed and memory of planning, as JSON lines.
 
 The industry mix of the paper (8,000 prompts, prefix 1570, distinct 30, degree 3), then 10,000,
 100,000 and 1,000,000 prompts of 200 tokens at degree 4, and how the time grows with their number.
 Processor seconds stand beside the clock's, for machines that have other work.
 """
 
-import json
+import argparse
 import resource
 from time import perf_counter, process_time
 
 import numpy as np
 
+from mainstem.apps.bench.report import line
 from mainstem.core.plan import Prompts
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import build_tree
@@ -50,7 +51,7 @@ def measure(name: str, prompts: Prompts, repeats: int) -> tuple[float, float]:
     savings = compare(tree, plan, LruCache(450_000))
     compare_s = perf_counter() - began_s
     best_s, best_tree_s = min(times)
-    line = {
+    result = {
         "workload": name,
         "prompts": len(prompts),
         "prompt_tokens": len(prompts.token_ids),
@@ -66,25 +67,29 @@ def measure(name: str, prompts: Prompts, repeats: int) -> tuple[float, float]:
         "upper_bound": round(savings.upper_bound, 4),
         "lru": round(savings.lru, 4),
     }
-    print(json.dumps(line), flush=True)
+    print(line("plan", result), flush=True)
     return best_s, min(cpu_times)
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     """Print a line a workload and one on growth."""
+    parser = argparse.ArgumentParser("mainstem bench plan", description=__doc__)
+    parser.add_argument("--most", type=int, default=1_000_000, metavar="N", help="prompts")
+    parser.add_argument("--json", action="store_true", help="the only form there is")
+    most = parser.parse_args(argv).most
     measure("industry", shared_prompts(8000, 3, 1570, 30), repeats=7)
     seconds = {}
     for count, repeats in ((10_000, 7), (100_000, 3), (1_000_000, 2)):
+        if count > most:
+            break
         seconds[count] = measure("200 tokens", shared_prompts(count, 4, 150, 50), repeats)
     few, many = min(seconds), max(seconds)
     growth, cpu_growth = (seconds[many][i] / seconds[few][i] for i in range(2))
-    line = {
+    ratios = {
+        "workload": "growth",
         "prompts_ratio": many // few,
         "seconds_ratio": round(growth, 1),
         "cpu_seconds_ratio": round(cpu_growth, 1),
     }
-    print(json.dumps(line))
-
-
-if __name__ == "__main__":
-    main()
+    print(line("plan", ratios))
+    return 0
