@@ -3,8 +3,10 @@
 python -m tests.apps.fake_batch STEP_SECONDS IN -o OUT [flags]
 """
 
+import io
+import os
+import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,8 +49,7 @@ def a_tokenizer() -> Tokenizer:
 class FakeEngines:
     """Makes engines as `main` asks for them; keeps the last config and engine to look at."""
 
-    def __init__(self, step_s: float = 0.0, num_pages: int = 256, max_model_len: int = 400) -> None:
-        self._step_s = step_s
+    def __init__(self, num_pages: int = 256, max_model_len: int = 400) -> None:
         self._num_pages = num_pages
         self._max_model_len = max_model_len
         self.config: EngineConfig | None = None
@@ -70,7 +71,6 @@ class FakeEngines:
     def _stepped(self, event: StepFinished) -> None:
         if self.at_step is not None:
             self.at_step(event)
-        time.sleep(self._step_s)
 
 
 def expected_text(prompt: str, max_tokens: int) -> str:
@@ -82,5 +82,21 @@ def expected_text(prompt: str, max_tokens: int) -> str:
     return tokenizer.decode(ids)
 
 
+def kill_at(num_bytes: int) -> None:
+    """From now on, the write that brings a file to this size is the last thing the process does."""
+
+    class Mortal(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            room = max(0, num_bytes - os.fstat(self.fileno()).st_size)
+            if len(data) >= room:
+                super().write(memoryview(data)[:room])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().write(data)
+
+    io.FileIO = Mortal  # type: ignore[misc]  # what the output is opened with
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2:], FakeEngines(step_s=float(sys.argv[1]))))
+    if int(sys.argv[1]):
+        kill_at(int(sys.argv[1]))
+    sys.exit(main(sys.argv[2:], FakeEngines(num_pages=48)))

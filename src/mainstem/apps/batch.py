@@ -27,10 +27,8 @@ from mainstem.apps.jobs.job import Job, JobConfig
 from mainstem.apps.jobs.rows import RowParser
 from mainstem.apps.jobs.summary import Summary
 from mainstem.apps.jobs.windows import ReadAhead, WindowReader
-from mainstem.apps.llm import LLM
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.kernels.device import describe_cpu
 from mainstem.plan.planner import PlanConfig
 
 MIB = 1 << 20
@@ -125,6 +123,8 @@ class StopSignals:
 
 def open_engine(config: EngineConfig) -> TextEngine:
     """The model's engine, as LLM makes it."""
+    from mainstem.apps.llm import LLM  # noqa: PLC0415  # brings torch; wrong calls end before
+
     return LLM.from_config(config).text_engine
 
 
@@ -201,6 +201,8 @@ def _defaults(args: argparse.Namespace) -> dict[str, object]:
 
 def _window_bytes(window_mib: int | None) -> int:
     if window_mib is None:
+        from mainstem.kernels.device import describe_cpu  # noqa: PLC0415  # brings torch
+
         free_mib = describe_cpu().free_bytes // MIB
         return MIB * min(LARGEST_WINDOW_MIB, max(32, free_mib // 8))
     if window_mib < 1:

@@ -20,7 +20,6 @@ from mainstem.apps.jobs.replies import Answers, answer_row, error_row
 from mainstem.apps.jobs.rows import Row, RowError
 from mainstem.apps.jobs.summary import Summary
 from mainstem.apps.jobs.windows import Failure, ReadAhead, Window
-from mainstem.apps.llm import CompletionOutput, RequestOutput, add_output
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import Delivery, SamplingParams
 from mainstem.plan.planner import PlanConfig
@@ -46,9 +45,8 @@ class _Open:
 
     row: Row
     copies: list[Row]
-    prompt_tokens: int
     template: int
-    result: RequestOutput
+    answers: Answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +182,9 @@ class Job:
             for failed in (row, *item.copies):
                 self._fail(Failure(failed.line, failed.custom_id, fault))
             return
-        wants_logprobs = row.sampling.logprobs is not None
-        answers = [
-            CompletionOutput(index, logprobs=[] if wants_logprobs else None)
-            for index in range(row.sampling.n)
-        ]
         num_tokens = len(item.prompt_ids)
-        result = RequestOutput(request_id, None, [], answers)
-        self._open[request_id] = _Open(row, item.copies, num_tokens, item.template, result)
+        answers = Answers(num_tokens, row.sampling)
+        self._open[request_id] = _Open(row, item.copies, item.template, answers)
         self._num_submitted += 1
         self._tokens_submitted += num_tokens
 
@@ -207,21 +200,21 @@ class Job:
 
     def _hear(self, output: TextOutput) -> None:
         opened = self._open[output.request_id]
-        add_output(opened.result, output)
-        if not opened.result.finished:
+        answers = opened.answers
+        answers.add(output)
+        if not answers.is_finished:
             return
         del self._open[output.request_id]
-        for answer in opened.result.outputs:
+        for answer in answers.answers:
             self._estimate.observe(opened.template, len(answer.token_ids))
-        self._answer(opened.row, opened)
-        opened.result.num_cached_tokens = opened.prompt_tokens  # a copy computes nothing
+        self._answer(opened.row, answers)
+        answers.cached_tokens = answers.prompt_tokens  # a copy computes nothing
         for row in opened.copies:
-            self._answer(row, opened)
+            self._answer(row, answers)
             self._summary.deduplicated += 1
-            self._summary.deduplicated_tokens += opened.prompt_tokens * row.sampling.n
+            self._summary.deduplicated_tokens += answers.prompt_tokens * row.sampling.n
 
-    def _answer(self, row: Row, opened: _Open) -> None:
-        answers = Answers(opened.prompt_tokens, opened.result)
+    def _answer(self, row: Row, answers: Answers) -> None:
         name, tokenizer = self._config.model_name, self._engine.tokenizer
         self._out.append(answer_row(row, answers, name, tokenizer, int(time())))
         self._summary.answered += 1

@@ -2,43 +2,78 @@
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from mainstem.apps.answers import TextOutput
 from mainstem.apps.jobs.rows import Kind, Row, RowError
-from mainstem.apps.llm import CompletionOutput, RequestOutput
 from mainstem.apps.text import Tokenizer
-from mainstem.core.request import TokenLogprobs
+from mainstem.core.request import FinishReason, SamplingParams, TokenLogprobs
 
 Json = dict[str, object]
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Answer:
+    """One of the answers to a row, as far as it is known."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
 class Answers:
-    """All answers to one row."""
+    """All answers to a row; its prompt is not kept."""
 
     prompt_tokens: int
-    result: RequestOutput  # without its prompt, which is not needed any more
+    sampling: SamplingParams
+    answers: list[Answer] = field(init=False)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = (None,)  # that of a prompt of one token
+    cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.answers = [Answer() for _ in range(self.sampling.n)]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    def add(self, output: TextOutput) -> None:
+        """Put news of an answer where it belongs."""
+        answer = self.answers[output.index]
+        answer.text += output.text
+        answer.token_ids += output.token_ids
+        answer.logprobs += output.logprobs
+        answer.finish_reason = output.finish_reason
+        answer.stop_reason = output.stop_reason
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.index == 0:
+            self.cached_tokens = output.num_cached_tokens
 
 
 def answer_row(row: Row, answers: Answers, model: str, tokenizer: Tokenizer, now: int) -> Json:
     """The output line of a row that was answered; `now` is in seconds since 1970."""
-    result = answers.result
     name = _name(row.custom_id)
     body: Json = {
         "id": f"{'chatcmpl' if row.kind is Kind.CHAT else 'cmpl'}-{name}",
         "object": "chat.completion" if row.kind is Kind.CHAT else "text_completion",
         "created": now,
         "model": model,
-        "choices": [_choice(row.kind, answer, tokenizer) for answer in result.outputs],
+        "choices": [
+            _choice(row.kind, index, answers, tokenizer) for index in range(len(answers.answers))
+        ],
         "usage": _usage(answers),
     }
-    if result.prompt_logprobs is not None:
+    if answers.sampling.prompt_logprobs is not None:
         body["prompt_logprobs"] = [
             None if entry is None else _prompt_place(entry, tokenizer)
-            for entry in result.prompt_logprobs
+            for entry in answers.prompt_logprobs
         ]
     response = {"status_code": 200, "request_id": f"req-{name}", "body": body}
     return {
@@ -70,30 +105,32 @@ def _name(text: str) -> str:
 
 
 def _usage(answers: Answers) -> Json:
-    result, prompt_tokens = answers.result, answers.prompt_tokens
-    completion_tokens = sum(len(answer.token_ids) for answer in result.outputs)
+    prompt_tokens = answers.prompt_tokens
+    completion_tokens = sum(len(answer.token_ids) for answer in answers.answers)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": result.num_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": answers.cached_tokens},
     }
 
 
-def _choice(kind: Kind, answer: CompletionOutput, tokenizer: Tokenizer) -> Json:
+def _choice(kind: Kind, index: int, answers: Answers, tokenizer: Tokenizer) -> Json:
+    answer = answers.answers[index]
+    has_logprobs = answers.sampling.logprobs is not None
     logprobs: Json | None = None
-    choice: Json = {"index": answer.index}
+    choice: Json = {"index": index}
     if kind is Kind.CHAT:
         choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
-        if answer.logprobs is not None:
+        if has_logprobs:
             logprobs = {"content": [_chat_place(entry, tokenizer) for entry in answer.logprobs]}
             logprobs["refusal"] = None
     else:
         choice["text"] = answer.text
-        if answer.logprobs is not None:
+        if has_logprobs:
             logprobs = _completion_logprobs(answer.logprobs, answer.text, tokenizer)
     choice["logprobs"] = logprobs
-    choice["finish_reason"] = answer.finish_reason
+    choice["finish_reason"] = answer.finish_reason.value if answer.finish_reason else None
     choice["stop_reason"] = answer.stop_reason  # as vLLM: the stop string or token id
     return choice
 
