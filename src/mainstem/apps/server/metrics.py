@@ -1,0 +1,265 @@
+"""What the server counts, as Prometheus text; docs/metrics.md tells what each series means.
+
+Events come from the engine's thread, timings and snapshots from the server, `render` from any
+thread. Names are vLLM's where the meaning is the same, so that its dashboards and the routers that
+read them work; the rest is under `mainstem:`.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from threading import Lock
+
+from mainstem.core.events import (
+    EventBus,
+    PagesEvicted,
+    RequestSubmitted,
+    SequenceAdmitted,
+    SequenceFinished,
+    SequencePreempted,
+    SequenceResumed,
+    StepFinished,
+)
+from mainstem.core.request import FinishReason
+from mainstem.core.snapshot import EngineSnapshot
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Bucket bounds are vLLM's, so that a quantile over both kinds of server is meaningful.
+TTFT_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+INTER_TOKEN_BUCKETS_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+REQUEST_TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+STEP_TOKEN_BUCKETS = (1.0, *(float(2**e) for e in range(3, 15)))
+
+COUNTERS = {
+    "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "vllm:prompt_tokens": "Prompt tokens of admitted sequences, cached ones included.",
+    "vllm:prompt_tokens_cached": "Prompt tokens that were not computed.",
+    "vllm:generation_tokens": "Tokens of finished answers.",
+    "vllm:num_preemptions": "Times a running sequence gave its pages back to make room.",
+    "mainstem:requests": "Requests submitted to the engine.",
+    "mainstem:steps": "Forward passes.",
+    "mainstem:spans": "Attention spans of all steps.",
+    "mainstem:computed_tokens": "Tokens that went through the model in prefill.",
+    "mainstem:decoded_tokens": "Tokens that went through the model one by one.",
+    "mainstem:recomputed_tokens": "Tokens computed again after a preemption.",
+    "mainstem:key_tokens_read": "Keys read by attention, a shared run once for all its readers.",
+    "mainstem:key_tokens_saved": "Keys that were not read again because readers share a span.",
+    "mainstem:host_seconds": "Seconds of scheduling and input building.",
+    "mainstem:device_seconds": "Seconds from a step's launch to its result.",
+}
+LABELLED_COUNTERS = {
+    "vllm:request_success": ("finished_reason", "Finished answers."),
+    "mainstem:evicted_pages": ("reason", "Cached pages given up."),
+    "mainstem:http_responses": ("code", "HTTP answers by status."),
+}
+GAUGES = {
+    "vllm:num_requests_running": "Sequences that hold pages and are being answered.",
+    "vllm:num_requests_waiting": "Sequences waiting to start.",
+    "vllm:kv_cache_usage_perc": "Share of pages held by running sequences; 1 is all.",
+    "mainstem:pages": "Device pages in all.",
+    "mainstem:held_pages": "Pages held by running sequences.",
+    "mainstem:cached_pages": "Pages that can be found by what they contain, held or not.",
+    "mainstem:page_size_tokens": "Token slots of a page.",
+    "mainstem:shared_runs": "Runs of tokens that two or more running sequences share.",
+}
+HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": (TTFT_BUCKETS_S, "Arrival to first token."),
+    "vllm:inter_token_latency_seconds": (INTER_TOKEN_BUCKETS_S, "Token to next token."),
+    "vllm:e2e_request_latency_seconds": (REQUEST_BUCKETS_S, "Arrival to last token."),
+    "vllm:request_queue_time_seconds": (REQUEST_BUCKETS_S, "Arrival to admission."),
+    "vllm:request_prompt_tokens": (REQUEST_TOKEN_BUCKETS, "Prompt length of a sequence."),
+    "vllm:request_generation_tokens": (REQUEST_TOKEN_BUCKETS, "Length of an answer."),
+    "vllm:iteration_tokens_total": (STEP_TOKEN_BUCKETS, "Tokens of a step."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """How long a finished request took, as its client saw it; seconds since its arrival."""
+
+    queue_s: float | None  # None: it never left the queue
+    first_token_s: float | None  # None: it ended before its first token
+    inter_token_s: Sequence[float]  # from each token to the next
+    total_s: float
+
+
+@dataclass(slots=True)
+class _Histogram:
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)  # one more than bounds: above the last
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class ServerMetrics:
+    """Totals since it was attached to a bus. Every public method may be called on any thread.
+
+    One lock guards all values, so a rendered page is of one moment. Listeners only add numbers:
+    the engine's thread never waits for text to be written.
+    """
+
+    def __init__(self, bus: EventBus, model_name: str = "mainstem") -> None:
+        self._common = f'model_name="{_escaped(model_name)}",engine="0"'
+        self._lock = Lock()
+        self._totals: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self._labelled: dict[str, dict[str, int]] = {
+            name: defaultdict(int) for name in LABELLED_COUNTERS
+        }
+        self._labelled["vllm:request_success"].update((r.value, 0) for r in FinishReason)
+        self._gauges: dict[str, float] = dict.fromkeys(GAUGES, 0)
+        self._histograms = {name: _Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
+        bus.subscribe(RequestSubmitted, self._submitted)
+        bus.subscribe(SequenceAdmitted, self._admitted)
+        bus.subscribe(SequenceResumed, self._resumed)
+        bus.subscribe(SequencePreempted, self._preempted)
+        bus.subscribe(SequenceFinished, self._finished)
+        bus.subscribe(PagesEvicted, self._evicted)
+        bus.subscribe(StepFinished, self._stepped)
+
+    def observe_request(self, timing: RequestTiming) -> None:
+        """Count a request that ended, whether it was answered or given up."""
+        with self._lock:
+            histograms = self._histograms
+            if timing.queue_s is not None:
+                histograms["vllm:request_queue_time_seconds"].observe(timing.queue_s)
+            if timing.first_token_s is not None:
+                histograms["vllm:time_to_first_token_seconds"].observe(timing.first_token_s)
+            for gap_s in timing.inter_token_s:
+                histograms["vllm:inter_token_latency_seconds"].observe(gap_s)
+            histograms["vllm:e2e_request_latency_seconds"].observe(timing.total_s)
+
+    def observe_snapshot(self, snapshot: EngineSnapshot) -> None:
+        """Set the gauges to what runs now."""
+        with self._lock:
+            self._gauges = {
+                "vllm:num_requests_running": snapshot.num_running,
+                "vllm:num_requests_waiting": snapshot.num_waiting,
+                "vllm:kv_cache_usage_perc": snapshot.num_held_pages / max(1, snapshot.num_pages),
+                "mainstem:pages": snapshot.num_pages,
+                "mainstem:held_pages": snapshot.num_held_pages,
+                "mainstem:cached_pages": snapshot.num_cached_pages,
+                "mainstem:page_size_tokens": snapshot.page_size,
+                "mainstem:shared_runs": len(snapshot.stems),
+            }
+
+    def observe_response(self, status: int) -> None:
+        """Count an HTTP answer by its status code."""
+        with self._lock:
+            self._labelled["mainstem:http_responses"][str(status)] += 1
+
+    def render(self) -> str:
+        """Everything in Prometheus' text format; serve it as CONTENT_TYPE."""
+        with self._lock:
+            totals = dict(self._totals)
+            labelled = {name: dict(values) for name, values in self._labelled.items()}
+            gauges = dict(self._gauges)
+            histograms = {
+                name: (tuple(accumulate(histogram.counts)), histogram.total)
+                for name, histogram in self._histograms.items()
+            }
+        lines: list[str] = []
+        for name, help_text in GAUGES.items():
+            lines += _head(name, "gauge", help_text)
+            lines.append(f"{name}{{{self._common}}} {_number(gauges[name])}")
+        for name, help_text in COUNTERS.items():
+            lines += _head(f"{name}_total", "counter", help_text)
+            lines.append(f"{name}_total{{{self._common}}} {_number(totals[name])}")
+        for name, (label, help_text) in LABELLED_COUNTERS.items():
+            lines += _head(f"{name}_total", "counter", help_text)
+            lines += self._by_label(f"{name}_total", label, labelled[name])
+        for name, (bounds, help_text) in HISTOGRAMS.items():
+            lines += _head(name, "histogram", help_text)
+            lines += self._buckets(name, bounds, *histograms[name])
+        return "\n".join(lines) + "\n"
+
+    def _by_label(self, name: str, label: str, values: dict[str, int]) -> Iterator[str]:
+        for value, number in values.items():
+            yield f'{name}{{{self._common},{label}="{_escaped(value)}"}} {number}'
+
+    def _buckets(
+        self, name: str, bounds: tuple[float, ...], running: tuple[int, ...], total: float
+    ) -> Iterator[str]:
+        for bound, count in zip((*map(str, bounds), "+Inf"), running, strict=True):
+            yield f'{name}_bucket{{{self._common},le="{bound}"}} {count}'
+        yield f"{name}_sum{{{self._common}}} {_number(total)}"
+        yield f"{name}_count{{{self._common}}} {running[-1]}"
+
+    # --- listeners, on the engine's thread ------------------------------------------------------
+
+    def _submitted(self, event: RequestSubmitted) -> None:
+        with self._lock:
+            self._totals["mainstem:requests"] += 1
+
+    def _admitted(self, event: SequenceAdmitted) -> None:
+        with self._lock:
+            totals = self._totals
+            totals["vllm:prefix_cache_queries"] += event.prompt_tokens
+            totals["vllm:prefix_cache_hits"] += event.cached_tokens
+            totals["vllm:prompt_tokens"] += event.prompt_tokens
+            totals["vllm:prompt_tokens_cached"] += event.cached_tokens
+            self._histograms["vllm:request_prompt_tokens"].observe(event.prompt_tokens)
+
+    def _resumed(self, event: SequenceResumed) -> None:
+        with self._lock:
+            self._totals["mainstem:recomputed_tokens"] += event.computed_tokens
+
+    def _preempted(self, event: SequencePreempted) -> None:
+        with self._lock:
+            self._totals["vllm:num_preemptions"] += 1
+
+    def _finished(self, event: SequenceFinished) -> None:
+        with self._lock:
+            self._totals["vllm:generation_tokens"] += event.output_tokens
+            self._labelled["vllm:request_success"][event.reason.value] += 1
+            self._histograms["vllm:request_generation_tokens"].observe(event.output_tokens)
+
+    def _evicted(self, event: PagesEvicted) -> None:
+        with self._lock:
+            self._labelled["mainstem:evicted_pages"][event.reason] += event.num_pages
+
+    def _stepped(self, event: StepFinished) -> None:
+        saved = max(0, event.key_tokens_seen - event.key_tokens_read)
+        with self._lock:
+            totals = self._totals
+            totals["mainstem:steps"] += 1
+            totals["mainstem:spans"] += event.num_spans
+            totals["mainstem:computed_tokens"] += event.num_prompt_tokens
+            totals["mainstem:decoded_tokens"] += event.num_tokens - event.num_prompt_tokens
+            totals["mainstem:key_tokens_read"] += event.key_tokens_read
+            totals["mainstem:key_tokens_saved"] += saved
+            totals["mainstem:host_seconds"] += event.host_s
+            totals["mainstem:device_seconds"] += event.device_s
+            self._histograms["vllm:iteration_tokens_total"].observe(event.num_tokens)
+
+
+def _head(name: str, kind: str, help_text: str) -> tuple[str, str]:
+    return f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"
+
+
+def _number(value: float) -> str:
+    return repr(value)
+
+
+def _escaped(text: str) -> str:
+    """A label's value, as the text format wants it."""
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

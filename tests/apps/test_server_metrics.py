@@ -1,0 +1,197 @@
+"""The server's metrics, read back with Prometheus' own parser."""
+
+import math
+import re
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from mainstem.apps.server.metrics import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    LABELLED_COUNTERS,
+    RequestTiming,
+    ServerMetrics,
+)
+from mainstem.core.events import (
+    EventBus,
+    PagesEvicted,
+    RequestSubmitted,
+    SequenceAdmitted,
+    SequenceFinished,
+    SequencePreempted,
+    SequenceResumed,
+    StepFinished,
+)
+from mainstem.core.ids import RequestId
+from mainstem.core.request import FinishReason
+from mainstem.core.snapshot import EngineSnapshot, StemView
+
+parser = pytest.importorskip("prometheus_client.parser")
+
+ROOT = Path(__file__).resolve().parents[2]
+ID = RequestId("a")
+
+
+def read(metrics: ServerMetrics) -> dict[str, float]:
+    """Every sample, named like `name` or `name{label}` where a label beside the common two is."""
+    values: dict[str, float] = {}
+    for family in parser.text_string_to_metric_families(metrics.render()):
+        for sample in family.samples:
+            assert {"model_name", "engine"} <= sample.labels.keys()
+            own = [v for k, v in sample.labels.items() if k not in ("model_name", "engine")]
+            values[sample.name + (f"{{{own[0]}}}" if own else "")] = sample.value
+    return values
+
+
+def a_step(
+    tokens: int = 10, prompt_tokens: int = 6, read_: int = 50, seen: int = 80
+) -> StepFinished:
+    return StepFinished(tokens, prompt_tokens, 5, 7, read_, seen, 0.25, 0.5)
+
+
+def test_a_new_server_exposes_every_series_at_zero() -> None:
+    values = read(ServerMetrics(EventBus()))
+    for name in GAUGES:
+        assert values[name] == 0
+    for name in COUNTERS:
+        assert values[f"{name}_total"] == 0
+    for name in HISTOGRAMS:
+        assert values[f"{name}_count"] == 0
+
+
+def test_events_become_vllm_counters() -> None:
+    bus = EventBus()
+    metrics = ServerMetrics(bus)
+    bus.publish(RequestSubmitted(ID, 100))
+    bus.publish(SequenceAdmitted(ID, 0, 100, 64))
+    bus.publish(SequenceAdmitted(ID, 1, 100, 96))
+    bus.publish(SequencePreempted(ID, 1, 3))
+    bus.publish(SequenceResumed(ID, 1, 40))
+    bus.publish(SequenceFinished(ID, 0, FinishReason.STOP, 12))
+    bus.publish(SequenceFinished(ID, 1, FinishReason.LENGTH, 30))
+    values = read(metrics)
+    assert values["vllm:prefix_cache_queries_total"] == 200
+    assert values["vllm:prefix_cache_hits_total"] == 160
+    assert values["vllm:prompt_tokens_total"] == 200
+    assert values["vllm:prompt_tokens_cached_total"] == 160
+    assert values["vllm:generation_tokens_total"] == 42
+    assert values["vllm:num_preemptions_total"] == 1
+    assert values["vllm:request_success_total{stop}"] == 1
+    assert values["vllm:request_success_total{length}"] == 1
+    assert values["vllm:request_success_total{abort}"] == 0
+    assert values["vllm:request_prompt_tokens_sum"] == 200
+    assert values["mainstem:requests_total"] == 1
+    assert values["mainstem:recomputed_tokens_total"] == 40
+
+
+def test_steps_become_our_counters() -> None:
+    bus = EventBus()
+    metrics = ServerMetrics(bus)
+    bus.publish(a_step())
+    bus.publish(a_step(tokens=4, prompt_tokens=0, read_=90, seen=80))
+    bus.publish(PagesEvicted(3, "room"))
+    bus.publish(PagesEvicted(2, "clear"))
+    bus.publish(PagesEvicted(1, "room"))
+    values = read(metrics)
+    assert values["mainstem:steps_total"] == 2
+    assert values["mainstem:spans_total"] == 14
+    assert values["mainstem:computed_tokens_total"] == 6
+    assert values["mainstem:decoded_tokens_total"] == 8
+    assert values["mainstem:key_tokens_read_total"] == 140
+    assert values["mainstem:key_tokens_saved_total"] == 30  # never less than nothing in a step
+    assert values["mainstem:host_seconds_total"] == 0.5
+    assert values["mainstem:device_seconds_total"] == 1.0
+    assert values["mainstem:evicted_pages_total{room}"] == 4
+    assert values["mainstem:evicted_pages_total{clear}"] == 2
+    assert values["vllm:iteration_tokens_total_sum"] == 14
+
+
+def test_timings_become_histograms() -> None:
+    metrics = ServerMetrics(EventBus())
+    metrics.observe_request(RequestTiming(0.2, 0.25, [0.01, 0.011], 3.0))
+    metrics.observe_request(RequestTiming(None, None, [], 9999.0))
+    values = read(metrics)
+    assert values["vllm:time_to_first_token_seconds_count"] == 1
+    assert values["vllm:time_to_first_token_seconds_bucket{0.25}"] == 1  # a bound is inside
+    assert values["vllm:time_to_first_token_seconds_bucket{0.1}"] == 0
+    assert values["vllm:inter_token_latency_seconds_bucket{0.01}"] == 1
+    assert values["vllm:inter_token_latency_seconds_bucket{0.025}"] == 2
+    assert math.isclose(values["vllm:inter_token_latency_seconds_sum"], 0.021)
+    assert values["vllm:request_queue_time_seconds_bucket{0.3}"] == 1
+    assert values["vllm:e2e_request_latency_seconds_bucket{7680.0}"] == 1
+    assert values["vllm:e2e_request_latency_seconds_bucket{+Inf}"] == 2
+    assert values["vllm:e2e_request_latency_seconds_count"] == 2
+
+
+def test_a_snapshot_sets_the_gauges() -> None:
+    metrics = ServerMetrics(EventBus())
+    stems = (StemView(1, None, 512, 8),)
+    metrics.observe_snapshot(EngineSnapshot(8, 3, 100, 16, 40, 75, stems))
+    values = read(metrics)
+    assert values["vllm:num_requests_running"] == 8
+    assert values["vllm:num_requests_waiting"] == 3
+    assert values["vllm:kv_cache_usage_perc"] == 0.4
+    assert values["mainstem:shared_runs"] == 1
+    assert values["mainstem:pages"] == 100
+    assert values["mainstem:held_pages"] == 40
+    assert values["mainstem:cached_pages"] == 75
+    assert values["mainstem:page_size_tokens"] == 16
+
+
+def test_names_in_labels_are_escaped() -> None:
+    name = 'a "quoted" \\ name\nof two lines'
+    text = ServerMetrics(EventBus(), model_name=name).render()
+    family = next(iter(parser.text_string_to_metric_families(text)))
+    assert family.samples[0].labels["model_name"] == name
+
+
+def test_responses_are_counted_by_status() -> None:
+    metrics = ServerMetrics(EventBus())
+    for status in (200, 429, 200):
+        metrics.observe_response(status)
+    values = read(metrics)
+    assert values["mainstem:http_responses_total{200}"] == 2
+    assert values["mainstem:http_responses_total{429}"] == 1
+
+
+def test_counters_never_fall_while_another_thread_publishes() -> None:
+    """Every render sees whole events: tokens and saved keys of a step move together."""
+    bus = EventBus()
+    metrics = ServerMetrics(bus)
+
+    def publish() -> None:
+        for _ in range(2000):
+            bus.publish(a_step())
+
+    engine = Thread(target=publish)
+    engine.start()
+    seen: list[dict[str, float]] = []
+    for _ in range(20):
+        seen.append(read(metrics))
+    engine.join()
+    seen.append(read(metrics))
+    steps = [values["mainstem:steps_total"] for values in seen]
+    assert steps == sorted(steps)
+    assert steps[-1] == 2000
+    for values in seen:
+        assert values["mainstem:key_tokens_saved_total"] == 30 * values["mainstem:steps_total"]
+        assert values["vllm:iteration_tokens_total_count"] == values["mainstem:steps_total"]
+
+
+def test_every_series_is_documented() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    counters = [f"{name}_total" for name in (*COUNTERS, *LABELLED_COUNTERS)]
+    for name in (*GAUGES, *counters, *HISTOGRAMS):
+        assert f"`{name}`" in text, f"docs/metrics.md does not tell what {name} means"
+
+
+def test_the_docs_and_the_dashboard_name_only_series_that_exist() -> None:
+    text = ServerMetrics(EventBus()).render()
+    exposed = set(re.findall(r"# TYPE (\S+)", text))
+    for path in ("docs/metrics.md", "deploy/grafana-dashboard.json"):
+        named = set(re.findall(r"(?:vllm|mainstem):\w+", (ROOT / path).read_text()))
+        bare = {re.sub(r"_(bucket|sum|count)$", "", name) for name in named}
+        assert bare <= exposed, f"{path} names {sorted(bare - exposed)}"
