@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "apps": "apps core plan kv kernels engine sched",
 }
 EXTRA = {("kv/bytes", "kernels")}  # page copies use a kernel
-SCHED_IN_APPS = {"apps/bench/host.py"}  # measures the scheduler itself
+SCHED_IN_APPS = {"apps/bench/host.py", "apps/bench/valleys.py"}  # measure the scheduler itself
 TORCH_OK = ("kernels", "models", "runner", "kv/bytes")  # everything else runs without torch
 TORCH_IN_APPS = ("apps/bench/",)  # benchmarks time the data plane and its rivals
 ENVIRONMENT_OK = {"core/config.py"}

@@ -144,7 +144,7 @@ def test_random_numbers_depend_on_seed_and_index_only() -> None:
 
 def test_a_forecast_admits_what_memory_will_hold() -> None:
     """Two of 40 pages: alone each needs 20 more at its peak, but the first ends before."""
-    remaining, own = np.array([10, 160], np.int32), np.array([20, 20], np.int32)
+    remaining, own = np.array([10, 160], np.int32), np.array([20, 20], np.float32)
     assert peak_need(remaining, own, page_size=16) == 2  # both begin a page; then 20 come back
     remaining = np.array([160, 160], np.int32)
     assert peak_need(remaining, own, page_size=16) == 22

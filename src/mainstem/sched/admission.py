@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.core.step import Int32s
+from mainstem.core.step import Float32s, Int32s
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class Outlook:
     """What the running sequences will still want and give back, as far as can be told."""
 
     remaining: Int32s  # [running] output tokens to come
-    own_pages: Int32s  # [running] pages that are free again when it ends
+    own_pages: Float32s  # [running] pages that come back when it ends; of shared ones its part
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,15 @@ class Admission:
         if len(outlook.remaining) == 0:
             return new_pages <= available  # alone it may always try
         remaining = np.append(outlook.remaining, np.int32(expected))
-        own_pages = np.append(outlook.own_pages, np.int32(new_pages))
+        own_pages = np.append(outlook.own_pages, np.float32(new_pages))
         return new_pages + peak_need(remaining, own_pages, self.page_size) <= available
 
 
-def peak_need(remaining: Int32s, own_pages: Int32s, page_size: int) -> int:
+def peak_need(remaining: Int32s, own_pages: Float32s, page_size: int) -> float:
     """Most pages beyond today's that sequences will hold at once."""
     order = np.argsort(remaining)
     ends: NDArray[np.int64] = remaining[order].astype(np.int64)
-    given_back = np.cumsum(own_pages[order], dtype=np.int64) - own_pages[order]
+    given_back = np.cumsum(own_pages[order], dtype=np.float64) - own_pages[order]
     alive = np.arange(len(ends), 0, -1)
     grown = alive * (ends // page_size + 1)  # each may be about to begin a page
-    return int((grown - given_back).max())
+    return float((grown - given_back).max())

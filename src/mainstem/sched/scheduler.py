@@ -332,9 +332,10 @@ class Scheduler:
 
     def _outlook(self) -> Outlook:
         running = self._running
+        in_tree, part = self._tree.shares(running)
         return Outlook(
             remaining=self._table.expect_remaining(running, at_least=self._page_size),
-            own_pages=self._table.num_pages[running] - self._tree.first_own_page(running),
+            own_pages=self._table.num_pages[running] - in_tree + part,
         )
 
     def _next_chunk(self, slot: SeqSlot, budget: int) -> Chunk:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mainstem.core.snapshot import StemView
-from mainstem.core.step import Int32s
+from mainstem.core.step import Float32s, Int32s
 
 ROOT = 0  # no pages, held by everybody
 
@@ -93,11 +93,17 @@ class SharingTree:
         """The deepest stem of each slot."""
         return self._stem_of_slot[slots]
 
-    def first_own_page(self, slots: Int32s) -> Int32s:
-        """Page index from which on each slot's pages are its alone."""
+    def shares(self, slots: Int32s) -> tuple[Int32s, Float32s]:
+        """Pages each slot has in the tree, and its part of them: a stem counts 1/holders."""
         stems = self._stem_of_slot[slots]
-        is_own = self._holders[stems] == 1
-        return np.where(is_own, self.end[self.parent[stems]], self.end[stems])
+        in_tree = self.end[stems]
+        part = np.zeros(len(slots), np.float32)
+        while stems.any():
+            above = self.parent[stems]
+            length = self.end[stems] - self.end[above]
+            part += length / np.maximum(self._holders[stems], 1)
+            stems = above
+        return in_tree, part
 
     def pages(self, stem: int, first: int) -> Int32s:
         """Pages from index `first` to the end of `stem`, along its ancestors."""
