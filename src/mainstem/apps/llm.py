@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from mainstem.apps.answers import TextEngine, TextOutput
 from mainstem.apps.hub import resolve_model
+from mainstem.apps.jobs.ordering import shared_with_next
 from mainstem.apps.progress import StageBar
 from mainstem.apps.text import Tokenizer
 from mainstem.core.config import (
@@ -24,8 +25,10 @@ from mainstem.core.config import (
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
+from mainstem.core.plan import Prompts
 from mainstem.core.request import Delivery, SamplingParams, TokenLogprobs
 from mainstem.engine.build import build_engine
+from mainstem.plan.planner import plan_prompts
 
 Message = Mapping[str, object]
 Prompt = str | Sequence[int]
@@ -113,6 +116,7 @@ class LLM:
         self.counters = Counters().attach(bus)
         self.text_engine = TextEngine(build_engine(folder, config, bus), Tokenizer.load(folder))
         self._request_ids = count()
+        self._shares = config.sched.share is not Share.NONE
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -159,11 +163,15 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
+        for prompt, prompt_ids, sampling in zip(prompts, ids, params, strict=True):
+            request_id = f"{next(self._request_ids)}"
+            results[request_id] = _empty_result(request_id, prompt, prompt_ids, sampling)
+        request_ids = list(results)
         try:
-            for prompt, prompt_ids, sampling in zip(prompts, ids, params, strict=True):
-                request_id = f"{next(self._request_ids)}"
-                self.text_engine.submit(request_id, prompt_ids, sampling, Delivery.AT_END)
-                results[request_id] = _empty_result(request_id, prompt, prompt_ids, sampling)
+            for index, place in self._order(ids):
+                self.text_engine.submit(
+                    request_ids[index], ids[index], params[index], Delivery.AT_END, plan_place=place
+                )
             self._drain(results, use_tqdm)
         except BaseException:
             for request_id in results:  # an error or Ctrl-C leaves nothing running
@@ -172,6 +180,14 @@ class LLM:
                 self.text_engine.step()
             raise
         return list(results.values())
+
+    def _order(self, ids: Sequence[list[int]]) -> list[tuple[int, int | None]]:
+        """Prompts in the order to run, with their places in it: what shares a prefix together."""
+        if not self._shares or len(ids) < 2:
+            return [(index, None) for index in range(len(ids))]
+        plan = plan_prompts(Prompts.from_lists(ids))
+        first = self.text_engine.expect(shared_with_next(plan))
+        return [(index, first + place) for place, index in enumerate(plan.members.tolist())]
 
     def _drain(self, results: Mapping[str, RequestOutput], use_tqdm: bool) -> None:
         counters = self.counters
