@@ -11,6 +11,7 @@ rows beside it. Order of work, as in vLLM:
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mainstem.core.request import SamplingParams, TokenLogprobs
-from mainstem.core.step import Float32s, Int32s, SampleBatch, StartedSequence, Step
+from mainstem.core.step import Int32s, SampleBatch, StartedSequence, Step
 
 _CANDIDATES = 1024  # sorted first; a row whose top_p reaches beyond is sorted whole
 
@@ -95,11 +96,9 @@ class Sampler:
         for row in batch.special_rows.tolist():
             self._edit(logits[row], int(step.sample_slots[row]))
         token_ids = logits.argmax(dim=-1)
-        random_rows = np.flatnonzero(batch.temperature > 0)
-        if len(random_rows):
-            rows = torch.from_numpy(random_rows)
-            scores = logits if len(rows) == len(logits) else logits[rows]
-            token_ids[rows] = choose(scores, _Choice.of(batch, random_rows))
+        rows = torch.from_numpy(np.flatnonzero(batch.temperature > 0))
+        if len(rows):
+            token_ids[rows] = choose(logits[rows], choice_of(batch).of(rows))
         for row in batch.special_rows.tolist():
             self._histories[int(step.sample_slots[row])].append(int(token_ids[row]))
         return token_ids
@@ -116,92 +115,102 @@ class Sampler:
         history.edit(logits)
 
 
-class _Choice:
-    """The settings of the rows that draw a random token."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The settings of the rows that draw a random token, each [rows]."""
 
-    def __init__(
-        self,
-        temperature: Float32s,
-        top_p: Float32s,
-        top_k: Int32s,
-        min_p: Float32s,
-        uniform: Float32s,
-    ) -> None:
-        self.temperature = temperature
-        self.top_p = top_p
-        self.top_k = top_k
-        self.min_p = min_p
-        self.uniform = uniform
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    min_p: Tensor
+    uniform: Tensor
 
-    @classmethod
-    def of(cls, batch: SampleBatch, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> "_Choice":
-        return cls(
-            batch.temperature[rows],
-            batch.top_p[rows],
-            batch.top_k[rows],
-            batch.min_p[rows],
-            batch.uniform[rows],
+    def of(self, rows: Tensor) -> "Choice":
+        """Of these rows only."""
+        return Choice(
+            self.temperature[rows],
+            self.top_p[rows],
+            self.top_k[rows],
+            self.min_p[rows],
+            self.uniform[rows],
         )
 
 
-def choose(logits: Tensor, choice: _Choice) -> Tensor:
+def choice_of(batch: SampleBatch) -> Choice:
+    """The batch's settings as tensors; products of probabilities are taken in double."""
+    return Choice(
+        torch.from_numpy(batch.temperature),
+        torch.from_numpy(batch.top_p).double(),
+        torch.from_numpy(batch.top_k).long(),
+        torch.from_numpy(batch.min_p).double(),
+        torch.from_numpy(batch.uniform).double(),
+    )
+
+
+def choose(logits: Tensor, choice: Choice) -> Tensor:
     """Draw one token per row of logits [rows, vocab]."""
-    scores = logits / torch.from_numpy(choice.temperature)[:, None]
+    scores = logits / choice.temperature[:, None]
+    is_cut = (choice.top_p < 1.0) | (choice.top_k < scores.shape[1])
+    if not bool(is_cut.any()):
+        return _draw_any(scores, choice)
+    if bool(is_cut.all()):
+        return _draw_cut(scores, choice, _CANDIDATES)
     token_ids = torch.empty(len(scores), dtype=torch.long)
-    vocab = scores.shape[1]
-    is_cut = (choice.top_p < 1.0) | (choice.top_k < vocab)
-    for row in range(len(scores)):
-        draw = _draw_cut if is_cut[row] else _draw_any
-        token_ids[row] = draw(scores[row], choice, row)
+    rows, others = is_cut.nonzero()[:, 0], (~is_cut).nonzero()[:, 0]
+    token_ids[rows] = _draw_cut(scores[rows], choice.of(rows), _CANDIDATES)
+    token_ids[others] = _draw_any(scores[others], choice.of(others))
     return token_ids
 
 
-def _draw_any(scores: Tensor, choice: _Choice, row: int) -> int:
+def _draw_any(scores: Tensor, choice: Choice) -> Tensor:
     """No top_k, no top_p: the order of the tokens does not matter, nothing is sorted."""
-    weights = torch.exp(scores - scores.max())
-    min_p = float(choice.min_p[row])
-    if min_p > 0:
-        weights = weights.where(weights >= min_p, 0.0)
-    return _invert(weights, float(choice.uniform[row]))
+    return _invert(_weights(scores, choice.min_p), choice.uniform)
 
 
-def _draw_cut(scores: Tensor, choice: _Choice, row: int) -> int:
-    """Sort the likeliest tokens, all of them if those do not reach top_p, cut, draw."""
-    top_k, top_p = int(choice.top_k[row]), float(choice.top_p[row])
-    min_p = float(choice.min_p[row])
-    count = min(len(scores), max(1, top_k))
-    if top_k > _CANDIDATES:
-        count = min(count, _CANDIDATES)
-    while True:
-        best, ids = torch.topk(scores, count, sorted=True)
-        weights = torch.exp(best - best[0]).double()
-        if min_p > 0:
-            weights = weights.where(weights >= min_p, 0.0)
-        is_all = count in (top_k, len(scores)) or bool(weights[-1] == 0)
-        # the weight that top_p is a share of: of all tokens, or of those that top_k and min_p left
-        total = weights.sum() if is_all else _total(scores, top_k, min_p)
-        reached = torch.cumsum(weights, dim=0)
-        if is_all or float(reached[-1]) >= top_p * float(total):
-            break
-        count = min(len(scores), top_k)
+def _draw_cut(scores: Tensor, choice: Choice, num_candidates: int) -> Tensor:
+    """Sort the likeliest tokens and cut; rows that need more of them are sorted whole."""
+    count = min(scores.shape[1], num_candidates)
+    best, ids = torch.topk(scores, count, dim=1, sorted=True)
+    weights = _weights(best, choice.min_p)
+    weights.masked_fill_(torch.arange(count) >= choice.top_k[:, None], 0.0)
+    reached = weights.cumsum(dim=1)
+    # top_p is a share of what top_k and min_p have left
+    has_all = (choice.top_k <= count) | (count == scores.shape[1]) | (weights[:, -1] == 0)
+    if bool(has_all.all()):
+        total = reached[:, -1:]
+        is_short = torch.zeros(len(scores), dtype=torch.bool)
+    else:
+        total = _weights(scores, choice.min_p).sum(dim=1, keepdim=True)
+        total = torch.where(has_all[:, None], reached[:, -1:], total)
+        # a top_k between the candidates and the vocabulary has no known total either
+        is_short = ~has_all & (
+            (reached[:, -1] < choice.top_p * total[:, 0]) | (choice.top_k < scores.shape[1])
+        )
     # a token stays while the ones before it have not reached top_p
-    weights = weights.where(reached - weights < top_p * total, 0.0)
-    return int(ids[_invert(weights, float(choice.uniform[row]))])
+    weights.masked_fill_(reached - weights >= choice.top_p[:, None] * total, 0.0)
+    token_ids = ids.gather(1, _invert(weights, choice.uniform)[:, None])[:, 0]
+    if bool(is_short.any()):
+        rows = is_short.nonzero()[:, 0]
+        token_ids[rows] = _draw_cut(scores[rows], choice.of(rows), scores.shape[1])
+    return token_ids
 
 
-def _total(scores: Tensor, top_k: int, min_p: float) -> Tensor:
-    best = torch.topk(scores, top_k).values if top_k < len(scores) else scores
-    weights = torch.exp(best - best.max()).double()
-    return weights.where(weights >= min_p, 0.0).sum()
+def _weights(scores: Tensor, min_p: Tensor) -> Tensor:
+    """Probabilities up to a factor, the likeliest being 1; those below min_p are 0."""
+    weights = torch.exp(scores - scores.amax(dim=1, keepdim=True)).double()
+    if bool((min_p > 0).any()):
+        weights.masked_fill_(weights < min_p[:, None], 0.0)
+    return weights
 
 
-def _invert(weights: Tensor, uniform: float) -> int:
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """The first place where the running sum passes `uniform` of the whole."""
-    reached = torch.cumsum(weights.double(), dim=0)
-    place = int(torch.searchsorted(reached, uniform * float(reached[-1]), right=True))
-    if place == len(weights):  # rounding: the draw fell behind the last token
-        place -= 1
-    return place if weights[place] > 0 else int(weights.nonzero()[-1])
+    reached = weights.cumsum(dim=1)
+    target = uniform[:, None] * reached[:, -1:]
+    place = torch.searchsorted(reached, target, right=True)[:, 0]
+    # rounding could carry a draw behind the last token that has any weight
+    last = torch.searchsorted(reached, reached[:, -1:].contiguous())[:, 0]
+    return torch.minimum(place, last)
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, counts: Int32s) -> list[TokenLogprobs]:

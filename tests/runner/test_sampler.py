@@ -1,0 +1,212 @@
+"""Each sampling feature, on logits made by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mainstem.core.request import SamplingParams
+from mainstem.core.step import Int32s, StartedSequence, Step
+from mainstem.runner.sampler import Sampler, logprobs_of
+from tests.runner.steps import Seq, Work, a_sample_batch, a_step
+
+VOCAB = 50
+GRID = 4000
+
+
+def step_for(rows: Sequence[SamplingParams], uniform: Sequence[float]) -> Step:
+    works = [Work(Seq(slot, [1], [slot], sampling=s), 1) for slot, s in enumerate(rows)]
+    batch = a_sample_batch(rows, VOCAB, np.array(uniform, np.float32))
+    return replace(a_step(works, 4, VOCAB), sampling=batch)
+
+
+def start(
+    sampler: Sampler,
+    sampling: SamplingParams,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    stop_ids: tuple[int, ...] = (),
+    slot: int = 0,
+) -> None:
+    record = StartedSequence(
+        slot, sampling, np.array(prompt, np.int32), np.array(output, np.int32), stop_ids
+    )
+    sampler.start(record)
+
+
+def greedy(**settings: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=100, **settings)  # type: ignore[arg-type]
+
+
+def sample_one(sampler: Sampler, logits: torch.Tensor, sampling: SamplingParams) -> int:
+    return int(sampler.sample(logits.clone()[None], step_for([sampling], [0.5]))[0])
+
+
+def frequencies(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Share of each token over an even grid of random numbers."""
+    uniform = (np.arange(GRID) + 0.5) / GRID
+    step = step_for([sampling] * GRID, uniform.tolist())
+    ids = Sampler().sample(logits.expand(GRID, -1).clone(), step)
+    return torch.bincount(ids, minlength=VOCAB) / GRID
+
+
+def some_logits(seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    logits = some_logits()
+    assert sample_one(Sampler(), logits, greedy()) == int(logits.argmax())
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_temperature_gives_the_models_distribution(temperature: float) -> None:
+    """A grid of G random numbers hits every token within one step of its share."""
+    logits = some_logits()
+    found = frequencies(logits, SamplingParams(temperature=temperature))
+    expected = torch.softmax(logits / temperature, dim=-1)
+    torch.testing.assert_close(found, expected, atol=1.01 / GRID, rtol=0)
+
+
+def test_top_k_keeps_k_tokens() -> None:
+    logits = some_logits()
+    found = frequencies(logits, SamplingParams(top_k=3))
+    best = logits.topk(3)
+    expected = torch.zeros(VOCAB).index_put((best.indices,), torch.softmax(best.values, -1))
+    torch.testing.assert_close(found, expected, atol=1.01 / GRID, rtol=0)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
+    logits = torch.full((VOCAB,), float("-inf"))
+    logits[:4] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    found = frequencies(logits, SamplingParams(top_p=0.65))
+    torch.testing.assert_close(found[:4], torch.tensor([4, 3, 0, 0]) / 7, atol=1e-3, rtol=0)
+
+
+def test_top_p_after_top_k_is_a_share_of_what_is_left() -> None:
+    logits = torch.full((VOCAB,), float("-inf"))
+    logits[:4] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    # of 0.4 and 0.3, the first alone has 0.57
+    found = frequencies(logits, SamplingParams(top_p=0.55, top_k=2))
+    assert found.nonzero()[:, 0].tolist() == [0]
+
+
+def test_min_p_is_relative_to_the_likeliest() -> None:
+    logits = torch.full((VOCAB,), float("-inf"))
+    logits[:4] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    found = frequencies(logits, SamplingParams(min_p=0.45))
+    torch.testing.assert_close(found[:4], torch.tensor([4, 3, 2, 0]) / 9, atol=1e-3, rtol=0)
+
+
+def test_top_p_beyond_the_candidates_sorts_everything() -> None:
+    """Nearly flat logits over a large vocabulary: 1,024 candidates do not reach 0.9."""
+    vocab = 5000
+    logits = torch.linspace(0.001, 0.0, vocab)
+    sampling = SamplingParams(top_p=0.9)
+    step = step_for([sampling], [0.999])
+    batch = replace(step.sampling, top_k=np.array([vocab], np.int32))
+    token = int(Sampler().sample(logits[None].clone(), replace(step, sampling=batch))[0])
+    assert 0.89 * vocab < token < 0.905 * vocab
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    settings = [
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_p=0.8),
+        greedy(),
+        SamplingParams(top_k=5, min_p=0.1),
+        SamplingParams(temperature=1.3, top_p=0.5, top_k=9),
+    ]
+    uniform = [0.11, 0.52, 0.0, 0.93, 0.37]
+    logits = torch.stack([some_logits(seed) for seed in range(5)])
+    together = Sampler().sample(logits.clone(), step_for(settings, uniform)).tolist()
+    alone = [
+        int(Sampler().sample(logits[i : i + 1].clone(), step_for([settings[i]], [uniform[i]]))[0])
+        for i in range(5)
+    ]
+    backwards = Sampler().sample(logits.flip(0).clone(), step_for(settings[::-1], uniform[::-1]))
+    assert together == alone == backwards.tolist()[::-1]
+
+
+@pytest.mark.parametrize("uniform", [0.0, np.nextafter(np.float32(1.0), np.float32(0.0))])
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(uniform: float) -> None:
+    logits = torch.full((VOCAB,), float("-inf"))
+    logits[[7, 30]] = 0.0
+    token = int(Sampler().sample(logits[None].clone(), step_for([SamplingParams()], [uniform]))[0])
+    assert token == (7 if uniform == 0.0 else 30)
+
+
+def test_repetition_penalty_counts_prompt_and_output() -> None:
+    sampler, sampling = Sampler(), greedy(repetition_penalty=2.0)
+    start(sampler, sampling, prompt=[3], output=[4])
+    logits = torch.zeros(VOCAB)
+    logits[[3, 4, 5]] = torch.tensor([3.9, 3.8, 2.0])
+    assert sample_one(sampler, logits, sampling) == 5
+    assert sample_one(sampler, logits, sampling) == 3  # 5 is said now: 2.0 / 2 < 3.9 / 2
+
+
+def test_presence_penalty_is_flat_and_frequency_penalty_counts() -> None:
+    logits = torch.zeros(VOCAB)
+    logits[[3, 4]] = torch.tensor([5.0, 3.5])
+    flat, counting = greedy(presence_penalty=1.0), greedy(frequency_penalty=1.0)
+    sampler = Sampler()
+    start(sampler, flat, prompt=[3, 3, 3])
+    assert [sample_one(sampler, logits, flat) for _ in range(4)] == [3, 3, 3, 3]
+    start(sampler, counting, prompt=[3, 3, 3])
+    assert [sample_one(sampler, logits, counting) for _ in range(4)] == [3, 3, 4, 3]
+
+
+def test_counts_are_rebuilt_when_a_sequence_comes_back() -> None:
+    logits = torch.zeros(VOCAB)
+    logits[[3, 4]] = torch.tensor([5.0, 3.5])
+    sampling = greedy(frequency_penalty=1.0)
+    sampler = Sampler()
+    start(sampler, sampling, output=[3, 3])
+    assert sample_one(sampler, logits, sampling) == 4
+    start(sampler, sampling)  # another sequence in the same slot
+    assert sample_one(sampler, logits, sampling) == 3
+
+
+def test_logit_bias() -> None:
+    sampling = greedy(logit_bias={7: 50.0, 8: -100.0})
+    sampler = Sampler()
+    start(sampler, sampling)
+    assert sample_one(sampler, some_logits(), sampling) == 7
+
+
+def test_min_tokens_bars_the_stop_tokens() -> None:
+    logits = torch.zeros(VOCAB)
+    logits[[2, 9]] = torch.tensor([5.0, 1.0])
+    sampling = greedy(min_tokens=2)
+    sampler = Sampler()
+    start(sampler, sampling, stop_ids=(2,))
+    assert [sample_one(sampler, logits, sampling) for _ in range(3)] == [9, 9, 2]
+
+
+def test_a_mask_limits_the_tokens_of_its_slot() -> None:
+    class Digits:
+        def allowed(self, output_ids: Sequence[int]) -> Int32s | None:
+            return np.array([10 + len(output_ids)], np.int32) if len(output_ids) < 2 else None
+
+    sampling = greedy(min_tokens=1)
+    sampler = Sampler()
+    start(sampler, sampling)
+    sampler.set_mask(0, Digits())
+    logits = some_logits()
+    found = [sample_one(sampler, logits, sampling) for _ in range(3)]
+    assert found == [10, 11, int(logits.argmax())]
+
+
+def test_logprobs_rank_and_top() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[0, [4, 6]] = torch.tensor([3.0, 2.0])
+    records = logprobs_of(logits, torch.tensor([6, 0]), np.array([2, 0], np.int32))
+    expected = torch.log_softmax(logits, -1)
+    assert records[0].rank == 2
+    assert records[0].top_ids == (4, 6)
+    assert records[0].logprob == pytest.approx(float(expected[0, 6]))
+    assert records[0].top_logprobs == pytest.approx(expected[0, [4, 6]].tolist())
+    assert records[1].rank == 1
+    assert records[1].top_ids == ()
