@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from mainstem.apps.jobs import ordering
 from mainstem.apps.jobs.ordering import (
+    FEW_ANSWERS,
     LengthEstimate,
     Stretch,
+    WindowPlanner,
     group_equals,
-    in_input_order,
-    in_planned_order,
     shared_with_next,
 )
 from mainstem.apps.jobs.rows import Kind, Row
+from mainstem.apps.jobs.windows import Window
 from mainstem.core.plan import Prompts
 from mainstem.core.request import SamplingParams
 from mainstem.plan.planner import PlanConfig, plan_prompts
@@ -40,18 +41,18 @@ def common(a: list[int], b: list[int]) -> int:
     return count
 
 
-def planned(
-    prompts: list[list[int]], rows: list[Row] | None = None, estimate: LengthEstimate | None = None
-) -> list[Stretch]:
+def a_window(prompts: list[list[int]], rows: list[Row] | None = None) -> Window:
     rows = rows or [a_row(index) for index in range(len(prompts))]
-    found = in_planned_order(
-        range(len(rows)),
-        rows,
-        Prompts.from_lists(prompts),
-        estimate or LengthEstimate(),
-        PlanConfig(),
-    )
-    return list(found)
+    return Window(rows, Prompts.from_lists(prompts), [], 0, len(rows), 1.0)
+
+
+def a_planner() -> WindowPlanner:
+    return WindowPlanner(PlanConfig(), has_dedupe=False)
+
+
+def planned(prompts: list[list[int]], rows: list[Row] | None = None) -> list[Stretch]:
+    """The stretches of a window of which nothing is learned meanwhile."""
+    return list(a_planner().plan(a_window(prompts, rows)).stretches(LengthEstimate()))
 
 
 @given(workloads)
@@ -74,12 +75,10 @@ def test_every_row_runs_once_and_by_priority(prompts: list[list[int]], data: st.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordering, "STRETCH_ROWS", 3)
         seen: list[int] = []
-        for stretch in in_planned_order(
-            range(count), rows, Prompts.from_lists(prompts), estimate, PlanConfig()
-        ):
+        for stretch in a_planner().plan(a_window(prompts, rows)).stretches(estimate):
             members = stretch.row_indices.tolist()
             seen += members
-            for template in stretch.templates.tolist():
+            for template in stretch.templates.tolist() * 8:
                 estimate.observe(template, data.draw(st.integers(0, 8)))
             assert stretch.shared_with_next is not None
             shared = stretch.shared_with_next.tolist()
@@ -105,25 +104,32 @@ def test_a_large_workload_comes_in_stretches(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_one_window_taught_orders_the_next() -> None:
     """Groups with longer answers go first (BatchLLM Eq. 3); before that, input order decides."""
     prompts = [[kind, kind, question, question] for kind in (5, 6) for question in range(4)]
-    estimate = LengthEstimate()
-    (first,) = planned(prompts, estimate=estimate)
+    estimate, planner = LengthEstimate(), a_planner()
+    (first,) = planner.plan(a_window(prompts)).stretches(estimate)
     assert first.row_indices.tolist() == list(range(8))
-    for index, template in zip(first.row_indices.tolist(), first.templates.tolist(), strict=True):
-        estimate.observe(template, 1 if prompts[index][0] == 5 else 8)
-    (second,) = planned(prompts, estimate=estimate)
+    for _ in range(FEW_ANSWERS):
+        pairs = zip(first.row_indices.tolist(), first.templates.tolist(), strict=True)
+        for index, template in pairs:
+            estimate.observe(template, 1 if prompts[index][0] == 5 else 8)
+    (second,) = planner.plan(a_window(prompts)).stretches(estimate)
     assert second.row_indices.tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
 
 
 def test_templates_keep_their_number_from_window_to_window() -> None:
-    estimate = LengthEstimate()
-    first = planned([[1, 2, 3], [1, 2, 4], [9, 9, 3], [9, 9, 4], [7]], estimate=estimate)[0]
-    second = planned([[9, 9, 6], [9, 9, 7], [8, 8, 8], [8, 8, 9]], estimate=estimate)[0]
-    by_row = dict(zip(first.row_indices.tolist(), first.templates.tolist(), strict=True))
-    later = dict(zip(second.row_indices.tolist(), second.templates.tolist(), strict=True))
-    assert by_row[0] == by_row[1] != by_row[2] == by_row[3]
-    assert by_row[4] == 0, "shares nothing"
-    assert later[0] == by_row[2]
-    assert later[2] not in by_row.values()
+    planner = a_planner()
+    found: list[dict[int, int]] = []
+    for prompts in (
+        [[1, 2, 3], [1, 2, 4], [9, 9, 3], [9, 9, 4], [7]],
+        [[9, 9, 6], [9, 9, 7], [8, 8, 8], [8, 8, 9]],
+    ):
+        (stretch,) = planner.plan(a_window(prompts)).stretches(LengthEstimate())
+        pairs = zip(stretch.row_indices.tolist(), stretch.templates.tolist(), strict=True)
+        found.append(dict(pairs))
+    first, second = found
+    assert first[0] == first[1] != first[2] == first[3]
+    assert first[4] == 0, "shares nothing"
+    assert second[0] == first[2]
+    assert second[2] not in first.values()
 
 
 def test_rows_of_different_salts_share_nothing() -> None:
@@ -135,10 +141,17 @@ def test_rows_of_different_salts_share_nothing() -> None:
 
 
 def test_input_order_is_kept_without_a_plan() -> None:
-    (stretch,) = in_input_order([0, 2, 5])
-    assert stretch.row_indices.tolist() == [0, 2, 5]
+    planner = WindowPlanner(None, has_dedupe=True)
+    prompts = [[1, 5], [2], [1, 5], [1]]
+    (stretch,) = planner.plan(a_window(prompts)).stretches(LengthEstimate())
+    assert stretch.row_indices.tolist() == [0, 1, 3], "row 2 is equal to row 0"
     assert stretch.shared_with_next is None
-    assert list(in_input_order([])) == []
+
+
+def test_a_window_without_rows_has_no_stretch() -> None:
+    for config in (None, PlanConfig()):
+        found = WindowPlanner(config, has_dedupe=True).plan(a_window([]))
+        assert list(found.stretches(LengthEstimate())) == []
 
 
 def test_rows_that_must_get_the_same_answer_are_found() -> None:

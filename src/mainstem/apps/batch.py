@@ -13,20 +13,22 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from time import perf_counter
 
 from mainstem.apps.answers import TextEngine
 from mainstem.apps.flags import add_engine_flags, engine_config
+from mainstem.apps.jobs.ahead import Ahead
 from mainstem.apps.jobs.answer_file import AnswerFile, Existing
 from mainstem.apps.jobs.bar import JobBar
 from mainstem.apps.jobs.files import FileFault, InputFile
 from mainstem.apps.jobs.job import Job, JobConfig
+from mainstem.apps.jobs.ordering import PlannedWindow, WindowPlanner
 from mainstem.apps.jobs.rows import RowParser
 from mainstem.apps.jobs.summary import Summary
-from mainstem.apps.jobs.windows import ReadAhead, WindowReader
+from mainstem.apps.jobs.windows import WindowReader
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.plan.planner import PlanConfig
@@ -133,12 +135,8 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
     args = parser().parse_args(argv)
     config = engine_config(args)
     row_parser = RowParser(_defaults(args))
-    job_config = JobConfig(
-        plan=None if args.no_plan else PlanConfig(levels=args.levels),
-        has_dedupe=not args.no_dedupe,
-        seed=args.seed,
-        model_name=config.model.model,
-    )
+    plan_config = PlanConfig(levels=args.levels)
+    planner = WindowPlanner(None if args.no_plan else plan_config, not args.no_dedupe)
     window_bytes = _window_bytes(args.window_mib)
     summary = Summary(args.input, args.output, config.model.model)
     stop = StopSignals()
@@ -152,8 +150,9 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
             tokenizer = engine.tokenizer
             reader = WindowReader(source, tokenizer, row_parser, out.done, limit, window_bytes)
             with closing(engine.engine), JobBar(summary, not args.no_progress) as bar:
+                job_config = JobConfig(config.model.model, args.seed)
                 job = Job(engine, out, job_config, summary, stop.is_set, bar)
-                fault = _run(job, reader, out, summary, stop)
+                fault = _run(job, map(planner.plan, reader), out, summary, stop)
     print(summary.to_text(), file=sys.stderr)
     if fault is not None:
         print(f"mainstem batch: {fault}", file=sys.stderr)
@@ -166,15 +165,19 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
 
 
 def _run(
-    job: Job, reader: WindowReader, out: AnswerFile, summary: Summary, stop: StopSignals
+    job: Job,
+    planned: Iterable[PlannedWindow],
+    out: AnswerFile,
+    summary: Summary,
+    stop: StopSignals,
 ) -> FileFault | None:
     """Run the job; a file that fails ends it and is returned, since the summary is still owed."""
     began_s = perf_counter()
-    windows: ReadAhead | None = None
+    windows: Ahead[PlannedWindow] | None = None
     try:
         with stop.caught():
             out.start()
-            windows = ReadAhead(reader)
+            windows = Ahead(planned)
             job.run(windows)
             out.finish()
     except FileFault as fault:

@@ -178,29 +178,34 @@ class AnswerFile:
 
     def _fault(self, error: OSError) -> FileFault:
         self._is_started = False
+        num_rows = self.done.num_answered + self.done.num_failed + self.num_appended
+        reason = error.strerror or error
         return FileFault(
-            f"cannot write {self.name}: {error.strerror or error}; the {self.num_appended} rows "
-            "written before are safe"
+            f"cannot write {self.name}: {reason}; the {num_rows} rows written before are safe"
         )
 
     def _repack(self) -> None:
         """Copy whole lines to a fresh file: a compressed stream that was cut cannot go on."""
+        assert self._pack is not None
         fresh_name = f"{self.name}.part"
         fresh = io.FileIO(fresh_name, "wb")
         _lock(fresh)
         old, self._raw = self._raw, fresh
-        pack = self._pack
-        assert pack is not None
         left = self.done.num_bytes
-        with io.FileIO(self.name, "rb") as packed:
-            stream = buffered(packed, unpacker(self.name))
-            while left:
-                data = stream.read1(min(left, 1 << 16))
-                left -= len(data)
-                self._write(pack.line(data))
-        os.fsync(fresh.fileno())
-        os.replace(fresh_name, self.name)
-        old.close()
+        try:
+            with io.FileIO(self.name, "rb") as packed:
+                stream = buffered(packed, unpacker(self.name))
+                while left:
+                    data = stream.read1(min(left, 1 << 16))
+                    left -= len(data)
+                    self._write(self._pack.line(data))
+            os.fsync(fresh.fileno())
+            os.replace(fresh_name, self.name)
+        except BaseException:
+            os.unlink(fresh_name)
+            raise
+        finally:
+            old.close()
 
 
 def _is_regular(raw: io.FileIO) -> bool:

@@ -4,25 +4,19 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from time import perf_counter, time
+from time import time
 
 from mainstem.apps.answers import TextEngine, TextOutput
+from mainstem.apps.jobs.ahead import Ahead
 from mainstem.apps.jobs.answer_file import AnswerFile
 from mainstem.apps.jobs.bar import JobBar
-from mainstem.apps.jobs.ordering import (
-    LengthEstimate,
-    Stretch,
-    group_equals,
-    in_input_order,
-    in_planned_order,
-)
+from mainstem.apps.jobs.ordering import LengthEstimate, PlannedWindow
 from mainstem.apps.jobs.replies import Answers, answer_row, error_row
 from mainstem.apps.jobs.rows import Row, RowError
 from mainstem.apps.jobs.summary import Summary
-from mainstem.apps.jobs.windows import Failure, ReadAhead, Window
+from mainstem.apps.jobs.windows import Failure
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import Delivery, SamplingParams
-from mainstem.plan.planner import PlanConfig
 
 MAX_WAITING = 1024  # sequences queued in the engine: it never starves, and memory stays bounded
 MAX_WAITING_TOKENS = 1 << 22
@@ -33,10 +27,8 @@ OTHER_MODELS = 100  # different names that are counted
 class JobConfig:
     """How a job is run."""
 
-    plan: PlanConfig | None = None  # None: rows run in input order
-    has_dedupe: bool = True
-    seed: int = 0  # of rows that bring none
-    model_name: str = ""
+    model_name: str  # as answers tell it
+    seed: int = 0  # from which rows that bring none get theirs
 
 
 @dataclass(slots=True)
@@ -84,7 +76,7 @@ class Job:
         self._tokens_submitted = 0
         self._num_submitted = 0
 
-    def run(self, windows: ReadAhead) -> None:
+    def run(self, windows: Ahead[PlannedWindow]) -> None:
         """Until everything is answered or `should_stop`; raises what ended `windows` early."""
         ready: Iterator[_Next] = iter(())
         upcoming = next(ready, None)
@@ -110,10 +102,11 @@ class Job:
 
     # --- rows to the engine ---------------------------------------------------------------------
 
-    def _take(self, window: Window) -> Iterator[_Next]:
-        """Write the failures of a window and put its rows in order."""
-        summary = self._summary
+    def _take(self, planned: PlannedWindow) -> Iterator[_Next]:
+        """Write the failures of a window and hand out its rows in order."""
+        window, summary = planned.window, self._summary
         summary.windows += 1
+        summary.plan_s += planned.plan_s
         summary.rows = window.num_rows_read
         summary.skipped += window.num_skipped
         self._bar.show_window(window.num_rows_read, window.num_skipped, window.progress)
@@ -122,41 +115,21 @@ class Job:
         for row in window.rows:
             if row.model not in (None, self._config.model_name):
                 self._note_model(str(row.model))
-        if self._config.has_dedupe:
-            copies = group_equals(window.rows, window.prompts)
-        else:
-            copies = {index: [] for index in range(len(window.rows))}
-        return self._in_order(window, copies)
+        return self._in_order(planned)
 
-    def _in_order(self, window: Window, copies: dict[int, list[int]]) -> Iterator[_Next]:
-        rows = window.rows
-        for stretch in self._stretches(window, list(copies)):
+    def _in_order(self, planned: PlannedWindow) -> Iterator[_Next]:
+        rows, prompts = planned.window.rows, planned.window.prompts
+        for stretch in planned.stretches(self._estimate):
             first: int | None = None
             if stretch.shared_with_next is not None:
                 first = self._engine.expect(stretch.shared_with_next)
             pairs = zip(stretch.row_indices.tolist(), stretch.templates.tolist(), strict=True)
             for offset, (index, template) in enumerate(pairs):
                 ids = array("i")
-                ids.frombytes(window.prompts[index].tobytes())
+                ids.frombytes(prompts[index].tobytes())
                 place = None if first is None else first + offset
-                equals = [rows[copy] for copy in copies[index]]
+                equals = [rows[copy] for copy in planned.copies[index]]
                 yield _Next(rows[index], equals, ids, template, place)
-
-    def _stretches(self, window: Window, chosen: list[int]) -> Iterator[Stretch]:
-        """The planner's stretches; its time is counted."""
-        if self._config.plan is None:
-            yield from in_input_order(chosen)
-            return
-        planned = in_planned_order(
-            chosen, window.rows, window.prompts, self._estimate, self._config.plan
-        )
-        while True:
-            began_s = perf_counter()
-            stretch = next(planned, None)
-            self._summary.plan_s += perf_counter() - began_s
-            if stretch is None:
-                return
-            yield stretch
 
     def _has_room(self) -> bool:
         waiting = self._engine.engine.num_waiting

@@ -1,7 +1,8 @@
 """The order in which a window's rows are run, and which of them need not be run.
 
-Rows that must get the same answer are found first. The others are planned by priority, and handed
-out in stretches, so that the order of what is left can follow what was learned of output lengths:
+Rows that must get the same answer are found first; the others are planned, by priority. That is
+done ahead, in the reading thread. The engine's thread then takes stretches of a plan, so that the
+order of what is left can follow what was learned of output lengths:
 
     plan      | group | group | group |   group   | group | ...
     stretches | 4,096 to 8,192 rows   | the rest, ordered anew
@@ -10,10 +11,12 @@ out in stretches, so that the order of what is left can follow what was learned 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from time import perf_counter
 
 import numpy as np
 
 from mainstem.apps.jobs.rows import Row
+from mainstem.apps.jobs.windows import Window
 from mainstem.core.plan import Int32s, Int64s, Plan, Prompts
 from mainstem.core.request import SamplingParams
 from mainstem.plan.order import OutputEstimate, reorder, templates_of
@@ -23,7 +26,7 @@ from mainstem.plan.prefix_tree import PrefixTree, build_tree
 STRETCH_ROWS = 4096  # at least; whole groups, unless the window ends
 TEMPLATE_TOKENS = 64  # of a shared prefix that tell one kind of prompt from another
 MAX_TEMPLATES = 1 << 16
-FEW_ANSWERS = 16
+FEW_ANSWERS = 16  # below this, nothing is concluded from them
 UNLIMITED_TOKENS = 512  # what a row without max_tokens counts as, until answers were seen
 
 
@@ -61,15 +64,11 @@ def _setting(sampling: SamplingParams) -> bytes:
 
 
 class LengthEstimate:
-    """OutputEstimate with templates that keep their number from window to window.
-
-    A template is the first shared node of a prompt, known by its first TEMPLATE_TOKENS tokens.
-    """
+    """Output lengths by template, learned from answers; owned by the engine's thread."""
 
     def __init__(self) -> None:
         self.outputs = OutputEstimate()
         self.num_seen = 0
-        self._numbers: dict[bytes, int] = {}
 
     def observe(self, template: int, output_tokens: int) -> None:
         """Learn from one finished answer."""
@@ -83,7 +82,17 @@ class LengthEstimate:
         limit = np.array([max_tokens or UNLIMITED_TOKENS])
         return max(1, round(float(self.outputs.expect(np.array([template]), limit)[0])))
 
-    def templates(self, tree: PrefixTree, prompts: Prompts) -> Int64s:
+
+class Templates:
+    """Numbers for kinds of prompts that stay the same from window to window.
+
+    A template is the first shared node of a prompt, known by its first TEMPLATE_TOKENS tokens.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+
+    def of(self, tree: PrefixTree, prompts: Prompts) -> Int64s:
         """[prompts] the template of every prompt; 0 for those that share nothing."""
         tops = np.flatnonzero((tree.node_parents == 0) & (np.arange(len(tree.node_parents)) > 0))
         numbers = np.zeros(len(tops) + 1, dtype=np.int64)
@@ -109,58 +118,106 @@ class Stretch:
     shared_with_next: Int32s | None  # leading tokens; None: in no planned order
 
 
-def in_input_order(row_indices: Sequence[int]) -> Iterator[Stretch]:
-    """Rows as they came."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedRows:
+    """The plan for some rows of a window; arrays but `plan` are by place in `row_indices`."""
+
+    row_indices: Int64s
+    lengths: Int64s
+    limits: Int64s  # most output tokens
+    templates: Int64s
+    salts: Int64s  # a number for each salt
+    plan: Plan
+
+    def stretches(self, estimate: LengthEstimate) -> Iterator[Stretch]:
+        """In the plan's order; what is left is ordered anew whenever twice as much is known."""
+        plan, shared = self.plan, self._shared(self.plan)
+        num_learned, num_started = FEW_ANSWERS, 0
+        while num_started < plan.num_groups:
+            if estimate.num_seen >= num_learned:
+                expected = estimate.outputs.expect(self.templates, self.limits)
+                plan = reorder(plan, self.lengths, expected, num_started)
+                shared = self._shared(plan)
+                num_learned = 2 * estimate.num_seen
+            end_group = _stretch_end(plan, shared, num_started)
+            begin, end = plan.group_starts[[num_started, end_group]].tolist()
+            members = plan.members[begin:end]
+            announced = shared[begin:end].copy()
+            announced[-1] = 0
+            yield Stretch(self.row_indices[members], self.templates[members], announced)
+            num_started = end_group
+
+    def _shared(self, plan: Plan) -> Int32s:
+        shared = shared_with_next(plan)
+        shared[:-1][np.diff(self.salts[plan.members]) != 0] = 0
+        return shared
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedWindow:
+    """A window, what of it is to be run, and in which order."""
+
+    window: Window
+    copies: dict[int, list[int]]  # row to run -> rows that get the same answer
+    parts: list[PlannedRows] | None  # by priority; None: in input order
+    plan_s: float
+
+    def stretches(self, estimate: LengthEstimate) -> Iterator[Stretch]:
+        """Each row to run exactly once."""
+        if self.parts is None:
+            yield from _in_input_order(list(self.copies))
+            return
+        for part in self.parts:
+            yield from part.stretches(estimate)
+
+
+class WindowPlanner:
+    """Makes PlannedWindows; owned by the reading thread."""
+
+    def __init__(self, config: PlanConfig | None, has_dedupe: bool) -> None:
+        """`config` None: rows keep their order."""
+        self._config = config
+        self._has_dedupe = has_dedupe
+        self._templates = Templates()
+
+    def plan(self, window: Window) -> PlannedWindow:
+        """Find equal rows and put the others in order."""
+        rows = window.rows
+        began_s = perf_counter()
+        if self._has_dedupe:
+            copies = group_equals(rows, window.prompts)
+        else:
+            copies = {index: [] for index in range(len(rows))}
+        parts: list[PlannedRows] | None = None
+        if self._config is not None:
+            chosen = np.array(list(copies), dtype=np.int64)
+            priorities = np.array([rows[index].priority for index in copies], dtype=np.int64)
+            parts = [
+                self._plan_rows(window, chosen[priorities == priority], self._config)
+                for priority in np.unique(priorities)
+            ]
+        return PlannedWindow(window, copies, parts, perf_counter() - began_s)
+
+    def _plan_rows(self, window: Window, indices: Int64s, config: PlanConfig) -> PlannedRows:
+        rows = [window.rows[index] for index in indices.tolist()]
+        prompts = _subset(window.prompts, indices)
+        tree = build_tree(prompts)
+        limits = _limits(rows)
+        return PlannedRows(
+            row_indices=indices,
+            lengths=prompts.num_tokens,
+            limits=limits,
+            templates=self._templates.of(tree, prompts),
+            salts=_salt_numbers([row.salt for row in rows]),
+            plan=plan_tree(tree, config, limits),
+        )
+
+
+def _in_input_order(row_indices: Sequence[int]) -> Iterator[Stretch]:
     rows = np.array(row_indices, dtype=np.int64)
     for begin in range(0, len(rows), STRETCH_ROWS):
         part = rows[begin : begin + STRETCH_ROWS]
         yield Stretch(part, np.zeros(len(part), dtype=np.int64), None)
-
-
-def in_planned_order(
-    row_indices: Sequence[int],
-    rows: Sequence[Row],
-    prompts: Prompts,
-    estimate: LengthEstimate,
-    config: PlanConfig,
-) -> Iterator[Stretch]:
-    """Rows by priority, within a priority as the planner orders them."""
-    chosen = np.array(row_indices, dtype=np.int64)
-    priorities = np.array([rows[index].priority for index in row_indices], dtype=np.int64)
-    for priority in np.unique(priorities).tolist():
-        part = chosen[priorities == priority]
-        yield from _planned(part, rows, _subset(prompts, part), estimate, config)
-
-
-def _planned(
-    row_indices: Int64s,
-    rows: Sequence[Row],
-    prompts: Prompts,
-    estimate: LengthEstimate,
-    config: PlanConfig,
-) -> Iterator[Stretch]:
-    """Stretches of one plan; `prompts` are those of `row_indices`."""
-    tree = build_tree(prompts)
-    templates = estimate.templates(tree, prompts)
-    limits = _limits([rows[index] for index in row_indices.tolist()])
-    plan = plan_tree(tree, config, limits)
-    lengths = prompts.num_tokens
-    salts = _salt_numbers([rows[index].salt for index in row_indices.tolist()])
-    num_learned = num_started = 0
-    while num_started < plan.num_groups:
-        if estimate.num_seen > num_learned:
-            expected = estimate.outputs.expect(templates, limits)
-            plan = reorder(plan, lengths, expected, num_started)
-            num_learned = estimate.num_seen
-        shared = shared_with_next(plan)
-        shared[:-1][np.diff(salts[plan.members]) != 0] = 0
-        end_group = _stretch_end(plan, shared, num_started)
-        begin, end = plan.group_starts[[num_started, end_group]].tolist()
-        members = plan.members[begin:end]
-        announced = shared[begin:end].copy()
-        announced[-1] = 0
-        yield Stretch(row_indices[members], templates[members], announced)
-        num_started = end_group
 
 
 def _limits(rows: Sequence[Row]) -> Int64s:

@@ -317,7 +317,7 @@ def _prompt(value: object) -> Prompt:
     if isinstance(value, str):
         return value
     reason = f"must be one text or one list of token ids from 0 to {MAX_TOKEN_ID}"
-    if not isinstance(value, list) or any(isinstance(item, bool) for item in value):
+    if not isinstance(value, list) or bool in set(map(type, value)):
         raise InvalidRequest("prompt", reason)
     try:
         ids = array("i", value)

@@ -2,15 +2,12 @@
 
     InputFile -> JSON -> duplicates and rows that are done -> RowParser -> tokenizer -> Window
 
-A window is bounded in memory, so an input may be of any size. The next one is read in a thread
-while the engine works on this one; at most two exist.
+A window is bounded in memory, so an input may be of any size.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from queue import Empty, Queue
-from threading import Semaphore, Thread
 
 import numpy as np
 
@@ -34,7 +31,6 @@ ROW_BYTES = 1024  # what a row takes beside its tokens
 TOKEN_BYTES = 24  # a token id, its copy, and what planning needs for it
 ROWS_AT_ONCE = 256  # tokenised together
 CHARS_AT_ONCE = 1 << 22
-POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,61 +208,3 @@ class WindowReader:
             )
             raise RowError("prompt_too_long", reason, "prompt")
         return ids if isinstance(ids, array) else array("i", ids)
-
-
-class ReadAhead:
-    """Windows from a thread that makes the next one while the caller works on the last.
-
-    The thread is a daemon: a read that never returns (a pipe nobody writes to) does not keep the
-    process alive.
-    """
-
-    def __init__(self, windows: Iterable[Window]) -> None:
-        self._queue: Queue[Window | BaseException | None] = Queue()
-        self._may_read = Semaphore(1)
-        self._is_closed = False
-        self.is_ended = False
-        self.fault: BaseException | None = None  # why it ended, if not with the input
-        self._thread = Thread(target=self._read, args=(iter(windows),), daemon=True)
-        self._thread.start()
-
-    def poll(self) -> Window | None:
-        """The next window if it is ready; None if not, or if `is_ended`."""
-        return self._take(None)
-
-    def wait(self, should_stop: Callable[[], bool]) -> Window | None:
-        """The next window as soon as it is ready; None if `is_ended` or told to stop."""
-        while not self.is_ended and not should_stop():
-            window = self._take(POLL_S)
-            if window is not None:
-                return window
-        return None
-
-    def close(self) -> None:
-        """Let the thread end after the window it is making."""
-        self._is_closed = True
-        self._may_read.release()
-
-    def _take(self, timeout_s: float | None) -> Window | None:
-        if self.is_ended:
-            return None
-        try:
-            found = self._queue.get(block=timeout_s is not None, timeout=timeout_s)
-        except Empty:
-            return None
-        if isinstance(found, Window):
-            self._may_read.release()
-            return found
-        self.is_ended, self.fault = True, found
-        return None
-
-    def _read(self, windows: Iterator[Window]) -> None:
-        try:
-            while True:
-                self._may_read.acquire()
-                window = None if self._is_closed else next(windows, None)
-                self._queue.put(window)
-                if window is None:
-                    return
-        except BaseException as error:  # for the owner to raise
-            self._queue.put(error)
