@@ -32,6 +32,7 @@ from mainstem.kv.store import KVStore, Lookup, Match
 from mainstem.sched.admission import Admission, Outlook
 from mainstem.sched.batching import Batch, Chunk, PageCopy, build_step
 from mainstem.sched.lookahead import OutputLengths, PlannedOrder
+from mainstem.sched.news import News, make_output
 from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.random import mix
 from mainstem.sched.sequence import SeqState, Sequence
@@ -59,6 +60,7 @@ class Scheduler:
         # a sequence must fit into the pages when it is alone
         self.max_model_len = min(max_model_len, store.num_pages * store.page_size)
         self._table = SeqTable(vocab_size)
+        self._news = News(self._table)
         self._queue = WaitingQueue()
         self._tree = SharingTree()
         policy = worth_sharing if config.share is Share.READS else share_none
@@ -183,13 +185,13 @@ class Scheduler:
         rows = np.flatnonzero(alive)
         slots, token_ids = step.sample_slots[rows], result.token_ids[rows]
         table.append_samples(slots, token_ids)
-        self._keep_logprobs(step, result)
+        self._news.keep_logprobs(step, result)
 
         is_stop = table.is_stop(slots, token_ids)
         is_full = table.total[slots] - table.pending[slots] >= table.max_total[slots]
         is_done = is_stop | is_full
         is_streaming = table.is_streaming[slots] & ~is_done
-        outputs = self._stream(slots[is_streaming], token_ids[is_streaming])
+        outputs = self._news.stream(slots[is_streaming], token_ids[is_streaming])
         for row in np.flatnonzero(is_done).tolist():
             reason = FinishReason.STOP if is_stop[row] else FinishReason.LENGTH
             outputs.append(self._finish(SeqSlot(int(slots[row])), reason))
@@ -371,7 +373,7 @@ class Scheduler:
         """A running sequence is done: deliver, and free its slot as soon as no step uses it."""
         table = self._table
         sequence = table.sequence(slot)
-        output = self._deliver(slot, reason)
+        output = self._news.deliver(slot, reason)
         num_output = len(table.output_ids(slot))
         if reason is not FinishReason.ABORT:
             self._lengths.observe(num_output)
@@ -390,7 +392,7 @@ class Scheduler:
             self._outputs.append(self._finish(sequence.slot, reason))
         elif sequence.state is SeqState.WAITING:
             undelivered = sequence.output_ids[sequence.num_delivered :]
-            self._outputs.append(self._output(sequence, undelivered, reason))
+            self._outputs.append(make_output(sequence, undelivered, reason))
             self._close(sequence, reason, len(sequence.output_ids))
             self._queue.forget(sequence)
 
@@ -463,68 +465,6 @@ class Scheduler:
     @property
     def _page_size(self) -> int:
         return self._store.page_size
-
-    def _stream(self, slots: Int32s, token_ids: Int32s) -> list[Output]:
-        """One new token for each of many sequences: the short way for the common case."""
-        outputs: list[Output] = []
-        sequences = self._table.sequences
-        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
-            sequence = sequences[slot]
-            assert sequence is not None
-            if sequence.logprobs or sequence.prompt_logprobs is not None:
-                outputs.append(self._deliver(SeqSlot(slot), None))
-                continue
-            sequence.num_delivered += 1
-            outputs.append(
-                Output(
-                    sequence.request.request_id,
-                    sequence.index,
-                    (token_id,),
-                    num_cached_tokens=sequence.num_cached_tokens or 0,
-                )
-            )
-        return outputs
-
-    def _deliver(self, slot: SeqSlot, reason: FinishReason | None) -> Output:
-        """News of a running sequence since the last time."""
-        table = self._table
-        sequence = table.sequence(slot)
-        known = int(table.total[slot] - table.prompt_len[slot] - table.pending[slot])
-        new = table.outputs[slot, sequence.num_delivered : known]
-        output = self._output(sequence, new, reason)
-        sequence.num_delivered = known
-        return output
-
-    def _output(self, sequence: Sequence, new: Int32s, reason: FinishReason | None) -> Output:
-        logprobs, sequence.logprobs = tuple(sequence.logprobs), []
-        prompt_logprobs = None
-        if sequence.prompt_logprobs is not None:
-            prompt_logprobs, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), None
-        return Output(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            token_ids=tuple(new.tolist()),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-        )
-
-    def _keep_logprobs(self, step: Step, result: StepResult) -> None:
-        for row, logprobs in result.logprobs.items():
-            slot = int(step.sample_slots[row])
-            if self._table.is_alive[slot]:
-                self._table.sequence(slot).logprobs.append(logprobs)
-        if not result.prompt_logprobs:
-            return
-        owners = np.searchsorted(step.seq_starts, step.prompt_logprob_rows, side="right") - 1
-        for seq_index, logprobs in zip(owners.tolist(), result.prompt_logprobs, strict=True):
-            slot = int(step.seq_slots[seq_index])
-            if self._table.is_alive[slot]:
-                sequence = self._table.sequence(slot)
-                if sequence.prompt_logprobs is None:
-                    sequence.prompt_logprobs = [None]  # nothing predicts the first token
-                sequence.prompt_logprobs.append(logprobs)
 
     def _publish_step(self, step: Step, device_s: float, host_s: float) -> None:
         if not self._bus.has_listeners(StepFinished):

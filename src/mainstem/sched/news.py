@@ -1,0 +1,82 @@
+"""What callers hear of their sequences: new tokens, logprobs, the end."""
+
+import numpy as np
+
+from mainstem.core.ids import SeqSlot
+from mainstem.core.request import FinishReason, Output
+from mainstem.core.step import Int32s, Step, StepResult
+from mainstem.sched.sequence import Sequence
+from mainstem.sched.table import SeqTable
+
+
+class News:
+    """Makes Outputs of running sequences; every token is told once."""
+
+    def __init__(self, table: SeqTable) -> None:
+        self._table = table
+
+    def stream(self, slots: Int32s, token_ids: Int32s) -> list[Output]:
+        """One new token for each of many sequences: the short way for the common case."""
+        outputs: list[Output] = []
+        sequences = self._table.sequences
+        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+            sequence = sequences[slot]
+            assert sequence is not None
+            if sequence.logprobs or sequence.prompt_logprobs is not None:
+                outputs.append(self.deliver(SeqSlot(slot), None))
+                continue
+            sequence.num_delivered += 1
+            outputs.append(
+                Output(
+                    sequence.request.request_id,
+                    sequence.index,
+                    (token_id,),
+                    num_cached_tokens=sequence.num_cached_tokens or 0,
+                )
+            )
+        return outputs
+
+    def deliver(self, slot: SeqSlot, reason: FinishReason | None) -> Output:
+        """Everything new of one sequence since the last time."""
+        table = self._table
+        sequence = table.sequence(slot)
+        known = int(table.total[slot] - table.prompt_len[slot] - table.pending[slot])
+        new = table.outputs[slot, sequence.num_delivered : known]
+        output = make_output(sequence, new, reason)
+        sequence.num_delivered = known
+        return output
+
+    def keep_logprobs(self, step: Step, result: StepResult) -> None:
+        """Store a step's logprobs with their sequences until they are delivered."""
+        table = self._table
+        for row, logprobs in result.logprobs.items():
+            slot = int(step.sample_slots[row])
+            if table.is_alive[slot]:
+                table.sequence(slot).logprobs.append(logprobs)
+        if not result.prompt_logprobs:
+            return
+        owners = np.searchsorted(step.seq_starts, step.prompt_logprob_rows, side="right") - 1
+        for seq_index, logprobs in zip(owners.tolist(), result.prompt_logprobs, strict=True):
+            slot = int(step.seq_slots[seq_index])
+            if table.is_alive[slot]:
+                sequence = table.sequence(slot)
+                if sequence.prompt_logprobs is None:
+                    sequence.prompt_logprobs = [None]  # nothing predicts the first token
+                sequence.prompt_logprobs.append(logprobs)
+
+
+def make_output(sequence: Sequence, new: Int32s, reason: FinishReason | None) -> Output:
+    """An Output with `new` tokens and whatever logprobs were kept."""
+    logprobs, sequence.logprobs = tuple(sequence.logprobs), []
+    prompt_logprobs = None
+    if sequence.prompt_logprobs is not None:
+        prompt_logprobs, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), None
+    return Output(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        token_ids=tuple(new.tolist()),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=reason,
+        num_cached_tokens=sequence.num_cached_tokens or 0,
+    )
