@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from mainstem.apps.answers import TextEngine
 from mainstem.apps.batch import main
 from mainstem.apps.jobs import job, windows
-from mainstem.core.config import Share
-from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.config import EngineConfig, Share
+from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from mainstem.core.events import RequestSubmitted, StepFinished
 from tests.apps.fake_batch import FakeEngines, expected_text
 
@@ -340,8 +341,11 @@ def test_wrong_calls_are_refused_before_a_model_is_loaded(folder: Folder) -> Non
         folder.run("--temperature", "-3")
     with pytest.raises(ConfigError, match="window"):
         folder.run("--window-mib", "0")
+    with pytest.raises(InvalidRequest, match="does not exist"):
+        folder.run("--summary-json", str(folder.path / "no" / "summary.json"))
     with pytest.raises(SystemExit):
         folder.run("--resume", "--overwrite")
+    assert not folder.output.exists()
     folder.output.write_text('{"custom_id": "a", "response": {}, "error": null}\n')
     with pytest.raises(InvalidRequest, match="--resume or --overwrite"):
         folder.run()
@@ -349,6 +353,21 @@ def test_wrong_calls_are_refused_before_a_model_is_loaded(folder: Folder) -> Non
     with pytest.raises(InvalidRequest, match=r"in\.jsonl"):
         folder.run("--resume")
     assert folder.engines.config is None
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_output_as_it_was(folder: Folder) -> None:
+    def missing(config: EngineConfig) -> TextEngine:
+        raise ModelNotFound("no such model")
+
+    folder.write([{"prompt": "a"}])
+    argv = [str(folder.input), "-o", str(folder.output), "--overwrite"]
+    with pytest.raises(ModelNotFound):
+        main(argv, missing)
+    assert not folder.output.exists()
+    folder.output.write_text("mine\n")
+    with pytest.raises(ModelNotFound):
+        main(argv, missing)
+    assert folder.output.read_text() == "mine\n"
 
 
 # --- going on ------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ def planned(prompts: list[list[int]], rows: list[Row] | None = None) -> list[Str
     return list(a_planner().plan(a_window(prompts, rows)).stretches(LengthEstimate()))
 
 
+@settings(deadline=None)
 @given(workloads)
 def test_shared_with_next_is_what_neighbours_have_in_common(prompts: list[list[int]]) -> None:
     plan = plan_prompts(Prompts.from_lists(prompts))

@@ -138,6 +138,8 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
     plan_config = PlanConfig(levels=args.levels)
     planner = WindowPlanner(None if args.no_plan else plan_config, not args.no_dedupe)
     window_bytes = _window_bytes(args.window_mib)
+    if args.summary_json is not None and not args.summary_json.parent.is_dir():
+        raise InvalidRequest("--summary-json", f"{args.summary_json.parent} does not exist")
     summary = Summary(args.input, args.output, config.model.model)
     stop = StopSignals()
     with closing(InputFile(args.input)) as source:

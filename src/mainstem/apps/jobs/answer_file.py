@@ -69,6 +69,7 @@ class AnswerFile:
         self.num_appended = 0
         self._pack: Pack | None = new_pack(name)
         self._is_started = False
+        self._is_ours = name != STANDARD and not os.path.lexists(name)  # made here, still empty
         self._end = 0  # of the last whole line in the file
         self._synced_s = monotonic()
         self._raw = self._open(existing)
@@ -101,7 +102,7 @@ class AnswerFile:
 
     def start(self) -> None:
         """Make the file ready for appending: torn ends are cut, what is to be replaced goes."""
-        self._is_started = True
+        self._is_started, self._is_ours = True, False
         if self.name == STANDARD or not _is_regular(self._raw):
             return  # a pipe or a device takes what comes
         try:
@@ -140,8 +141,10 @@ class AnswerFile:
         self.sync()
 
     def close(self) -> None:
-        """Let go of the file as it is."""
+        """Let go of the file as it is; one that was made here and never started goes again."""
         self._raw.close()
+        if self._is_ours:
+            Path(self.name).unlink(missing_ok=True)
 
     def __enter__(self) -> "AnswerFile":
         return self
