@@ -1,0 +1,41 @@
+"""Tensors in, tensors out. The span attention kernel and what belongs to it are usable alone:
+
+    from mainstem.kernels import Limits, SpanAttention
+
+Names load when first asked for, so that the CPU path needs no Triton.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mainstem.kernels.append import rope_append
+    from mainstem.kernels.ops import LayoutError, Limits, PlanTooLarge, SpanAttention
+    from mainstem.kernels.rotate import rerotate
+
+__all__ = [
+    "LayoutError",
+    "Limits",
+    "PlanTooLarge",
+    "SpanAttention",
+    "rerotate",
+    "rope_append",
+]
+
+_HOMES = {
+    "LayoutError": "ops",
+    "Limits": "ops",
+    "PlanTooLarge": "ops",
+    "SpanAttention": "ops",
+    "rerotate": "rotate",
+    "rope_append": "append",
+}
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module  # noqa: PLC0415
+
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

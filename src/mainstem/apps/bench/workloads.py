@@ -1,0 +1,169 @@
+"""The seeded workloads behind the figures: equal arguments give equal prompts and equal spans.
+
+Prompts are token ids. Attention cases are spans over pages in random physical order, as a long-
+running server has them.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mainstem.core.step import Spans
+
+
+def shared(
+    groups: int, degree: int, prefix: int, distinct: int, seed: int = 0, vocab: int = 30000
+) -> list[list[int]]:
+    """groups x degree prompts: a common head per group, a tail of its own per prompt."""
+    rng = random.Random(seed)
+    prompts = []
+    for _ in range(groups):
+        head = [rng.randrange(10, vocab) for _ in range(prefix)]
+        for _ in range(degree):
+            prompts.append(head + [rng.randrange(10, vocab) for _ in range(distinct)])
+    return prompts
+
+
+def shuffled(prompts: list[list[int]], seed: int = 1) -> list[list[int]]:
+    """The same prompts in the order in which rivals were given them."""
+    order = list(prompts)
+    random.Random(seed).shuffle(order)
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One span before it has pages: which tokens read how many keys."""
+
+    rows: tuple[int, ...]
+    key_tokens: int
+    is_causal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """A step's attention, and what is known about it on an H200."""
+
+    name: str
+    runs: tuple[Run, ...]
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    allowed_over_floor: float = 1.25  # the bar is this times the floor and 8 us
+    rival_us: float | None = None  # best of FlashInfer decode and cascade, FlashAttention-3
+
+    @property
+    def num_tokens(self) -> int:
+        return 1 + max(max(run.rows) for run in self.runs)
+
+    def spans(self, seed: int = 0) -> Spans:
+        """The runs with pages of their own, in random physical order."""
+        pages = [-(-run.key_tokens // self.page_size) for run in self.runs]
+        return Spans(
+            query_starts=np.cumsum([0] + [len(run.rows) for run in self.runs]).astype(np.int32),
+            query_rows=np.concatenate([np.array(run.rows, np.int32) for run in self.runs]),
+            page_starts=np.cumsum([0, *pages]).astype(np.int32),
+            page_ids=np.random.default_rng(seed).permutation(sum(pages)).astype(np.int32),
+            key_tokens=np.array([run.key_tokens for run in self.runs], np.int32),
+            is_causal=np.array([run.is_causal for run in self.runs]),
+        )
+
+
+def _grouped(batch: int, groups: int, prefix: int, own: int) -> tuple[Run, ...]:
+    """Decoding sequences in equal groups, each with a prefix in common, and own tokens."""
+    degree = batch // groups
+    heads = tuple(
+        Run(tuple(range(group * degree, (group + 1) * degree)), prefix) for group in range(groups)
+    )
+    return heads + tuple(Run((row,), own, is_causal=True) for row in range(batch))
+
+
+def _own(lengths: list[int]) -> tuple[Run, ...]:
+    return tuple(Run((row,), length, is_causal=True) for row, length in enumerate(lengths))
+
+
+def _decode_cases() -> Iterator[AttentionCase]:
+    """The nine anchors: one query token per sequence, bf16, pages of 16."""
+    for name, batch, groups, prefix, own, kv_heads, rival_us in (
+        ("gqa32/8 B256 1x2048+256", 256, 1, 2048, 256, 8, 303.5),
+        ("gqa32/8 B256 16x2000+250", 256, 16, 2000, 250, 8, 304.1),
+        ("gqa32/8 B256 16x16000+300", 256, 16, 16000, 300, 8, 1568.4),
+        ("gqa32/8 B1024 64x2000+250", 1024, 64, 2000, 250, 8, 1146.4),
+        ("gqa32/8 B64 1x32768+256", 64, 1, 32768, 256, 8, 547.7),
+        ("gqa32/8 B256 64x512+512", 256, 64, 512, 512, 8, 206.9),
+        ("mha32 B32 1x2048+128", 32, 1, 2048, 128, 32, 90.4),
+        ("mha32 B32 1x256+128", 32, 1, 256, 128, 32, 35.6),
+        ("mha32 B256 1x2048+128", 256, 1, 2048, 128, 32, 357.4),
+    ):
+        runs = _grouped(batch, groups, prefix, own)
+        yield AttentionCase(name, runs, kv_heads=kv_heads, rival_us=rival_us)
+
+
+def _unshared_cases() -> Iterator[AttentionCase]:
+    rng = random.Random(0)
+    ragged = [rng.randint(1, 8192) for _ in range(256)]
+    for name, lengths in (
+        ("gqa32/8 B256 own 4096", [4096] * 256),
+        ("gqa32/8 B1 own 32768", [32768]),
+        ("gqa32/8 B256 ragged 1..8192", ragged),
+    ):
+        yield AttentionCase(name, _own(lengths), allowed_over_floor=1.2)
+
+
+def _tree_cases() -> Iterator[AttentionCase]:
+    levels = [(1, 1024), (8, 1024), (64, 512)]
+    runs: list[Run] = []
+    for groups, tokens in levels:
+        runs.extend(_grouped(256, groups, tokens, 0)[:groups])
+    runs.extend(_own([256] * 256))
+    yield AttentionCase(
+        "gqa32/8 B256 tree 1x1024 8x1024 64x512 +256", tuple(runs), allowed_over_floor=1.35
+    )
+    rng = random.Random(0)
+    runs, first = [], 0
+    while first < 256:
+        members = min(rng.randint(1, 40), 256 - first)
+        runs.append(Run(tuple(range(first, first + members)), rng.randint(200, 8000)))
+        first += members
+    runs.extend(_own([256] * 256))
+    yield AttentionCase("gqa32/8 B256 unequal groups +256", tuple(runs), allowed_over_floor=1.4)
+
+
+def prefill_runs(first_row: int) -> tuple[Run, ...]:
+    """Seven chunks of 512 tokens, each over 2,000 tokens of its own (BatchLLM Fig. 10)."""
+    return tuple(
+        Run(
+            tuple(range(first_row + 512 * chunk, first_row + 512 * (chunk + 1))),
+            2512,
+            is_causal=True,
+        )
+        for chunk in range(7)
+    )
+
+
+def mixed_cases() -> tuple[AttentionCase, AttentionCase, AttentionCase]:
+    """A mixed step, and its two halves as steps of their own."""
+    decodes = _grouped(256, 16, 2000, 250)
+    return (
+        AttentionCase("gqa32/8 mixed 7x512 over 2000, 256 decodes", decodes + prefill_runs(256)),
+        AttentionCase("gqa32/8 prefill 7x512 over 2000", prefill_runs(0)),
+        AttentionCase("gqa32/8 decode B256 16x2000+250", decodes),
+    )
+
+
+def kernel_cases() -> list[AttentionCase]:
+    """Every decode case with a bar."""
+    return [*_decode_cases(), *_unshared_cases(), *_tree_cases()]
+
+
+def relay_case(batch: int, context: int, system: int, is_shared: bool) -> AttentionCase:
+    """A point of RelayAttention's Fig. 1 and 6: 52 heads of 128, one system prompt for the batch.
+
+    Not shared means stored once and read by every sequence (vLLM-PS in the paper).
+    """
+    name = f"mha52 B{batch} 1x{system}+{context} {'reads' if is_shared else 'storage'}"
+    once, each = _grouped(batch, 1, system, context), _own([system + context] * batch)
+    return AttentionCase(name, once if is_shared else each, heads=52, kv_heads=52)

@@ -1,0 +1,286 @@
+"""Span attention as a caller sees it: plan once per step, run once per layer.
+
+    attention = SpanAttention(heads=32, kv_heads=8, head_dim=128, page_size=16,
+                              dtype=torch.bfloat16, device=torch.device("cuda"),
+                              limits=Limits(max_tokens=1024, max_pages=65536))
+    attention.plan(spans)                       # host side, one copy to the device
+    for k_pages, v_pages in layers:             # [pages, kv_heads, page_size, head_dim] each
+        out = attention.run(q, k_pages, v_pages)
+
+The buffers are made once, at the size of the limits, and the launch does not depend on the plan: a
+CUDA graph that captured `run` may be replayed after another `plan`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mainstem.core.errors import MainstemError
+from mainstem.core.step import Spans
+from mainstem.kernels.schedule import HEADER_INTS, PIECE_FIELDS, Schedule, Shape, schedule
+from mainstem.kernels.span import ATTEND, BOTH, MERGE, _span_kernel
+from mainstem.kernels.tuning import Tiles, choose_tiles
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (64, 80, 96, 128)
+PAGE_SIZES = (16, 32, 64)
+NUM_STAGING = 3  # plans that may be on their way to the device
+INTERPRETER_PROGRAMS = 3
+
+
+class LayoutError(MainstemError, ValueError):
+    """A tensor or a plan that this kernel does not take; the message names what."""
+
+
+class PlanTooLarge(MainstemError):
+    """A step that does not fit the buffers made for it; the message names which limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large a step may be; the buffers are made for it."""
+
+    max_tokens: int  # packed tokens of a step
+    max_pages: int  # page ids over all spans
+    max_entries: int | None = None  # tokens x spans they lie in; None: 8 per token
+    max_partials: int | None = None  # of tokens in several units; None: 4 per token, at least 2,048
+
+    def entries(self) -> int:
+        return self.max_entries if self.max_entries is not None else 8 * self.max_tokens
+
+    def partials(self) -> int:
+        return (
+            self.max_partials if self.max_partials is not None else max(4 * self.max_tokens, 2048)
+        )
+
+
+class SpanAttention:
+    """Attention of one step's tokens over the spans they lie in (DESIGN 3.1). One owner, one
+    stream.
+
+    `deterministic_keys` cuts every span at multiples of so many keys, with one tile shape, and
+    merges in order: a row's bits then depend on its own keys alone, provided that spans begin at
+    multiples of it in their sequences. It costs up to twice the time. Queries of tokens that lie in
+    no span are left alone, and so is their output.
+    """
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        limits: Limits,
+        scale: float | None = None,
+        deterministic_keys: int | None = None,
+        tiles: Tiles | None = None,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise LayoutError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+        if head_dim not in HEAD_DIMS:
+            raise LayoutError(f"head_dim must be one of {HEAD_DIMS}, got {head_dim}")
+        if page_size not in PAGE_SIZES:
+            raise LayoutError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
+        if kv_heads < 1 or heads % kv_heads:
+            raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+        tiles = tiles if tiles is not None else choose_tiles(device, dtype)
+        if deterministic_keys is not None and (
+            deterministic_keys < 1 or deterministic_keys % math.lcm(tiles.large_k, page_size)
+        ):
+            raise LayoutError(
+                f"deterministic_keys must be a multiple of {math.lcm(tiles.large_k, page_size)}, "
+                f"got {deterministic_keys}"
+            )
+        self._heads, self._head_dim, self._page_size = heads, head_dim, page_size
+        self._dtype, self._device, self._tiles = dtype, device, tiles
+        self._limits = limits
+        self._scale = head_dim**-0.5 if scale is None else scale
+        self._dim = 1 << (head_dim - 1).bit_length()
+        self._is_interpreted = device.type == "cpu"
+        if self._is_interpreted:
+            num_programs = INTERPRETER_PROGRAMS
+        else:
+            properties = torch.cuda.get_device_properties(device)
+            num_programs = properties.multi_processor_count * tiles.programs_per_sm
+        self._shape = Shape(
+            group=heads // kv_heads,
+            kv_heads=kv_heads,
+            page_size=page_size,
+            num_programs=num_programs,
+            tiles=tiles,
+            fixed_stretch=deterministic_keys,
+        )
+        self._make_buffers()
+        self._descriptors: dict[int, tuple[TensorDescriptor, tuple[int, ...]]] = {}
+
+    def _make_buffers(self) -> None:
+        limits, shape, device = self._limits, self._shape, self._device
+        max_pieces = 2 * limits.entries() + 4 * shape.num_programs
+        self._plan_ints = (
+            HEADER_INTS + 2 * shape.num_programs + 2 + PIECE_FIELDS * max_pieces
+            + 5 * limits.entries() + limits.max_pages + 1
+        )  # fmt: skip
+        self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)
+        rows = limits.partials() * self._heads
+        self._partial = torch.empty((rows, self._dim), dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
+        self._barrier = torch.zeros(2, dtype=torch.int32, device=device)
+        is_pinned = not self._is_interpreted
+        self._staging = [
+            torch.empty(self._plan_ints, dtype=torch.int32, pin_memory=is_pinned)
+            for _ in range(NUM_STAGING if is_pinned else 1)
+        ]
+        self._copied = (
+            [torch.cuda.Event() for _ in self._staging]  # type: ignore[no-untyped-call]
+            if is_pinned
+            else []
+        )
+        self._next_staging = 0
+
+    def plan(self, spans: Spans) -> None:
+        """Describe the next `run`s. Copies to the device on the current stream; does not wait for
+        it.
+        """
+        self._check_spans(spans)
+        self._send(schedule(spans, self._shape))
+
+    def _check_spans(self, spans: Spans) -> None:
+        limits = self._limits
+        if len(spans.query_rows) > limits.entries():
+            raise PlanTooLarge(
+                f"{len(spans.query_rows)} tokens in spans, Limits.max_entries is {limits.entries()}"
+            )
+        if len(spans.page_ids) > limits.max_pages:
+            raise PlanTooLarge(
+                f"{len(spans.page_ids)} page ids, Limits.max_pages is {limits.max_pages}"
+            )
+        if len(spans.query_rows) and int(spans.query_rows.max()) >= limits.max_tokens:
+            raise PlanTooLarge(
+                f"token {int(spans.query_rows.max())}, Limits.max_tokens is {limits.max_tokens}"
+            )
+        queries, pages = np.diff(spans.query_starts), np.diff(spans.page_starts)
+        if len(queries) != len(spans) or len(pages) != len(spans):
+            raise LayoutError("query_starts, page_starts: must have one entry more than key_tokens")
+        if len(spans) and (queries.min() < 0 or pages.min() < 0 or spans.key_tokens.min() < 0):
+            raise LayoutError("query_starts, page_starts, key_tokens: a span of negative length")
+        if (spans.key_tokens > pages * self._page_size).any():
+            raise LayoutError("a span has more key_tokens than slots in its pages")
+        if (spans.is_causal & (queries > spans.key_tokens)).any():
+            raise LayoutError("a causal span has more queries than key_tokens")
+
+    def _send(self, plan: Schedule) -> None:
+        if len(plan.ints) > self._plan_ints:
+            raise PlanTooLarge(
+                f"the plan is {len(plan.ints)} ints for {plan.num_pieces} pieces, the buffer has "
+                f"{self._plan_ints}: raise Limits.max_entries"
+            )
+        if plan.num_slots > self._limits.partials():
+            raise PlanTooLarge(
+                f"{plan.num_slots} Partials, Limits.max_partials is {self._limits.partials()}"
+            )
+        index = self._next_staging
+        self._next_staging = (index + 1) % len(self._staging)
+        if self._copied:
+            self._copied[index].synchronize()  # the copy of three plans ago
+        staging = self._staging[index][: len(plan.ints)]
+        staging.numpy()[:] = plan.ints
+        self._plan[: len(plan.ints)].copy_(staging, non_blocking=True)
+        if self._copied:
+            self._copied[index].record()
+
+    def run(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the planned step in one layer; returns `out`, [tokens, heads, head_dim].
+
+        `lse`, if given, is [tokens, heads] fp32 and receives the natural log of the sum of
+        exponents.
+        """
+        if out is None:
+            out = torch.empty_like(q)
+        self._check_tensors(q, k_pages, v_pages, out, lse)
+        arguments = (
+            q, k_pages, v_pages, self._rows_of(k_pages), self._rows_of(v_pages),
+            out, lse if lse is not None else self._partial_lse,
+            self._plan, self._partial, self._partial_lse, self._barrier,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+            k_pages.stride(0), k_pages.stride(1), self._scale * math.log2(math.e),
+        )  # fmt: skip
+        # The interpreter runs one program after the other, so nobody can wait for all.
+        for phase in (ATTEND, MERGE) if self._is_interpreted else (BOTH,):
+            self._launch(arguments, k_pages.numel() >= 2**31, lse is not None, phase.value)
+        return out
+
+    def _launch(
+        self, arguments: tuple[object, ...], is_wide: bool, has_lse: bool, phase: int
+    ) -> None:
+        tiles, shape = self._tiles, self._shape
+        options: dict[str, object] = {}
+        if not self._is_interpreted:
+            options["launch_cooperative_grid"] = True
+            if tiles.max_registers is not None and torch.version.hip is None:
+                options["maxnreg"] = tiles.max_registers
+        _span_kernel[(shape.num_programs,)](
+            *arguments,
+            KV_HEADS=shape.kv_heads, GROUP=shape.group, HEAD_DIM=self._head_dim, DIM=self._dim,
+            PAGE_SIZE=self._page_size,
+            FOLD=shape.fold, SMALL_Q=shape.small_q, SMALL_STAGES=tiles.small_stages,
+            LARGE_Q=tiles.large_q, LARGE_K=tiles.large_k, LARGE_STAGES=tiles.large_stages,
+            PER_SM=1 if self._is_interpreted else tiles.programs_per_sm,
+            IS_ORDERED=shape.fixed_stretch is not None,
+            HAS_LSE=has_lse, WIDE=is_wide, UPCAST=self._is_interpreted, PHASE=phase,
+            num_warps=tiles.num_warps, **options,
+        )  # fmt: skip
+
+    def _rows_of(self, pages: Tensor) -> TensorDescriptor:
+        """The pages as rows of head_dim; made once per layer, since a model keeps its pages."""
+        found = self._descriptors.get(pages.data_ptr())
+        if found is None or found[1] != tuple(pages.shape):
+            rows = pages.view(-1, self._head_dim)
+            block = [self._shape.fold * self._page_size, self._dim]
+            found = (TensorDescriptor.from_tensor(rows, block), tuple(pages.shape))
+            self._descriptors[pages.data_ptr()] = found
+        return found[0]
+
+    def _check_tensors(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        tail = (self._heads, self._head_dim)
+        page = (self._shape.kv_heads, self._page_size, self._head_dim)
+        for name, tensor, shape in (
+            ("q", q, tail), ("out", out, tail),
+            ("k_pages", k_pages, page), ("v_pages", v_pages, page),
+        ):  # fmt: skip
+            if tensor.dtype != self._dtype:
+                raise LayoutError(f"{name} must be {self._dtype}, got {tensor.dtype}")
+            if tensor.device.type != self._device.type:
+                raise LayoutError(f"{name} must be on {self._device}, got {tensor.device}")
+            if tuple(tensor.shape[1:]) != shape:
+                raise LayoutError(f"{name} must be [*, {shape}], got {tuple(tensor.shape)}")
+            if tensor.stride(-1) != 1:
+                raise LayoutError(f"{name} must have a contiguous last axis")
+        for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
+            if not tensor.is_contiguous():
+                raise LayoutError(f"{name} must be contiguous")
+            if tensor.data_ptr() % 16:
+                raise LayoutError(f"{name} must begin at a multiple of 16 bytes")
+        if k_pages.shape != v_pages.shape:
+            raise LayoutError(f"k_pages is {tuple(k_pages.shape)}, v_pages {tuple(v_pages.shape)}")
+        if out.shape != q.shape:
+            raise LayoutError(f"out must be {tuple(q.shape)}, got {tuple(out.shape)}")
+        if lse is not None and (
+            lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
+        ):
+            raise LayoutError(f"lse must be contiguous fp32 {tuple(q.shape[:2])}")

@@ -1,0 +1,52 @@
+"""Tile shapes of the span attention kernel per card, as measured; see docs/log/kernels.md for the
+runs.
+
+Small and large units live in one kernel and share its warps and registers, so a choice is one
+record.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How one compiled kernel cuts its work. Rows are query tokens x the heads of one KV head."""
+
+    small_stages: int  # steps of the small tile's loop in flight
+    large_q: int  # rows of the large tile: shared prefixes and prompt chunks
+    large_k: int  # keys per step of its loop
+    large_stages: int
+    num_warps: int
+    programs_per_sm: int  # all programs must be resident at once, so this must fit
+    max_registers: int | None = None
+    large_weight: float = 0.8  # time of a large tile's key over that of a small one
+
+
+HOPPER = Tiles(
+    small_stages=3, large_q=64, large_k=64, large_stages=3,
+    num_warps=4, programs_per_sm=2, max_registers=255,
+)  # fmt: skip
+# Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.
+FALLBACK = Tiles(
+    small_stages=2, large_q=64, large_k=32, large_stages=2, num_warps=4, programs_per_sm=1
+)
+# fp32 is for checking: plain arithmetic units, so small tiles.
+WIDE_ELEMENTS = Tiles(
+    small_stages=1, large_q=16, large_k=32, large_stages=1, num_warps=4, programs_per_sm=1
+)
+INTERPRETER = Tiles(
+    small_stages=1, large_q=32, large_k=32, large_stages=1, num_warps=4, programs_per_sm=1
+)
+
+
+def choose_tiles(device: torch.device, dtype: torch.dtype) -> Tiles:
+    """The tuned record of a card, or one that fits any."""
+    if device.type == "cpu":
+        return INTERPRETER
+    if dtype == torch.float32:
+        return WIDE_ELEMENTS
+    if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
+        return HOPPER
+    return FALLBACK

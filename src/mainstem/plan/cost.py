@@ -1,0 +1,113 @@
+"""Bytes, FLOPs and seconds of attention over a span; decides which shared runs are worth a span of
+their own.
+
+A decode step reads, for each KV head of a key, `2 * head_dim` elements (K and V) and does `4 *
+head_dim` FLOPs per query head. A span that many sequences share is read once instead of once per
+sequence, but costs a piece of the launch of its own, and each of its rows leaves a Partial that
+must be written and merged.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.core.step import Bools, Spans
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32] | NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Rates of one device, as measured (not from a datasheet)."""
+
+    name: str
+    bytes_per_s: float  # reading device memory
+    flops_per_s: float  # sustained, in the model's dtype
+    launch_s: float  # an empty launch, begin to end
+    span_s: float  # fixed time of one more span, spread over the card
+    parallel_spans: int  # fixed costs that go on side by side
+
+
+H200 = Card("NVIDIA H200", 4.3e12, 666e12, 7e-6, 10e-6, 264)
+GENERIC_CPU = Card("cpu", 20e9, 60e9, 30e-6, 30e-6, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What a model's attention reads and computes per key and query."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    element_bytes: int = 2
+
+    @property
+    def key_bytes(self) -> int:
+        """K and V of one token in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.element_bytes
+
+    @property
+    def pair_flops(self) -> int:
+        """One query token against one key token, all heads of a layer."""
+        return 4 * self.heads * self.head_dim
+
+    @property
+    def partial_bytes(self) -> int:
+        """A query token's fp32 Partial, written and read again."""
+        return 2 * 4 * self.heads * (self.head_dim + 1)
+
+
+def shared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
+    """Seconds of a run of `tokens` keys that `members` query tokens read together, as a span of its
+    own.
+    """
+    count, keys = members.astype(np.float64), tokens.astype(np.float64)
+    read_s = keys * model.key_bytes / card.bytes_per_s
+    compute_s = count * keys * model.pair_flops / card.flops_per_s
+    partial_s = count * model.partial_bytes / card.bytes_per_s
+    return np.maximum(read_s, compute_s) + partial_s + card.span_s / card.parallel_spans
+
+
+def unshared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
+    """Seconds of the same run read by each of its members, as part of spans they have anyway."""
+    pairs = members.astype(np.float64) * tokens
+    return np.maximum(
+        pairs * model.key_bytes / card.bytes_per_s, pairs * model.pair_flops / card.flops_per_s
+    )
+
+
+def worth_sharing(card: Card, model: Heads, members: Ints, tokens: Ints) -> Bools:
+    """Which shared runs become spans of their own: those read faster so. Vectorised over runs."""
+    is_faster = shared_s(card, model, members, tokens) < unshared_s(card, model, members, tokens)
+    has_company: Bools = members >= np.int32(2)
+    return np.logical_and(is_faster, has_company)
+
+
+def span_floor_s(card: Card, spans: Spans, *, heads: int, kv_heads: int, head_dim: int) -> float:
+    """The least time of a step's attention: each K and V byte once, or the arithmetic if that takes
+    longer.
+    """
+    model = Heads(heads, kv_heads, head_dim)
+    queries = np.diff(spans.query_starts).astype(np.int64)
+    keys = spans.key_tokens.astype(np.int64)
+    hidden = np.where(spans.is_causal, queries * (queries - 1) // 2, 0)
+    num_tokens = len(np.unique(spans.query_rows))
+    query_bytes = 2 * num_tokens * heads * head_dim * model.element_bytes  # queries in, answers out
+    moved_s = (int(keys.sum()) * model.key_bytes + query_bytes) / card.bytes_per_s
+    compute_s = int((queries * keys - hidden).sum()) * model.pair_flops / card.flops_per_s
+    return max(moved_s, compute_s)
+
+
+def relay_speedup(system_tokens: float, context_tokens: float, batch: float) -> float:
+    """RelayAttention Eq. 10: how much faster decoding gets when the system prompt is read once.
+
+    Counts memory accesses per head in units of one key and value vector (K and V as one, no sharing
+    of KV heads). A plain kernel reads s + c and moves query and answer (2); relay reads s once for
+    the batch (s / b), c, and moves 7: query and answer twice, and the fusion's two inputs and one
+    output.
+    """
+    plain = system_tokens + context_tokens + 2
+    relay = system_tokens / batch + context_tokens + 7
+    return plain / relay

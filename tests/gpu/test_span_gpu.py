@@ -1,0 +1,233 @@
+"""Span attention at full shapes on a card; needs CUDA, run with `make test-gpu`."""
+
+import numpy as np
+import pytest
+import torch
+
+from mainstem.apps.bench.workloads import AttentionCase, Run, mixed_cases
+from mainstem.core.step import Spans
+from mainstem.kernels import Limits, SpanAttention, reference
+from mainstem.kernels.append import rope_append
+from mainstem.kernels.merge import merge
+from mainstem.kernels.rotate import rerotate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+# Largest error over largest value. Weights and outputs are rounded to the dtype (2^-9, 2^-12
+# relative), sums are fp32; fp32 itself sums up to 10^4 terms in tiles.
+TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 2e-5}
+
+
+def _decode(own: list[int], prefixes: list[tuple[range, int]] = []) -> tuple[Run, ...]:  # noqa: B006
+    runs = [Run(tuple(rows), tokens) for rows, tokens in prefixes]
+    return (*runs, *(Run((row,), tokens, tokens > 0) for row, tokens in enumerate(own)))
+
+
+CASES = {
+    "one token": _decode([1]),
+    "one key each, many": _decode([1] * 300),
+    "empty own part": (*_decode([0, 0, 0], [(range(3), 77)]),),
+    "page not full": _decode([17, 33, 250], [(range(3), 2001)]),
+    "group of 1": _decode([40, 50], [(range(1), 300), (range(1, 2), 200)]),
+    "span of 1 token": _decode([5] * 8, [(range(8), 1)]),
+    "4096 sequences": _decode([20] * 4096, [(range(4096), 64)]),
+    "depth 5": _decode(
+        [7] * 32, [(range(32), 100), (range(16), 50), (range(8), 33), (range(4), 16), (range(2), 9)]
+    ),
+    "prefill alone": (Run(tuple(range(300)), 700, is_causal=True),),
+    "prefill without history": (Run(tuple(range(513)), 513, is_causal=True),),
+    "long and short": _decode([20000, 3, 1000]),
+    "mixed": mixed_cases()[0].runs,
+}
+SHAPES = [
+    (32, 8, 128, 16), (32, 32, 128, 16), (32, 8, 64, 32), (8, 8, 80, 16), (12, 4, 96, 64),
+    (28, 4, 128, 16), (64, 8, 128, 16), (16, 1, 128, 64), (9, 3, 64, 16), (40, 2, 128, 32),
+]  # fmt: skip
+
+
+def _run(
+    case: AttentionCase, dtype: torch.dtype, deterministic_keys: int | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Outputs of the kernel and of the reference, with every unused slot NaN."""
+    torch.manual_seed(0)
+    spans = case.spans()
+    num_pages = int(spans.page_ids.max(initial=0)) + 3
+    shape = (num_pages, case.kv_heads, case.page_size, case.head_dim)
+    k_pages = torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+    v_pages = k_pages.clone()
+    for pages in (k_pages, v_pages):
+        for index in range(len(spans)):
+            ids = spans.page_ids[spans.page_starts[index] : spans.page_starts[index + 1]]
+            slots = np.arange(spans.key_tokens[index])
+            where = torch.from_numpy(ids[slots // case.page_size].astype(np.int64)).cuda()
+            offset = torch.from_numpy(slots % case.page_size).cuda()
+            values = torch.randn(len(slots), case.kv_heads, case.head_dim, device="cuda")
+            pages[where, :, offset] = values.to(dtype)
+    q = torch.randn(case.num_tokens, case.heads, case.head_dim, device="cuda").to(dtype)
+    attention = SpanAttention(
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        page_size=case.page_size,
+        dtype=dtype,
+        device=torch.device("cuda"),
+        limits=Limits(case.num_tokens, len(spans.page_ids), max_partials=12 * case.num_tokens),
+        deterministic_keys=deterministic_keys,
+    )
+    attention.plan(spans)
+    lse = torch.full((case.num_tokens, case.heads), float("nan"), device="cuda")
+    out = attention.run(q, k_pages, v_pages, lse=lse)
+    again = attention.run(q, k_pages, v_pages, lse=torch.empty_like(lse))
+    right, right_lse = reference.span_attention(
+        q.float(), k_pages.nan_to_num(0.0), v_pages.nan_to_num(0.0), spans, case.head_dim**-0.5
+    )
+    return out, lse, right, right_lse, again
+
+
+def _check(case: AttentionCase, dtype: torch.dtype, deterministic_keys: int | None = None) -> None:
+    out, lse, right, right_lse, again = _run(case, dtype, deterministic_keys)
+    assert not out.isnan().any()
+    error = (out.float() - right).abs().max() / right.abs().max().clamp_min(1e-6)
+    assert error < TOLERANCE[dtype], f"{case.name}: {error}"
+    seen = right_lse.isfinite()
+    assert torch.equal(seen, lse.isfinite())
+    assert float((lse - right_lse)[seen].abs().max()) < 0.02
+    assert torch.equal(out, again), "the second run differs from the first"
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_named_cases_agree_with_the_reference(name: str) -> None:
+    _check(AttentionCase(name, CASES[name]), torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_shape_and_dtype_agrees(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    heads, kv_heads, head_dim, page_size = shape
+    runs = (
+        *_decode([5, 200, 64, 1, 33], [(range(5), 130), (range(2, 5), 300)]),
+        Run(tuple(range(5, 45)), 100, is_causal=True),
+    )
+    case = AttentionCase(str(shape), runs, heads, kv_heads, head_dim, page_size)
+    _check(case, dtype)
+
+
+@pytest.mark.parametrize("name", ["depth 5", "prefill alone", "mixed", "long and short"])
+def test_deterministic_setting_agrees_too(name: str) -> None:
+    _check(AttentionCase(name, CASES[name]), torch.bfloat16, deterministic_keys=256)
+
+
+def test_deterministic_rows_do_not_depend_on_batch_or_sharing() -> None:
+    """A sequence of 700 keys: alone, in a batch, with its first 512 keys shared, as part of a
+    prompt.
+    """
+    torch.manual_seed(1)
+    heads, kv_heads, dim, page = 32, 8, 128, 16
+    k_pages, v_pages = (
+        torch.randn(400, kv_heads, page, dim, device="cuda").bfloat16() for _ in range(2)
+    )
+    q = torch.randn(64, heads, dim, device="cuda").bfloat16()
+    attention = SpanAttention(
+        heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=page, dtype=torch.bfloat16,
+        device=torch.device("cuda"), limits=Limits(64, 4096), deterministic_keys=256,
+    )  # fmt: skip
+    pages = np.arange(44, dtype=np.int32)
+
+    def row(runs: list[tuple[list[int], np.ndarray, int, bool]], row: int) -> torch.Tensor:
+        spans = Spans(
+            np.cumsum([0] + [len(r[0]) for r in runs]).astype(np.int32),
+            np.concatenate([np.array(r[0], np.int32) for r in runs]),
+            np.cumsum([0] + [len(r[1]) for r in runs]).astype(np.int32),
+            np.concatenate([r[1] for r in runs]).astype(np.int32),
+            np.array([r[2] for r in runs], np.int32),
+            np.array([r[3] for r in runs]),
+        )
+        attention.plan(spans)
+        return attention.run(q, k_pages, v_pages)[row]
+
+    alone = row([([3], pages, 700, True)], 3)
+    others = [([i], np.arange(44 + i, 60 + i), 200 + i, True) for i in (0, 1, 2, 4, 5)]
+    batched = row([([3], pages, 700, True), *others], 3)
+    shared = row(
+        [([1, 2, 3, 5], pages[:32], 512, False), ([3], pages[32:], 188, True), *others[:2]], 3
+    )
+    assert torch.equal(alone, batched)
+    assert torch.equal(alone, shared)
+
+
+def test_lse_spread_of_80_is_merged_without_overflow() -> None:
+    """One span's scores are 80 above the other's, which then has no say; nothing is inf or NaN."""
+    case = AttentionCase("spread", _decode([40] * 4, [(range(4), 100)]))
+    spans = case.spans()
+    k_pages, v_pages = (torch.randn(40, 8, 16, 128, device="cuda") for _ in range(2))
+    q = torch.ones(4, 32, 128, device="cuda")
+    k_pages[torch.from_numpy(spans.page_ids[:7].astype(np.int64))] = 80 * 128**-0.5
+    q, k_pages, v_pages = (x.bfloat16() for x in (q, k_pages, v_pages))
+    attention = SpanAttention(
+        heads=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
+        device=torch.device("cuda"), limits=Limits(4, 64),
+    )  # fmt: skip
+    attention.plan(spans)
+    out = attention.run(q, k_pages, v_pages)
+    right, _ = reference.span_attention(q.float(), k_pages, v_pages, spans, 128**-0.5)
+    assert out.isfinite().all()
+    assert (out.float() - right).abs().max() < 0.02 * right.abs().max()
+
+
+def test_a_graph_is_replayed_over_another_plan() -> None:
+    first = AttentionCase("a", _decode([50] * 16, [(range(16), 400)]))
+    second = AttentionCase("b", _decode([70] * 16, [(range(8), 300), (range(8, 16), 500)]))
+    k_pages, v_pages = (torch.randn(300, 8, 16, 128, device="cuda").bfloat16() for _ in range(2))
+    q = torch.randn(16, 32, 128, device="cuda").bfloat16()
+    out = torch.empty_like(q)
+    attention = SpanAttention(
+        heads=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
+        device=torch.device("cuda"), limits=Limits(16, 512),
+    )  # fmt: skip
+    attention.plan(first.spans())
+    attention.run(q, k_pages, v_pages, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.run(q, k_pages, v_pages, out=out)
+    for case in (second, first, second):
+        attention.plan(case.spans())
+        graph.replay()
+        right, _ = reference.span_attention(q.float(), k_pages, v_pages, case.spans(), 128**-0.5)
+        assert (out.float() - right).abs().max() < 0.02 * right.abs().max()
+
+
+def test_rope_append_merge_and_rerotate_agree() -> None:
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(37, h, 128, device="cuda").bfloat16() for h in (32, 8, 8))
+    k_pages, v_pages = (torch.zeros(20, 8, 16, 128, device="cuda").bfloat16() for _ in range(2))
+    positions = torch.randint(0, 100_000, (37,), device="cuda", dtype=torch.int32)
+    slots = torch.randperm(320, device="cuda")[:37]
+    inv_freq = 500000.0 ** (-torch.arange(0, 64, device="cuda").float() / 64)
+    turned_q, turned_k = (reference.rope(x, positions, inv_freq) for x in (q, k))
+    right_k, right_v = reference.append(k_pages, v_pages, turned_k, v, slots)
+    rope_append(q, k, v, k_pages, v_pages, positions, slots, inv_freq)
+    assert (q.float() - turned_q.float()).abs().max() < 0.04
+    assert (k_pages.float() - right_k.float()).abs().max() < 0.04
+    assert torch.equal(v_pages, right_v)
+
+    source = torch.tensor([0, 1, 2], device="cuda")
+    target = torch.tensor([10, 1, 12], device="cuda")
+    shifts = torch.tensor([-100, 7, 3000], device="cuda", dtype=torch.int32)
+    before_k, before_v = k_pages.clone(), v_pages.clone()
+    rerotate(k_pages, v_pages, source, target, shifts, inv_freq)
+    for s, t, shift in zip(source, target, shifts, strict=True):
+        tokens = before_k[s].transpose(0, 1)
+        right = reference.rope(tokens, shift.expand(16), inv_freq).transpose(0, 1)
+        assert (k_pages[t].float() - right.float()).abs().max() < 0.04
+        assert torch.equal(v_pages[t], before_v[s])
+
+    lse_a, lse_b = (torch.randn(37, 32, device="cuda") * 40 for _ in range(2))
+    out_a, out_b = (torch.randn(37, 32, 128, device="cuda") for _ in range(2))
+    lse_a[3], lse_b[3], lse_b[4] = float("-inf"), float("-inf"), float("-inf")
+    out, lse = merge(out_a, lse_a, out_b, lse_b)
+    right, right_lse = reference.merge(out_a, lse_a, out_b, lse_b)
+    assert torch.allclose(out, right, atol=1e-5)
+    assert torch.allclose(lse, right_lse, atol=1e-4)
