@@ -47,7 +47,7 @@ LIVE = {
             "cached_tokens": 1536,
             "output_tokens": 40,
             "ttft_ms": 42.0,
-            "state": "stop",
+            "state": "finished",
         },
         {
             "id": HOSTILE,

@@ -124,13 +124,14 @@ function drawTotals(live) {
   }
 }
 
+/** The server lists requests as they came; people look for the newest first. */
 function drawRecent(recent) {
   byId("recent").hidden = recent.length === 0;
   byId("recent-empty").hidden = recent.length > 0;
   byId("recent")
     .querySelector("tbody")
     .replaceChildren(
-      ...recent.map((request) => {
+      ...[...recent].reverse().map((request) => {
         const row = element("tr", request.state);
         const name = element("td");
         const label = element("span", "id", request.id.slice(-8));
