@@ -17,6 +17,7 @@ several parts gets their outputs weighted by softmax over these, in fp32 (RelayA
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from torch import Tensor
 from mainstem.core.step import Spans
 
 Longs = NDArray[np.int64]
+
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 _MAX_BUCKET_ELEMENTS = 1 << 22  # of gathered keys: 16 MB in fp32
 _MAX_PADDED_QUERIES = 16  # parts with more queries are batched only at equal length
@@ -53,7 +56,7 @@ class _Part:
     is_triangle: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Bucket:
     """Parts that run as one kernel call."""
 
@@ -61,36 +64,49 @@ class _Bucket:
     num_queries: int
     num_keys: int
     rows: Tensor | None  # query rows, part after part; None: all tokens in order
-    gather: Tensor  # rows of K and V to collect, [parts, kv_heads, units]
+    gather: Tensor  # rows of K or V to collect, [parts, kv_heads, units]
     unit: int  # slots in one gathered row: a whole page, or 1
     mask: Tensor | None  # [parts, 1, 1, keys] additive
     is_triangle: bool
+    _both: Tensor | None = None  # rows of K, then of V, when these lie in one tensor
 
-    def run(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float) -> tuple[Tensor, ...]:
-        """Output [parts * queries, heads, dim] and lse [parts * queries, heads]."""
-        heads, dim = q.shape[1], q.shape[2]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> "_Partial":
+        """q [tokens, heads, dim] over collected k and v."""
         if self.rows is not None:
             q = q.index_select(0, self.rows)
-        q = q.view(self.num_parts, self.num_queries, heads, dim).transpose(1, 2)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q,
-            self._collect(k_pages),
-            self._collect(v_pages),
-            0.0,
-            self.is_triangle,
-            attn_mask=self.mask,
-            scale=scale,
-        )
-        return (
-            out.transpose(1, 2).reshape(-1, heads, dim),
-            lse.transpose(1, 2).reshape(-1, heads),
+        if self.num_queries == 1:
+            q = q[:, :, None]
+        else:
+            shape = (self.num_parts, self.num_queries, q.shape[1], q.shape[2])
+            q = q.view(shape).transpose(1, 2)
+        return _Partial(
+            *_flash_attention(q, k, v, 0.0, self.is_triangle, attn_mask=self.mask, scale=scale)
         )
 
-    def _collect(self, pages: Tensor) -> Tensor:
-        """[parts, kv_heads, keys, dim]"""
-        kv_heads, dim = pages.shape[1], pages.shape[3]
+    def collect(self, pages: Tensor) -> Tensor:
+        """[parts, kv_heads, keys, dim] of K or of V."""
+        dim = pages.shape[3]
         keys = pages.view(-1, self.unit * dim).index_select(0, self.gather)
-        return keys.view(self.num_parts, kv_heads, -1, dim)[:, :, : self.num_keys]
+        return keys.view(self.num_parts, pages.shape[1], -1, dim)[:, :, : self.num_keys]
+
+    def collect_both(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of K and of V, from pages [2, pages, kv_heads, page_size, dim], in one go."""
+        _, num_pages, kv_heads, page_size, dim = pages.shape
+        if self._both is None:
+            offset = num_pages * kv_heads * (page_size // self.unit)
+            self._both = torch.cat((self.gather, self.gather + offset))
+        keys = pages.view(-1, self.unit * dim).index_select(0, self._both)
+        keys = keys.view(2, self.num_parts, kv_heads, -1, dim)
+        if keys.shape[3] != self.num_keys:
+            keys = keys[:, :, :, : self.num_keys]
+        return keys[0], keys[1]
+
+
+class _Partial(NamedTuple):
+    """What a bucket's queries found among its keys."""
+
+    out: Tensor  # [parts, heads, queries, dim]
+    lse: Tensor  # [parts, heads, queries]
 
 
 class SpanPlan:
@@ -102,10 +118,22 @@ class SpanPlan:
         self._scale = scale
 
     def run(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
-        """q [tokens, heads, dim] -> [tokens, heads, dim]; pages contiguous, as in the module's
-        reference twin."""
-        parts = [bucket.run(q, k_pages, v_pages, self._scale) for bucket in self._buckets]
-        return self._merge.run(parts)
+        """q [tokens, heads, dim] -> [tokens, heads, dim]; pages contiguous, as in reference.py."""
+        return self._merge.run(
+            [
+                bucket.attend(q, bucket.collect(k_pages), bucket.collect(v_pages), self._scale)
+                for bucket in self._buckets
+            ]
+        )
+
+    def run_joint(self, q: Tensor, pages: Tensor) -> Tensor:
+        """As run, K and V being the halves of one tensor [2, pages, kv_heads, page_size, dim].
+
+        A plan runs on tensors of one size only.
+        """
+        return self._merge.run(
+            [bucket.attend(q, *bucket.collect_both(pages), self._scale) for bucket in self._buckets]
+        )
 
 
 class _Merge:
@@ -131,15 +159,19 @@ class _Merge:
         is_identity = self._width == 1 and np.array_equal(table[:, 0], np.arange(len(rows)))
         self._table = None if is_identity else torch.from_numpy(table.reshape(-1))
 
-    def run(self, parts: list[tuple[Tensor, ...]]) -> Tensor:
-        out = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts])
+    def run(self, parts: list[_Partial]) -> Tensor:
+        """[tokens, heads, dim]"""
+        heads, dim = parts[0].out.shape[1], parts[0].out.shape[3]
+        # the kernel lays its output out as [parts, queries, heads, dim]
+        outs = [part.out.transpose(1, 2).reshape(-1, heads, dim) for part in parts]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if self._table is None:
             return out
-        heads, dim = out.shape[1], out.shape[2]
         out = out.index_select(0, self._table)
         if self._width == 1:
             return out
-        lse = parts[0][1] if len(parts) == 1 else torch.cat([part[1] for part in parts])
+        lses = [part.lse.transpose(1, 2).reshape(-1, heads) for part in parts]
+        lse = lses[0] if len(lses) == 1 else torch.cat(lses)
         lse = lse.index_select(0, self._table).view(-1, self._width, heads)
         if self._bias is not None:
             lse += self._bias

@@ -26,6 +26,7 @@ class AttentionPlan:
         self._pages = pages
         self._turns = turns
         self._rotary_dim = spec.rope.rotary_dim
+        self._pairs = (len(slots), spec.num_heads + spec.num_kv_heads, spec.rope.rotary_dim // 2, 2)
         self._num_heads = spec.num_heads
         self._num_turned = spec.num_heads + spec.num_kv_heads
         self._head_dim = spec.head_dim
@@ -38,22 +39,21 @@ class AttentionPlan:
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """As Attention.run of the decoder."""
-        heads = qkv.view(len(qkv), -1, self._head_dim)
+        tokens = len(qkv)
+        heads = qkv.view(tokens, -1, self._head_dim)
         self._rotate(heads[:, : self._num_turned])
         pages = self._pages
         pages.append(layer, self._write_rows, heads[:, self._num_heads :])
         if self._copies is not None:
             pages.copy(layer, *self._copies)
         q = heads[:, : self._num_heads]
-        out = self._spans.run(q, pages.keys(layer), pages.values(layer))
-        return out.view(len(qkv), -1)
+        return self._spans.run_joint(q, pages.joint(layer)).view(tokens, -1)
 
     def _rotate(self, x: Tensor) -> None:
         """In place; the two dims of a pair are adjacent, so a pair is a complex number."""
-        part = x[..., : self._rotary_dim]
-        shape = (x.shape[0], x.shape[1], self._rotary_dim // 2, 2)
+        part = x if self._rotary_dim == self._head_dim else x[..., : self._rotary_dim]
         if x.dtype == torch.float32:
-            torch.view_as_complex(part.view(shape)).mul_(self._turns)
+            torch.view_as_complex(part.view(self._pairs)).mul_(self._turns)
             return
-        pairs = torch.view_as_complex(part.float().view(shape))
+        pairs = torch.view_as_complex(part.float().view(self._pairs))
         part.copy_(torch.view_as_real(pairs * self._turns).flatten(-2))

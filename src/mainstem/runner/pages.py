@@ -20,6 +20,11 @@ class DevicePages:
         self.page_size = page_size
         shape = (2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
         self._layers = [torch.empty(shape, dtype=dtype) for _ in range(spec.num_layers)]
+        self._rows = [layer.view(-1, spec.head_dim) for layer in self._layers]
+
+    def joint(self, layer: int) -> Tensor:
+        """[2, pages, kv_heads, page_size, head_dim], K first."""
+        return self._layers[layer]
 
     def keys(self, layer: int) -> Tensor:
         return self._layers[layer][0]
@@ -46,6 +51,5 @@ class DevicePages:
 
     def append(self, layer: int, rows: Tensor, kv: Tensor) -> None:
         """Write kv [tokens, 2 * kv_heads, dim], key heads first."""
-        pages = self._layers[layer]
-        dim = pages.shape[-1]
-        pages.view(-1, dim).index_copy_(0, rows, kv.reshape(-1, dim))
+        target = self._rows[layer]
+        target.index_copy_(0, rows, kv.reshape(-1, target.shape[1]))
