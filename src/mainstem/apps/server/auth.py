@@ -1,0 +1,133 @@
+"""Who is asking: keys from files, compared in constant time; the salt of each tenant's pages."""
+
+import re
+from dataclasses import dataclass
+from hashlib import sha256
+from hmac import compare_digest
+from pathlib import Path
+
+from mainstem.core.errors import ConfigError
+
+MIN_KEY_CHARS = 16
+MAX_KEYS = 1024
+_NAME = re.compile(r"[\w.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whoever holds one key. Tenants never read pages that another one caused to be computed."""
+
+    name: str
+    salt: bytes  # of its pages
+    is_admin: bool = False
+
+    def page_salt(self, cache_salt: bytes) -> bytes:
+        """The salt of a request that brings `cache_salt` of its own."""
+        if not self.salt or not cache_salt:
+            return self.salt or cache_salt
+        return sha256(self.salt + cache_salt).digest()
+
+
+ANYBODY = Tenant("", b"")  # no keys are set: one tenant without a salt
+ADMIN = Tenant("admin", b"admin", is_admin=True)
+
+
+class KeyRing:
+    """The keys of one file. Only digests are kept."""
+
+    def __init__(self, keys: dict[str, str]) -> None:
+        """`keys`: tenant's name -> key."""
+        self._tenants = [
+            (sha256(key.encode()).digest(), Tenant(name, _tenant_salt(key)))
+            for name, key in keys.items()
+        ]
+
+    @classmethod
+    def load(cls, path: Path) -> "KeyRing":
+        """Read a file of `name:key` lines; blank lines and those that begin with # are skipped.
+
+        Raises ConfigError, without showing a key, when a line is wrong.
+        """
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read key file {path}: {type(error).__name__}") from None
+        keys: dict[str, str] = {}
+        for number, line in enumerate(lines, start=1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            name, colon, key = (part.strip() for part in line.partition(":"))
+            if not colon or not _NAME.fullmatch(name) or len(key) < MIN_KEY_CHARS:
+                raise ConfigError(
+                    f"{path}, line {number}: must be name:key, the key at least "
+                    f"{MIN_KEY_CHARS} characters"
+                )
+            if name in keys or key in keys.values():
+                raise ConfigError(f"{path}, line {number}: this name or key is there already")
+            keys[name] = key
+        if not 0 < len(keys) <= MAX_KEYS:
+            raise ConfigError(f"{path}: must hold 1 to {MAX_KEYS} keys, has {len(keys)}")
+        return cls(keys)
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        return [tenant for _, tenant in self._tenants]
+
+    def find(self, key: bytes) -> Tenant | None:
+        """Whose key it is. Takes the same time whichever key it is, and if it is none."""
+        digest = sha256(key).digest()
+        found = None
+        for known, tenant in self._tenants:
+            if compare_digest(known, digest):
+                found = tenant
+        return found
+
+
+def _tenant_salt(key: str) -> bytes:
+    return sha256(b"mainstem tenant\0" + key.encode()).digest()
+
+
+def bearer_key(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The key of an `Authorization: Bearer` header; empty when there is none, or several."""
+    values = [value for name, value in headers if name == b"authorization"]
+    if len(values) != 1:
+        return b""
+    scheme, _, key = values[0].partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+class Access:
+    """Which tenant may use which path.
+
+    Open to all: health, readiness and the static page, which holds no secret. `/admin/` needs an
+    admin key and is closed without an admin key file. Everything else needs a tenant's key as soon
+    as there are any; what only shows numbers takes an admin key as well.
+    """
+
+    OPEN = frozenset({"/", "/health", "/ready"})
+    NUMBERS = frozenset({"/live", "/metrics", "/version"})
+
+    def __init__(self, keys: KeyRing | None, admin_keys: KeyRing | None) -> None:
+        self._keys = keys
+        self._admin_keys = admin_keys
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """Everybody who may send requests."""
+        return [ANYBODY] if self._keys is None else self._keys.tenants
+
+    def admit(self, path: str, headers: list[tuple[bytes, bytes]]) -> Tenant | None:
+        """The tenant, or None when the path needs a key that was not shown."""
+        key = bearer_key(headers)
+        if path.startswith("/admin/"):
+            return self._admin(key)
+        if path in self.OPEN or path.startswith("/page/") or self._keys is None:
+            return ANYBODY
+        found = self._keys.find(key)
+        if found is None and path in self.NUMBERS:
+            return self._admin(key)
+        return found
+
+    def _admin(self, key: bytes) -> Tenant | None:
+        is_admin = self._admin_keys is not None and self._admin_keys.find(key) is not None
+        return ADMIN if is_admin else None

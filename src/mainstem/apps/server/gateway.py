@@ -1,0 +1,284 @@
+"""From an HTTP request's body to its answers: everything between the routes and the engine."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from secrets import token_hex
+from time import monotonic, time
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mainstem.apps.jobs.rows import Kind, RowParser
+from mainstem.apps.server.apps_registry import App, AppRegistry, encode_prompt, shared_prefixes
+from mainstem.apps.server.auth import Access, Tenant
+from mainstem.apps.server.body import Json, read_json
+from mainstem.apps.server.faults import ApiError, from_invalid, unavailable
+from mainstem.apps.server.limits import Gate, Limits
+from mainstem.apps.server.live import Live, Record, RequestState
+from mainstem.apps.server.metrics import RequestTiming, ServerMetrics
+from mainstem.apps.server.replies import Heading, Reply, event
+from mainstem.apps.server.schema import Ask, parse_ask
+from mainstem.apps.server.stream import ClientLeft, EventStream, while_connected
+from mainstem.apps.server.worker import Answering, EngineFault, EngineRequest, Ticket, Worker
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.request import SamplingParams
+
+INLINE_CHARS = 1 << 12  # a longer prompt is encoded on another thread
+CLIENT_LEFT = 499  # nobody hears it; for logs and metrics
+
+log = logging.getLogger("mainstem.server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the model is called; the first name is the one replies use by default."""
+
+    names: tuple[str, ...]
+    created: int
+
+
+class Gateway:
+    """Answers requests. Lives on the event loop."""
+
+    def __init__(  # the parts of a server, joined in serve.py
+        self,
+        worker: Worker,
+        model: ServedModel,
+        access: Access,
+        apps: AppRegistry,
+        limits: Limits,
+        live: Live,
+        metrics: ServerMetrics,
+    ) -> None:
+        self.worker = worker
+        self.model = model
+        self.access = access
+        self.apps = apps
+        self.limits = limits
+        self.live = live
+        self.metrics = metrics
+        self.gate = Gate(limits)
+        self.is_ready = False  # the apps are filled
+        self.is_draining = False
+        self._parser = RowParser({})
+        worker.on_tokens = live.rate.add
+
+    # --- completions ----------------------------------------------------------------------------
+
+    async def answer(self, request: Request, kind: Kind) -> Response:
+        """The reply to a completion, whole or as a stream."""
+        tenant: Tenant = request.state.tenant
+        self.gate.allow(tenant)
+        ask = parse_ask(await read_json(request, self.limits), kind, self._parser, self.limits)
+        model, app = self._resolve(ask)
+        if self.is_draining:
+            raise unavailable("the server is going down")
+        prefix = "chatcmpl" if kind is Kind.CHAT else "cmpl"
+        heading = Heading(f"{prefix}-{token_hex(12)}", model, int(time()))
+        with ExitStack() as held:
+            held.enter_context(self.gate.enter(tenant, ask.num_answers))
+            prompt_ids = await self._encode(ask, app)
+            answering = await self._submit(ask, prompt_ids, heading.reply_id, tenant)
+            exchange = _Exchange(self, answering, heading, tenant, app)
+            held.push(exchange)
+            request.state.facts |= {"reply_id": heading.reply_id, "app": exchange.app_name}
+            reply = Reply(ask, heading, prompt_ids, self.worker.tokenizer)
+            if ask.is_streaming:
+                events = reply.events(answering)
+                return EventStream(events, exchange.last_words, held.pop_all(), self.limits.write_s)
+            try:
+                whole = await while_connected(request.receive, reply.whole(answering))
+            except ClientLeft:
+                exchange.state = RequestState.ABORTED
+                return Response(status_code=CLIENT_LEFT)
+            except EngineFault as fault:
+                exchange.state = RequestState.FAILED
+                raise _engine_error(fault) from None
+            exchange.state = RequestState.FINISHED
+        return JSONResponse(whole)
+
+    def _resolve(self, ask: Ask) -> tuple[str, App | None]:
+        """The model name to reply with, and the app that `model: "M:NAME"` or `app` names."""
+        names = self.model.names
+        if ask.model is None or ask.model in names:
+            base, app_name = ask.model or names[0], ask.app
+        else:
+            base, _, app_name = ask.model.rpartition(":")
+            if base not in names or self.apps.find(app_name) is None:
+                message = f"the model {ask.model!r} does not exist; GET /v1/models lists them"
+                raise ApiError(404, message, "model", "model_not_found")
+            if ask.app is not None and ask.app != app_name:
+                message = f"app: is {ask.app!r}, but the model names {app_name!r}"
+                raise ApiError(400, message, "app", "invalid_value")
+        if app_name is None:
+            return base, None
+        app = self.apps.find(app_name)
+        if app is None:
+            raise ApiError(404, f"there is no app {app_name!r}", "app", "app_not_found")
+        if ask.has_echo:
+            raise ApiError(400, "echo: cannot be used with an app", "echo", "invalid_value")
+        return f"{base}:{app_name}", app
+
+    async def _encode(self, ask: Ask, app: App | None) -> list[list[int]]:
+        tokenizer = self.worker.tokenizer
+
+        def encode() -> list[list[int]]:
+            return [encode_prompt(tokenizer, prompt, app) for prompt in ask.prompts]
+
+        sizes = [len(prompt) if isinstance(prompt, str) else INLINE_CHARS for prompt in ask.prompts]
+        try:
+            return encode() if sum(sizes) < INLINE_CHARS else await asyncio.to_thread(encode)
+        except InvalidRequest as error:
+            raise from_invalid(error) from None
+
+    async def _submit(
+        self, ask: Ask, prompt_ids: Sequence[Sequence[int]], reply_id: str, tenant: Tenant
+    ) -> Answering:
+        salt = tenant.page_salt(ask.cache_salt)
+        for ids in prompt_ids:
+            if len(ids) >= self.worker.max_model_len:
+                message = (
+                    f"the prompt has {len(ids)} tokens and leaves no room for an answer in the "
+                    f"context of {self.worker.max_model_len}"
+                )
+                param = "messages" if ask.kind is Kind.CHAT else "prompt"
+                raise ApiError(400, message, param, "context_length_exceeded")
+        requests = [
+            EngineRequest(f"{reply_id}-{place}", ids, ask.sampling, salt, ask.priority)
+            for place, ids in enumerate(prompt_ids)
+        ]
+        try:
+            return await self.worker.submit(requests)
+        except InvalidRequest as error:
+            raise from_invalid(error) from None
+        except EngineFault as fault:
+            raise _engine_error(fault) from None
+
+    def observe(self, ticket: Ticket) -> None:
+        """Count a request that has ended."""
+        began_s = ticket.began_s
+        token_s = ticket.token_s
+        self.metrics.observe_request(
+            RequestTiming(
+                queue_s=None if ticket.admitted_s is None else ticket.admitted_s - began_s,
+                first_token_s=token_s[0] - began_s if token_s else None,
+                inter_token_s=[after - before for before, after in pairwise(token_s)],
+                total_s=(ticket.ended_s or monotonic()) - began_s,
+            )
+        )
+
+    # --- apps -----------------------------------------------------------------------------------
+
+    async def fill(self, app: App) -> int:
+        """Compute an app's prefix for every tenant; returns how many tokens it has."""
+        prefixes = await asyncio.to_thread(shared_prefixes, self.worker.tokenizer, app)
+        for prefix in prefixes:
+            if len(prefix) >= self.worker.max_model_len:
+                raise InvalidRequest(
+                    "prompt",
+                    f"{len(prefix)} tokens leave no room in the context of "
+                    f"{self.worker.max_model_len}",
+                )
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        requests = [
+            EngineRequest(f"fill-{app.name}-{token_hex(8)}", prefix, sampling, tenant.salt)
+            for tenant in self.access.tenants
+            for prefix in prefixes
+        ]
+        answering = await self.worker.submit(requests)
+        try:
+            async for _ in answering:
+                pass
+        finally:
+            self.worker.abandon(answering)
+        num_tokens = max(map(len, prefixes), default=0)
+        log.info("app filled", extra={"facts": {"app": app.name, "prefix_tokens": num_tokens}})
+        return num_tokens
+
+    async def fill_all(self) -> None:
+        """Fill the apps given at start; the server is ready afterwards."""
+        for name in self.apps.names:
+            app = self.apps.find(name)
+            assert app is not None
+            try:
+                await self.fill(app)
+            except (InvalidRequest, EngineFault) as error:
+                facts = {"app": name, "reason": str(error)}
+                log.error("app not filled", extra={"facts": facts})
+        self.is_ready = True
+        log.info("ready", extra={"facts": {"apps": self.apps.names}})
+
+    # --- tokens ---------------------------------------------------------------------------------
+
+    async def tokenize(self, body: Json) -> Json:
+        """Ids of a text (`prompt`) or of a conversation (`messages`)."""
+        kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
+        ask = parse_ask(body, kind, self._parser, self.limits)
+        _, app = self._resolve(ask)
+        ids = (await self._encode(ask, app))[0]
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.worker.max_model_len}
+
+    def detokenize(self, body: Json) -> Json:
+        """Text of ids (`tokens`), special tokens included."""
+        for name in body:
+            if name not in ("model", "tokens"):
+                raise ApiError(400, f"the field {name!r} is not supported", name, "unknown_field")
+        tokens = body.get("tokens")
+        vocab_size = self.worker.tokenizer.vocab_size
+        reason = f"tokens: must be a list of token ids from 0 to {vocab_size - 1}"
+        if not isinstance(tokens, list):
+            raise ApiError(400, reason, "tokens", "invalid_value")
+        ids = [item for item in tokens if type(item) is int and 0 <= item < vocab_size]
+        if len(ids) != len(tokens):
+            raise ApiError(400, reason, "tokens", "invalid_value")
+        return {"prompt": self.worker.tokenizer.decode_all(ids)}
+
+
+class _Exchange:
+    """A request between its acceptance and its end; a context manager that cleans up."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        answering: Answering,
+        heading: Heading,
+        tenant: Tenant,
+        app: App | None,
+    ) -> None:
+        self.state = RequestState.OPEN
+        self.app_name = None if app is None else app.name
+        self._gateway = gateway
+        self._answering = answering
+        self._records = [
+            Record(heading.reply_id, tenant, self.app_name, ticket) for ticket in answering.tickets
+        ]
+        for record in self._records:
+            gateway.live.begin(record)
+
+    def last_words(self, error: Exception) -> bytes:
+        """The event that ends a stream which cannot go on."""
+        self.state = RequestState.FAILED
+        if not isinstance(error, EngineFault):
+            log.error("a stream failed", exc_info=error)
+            error = EngineFault("internal error")
+        return event(_engine_error(error).body())
+
+    def __enter__(self) -> "_Exchange":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        is_finished = all(ticket.is_finished for ticket in self._answering.tickets)
+        if self.state is RequestState.OPEN:
+            self.state = RequestState.FINISHED if is_finished else RequestState.ABORTED
+        self._gateway.worker.abandon(self._answering)
+        for record in self._records:
+            record.state = self.state
+            self._gateway.observe(record.ticket)
+
+
+def _engine_error(fault: EngineFault) -> ApiError:
+    return unavailable(str(fault))

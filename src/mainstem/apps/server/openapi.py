@@ -1,0 +1,155 @@
+"""The OpenAPI document: paths, bodies and statuses, for tools that read it."""
+
+from mainstem import __version__
+
+Json = dict[str, object]
+
+_TEXTS: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+# fields that chats and completions have in common
+_SAMPLING: Json = {
+    "model": {"type": "string", "description": "the model's name, or name:app"},
+    "app": {"type": "string", "description": "a system prompt the server keeps"},
+    "stream": {"type": "boolean"},
+    "stream_options": {
+        "type": "object",
+        "properties": {"include_usage": {"type": "boolean"}},
+        "additionalProperties": False,
+    },
+    "n": {"type": "integer", "minimum": 1, "maximum": 128},
+    "temperature": {"type": "number", "minimum": 0, "maximum": 100},
+    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"type": "integer", "minimum": -1},
+    "min_p": {"type": "number", "minimum": 0, "maximum": 1},
+    "seed": {"type": "integer"},
+    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+    "logit_bias": {"type": "object", "additionalProperties": {"type": "number"}},
+    "stop": _TEXTS,
+    "stop_token_ids": _IDS,
+    "include_stop_str_in_output": {"type": "boolean"},
+    "skip_special_tokens": {"type": "boolean"},
+    "ignore_eos": {"type": "boolean"},
+    "max_tokens": {"type": "integer", "minimum": 1},
+    "max_completion_tokens": {"type": "integer", "minimum": 1},
+    "min_tokens": {"type": "integer", "minimum": 0},
+    "cache_salt": {"type": "string"},
+    "priority": {"type": "integer"},
+    "user": {"type": "string"},
+}
+_MESSAGE: Json = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"type": "string", "enum": ["system", "user", "assistant"]},
+        "content": {"type": "string"},
+    },
+}
+_CHAT: Json = {
+    "type": "object",
+    "required": ["messages"],
+    "properties": _SAMPLING
+    | {
+        "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
+        "logprobs": {"type": "boolean"},
+        "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
+        "add_generation_prompt": {"type": "boolean"},
+        "chat_template_kwargs": {"type": "object"},
+    },
+}
+_COMPLETION: Json = {
+    "type": "object",
+    "required": ["prompt"],
+    "properties": _SAMPLING
+    | {
+        "prompt": {
+            "anyOf": [
+                {"type": "string"},
+                _IDS,
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": _IDS},
+            ]
+        },
+        "echo": {"type": "boolean"},
+        "logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
+    },
+}
+_TOKENIZE: Json = {
+    "type": "object",
+    "properties": {
+        "prompt": {"type": "string"},
+        "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
+    },
+}
+_DETOKENIZE: Json = {"type": "object", "required": ["tokens"], "properties": {"tokens": _IDS}}
+_APP: Json = {
+    "type": "object",
+    "required": ["prompt"],
+    "properties": {"prompt": {"type": "string"}},
+}
+_ERROR: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {"message": {"type": "string"}, "type": {"type": "string"}},
+        }
+    },
+}
+_NAME: Json = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def document() -> Json:
+    """The whole document."""
+    paths: Json = {
+        "/v1/models": {"get": _operation("The model, and the model with each app")},
+        "/v1/models/{name}": {"get": _operation("One of them", parameters=[_NAME])},
+        "/v1/chat/completions": {"post": _operation("Answer a conversation", _CHAT)},
+        "/v1/completions": {"post": _operation("Continue prompts", _COMPLETION)},
+        "/tokenize": {"post": _operation("Token ids of a text or conversation", _TOKENIZE)},
+        "/detokenize": {"post": _operation("Text of token ids", _DETOKENIZE)},
+        "/health": {"get": _operation("Whether the engine can answer")},
+        "/ready": {"get": _operation("Whether requests should be sent here")},
+        "/version": {"get": _operation("The version")},
+        "/metrics": {"get": _operation("Prometheus text")},
+        "/live": {"get": _operation("What the server is doing now")},
+        "/admin/apps": {"get": _operation("Names of the apps")},
+        "/admin/apps/{name}": {
+            "put": _operation("Add an app, or change its prompt", _APP, [_NAME]),
+            "delete": _operation("Remove an app", parameters=[_NAME]),
+        },
+        "/admin/reset_prefix_cache": {"post": _operation("Forget all cached pages")},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mainstem", "version": __version__},
+        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+        "paths": paths,
+    }
+
+
+def _operation(
+    summary: str, body: Json | None = None, parameters: list[Json] | None = None
+) -> Json:
+    content = {"application/json": {"schema": _ERROR}}
+    operation: Json = {
+        "summary": summary,
+        "responses": {
+            "200": {"description": "done"},
+            "4XX": {"description": "the caller's fault", "content": content},
+            "503": {"description": "not now", "content": content},
+        },
+    }
+    if parameters is not None:
+        operation["parameters"] = parameters
+    if body is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": body}},
+        }
+    return operation

@@ -1,0 +1,294 @@
+"""Paths and what they answer."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from mimetypes import guess_type
+from secrets import token_hex
+from time import perf_counter
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mainstem import __version__
+from mainstem.apps.jobs.rows import Kind
+from mainstem.apps.server.apps_registry import App
+from mainstem.apps.server.body import read_json
+from mainstem.apps.server.faults import ApiError, from_invalid, unavailable
+from mainstem.apps.server.gateway import Gateway
+from mainstem.apps.server.metrics import CONTENT_TYPE
+from mainstem.apps.server.openapi import document
+from mainstem.apps.server.worker import EngineFault, WorkerState
+from mainstem.core.errors import InvalidRequest
+
+PAGE = files("mainstem.apps.server") / "page"
+
+log = logging.getLogger("mainstem.server")
+
+
+class Routes:
+    """The handlers, over one Gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def listed(self) -> list[Route]:
+        return [
+            Route("/", self.page, methods=["GET"]),
+            Route("/page/{name}", self.asset, methods=["GET"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/live", self.live, methods=["GET"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route("/admin/apps", self.list_apps, methods=["GET"]),
+            Route("/admin/apps/{name}", self.put_app, methods=["PUT"]),
+            Route("/admin/apps/{name}", self.delete_app, methods=["DELETE"]),
+            Route("/admin/reset_prefix_cache", self.reset_cache, methods=["POST"]),
+        ]
+
+    # --- OpenAI's -------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        return await self._gateway.answer(request, Kind.CHAT)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._gateway.answer(request, Kind.COMPLETION)
+
+    async def models(self, request: Request) -> Response:
+        names = self._model_names()
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._model_names():
+            message = f"the model {name!r} does not exist"
+            raise ApiError(404, message, "model", "model_not_found")
+        return JSONResponse(self._model(name))
+
+    def _model_names(self) -> list[str]:
+        """The model by its names, then with each of the apps."""
+        names = self._gateway.model.names
+        return [*names, *(f"{names[0]}:{app}" for app in self._gateway.apps.names)]
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._gateway.model.created,
+            "owned_by": "mainstem",
+            "max_model_len": self._gateway.worker.max_model_len,
+        }
+
+    async def tokenize(self, request: Request) -> Response:
+        return JSONResponse(
+            await self._gateway.tokenize(await read_json(request, self._gateway.limits))
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        return JSONResponse(
+            self._gateway.detokenize(await read_json(request, self._gateway.limits))
+        )
+
+    # --- how it is ------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        """200 while the engine can answer; for whoever restarts the process otherwise."""
+        if self._gateway.worker.state is WorkerState.FAILED:
+            raise unavailable("the engine failed")
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """200 from when the apps are filled until the server goes down; for load balancers."""
+        gateway = self._gateway
+        is_running = gateway.worker.state is WorkerState.RUNNING
+        if not gateway.is_ready or gateway.is_draining or not is_running:
+            raise unavailable("not ready")
+        return JSONResponse({"status": "ready"})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        metrics = self._gateway.metrics
+        metrics.observe_snapshot(self._gateway.worker.snapshot)
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    async def live(self, request: Request) -> Response:
+        gateway = self._gateway
+        snapshot, apps = gateway.worker.snapshot, gateway.apps.names
+        return JSONResponse(gateway.live.view(snapshot, apps, request.state.tenant))
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(document())
+
+    # --- admin ----------------------------------------------------------------------------------
+
+    async def list_apps(self, request: Request) -> Response:
+        return JSONResponse({"apps": self._gateway.apps.names})
+
+    async def put_app(self, request: Request) -> Response:
+        """Add an app, or give it another prompt; answers when its prefix is computed."""
+        body = await read_json(request, self._gateway.limits)
+        for name in body:
+            if name != "prompt":
+                raise ApiError(400, f"the field {name!r} is not supported", name, "unknown_field")
+        prompt = body.get("prompt")
+        if not isinstance(prompt, str):
+            raise ApiError(400, "prompt: must be a text", "prompt", "invalid_value")
+        try:
+            app = App(request.path_params["name"], prompt)
+            num_tokens = await self._gateway.fill(app)
+            self._gateway.apps.add(app)
+        except InvalidRequest as error:
+            raise from_invalid(error) from None
+        except EngineFault as fault:
+            raise unavailable(str(fault)) from None
+        return JSONResponse({"name": app.name, "prefix_tokens": num_tokens})
+
+    async def delete_app(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if not self._gateway.apps.remove(name):
+            raise ApiError(404, f"there is no app {name!r}", "name", "app_not_found")
+        return JSONResponse({"name": name, "deleted": True})
+
+    async def reset_cache(self, request: Request) -> Response:
+        """Forget every cached page that no sequence holds."""
+        try:
+            count = await self._gateway.worker.call(lambda engine: engine.engine.clear_cache())
+        except EngineFault as fault:
+            raise unavailable(str(fault)) from None
+        return JSONResponse({"forgotten_pages": count})
+
+    # --- the page -------------------------------------------------------------------------------
+
+    async def page(self, request: Request) -> Response:
+        return _file("index.html")
+
+    async def asset(self, request: Request) -> Response:
+        return _file(request.path_params["name"])
+
+
+def _file(name: str) -> Response:
+    """A file of the page's folder; only names that are there, so no path leads out of it."""
+    for entry in PAGE.iterdir():
+        if entry.name == name and entry.is_file() and not name.startswith(("_", ".")):
+            kind = guess_type(name)[0] or "application/octet-stream"
+            headers = {"cache-control": "no-cache", "x-content-type-options": "nosniff"}
+            return Response(entry.read_bytes(), media_type=kind, headers=headers)
+    return PlainTextResponse("not found", 404)
+
+
+# --- around all routes ---------------------------------------------------------------------------
+
+
+class Door:
+    """Lets in who may, gives every request an id, and logs and counts what became of it."""
+
+    def __init__(self, inside: ASGIApp, gateway: Gateway) -> None:
+        self._inside = inside
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._inside(scope, receive, send)
+            return
+        began_s = perf_counter()
+        request_id = token_hex(8)
+        facts: dict[str, object] = {}
+        status = 500
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id.encode()),
+                ]
+            await send(message)
+
+        tenant = self._gateway.access.admit(scope["path"], scope["headers"])
+        try:
+            if tenant is None:
+                await _no_key(scope["path"]).response()(scope, receive, send_marked)
+                return
+            scope.setdefault("state", {}).update(tenant=tenant, facts=facts)
+            await self._inside(scope, receive, send_marked)
+        finally:
+            self._gateway.metrics.observe_response(status)
+            facts |= {
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "ms": round((perf_counter() - began_s) * 1e3, 1),
+                "tenant": None if tenant is None else tenant.name,
+            }
+            is_quiet = scope["path"] in ("/health", "/ready", "/live", "/metrics")
+            log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra={"facts": facts})
+
+
+def _no_key(path: str) -> ApiError:
+    if path.startswith("/admin/"):
+        message = "an admin key is needed: Authorization: Bearer KEY, and --admin-key-file"
+    else:
+        message = "an API key is needed: Authorization: Bearer KEY"
+    return ApiError(401, message, code="invalid_api_key", kind="authentication_error")
+
+
+Handler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """No such path or method."""
+    assert isinstance(error, HTTPException)
+    response = ApiError(error.status_code, str(error.detail)).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return ApiError(500, "internal error", kind="server_error").response()
+
+
+def make_app(gateway: Gateway) -> ASGIApp:
+    """The server as an ASGI application; its lifespan is that of the engine's thread."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        gateway.worker.start()
+        filling = asyncio.ensure_future(gateway.fill_all())
+        try:
+            yield
+        finally:
+            gateway.is_draining = True
+            await gateway.worker.close()
+            await asyncio.gather(filling, return_exceptions=True)
+
+    handlers: dict[int | type[Exception], Handler] = {
+        ApiError: _api_error,
+        HTTPException: _http_error,
+        Exception: _bug,
+    }
+    routes = Routes(gateway).listed()
+    starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    return Door(starlette, gateway)

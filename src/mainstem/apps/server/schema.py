@@ -1,0 +1,147 @@
+"""What a body asks, in OpenAI's words; fields are checked by the parser that batch files use.
+
+Beyond a batch row a request may stream, echo its prompt, bring several prompts and name an app.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from mainstem.apps.jobs.rows import HARMLESS as HARMLESS_IN_ROWS
+from mainstem.apps.jobs.rows import Kind, Prompt, RowError, RowParser
+from mainstem.apps.server.faults import ApiError, from_row
+from mainstem.apps.server.limits import Limits
+from mainstem.core.request import SamplingParams
+
+Json = Mapping[str, object]
+
+# accepted and without effect on the answer, beyond what rows accept; docs/serve.md lists them
+HARMLESS = (HARMLESS_IN_ROWS | {"prompt_cache_retention"}) - {"model", "stream_options"}
+OWN_FIELDS = frozenset({"app", "echo", "stream", "stream_options"})
+STREAM_OPTIONS = frozenset({"include_obfuscation", "include_usage"})
+# values of fields we lack that say what happens anyway
+EMPTY_VALUES: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "modalities": (["text"],),
+    "suffix": ("",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request whose fields are valid; its prompts are not token ids yet."""
+
+    kind: Kind
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    cache_salt: bytes = b""
+    priority: int = 0
+    model: str | None = None
+    app: str | None = None
+    is_streaming: bool = False
+    includes_usage: bool = False
+    has_echo: bool = False
+    is_scoring: bool = False  # echo with max_tokens 0: the prompt's logprobs and no answer
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.sampling.n
+
+
+def parse_ask(body: Json, kind: Kind, parser: RowParser, limits: Limits) -> Ask:
+    """Read a body; raises ApiError 400 that names the field."""
+    options = {name: body[name] for name in OWN_FIELDS if body.get(name) is not None}
+    rest = {
+        name: value
+        for name, value in body.items()
+        if name not in OWN_FIELDS and not _is_harmless(name, value)
+    }
+    is_streaming = _boolean(options, "stream")
+    includes_usage = _stream_options(options.get("stream_options"), is_streaming)
+    has_echo = _boolean(options, "echo")
+    app = options.get("app")
+    if app is not None and not isinstance(app, str):
+        raise ApiError(400, "app: must be a text", "app", "invalid_value")
+    is_scoring = has_echo and rest.get("max_tokens") == 0 and rest["max_tokens"] is not False
+    if kind is Kind.CHAT and has_echo:
+        raise ApiError(400, "the field 'echo' is not supported in a chat", "echo", "unknown_field")
+    if is_scoring:
+        rest["max_tokens"] = 1  # runs as the least there is, and is dropped
+    if rest.get("prompt_logprobs") is not None:
+        message = "prompt_logprobs: is not supported; use echo with logprobs"
+        raise ApiError(400, message, "prompt_logprobs", "unknown_field")
+    if has_echo and rest.get("logprobs") is not None:
+        rest["prompt_logprobs"] = rest["logprobs"]
+    _check_stop(rest.get("stop"), limits)
+    prompts = _listed_prompts(rest.get("prompt"), limits) if kind is Kind.COMPLETION else []
+    if prompts:
+        rest["prompt"] = prompts[0]
+    try:
+        row, prompt = parser.parse({"url": kind.value, "body": rest}, 0, "")
+        more = [_further_prompt(parser, kind, item) for item in prompts[1:]]
+    except RowError as error:
+        raise from_row(error) from None
+    ask = Ask(kind, (prompt, *more), row.sampling, row.salt, row.priority, row.model)
+    if ask.num_answers > limits.max_answers:
+        message = f"n: at most {limits.max_answers} answers in one request"
+        raise ApiError(400, message, "n", "invalid_value")
+    return replace(
+        ask,
+        app=app,
+        is_streaming=is_streaming,
+        includes_usage=includes_usage,
+        has_echo=has_echo,
+        is_scoring=is_scoring,
+    )
+
+
+def _is_harmless(name: str, value: object) -> bool:
+    return name in HARMLESS or value in EMPTY_VALUES.get(name, ())
+
+
+def _boolean(options: Json, name: str) -> bool:
+    value = options.get(name, False)
+    if not isinstance(value, bool):
+        raise ApiError(400, f"{name}: must be true or false", name, "invalid_value")
+    return value
+
+
+def _stream_options(value: object, is_streaming: bool) -> bool:
+    """Whether usage is wanted at a stream's end."""
+    if value is None:
+        return False
+    if not isinstance(value, dict) or not is_streaming:
+        message = "stream_options: must be an object, and only with stream=true"
+        raise ApiError(400, message, "stream_options", "invalid_value")
+    for name in value:
+        if name not in STREAM_OPTIONS:
+            message = f"the stream option {name!r} is not supported"
+            raise ApiError(400, message, f"stream_options.{name}", "unknown_field")
+    includes_usage = value.get("include_usage", False)
+    if not isinstance(includes_usage, bool | None):
+        name = "stream_options.include_usage"
+        raise ApiError(400, f"{name}: must be true or false", name, "invalid_value")
+    return bool(includes_usage)
+
+
+def _check_stop(value: object, limits: Limits) -> None:
+    """Stop strings become an automaton with a state per character."""
+    stops = value if isinstance(value, list) else [value]
+    if sum(len(stop) for stop in stops if isinstance(stop, str)) > limits.max_stop_chars:
+        message = f"stop: at most {limits.max_stop_chars} characters together"
+        raise ApiError(400, message, "stop", "invalid_value")
+
+
+def _listed_prompts(value: object, limits: Limits) -> list[object]:
+    """The prompts of a completion: one text, one list of ids, or a list of these."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], str | list):
+        return [] if value is None else [value]
+    if len(value) > limits.max_prompts:
+        message = f"prompt: at most {limits.max_prompts} prompts in one request"
+        raise ApiError(400, message, "prompt", "invalid_value")
+    return value
+
+
+def _further_prompt(parser: RowParser, kind: Kind, value: object) -> Prompt:
+    _, prompt = parser.parse({"url": kind.value, "body": {"prompt": value}}, 0, "")
+    return prompt

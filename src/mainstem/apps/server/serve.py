@@ -1,0 +1,170 @@
+"""`mainstem serve`: an OpenAI-compatible server; see docs/serve.md."""
+
+import argparse
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from ipaddress import ip_address
+from pathlib import Path
+from time import time
+
+import uvicorn
+
+from mainstem.apps.answers import TextEngine
+from mainstem.apps.batch import open_engine
+from mainstem.apps.flags import add_engine_flags, engine_config
+from mainstem.apps.server.apps_registry import App, AppRegistry
+from mainstem.apps.server.auth import Access, KeyRing
+from mainstem.apps.server.connection import guarded_by
+from mainstem.apps.server.gateway import Gateway, ServedModel
+from mainstem.apps.server.limits import Limits
+from mainstem.apps.server.live import Live
+from mainstem.apps.server.logs import LEVELS, set_up_logs
+from mainstem.apps.server.metrics import ServerMetrics
+from mainstem.apps.server.routes import make_app
+from mainstem.apps.server.worker import Worker, WorkerState
+from mainstem.core.config import EngineConfig
+from mainstem.core.errors import ConfigError
+from mainstem.core.metrics import Counters
+
+MIB = 1 << 20
+GRACE_S = 5.0  # after the deadline, for last words to be sent
+
+log = logging.getLogger("mainstem.server")
+
+
+def parser() -> argparse.ArgumentParser:
+    defaults = Limits()
+    made = argparse.ArgumentParser("mainstem serve", description=__doc__)
+    made.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    made.add_argument("--port", type=int, default=8000, metavar="N", help="0: any free one (8000)")
+    made.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="what clients call it (--model)"
+    )
+    made.add_argument(
+        "--app",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="a system prompt, computed at start; repeatable",
+    )
+    made.add_argument("--api-key-file", type=Path, metavar="FILE", help="lines of name:key")
+    made.add_argument("--admin-key-file", type=Path, metavar="FILE", help="opens /admin/")
+    made.add_argument(
+        "--shutdown-s", type=float, default=30.0, metavar="S", help="time to finish answers (30)"
+    )
+    made.add_argument("--log-level", choices=LEVELS, default="info")
+    limits = made.add_argument_group("limits")
+    limits.add_argument(
+        "--max-queue",
+        type=int,
+        default=defaults.open_answers,
+        metavar="N",
+        help=f"answers running and waiting; more get 429 ({defaults.open_answers})",
+    )
+    limits.add_argument(
+        "--rate-limit", type=int, metavar="N", help="requests per minute of a key (no limit)"
+    )
+    limits.add_argument(
+        "--max-concurrent", type=int, metavar="N", help="open requests of a key (no limit)"
+    )
+    limits.add_argument("--max-body-mib", type=int, default=defaults.body_bytes // MIB, metavar="N")
+    add_engine_flags(made)
+    return made
+
+
+def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = open_engine) -> int:
+    """Serve until SIGTERM or SIGINT: 0 then, 1 when the engine was lost.
+
+    What is wrong with the flags is found before the model is loaded.
+    """
+    args = parser().parse_args(argv)
+    config = engine_config(args)
+    limits = Limits(
+        body_bytes=args.max_body_mib * MIB,
+        open_answers=args.max_queue,
+        requests_per_minute=args.rate_limit,
+        open_requests=args.max_concurrent,
+    )
+    apps = AppRegistry([App.from_flag(flag) for flag in args.app])
+    keys = None if args.api_key_file is None else KeyRing.load(args.api_key_file)
+    admin_keys = None if args.admin_key_file is None else KeyRing.load(args.admin_key_file)
+    names = tuple(args.served_model_name or [Path(config.model.model).name])
+    set_up_logs(args.log_level)
+    with _bind(args.host, args.port) as listener:
+        if keys is None and not _is_loopback(args.host):
+            log.warning("anybody who reaches this address may use it; see --api-key-file")
+        engine = make_engine(config)
+        bus = engine.engine.bus
+        gateway = Gateway(
+            Worker(engine),
+            ServedModel(names, int(time())),
+            Access(keys, admin_keys),
+            apps,
+            limits,
+            Live(names[0], Counters().attach(bus)),
+            ServerMetrics(bus, names[0]),
+        )
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.info("listening", extra={"facts": {"url": url, "model": names[0]}})
+        Server(gateway, args.shutdown_s).run(sockets=[listener])
+    return 1 if gateway.worker.state is WorkerState.FAILED else 0
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket, not listening yet; raises ConfigError."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
+    return bound
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with a deadline for open answers and without dying of the signal that ends it."""
+
+    def __init__(self, gateway: Gateway, shutdown_s: float) -> None:
+        config = uvicorn.Config(
+            make_app(gateway),
+            loop="uvloop",
+            http=guarded_by(gateway.limits),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=int(shutdown_s + GRACE_S),
+        )
+        super().__init__(config)
+        self._gateway = gateway
+        self._shutdown_s = shutdown_s
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """The first signal lets answers finish, the second does not."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        gateway = self._gateway
+        gateway.is_draining = True
+        log.info("going down", extra={"facts": {"open_requests": gateway.worker.num_open}})
+        late = "the server is going down"
+        asyncio.get_running_loop().call_later(self._shutdown_s, gateway.worker.fail_open, late)
+        await super().shutdown(sockets)

@@ -1,0 +1,87 @@
+"""Sending: events as they come, until the last one or until the client has left."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import ExitStack
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+
+class ClientLeft(Exception):
+    """The client closed its connection, or has read nothing for too long."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves; then raises ClientLeft."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeft
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Return when the client has left; its body is read already."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. `held` is closed at the end, however it comes.
+
+    An exception of `events` ends the stream with the event that `last_words` makes of it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        last_words: Callable[[Exception], bytes],
+        held: ExitStack,
+        write_s: float,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._last_words = last_words
+        self._held = held
+        self._write_s = write_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            try:
+                await while_connected(receive, self._write(send))
+            except ClientLeft:
+                pass  # `held` frees what the stream had
+            finally:
+                await self._events.aclose()
+
+    async def _write(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        try:
+            async for event in self._events:
+                await self._send(send, event)
+        except ClientLeft:
+            raise
+        except Exception as error:  # the status is sent: say it in the stream
+            await self._send(send, self._last_words(error))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._write_s):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError:
+            raise ClientLeft from None
