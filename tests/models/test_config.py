@@ -1,0 +1,112 @@
+"""config.json -> ModelSpec: what is read, what is refused and by which name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mainstem.core.config import DType
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.config import RopeScaling, read_spec, spec_from_config
+
+LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": [2, 7],
+}
+
+
+def test_a_plain_llama() -> None:
+    spec = spec_from_config(LLAMA)
+    assert spec.head_dim == 16
+    assert spec.dtype is DType.BF16
+    assert spec.eos_ids == (2, 7)
+    assert spec.kv_elements_per_token == 2 * 2 * 2 * 16
+    assert not spec.has_qkv_bias
+    assert spec.rope.theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
+    ],
+)
+def test_rope_settings_of_both_generations(rope: dict[str, object]) -> None:
+    spec = spec_from_config({**LLAMA, **rope})
+    assert (spec.rope.theta, spec.rope.scaling, spec.rope.factor) == (5e5, RopeScaling.LINEAR, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"architectures": []}, "architectures"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"pretraining_tp": 2}, "pretraining_tp"),
+        ({"residual_multiplier": 0.5}, "residual_multiplier"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "beta": 1}}, "beta"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"dtype": "float8"}, "float8"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_size": "64"}, "hidden_size"),
+    ],
+)
+def test_what_changes_the_mathematics_is_refused_by_name(
+    changes: dict[str, object], name: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=name):
+        spec_from_config({**LLAMA, **changes})
+
+
+def test_a_window_is_refused_only_where_it_would_cut() -> None:
+    spec = spec_from_config(
+        {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 128}
+    )
+    spec.check_context(128)
+    with pytest.raises(UnsupportedModel, match="sliding_window=128"):
+        spec.check_context(129)
+
+
+def test_qwen2_ignores_a_window_it_does_not_use() -> None:
+    config = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 16}
+    spec = spec_from_config({**config, "use_sliding_window": False, "max_window_layers": 1})
+    assert spec.sliding_window is None
+    assert spec.has_qkv_bias
+    assert not spec.has_out_bias
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_broken_file_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UnsupportedModel, match=r"config\.json"):
+        read_spec(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"config\.json"):
+        read_spec(tmp_path)
+
+
+def test_harmless_fields_pass(tmp_path: Path) -> None:
+    config = {**LLAMA, "use_cache": True, "attention_dropout": 0.1, "new_switch": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_spec(tmp_path) == spec_from_config(LLAMA)

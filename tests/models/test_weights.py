@@ -1,0 +1,113 @@
+"""Checkpoints: shards, dtypes, tied embeddings, and what is said when something is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mainstem.core.config import DType
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.config import read_spec
+from mainstem.models.decoder import Decoder, load_decoder
+from mainstem.models.weights import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    checkpoint_digest,
+    compute_dtype,
+    has_fast_matmul,
+    weight_files,
+)
+from tests.models.checkpoints import make_checkpoint
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return load_decoder(folder, read_spec(folder), dtype)
+
+
+def edit(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Put tensors into the checkpoint, or take them out; `__` stands for a dot."""
+    tensors = load_file(folder / SINGLE_FILE)
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name.replace("__", ".")]
+        else:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+def test_shards_load_like_one_file(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path / "one")
+    make_checkpoint("llama", tmp_path / "many", max_shard="40KB")
+    assert len(weight_files(tmp_path / "many")) > 3
+    one, many = load(tmp_path / "one"), load(tmp_path / "many")
+    hidden = torch.randn(2, 48)
+    assert torch.equal(one.logits(hidden), many.logits(hidden))
+    x = torch.randn(2, 48)
+    assert torch.equal(one.layers[2].qkv(x), many.layers[2].qkv(x))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path, max_shard="40KB")
+    gone = weight_files(tmp_path)[1]
+    gone.unlink()
+    with pytest.raises(UnsupportedModel, match=gone.name):
+        load(tmp_path)
+
+
+def test_an_index_may_not_point_elsewhere(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"x": "../other.safetensors"}}))
+    with pytest.raises(UnsupportedModel, match="outside"):
+        weight_files(tmp_path)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    edit(tmp_path, model__surprise=torch.zeros(2))
+    with pytest.raises(UnsupportedModel, match=r"unexpected tensors model\.surprise"):
+        load(tmp_path)
+    edit(tmp_path, model__surprise=None, model__norm__weight=None)
+    with pytest.raises(UnsupportedModel, match=r"lacks model\.norm\.weight"):
+        load(tmp_path)
+    edit(tmp_path, model__norm__weight=torch.zeros(5))
+    with pytest.raises(UnsupportedModel, match=r"model\.norm\.weight has shape \[5\]"):
+        load(tmp_path)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    path = tmp_path / SINGLE_FILE
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UnsupportedModel, match=SINGLE_FILE):
+        load(tmp_path)
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    edit(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4))
+    load(tmp_path)
+
+
+def test_tied_heads_share_the_embedding(tmp_path: Path) -> None:
+    make_checkpoint("smollm2 (tied)", tmp_path)
+    decoder = load(tmp_path)
+    hidden = torch.randn(3, 48)
+    torch.testing.assert_close(decoder.logits(hidden), hidden @ decoder.embedding.T)
+
+
+def test_auto_dtype_avoids_slow_16_bit_arithmetic() -> None:
+    assert compute_dtype(DType.AUTO, DType.FP32) == torch.float32
+    assert compute_dtype(DType.BF16, DType.FP32) == torch.bfloat16
+    expected = torch.bfloat16 if has_fast_matmul(torch.bfloat16) else torch.float32
+    assert compute_dtype(DType.AUTO, DType.BF16) == expected
+
+
+def test_the_digest_tells_weights_apart(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    before = checkpoint_digest(tmp_path)
+    assert checkpoint_digest(tmp_path) == before
+    weight = load_file(tmp_path / SINGLE_FILE)["model.embed_tokens.weight"]
+    edit(tmp_path, model__embed_tokens__weight=weight + 1.0)
+    assert checkpoint_digest(tmp_path) != before

@@ -1,0 +1,44 @@
+"""Perplexity, and what int8 costs on real text."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from mainstem.models.config import read_spec
+from mainstem.models.decoder import load_decoder, pack
+from mainstem.models.quantize import quantize_decoder
+from mainstem.runner.perplexity import perplexity
+from tests.models.checkpoints import VOCAB, make_checkpoint
+
+TEXT = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"
+
+
+def test_windows_score_every_token_once(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path)
+    decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32)
+    ids = np.random.default_rng(0).integers(3, VOCAB, 50).astype(np.int32)
+    total = 0.0
+    for first, last, scored in ((0, 20, 1), (10, 30, 20), (20, 40, 30), (30, 50, 40)):
+        window = torch.from_numpy(ids[first:last].astype(np.int64))
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(window[None]).logits[0], dim=-1)
+        places = torch.arange(scored - first, last - first)
+        total -= float(logprobs[places - 1, window[places]].sum())
+    expected = math.exp(total / 49)
+    assert perplexity(decoder, ids, window=20, stride=10) == pytest.approx(expected, rel=1e-4)
+
+
+def test_int8_costs_at_most_two_percent_on_real_text(smollm2_folder: Path) -> None:
+    """A thousand tokens of WikiText-2; over 6,144 it is 0.7 % (docs/log/cpu.md)."""
+    tokenizer = Tokenizer.from_file(str(smollm2_folder / "tokenizer.json"))
+    ids = np.array(tokenizer.encode(TEXT.read_text()).ids[:1024], np.int32)
+    dense = load_decoder(smollm2_folder, read_spec(smollm2_folder), torch.float32)
+    pack(dense, 1 << 40)
+    before = perplexity(dense, ids, 512, 512)
+    after = perplexity(quantize_decoder(dense), ids, 512, 512)
+    assert 5 < before < 40
+    assert after < 1.02 * before
