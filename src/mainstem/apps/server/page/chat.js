@@ -1,6 +1,6 @@
 // The conversation: what was said, the answer as it streams, and what it cost.
 
-import { count, seconds } from "./numbers.js";
+import { count, rate, seconds } from "./numbers.js";
 
 const byId = (id) => document.getElementById(id);
 
@@ -166,7 +166,7 @@ export function startChat(server) {
     if (usage) {
       const made = usage.completion_tokens;
       if (made > 1 && last > first) {
-        parts.push(`${count(((made - 1) * 1000) / (last - first))} tokens/s`);
+        parts.push(`${rate(((made - 1) * 1000) / (last - first))} tokens/s`);
       }
       const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
       parts.push(`${count(cached)} of ${count(usage.prompt_tokens)} prompt tokens cached`);

@@ -1,6 +1,6 @@
 // The live view: asks /live once a second while somebody looks, and draws what came.
 
-import { count, duration, percent, seconds } from "./numbers.js";
+import { count, duration, percent, rate, seconds } from "./numbers.js";
 
 const EACH_MS = 1000;
 const SLOW_MS = 5000; // after a failure
@@ -107,7 +107,7 @@ function drawSpark(points) {
 
 function drawTotals(live) {
   const { totals } = live;
-  setText("rate", count(live.tokens_per_s));
+  setText("rate", rate(live.tokens_per_s));
   setText("running", count(live.running));
   setText("waiting", live.waiting ? `${count(live.waiting)} waiting` : "none waiting");
   setText("saving", percent(totals.saving_ratio));

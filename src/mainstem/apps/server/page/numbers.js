@@ -6,6 +6,9 @@ const short = new Intl.NumberFormat("en", { notation: "compact", maximumFraction
 /** 1,234, then 12.3K. */
 export const count = (value) => (value < 10000 ? plain : short).format(value);
 
+/** 3.4, then whole numbers. */
+export const rate = (value) => (value > 0 && value < 9.95 ? value.toFixed(1) : count(value));
+
 export const percent = (share) => `${Math.round(share * 100)} %`;
 
 export const seconds = (value) =>
