@@ -37,12 +37,12 @@ def _rerotate_kernel(
     tl.store(to_ptr + cells, (first * cos - second * sin).to(element), mask=is_half)
     tl.store(to_ptr + cells + HALF, (second * cos + first * sin).to(element), mask=is_half)
     if source != target:
-        cells = tokens[:, None] * HEAD_DIM + dims[None, :]
+        whole = tokens[:, None] * HEAD_DIM + dims[None, :]
         is_rest = ((dims >= 2 * HALF) & (dims < HEAD_DIM))[None, :]
-        tl.store(to_ptr + cells, tl.load(from_ptr + cells, mask=is_rest), mask=is_rest)
+        tl.store(to_ptr + whole, tl.load(from_ptr + whole, mask=is_rest), mask=is_rest)
         is_dim = (dims < HEAD_DIM)[None, :]
-        v = tl.load(v_pages_ptr + source * stride_page + head + cells, mask=is_dim)
-        tl.store(v_pages_ptr + target * stride_page + head + cells, v, mask=is_dim)
+        v = tl.load(v_pages_ptr + source * stride_page + head + whole, mask=is_dim)
+        tl.store(v_pages_ptr + target * stride_page + head + whole, v, mask=is_dim)
 
 
 def rerotate(

@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def small_q(self) -> int:
-        """Rows of the small tile: those of one token, in all the unit's heads, as a power of two."""
+        """Rows of the small tile: those of one token in all heads of a unit, as a power of two."""
         rows = LEAST_ROWS
         while rows < min(self.group * self.fold, MOST_SMALL_ROWS):
             rows *= 2

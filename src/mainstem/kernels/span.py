@@ -55,7 +55,7 @@ def _key_offset(
     else:
         within = ((start + lanes) % PAGE_SIZE) * HEAD_DIM
     if WIDE:
-        return page.to(tl.int64) * stride_page + (within + head_offset)
+        page = page.to(tl.int64)
     return page * stride_page + (within + head_offset)
 
 

@@ -1,0 +1,26 @@
+"""Every kernel compiles for NVIDIA Ampere and Hopper and for AMD, without a card."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_every_kernel_compiles_for(target: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.aot_compile", target],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count(target) == 4

@@ -1,0 +1,56 @@
+"""rope_append: rotate queries and keys, write K and V into pages."""
+
+import pytest
+
+from tests.kernels.interpreted import require_interpreter
+
+require_interpreter()
+
+import torch  # noqa: E402
+
+from mainstem.kernels import LayoutError, reference, rope_append  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 16)])
+def test_rope_append_agrees_with_the_reference(dim: int, half: int) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(5, 6 + 2 + 2, dim)  # views of one projection, as a model has them
+    q, k, v = qkv[:, :6], qkv[:, 6:8], qkv[:, 8:]
+    k_pages, v_pages = torch.zeros(3, 2, 16, dim), torch.zeros(3, 2, 16, dim)
+    positions = torch.tensor([0, 7, 1000, 40_000, 3], dtype=torch.int32)
+    slots = torch.tensor([47, 0, 16, 31, 5])
+    inv_freq = 10000.0 ** (-torch.arange(half).float() / half)
+    right_q = reference.rope(q, positions, inv_freq)
+    right_k, right_v = reference.append(
+        k_pages, v_pages, reference.rope(k, positions, inv_freq), v, slots
+    )
+    old_k, old_v = k.clone(), v.clone()
+    rope_append(q, k, v, k_pages, v_pages, positions, slots, inv_freq)
+    assert torch.allclose(q, right_q, atol=1e-4)
+    assert torch.allclose(k_pages, right_k, atol=1e-4)
+    assert torch.equal(v_pages, right_v)
+    assert torch.equal(k, old_k)
+    assert torch.equal(v, old_v)
+
+
+def test_a_token_with_a_negative_slot_is_not_written() -> None:
+    q, kv = torch.ones(2, 2, 64), torch.ones(2, 1, 64)
+    k_pages, v_pages = torch.zeros(1, 1, 16, 64), torch.zeros(1, 1, 16, 64)
+    slots = torch.tensor([-1, 3])
+    rope_append(q, kv, kv, k_pages, v_pages, torch.zeros(2, dtype=torch.int32), slots,
+                torch.ones(32))  # fmt: skip
+    assert float(v_pages.sum()) == 64
+    assert (v_pages[0, 0, 3] == 1).all()
+
+
+def test_rope_append_names_what_it_does_not_take() -> None:
+    q, kv, pages = torch.ones(2, 2, 64), torch.ones(2, 1, 64), torch.zeros(1, 1, 16, 64)
+    positions, slots, freq = torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.ones(32)
+    with pytest.raises(LayoutError, match="v is"):
+        rope_append(q, kv, kv.half(), pages, pages, positions, slots, freq)
+    with pytest.raises(LayoutError, match="slots"):
+        rope_append(q, kv, kv, pages, pages, positions, slots.int(), freq)
+    with pytest.raises(LayoutError, match="inv_freq"):
+        rope_append(q, kv, kv, pages, pages, positions, slots, torch.ones(33))

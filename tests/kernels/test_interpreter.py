@@ -1,0 +1,28 @@
+"""Runs the kernel tests under Triton's interpreter, in a process of their own."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODULES = ["test_span.py", "test_merge.py", "test_append.py", "test_rotate.py"]
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they run directly")
+def test_kernels_pass_their_tests_under_the_interpreter() -> None:
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", *(str(folder / name) for name in MODULES)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=folder.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,39 @@
+"""rerotate: pages moved by a position difference."""
+
+import pytest
+
+from tests.kernels.interpreted import require_interpreter
+
+require_interpreter()
+
+import torch  # noqa: E402
+
+from mainstem.kernels import LayoutError, reference, rerotate  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def test_turned_keys_equal_keys_computed_at_the_new_position() -> None:
+    torch.manual_seed(0)
+    raw, values = torch.randn(48, 2, 80), torch.randn(48, 2, 80)
+    inv_freq = 10000.0 ** (-torch.arange(32).float() / 32)  # dims 64..79 are not rotated
+    positions = torch.arange(48)
+    k = reference.rope(raw, positions, inv_freq)
+    k_pages, v_pages = torch.zeros(5, 2, 16, 80), torch.zeros(5, 2, 16, 80)
+    k_pages, v_pages = reference.append(k_pages, v_pages, k, values, positions)
+    source, target = torch.tensor([1, 2]), torch.tensor([4, 2])
+    rerotate(k_pages, v_pages, source, target, torch.tensor([-16, 5]), inv_freq)
+    moved = reference.rope(raw[16:32], positions[16:32] - 16, inv_freq).transpose(0, 1)
+    assert torch.allclose(k_pages[4], moved, atol=1e-5)
+    moved = reference.rope(raw[32:], positions[32:] + 5, inv_freq).transpose(0, 1)
+    assert torch.allclose(k_pages[2], moved, atol=1e-5)
+    assert torch.equal(v_pages[4], v_pages[1])
+    assert torch.equal(k_pages[1], k[16:32].transpose(0, 1))
+
+
+def test_rerotate_names_what_it_does_not_take() -> None:
+    pages, ids = torch.zeros(2, 2, 16, 64), torch.tensor([0])
+    with pytest.raises(LayoutError, match="one length"):
+        rerotate(pages, pages, ids, torch.tensor([0, 1]), ids, torch.ones(32))
+    with pytest.raises(LayoutError, match="contiguous"):
+        rerotate(pages.transpose(1, 2), pages.transpose(1, 2), ids, ids, ids, torch.ones(32))

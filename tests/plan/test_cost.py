@@ -1,0 +1,83 @@
+"""The cost of attention over a span, and Eq. 10 of RelayAttention."""
+
+import time
+
+import numpy as np
+import pytest
+
+from mainstem.core.step import Spans
+from mainstem.plan.cost import (
+    H200,
+    Heads,
+    relay_speedup,
+    shared_s,
+    span_floor_s,
+    unshared_s,
+    worth_sharing,
+)
+
+LLAMA_8B = Heads(heads=32, kv_heads=8, head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("system", "context", "batch", "expected"),
+    [
+        (0, 128, 32, 130 / 135),  # nothing to share: the extra traffic is all there is
+        (2048, 128, 1, 2178 / 2183),
+        (2048, 128, 32, 2178 / 199),
+        (512, 256, 4, 770 / 391),
+    ],
+)
+def test_relay_speedup_is_equation_10(
+    system: int, context: int, batch: int, expected: float
+) -> None:
+    assert relay_speedup(system, context, batch) == pytest.approx(expected)
+
+
+def test_relay_speedup_tends_to_the_batch_size_for_long_prompts() -> None:
+    assert relay_speedup(1e9, 128, 16) == pytest.approx(16, rel=1e-3)
+
+
+def test_a_long_run_is_worth_sharing_and_a_lone_reader_never() -> None:
+    members = np.array([1, 2, 16, 256], np.int32)
+    tokens = np.full(4, 2000, np.int32)
+    assert worth_sharing(H200, LLAMA_8B, members, tokens).tolist() == [False, True, True, True]
+
+
+def test_a_page_for_two_is_not_worth_a_span() -> None:
+    answer = worth_sharing(H200, LLAMA_8B, np.array([2], np.int32), np.array([16], np.int32))
+    assert answer.tolist() == [False]
+
+
+def test_many_queries_over_one_run_gain_nothing_from_one_read() -> None:
+    """Arithmetic bounds a prompt chunk either way; the Partials would only add traffic."""
+    members, tokens = np.array([4096], np.int32), np.array([256], np.int32)
+    model = Heads(heads=32, kv_heads=1, head_dim=128)
+    assert shared_s(H200, model, members, tokens) > unshared_s(H200, model, members, tokens)
+
+
+def test_deciding_for_a_thousand_runs_takes_well_under_a_millisecond() -> None:
+    members, tokens = np.full(1000, 4, np.int32), np.full(1000, 500, np.int32)
+    worth_sharing(H200, LLAMA_8B, members, tokens)
+    best = min(_seconds(members, tokens) for _ in range(20))
+    assert best < 1e-3
+
+
+def _seconds(members: np.ndarray, tokens: np.ndarray) -> float:
+    begin = time.perf_counter()
+    worth_sharing(H200, LLAMA_8B, members, tokens)
+    return time.perf_counter() - begin
+
+
+def test_floor_counts_each_key_once_and_causal_pairs_half() -> None:
+    spans = Spans(
+        query_starts=np.array([0, 2, 3], np.int32),
+        query_rows=np.array([0, 1, 0], np.int32),
+        page_starts=np.array([0, 1, 2], np.int32),
+        page_ids=np.array([0, 1], np.int32),
+        key_tokens=np.array([10, 5], np.int32),
+        is_causal=np.array([False, True]),
+    )
+    floor = span_floor_s(H200, spans, heads=32, kv_heads=8, head_dim=128)
+    moved = 15 * 4096 + 2 * 2 * 32 * 128 * 2
+    assert floor == pytest.approx(moved / H200.bytes_per_s)
