@@ -183,9 +183,10 @@ class Gateway:
                     f"{len(prefix)} tokens leave no room in the context of "
                     f"{self.worker.max_model_len}",
                 )
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         requests = [
-            EngineRequest(f"fill-{app.name}-{token_hex(8)}", prefix, sampling, tenant.salt)
+            EngineRequest(
+                f"fill-{app.name}-{token_hex(8)}", prefix, self._filling(prefix), tenant.salt
+            )
             for tenant in self.access.tenants
             for prefix in prefixes
         ]
@@ -198,6 +199,16 @@ class Gateway:
         num_tokens = max(map(len, prefixes), default=0)
         log.info("app filled", extra={"facts": {"app": app.name, "prefix_tokens": num_tokens}})
         return num_tokens
+
+    def _filling(self, prefix: Sequence[int]) -> SamplingParams:
+        """An answer just long enough to complete the prefix's last page.
+
+        Only full pages are kept as cache; of one that begins alike the beginning is shared.
+        """
+        page_size = self.worker.snapshot.page_size
+        num_missing = -len(prefix) % page_size
+        # K and V of an answer's last token are never computed
+        return SamplingParams(max_tokens=num_missing + 1, temperature=0.0, ignore_eos=True)
 
     async def fill_all(self) -> None:
         """Fill the apps given at start; the server is ready afterwards."""

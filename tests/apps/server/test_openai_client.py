@@ -1,0 +1,221 @@
+"""The stock `openai` client against a real process that serves smollm2."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.apps.server.running import ADMIN, ALICE, until
+
+pytestmark = pytest.mark.torch
+
+SERVE = "import sys; from mainstem.apps.server.serve import main; sys.exit(main(sys.argv[1:]))"
+SYSTEM = (
+    "You are the assistant of a small shop that sells garden tools. Answer in one short sentence. "
+    "Never promise a delivery date. If you do not know something, say so and offer to ask."
+)
+FRANCE = "The capital of France is"
+
+
+@dataclass
+class Process:
+    """A server process and what it has logged."""
+
+    popen: subprocess.Popen[str]
+    lines: list[dict[str, object]]
+
+    @property
+    def url(self) -> str:
+        return str(next(line["url"] for line in self.lines if line["event"] == "listening"))
+
+
+@pytest.fixture(scope="module")
+def process(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "system.txt").write_text(SYSTEM)
+    (folder / "keys").write_text(f"alice:{ALICE}\n")
+    (folder / "admin").write_text(f"root:{ADMIN}\n")
+    flags = ["--port", "0", "--kv-tokens", "8192", "--served-model-name", "smol"]
+    flags += ["--app", f"shop={folder / 'system.txt'}"]
+    flags += ["--api-key-file", str(folder / "keys"), "--admin-key-file", str(folder / "admin")]
+    command = [sys.executable, "-c", SERVE, "--model", str(smollm2_folder), *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as popen:
+        found = Process(popen, [])
+        reader = Thread(target=_read, args=(found,))
+        reader.start()
+        try:
+            until(lambda: any(line["event"] == "ready" for line in found.lines), within_s=120)
+            yield found
+        finally:
+            popen.kill()
+            popen.wait(30)
+            reader.join(30)
+
+
+def _read(process: Process) -> None:
+    assert process.popen.stderr is not None
+    for line in process.popen.stderr:
+        process.lines.append(json.loads(line))
+
+
+@pytest.fixture(scope="module")
+def client(process: Process) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{process.url}/v1", api_key=ALICE, max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["smol", "smol:shop"]
+    assert client.models.retrieve("smol:shop").id == "smol:shop"
+
+
+def test_chat_whole_and_streamed_agree(client: OpenAI) -> None:
+    whole = client.chat.completions.create(
+        model="smol",
+        messages=[{"role": "user", "content": "Name a colour."}],
+        max_completion_tokens=12,
+        temperature=0,
+    )
+    assert whole.choices[0].message.content
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens_details is not None
+    chunks = list(
+        client.chat.completions.create(
+            model="smol",
+            messages=[{"role": "user", "content": "Name a colour."}],
+            max_completion_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens_details is not None
+    assert (chunks[-1].usage.prompt_tokens_details.cached_tokens or 0) > 0
+
+
+def test_an_app_is_cached_before_the_first_request(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="smol:shop",
+        messages=[{"role": "user", "content": "Do you sell rakes?"}],
+        max_tokens=8,
+        temperature=0,
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    cached = answer.usage.prompt_tokens_details.cached_tokens or 0
+    assert answer.usage.prompt_tokens - cached < 16  # less than a page: its own tokens
+
+
+def test_completions_stop_and_echo(client: OpenAI) -> None:
+    plain = client.completions.create(model="smol", prompt=FRANCE, max_tokens=8, temperature=0)
+    assert "Paris" in plain.choices[0].text
+    stopped = client.completions.create(
+        model="smol", prompt=FRANCE, max_tokens=8, temperature=0, stop=["ris"], echo=True
+    )
+    assert stopped.choices[0].text == f"{FRANCE} Pa"
+    assert stopped.choices[0].finish_reason == "stop"
+    streamed = client.completions.create(
+        model="smol", prompt=FRANCE, max_tokens=8, temperature=0, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in streamed) == plain.choices[0].text
+
+
+def test_logprobs_of_chat_and_completions(client: OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="smol",
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=3,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert chat.choices[0].logprobs is not None
+    content = chat.choices[0].logprobs.content
+    assert content is not None
+    assert "".join(entry.token for entry in content) == chat.choices[0].message.content
+    for entry in content:
+        assert entry.logprob <= 0
+        assert entry.top_logprobs[0].token == entry.token
+        assert len(entry.top_logprobs) == 2
+    scored = client.completions.create(
+        model="smol", prompt=FRANCE, max_tokens=1, temperature=0, logprobs=1, echo=True
+    )
+    logprobs = scored.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert "".join(logprobs.tokens) == scored.choices[0].text
+    assert logprobs.token_logprobs is not None
+    assert logprobs.token_logprobs[0] is None
+
+
+def test_n_and_seed(client: OpenAI) -> None:
+    def ask() -> list[str]:
+        reply = client.completions.create(
+            model="smol", prompt="Once upon a time", max_tokens=8, n=3, seed=11, temperature=1.0
+        )
+        return [choice.text for choice in reply.choices]
+
+    first = ask()
+    assert len(set(first)) == 3
+    assert ask() == first
+
+
+def test_penalties_bias_and_extra_fields(client: OpenAI) -> None:
+    reply = client.completions.create(
+        model="smol",
+        prompt=[504, 3575, 282],
+        max_tokens=4,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        logit_bias={"100": -100},
+        user="me",
+        extra_body={"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "ignore_eos": True},
+    )
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 4
+
+
+def test_errors_are_the_clients_own(client: OpenAI, process: Process) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model="smol",
+            messages=[{"role": "user", "content": "Hi"}],
+            response_format={"type": "json_object"},
+        )
+    assert refused.value.param == "response_format"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-4", prompt="x")
+    with (
+        OpenAI(base_url=f"{process.url}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+
+
+def test_the_cache_is_reset_by_an_admin(client: OpenAI, process: Process) -> None:
+    headers = {"authorization": f"Bearer {ADMIN}"}
+    reset = httpx.post(f"{process.url}/admin/reset_prefix_cache", headers=headers)
+    assert reset.json()["forgotten_pages"] > 0
+
+
+def test_sigterm_ends_the_process_with_status_0(client: OpenAI, process: Process) -> None:
+    """The last test of the module: the process is gone after it."""
+    os.kill(process.popen.pid, signal.SIGTERM)
+    assert process.popen.wait(30) == 0
+    events = [line["event"] for line in process.lines]
+    assert "going down" in events
+    assert not [line for line in process.lines if line["level"] == "error"]
