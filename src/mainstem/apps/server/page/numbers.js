@@ -9,7 +9,9 @@ export const count = (value) => (value < 10000 ? plain : short).format(value);
 /** 3.4, then whole numbers. */
 export const rate = (value) => (value > 0 && value < 9.95 ? value.toFixed(1) : count(value));
 
-export const percent = (share) => `${Math.round(share * 100)} %`;
+/** Rounded, but 100 % only for all of it. */
+export const percent = (share) =>
+  `${share < 1 ? Math.min(99, Math.round(share * 100)) : 100} %`;
 
 export const seconds = (value) =>
   value < 0.9995 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(value < 10 ? 2 : 0)} s`;
