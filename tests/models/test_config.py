@@ -110,3 +110,9 @@ def test_harmless_fields_pass(tmp_path: Path) -> None:
     config = {**LLAMA, "use_cache": True, "attention_dropout": 0.1, "new_switch": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_spec(tmp_path) == spec_from_config(LLAMA)
+
+
+def test_end_tokens_of_the_generation_config_are_added(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert read_spec(tmp_path).eos_ids == (2, 7, 9)

@@ -7,7 +7,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mainstem.core.config import CacheConfig, ModelConfig
+from mainstem.core.config import CacheConfig, DType, ModelConfig, Quantize
+from mainstem.core.errors import ConfigError
+from mainstem.models.config import read_spec
+from mainstem.models.decoder import load_decoder
+from mainstem.runner.pages import DevicePages
 from mainstem.runner.runner import CpuRunner, load_runner
 from tests.models.checkpoints import CONFIGS, VOCAB, make_checkpoint
 from tests.runner.steps import Seq, Work, a_step, run
@@ -88,6 +92,22 @@ def test_pages_and_chunks_do_not_matter(page_size: int, chunk: int, tmp_path: Pa
     torch.testing.assert_close(torch.tensor(ours), theirs, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # this CPU may lack bf16
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
+def test_sixteen_bits_stay_near_fp32(dtype: DType, tmp_path: Path) -> None:
+    """8 (bf16) or 11 (fp16) bits through three layers of large random weights: logits of size 10
+    move by some 0.1, so the mean over 40 logprobs must stay within that."""
+    model = make_checkpoint("qwen3", tmp_path)
+    cache = CacheConfig(page_size=PAGE, kv_tokens=256)
+    runner, facts = load_runner(tmp_path, ModelConfig(dtype=dtype), cache, None)
+    assert facts.dtype is dtype
+    prompt = tokens(41, seed=6)
+    first = Seq(0, prompt, pages=list(range(20)))
+    ours = torch.tensor(prompt_logprobs(runner, first, chunk=16))
+    theirs = logprobs_by_transformers(model, prompt)[torch.arange(40), torch.tensor(prompt[1:])]
+    assert float((ours - theirs).abs().mean()) < 0.2
+
+
 def test_shared_prefix_mixed_with_a_prefill(tmp_path: Path) -> None:
     """Decodes over a shared run of pages, beside the chunk of another prompt, in one step."""
     model = make_checkpoint("llama", tmp_path)
@@ -153,3 +173,48 @@ def test_logprobs_are_of_the_model_not_of_the_sampler(tmp_path: Path) -> None:
     assert third.token_id == seq.token_ids[3]
     assert third.rank == 1 + int((table[2] > table[2, seq.token_ids[3]]).sum())
     assert len(third.top_ids) == 3
+
+
+def test_facts_describe_what_was_loaded(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    cache = CacheConfig(page_size=8, kv_tokens=100)
+    _, facts = load_runner(tmp_path, ModelConfig(), cache, 128)
+    assert (facts.num_pages, facts.page_size, facts.max_model_len) == (13, 8, 128)
+    assert facts.kv_bytes_per_token == 3 * 2 * 2 * 8 * 4
+    assert (facts.vocab_size, facts.eos_ids) == (VOCAB, (2,))
+    _, other = load_runner(tmp_path, ModelConfig(quantize=Quantize.INT8), cache, None)
+    assert other.identity != facts.identity
+    assert other.max_model_len == 512
+    _, again = load_runner(tmp_path, ModelConfig(), cache, None)
+    assert again.identity == facts.identity
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    cache = CacheConfig(kv_tokens=64)
+    with pytest.raises(ConfigError, match="max_model_len=513"):
+        load_runner(tmp_path, ModelConfig(), cache, 513)
+    settings = ModelConfig(quantize=Quantize.INT8, dtype=DType.BF16)
+    with pytest.raises(ConfigError, match="int8"):
+        load_runner(tmp_path, settings, cache, None)
+
+
+def test_gate_is_asked_around_every_layer(tmp_path: Path) -> None:
+    class Log:
+        def __init__(self) -> None:
+            self.calls: list[tuple[str, int]] = []
+
+        def before(self, layer: int) -> None:
+            self.calls.append(("before", layer))
+
+        def after(self, layer: int) -> None:
+            self.calls.append(("after", layer))
+
+    make_checkpoint("llama", tmp_path)
+    spec = read_spec(tmp_path)
+    gate = Log()
+    pages = DevicePages(spec, 4, PAGE, torch.float32)
+    runner = CpuRunner(load_decoder(tmp_path, spec, torch.float32), pages, 64, gate)
+    work = Work(Seq(0, tokens(3, seed=1), [0]), 3)
+    run(runner, a_step([work], PAGE, VOCAB), [work])
+    assert gate.calls == [(name, layer) for layer in range(3) for name in ("before", "after")]

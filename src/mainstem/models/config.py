@@ -6,7 +6,7 @@ Anything else is refused by name: a field we do not know may change the answer.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 
 
 class Norm(Enum):
@@ -153,8 +154,19 @@ _DTYPES = {"float32": DType.FP32, "bfloat16": DType.BF16, "float16": DType.FP16}
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The spec of the checkpoint in `folder`; UnsupportedModel names the field in the way."""
-    path = folder / CONFIG_FILE
+    """The spec of the checkpoint in `folder`; UnsupportedModel names the field in the way.
+
+    Chat models often name further end tokens in generation_config.json; they are added.
+    """
+    spec = spec_from_config(_read_object(folder / CONFIG_FILE))
+    generation = folder / GENERATION_FILE
+    if not generation.is_file():
+        return spec
+    more = _ids(_read_object(generation), "eos_token_id")
+    return replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *more))))
+
+
+def _read_object(path: Path) -> dict[str, object]:
     try:
         config = json.loads(path.read_text())
     except OSError as error:
@@ -163,7 +175,7 @@ def read_spec(folder: Path) -> ModelSpec:
         raise UnsupportedModel(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise UnsupportedModel(f"{path} does not hold an object")
-    return spec_from_config(config)
+    return config
 
 
 def spec_from_config(config: Mapping[str, object]) -> ModelSpec:

@@ -143,8 +143,10 @@ def load_runner(
     spec = read_spec(folder)
     context = _context(spec, max_model_len)
     dtype = compute_dtype(model.dtype, spec.dtype)
-    if model.quantize is Quantize.INT8 and dtype != torch.float32:
-        raise ConfigError("quantize=int8 computes in float32; set dtype to auto or float32")
+    if model.quantize is Quantize.INT8:
+        if model.dtype not in (DType.AUTO, DType.FP32):
+            raise ConfigError("quantize=int8 computes in float32; set dtype to auto or float32")
+        dtype = torch.float32
     decoder = load_decoder(folder, spec, dtype)
     if model.quantize is Quantize.INT8:
         decoder = quantize_decoder(decoder)
