@@ -9,7 +9,7 @@ import torch
 
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Int32s, StartedSequence, Step
-from mainstem.runner.sampler import Sampler, logprobs_of
+from mainstem.runner.sampler import Sampler, likeliest, logprobs_of
 from tests.runner.steps import Seq, Work, a_sample_batch, a_step
 
 VOCAB = 50
@@ -59,6 +59,12 @@ def some_logits(seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
 def test_greedy_takes_the_likeliest() -> None:
     logits = some_logits()
     assert sample_one(Sampler(), logits, greedy()) == int(logits.argmax())
+
+
+@pytest.mark.parametrize("vocab", [1, 50, 64, 768])
+def test_the_likeliest_is_the_first_of_equals(vocab: int) -> None:
+    logits = torch.randint(-3, 3, (40, vocab), generator=torch.Generator().manual_seed(1)).float()
+    assert torch.equal(likeliest(logits), logits.argmax(dim=-1))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
