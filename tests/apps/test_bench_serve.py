@@ -16,6 +16,7 @@ from mainstem.apps.bench.conversations import Conversation, Shape, from_file, ma
 from mainstem.apps.bench.serve import Limits, main, summary, take
 from mainstem.apps.bench.sse_client import Answer, Endpoint
 from mainstem.core.errors import ConfigError, MainstemError
+from tests.apps.server.running import a_server
 
 KEY = "k-123"
 
@@ -210,6 +211,16 @@ def test_a_key_comes_from_a_file(
     path.write_text(f"{KEY}\n")
     status, _ = measure(server, capsys, f"--requests 1 --model keyed --api-key-file {path}")
     assert status == 0
+
+
+def test_our_own_server_tells_what_was_cached(capsys: pytest.CaptureFixture[str]) -> None:
+    with a_server() as running:
+        flags = "--json --requests 6 --concurrency 2 --prefix 40 --own 4 --max-tokens 5"
+        assert main(["--url", running.url, *flags.split(), "--ignore-eos"]) == 0
+        running.settle()
+    result = json.loads(capsys.readouterr().out)
+    assert result["output_tokens"] == 30
+    assert result["cached_tokens"] > result["prompt_tokens"] // 2
 
 
 def test_a_table_is_for_people(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

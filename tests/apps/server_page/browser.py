@@ -41,14 +41,15 @@ class Page:
         self._last_id = 0
         self._rest = b""
         self._session: str | None = None
+        self._target = ""
         self.complaints: list[str] = []  # what went to the console as an error, and exceptions
 
     def open(self, url: str, width: int, height: int, scheme: str) -> None:
         """Show `url` in a new tab of this size with this colour scheme, and turn to it."""
         self._session = None
         self.complaints = []
-        target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
+        self._target = str(self._call("Target.createTarget", url="about:blank")["targetId"])
+        attached = self._call("Target.attachToTarget", targetId=self._target, flatten=True)
         self._session = str(attached["sessionId"])
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
@@ -63,6 +64,11 @@ class Page:
         self._call("Emulation.setEmulatedMedia", features=[feature])
         self._call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
+
+    def close(self) -> None:
+        """Close the tab; its requests end."""
+        self._session = None
+        self._call("Target.closeTarget", targetId=self._target)
 
     def run(self, script: str) -> object:
         """The value of a JavaScript expression."""

@@ -6,24 +6,15 @@ from importlib.resources import files
 
 import pytest
 
-from tests.apps.server_page.browser import Page, browser, find_chromium
+from tests.apps.server_page.browser import Page
 from tests.apps.server_page.stub import HOSTILE, StubServer, stub_server
 
 NAMES = ("index.html", "page.js", "chat.js", "live.js", "numbers.js", "page.css", "icon.svg")
-CHROMIUM = find_chromium()
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 
 @pytest.fixture
 def server() -> Iterator[StubServer]:
     with stub_server() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    assert CHROMIUM is not None
-    with browser(CHROMIUM, tmp_path_factory.mktemp("profile")) as made:
         yield made
 
 
@@ -70,7 +61,6 @@ def test_every_field_has_a_label() -> None:
         assert f'for="{field}"' in html
 
 
-@in_browser
 def test_chat_streams_and_what_a_model_says_stays_text(page: Page, server: StubServer) -> None:
     say(page, "hello")
     page.wait("document.querySelector('.turn.assistant .note').textContent")
@@ -96,7 +86,6 @@ def test_chat_streams_and_what_a_model_says_stays_text(page: Page, server: StubS
     assert page.complaints == []
 
 
-@in_browser
 def test_stopping_an_answer_hangs_up_and_keeps_what_came(page: Page, server: StubServer) -> None:
     say(page, "endless")
     page.wait("document.querySelector('.turn.assistant .said')?.textContent.includes('word5')")
@@ -107,7 +96,6 @@ def test_stopping_an_answer_hangs_up_and_keeps_what_came(page: Page, server: Stu
     assert page.run("document.getElementById('send').hidden") is False
 
 
-@in_browser
 def test_a_refusal_is_shown_and_can_be_tried_again(page: Page, server: StubServer) -> None:
     server.fails_next = True
     say(page, "hello")
@@ -118,7 +106,6 @@ def test_a_refusal_is_shown_and_can_be_tried_again(page: Page, server: StubServe
     assert server.asked[0] == server.asked[1]
 
 
-@in_browser
 def test_the_live_view_shows_the_tree_the_pages_and_the_requests(page: Page) -> None:
     stems = page.run("[...document.querySelectorAll('#stems li p')].map((p) => p.textContent)")
     assert stems == [
@@ -138,7 +125,6 @@ def test_the_live_view_shows_the_tree_the_pages_and_the_requests(page: Page) -> 
     assert page.complaints == []
 
 
-@in_browser
 def test_on_a_phone_one_view_shows_and_nothing_overflows(server: StubServer, chrome: Page) -> None:
     chrome.open(server.url, 390, 844, "dark")
     chrome.wait("document.getElementById('model').textContent === 'tiny'")
@@ -149,7 +135,6 @@ def test_on_a_phone_one_view_shows_and_nothing_overflows(server: StubServer, chr
         assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
 
 
-@in_browser
 def test_a_key_is_asked_for_only_when_needed_and_kept_for_the_tab(chrome: Page) -> None:
     with stub_server("secret") as server:
         chrome.open(server.url, 1280, 800, "light")
