@@ -234,7 +234,15 @@ def test_no_server_is_an_error_not_a_trace() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", ["--requests 0", "--rate 0", "--rate nan", "--concurrency 0", "--url ftp://x"]
+    "flags",
+    [
+        "--requests 0",
+        "--rate 0",
+        "--rate nan",
+        "--concurrency 0",
+        "--url ftp://x",
+        "--api-key-file nowhere",
+    ],
 )
 def test_wrong_flags_are_refused(flags: str) -> None:
     with pytest.raises(ConfigError):

@@ -100,14 +100,19 @@ class Limits:
         return answer.first_s <= self.ttft_s and mean_gap_s <= self.itl_s
 
 
+class ServerUnreachable(MainstemError):
+    """No measurement: the server does not answer, or not as an OpenAI-compatible one."""
+
+
 def main(argv: list[str]) -> int:
     """Exit status 1 if a request failed: numbers of a server that refuses work mislead."""
     args = parser().parse_args(argv)
     _check(args)
+    endpoint = Endpoint.parse(args.url, _read_key(args.api_key_file))
     try:
-        result, errors = asyncio.run(_measure(args))
-    except (OSError, ServerRefused, TimeoutError) as error:
-        raise ServerUnreachable(f"{args.url}: {error or 'no answer'}") from None
+        result, errors = asyncio.run(_measure(args, endpoint))
+    except (OSError, EOFError, ValueError, ServerRefused) as error:  # a timeout is an OSError
+        raise ServerUnreachable(f"{args.url}: {str(error) or 'no answer'}") from None
     if args.json:
         print(line("serve", result))
     else:
@@ -115,10 +120,6 @@ def main(argv: list[str]) -> int:
     for reason, times in errors.most_common(5):
         print(f"{times} failed: {reason}", file=sys.stderr)
     return 1 if errors else 0
-
-
-class ServerUnreachable(MainstemError):
-    """No measurement: the server does not answer or not as an OpenAI-compatible one."""
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -134,9 +135,16 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}")
 
 
-async def _measure(args: argparse.Namespace) -> tuple[dict[str, object], Counter[str]]:
-    key = args.api_key_file.read_text().strip() if args.api_key_file else None
-    endpoint = Endpoint.parse(args.url, key)
+def _read_key(path: Path | None) -> str | None:
+    try:
+        return None if path is None else path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path}: {type(error).__name__}") from None
+
+
+async def _measure(
+    args: argparse.Namespace, endpoint: Endpoint
+) -> tuple[dict[str, object], Counter[str]]:
     model = args.model or await find_model(endpoint, args.timeout_s)
     sampling: dict[str, object] = {
         "max_tokens": args.max_tokens,

@@ -83,10 +83,10 @@ async def find_model(endpoint: Endpoint, timeout_s: float) -> str:
     """The first model the server lists."""
     async with asyncio.timeout(timeout_s), _exchange(endpoint, "GET", "/v1/models", b"") as body:
         whole = b"".join([piece async for piece in body])
-    models = json.loads(whole).get("data")
-    if not models:
-        raise ServerRefused("the server lists no model")
-    return str(models[0]["id"])
+    match json.loads(whole):
+        case {"data": [{"id": str(model)}, *_]}:
+            return model
+    raise ServerRefused("the server lists no model")
 
 
 async def stream_chat(endpoint: Endpoint, body: Json, timeout_s: float) -> Answer:
