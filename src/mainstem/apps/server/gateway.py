@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from secrets import token_hex
 from time import monotonic, time
 
 from starlette.requests import Request
@@ -17,6 +16,7 @@ from mainstem.apps.server.apps_registry import App, AppRegistry, encode_prompt, 
 from mainstem.apps.server.auth import Access, Tenant
 from mainstem.apps.server.body import Json, read_json
 from mainstem.apps.server.faults import ApiError, from_invalid, unavailable
+from mainstem.apps.server.ids import unique_ids
 from mainstem.apps.server.limits import Gate, Limits
 from mainstem.apps.server.live import Live, Record, RequestState
 from mainstem.apps.server.metrics import RequestTiming, ServerMetrics
@@ -65,6 +65,7 @@ class Gateway:
         self.is_ready = False  # the apps are filled
         self.is_draining = False
         self._parser = RowParser({})
+        self._ids = unique_ids()
         worker.on_tokens = live.rate.add
 
     # --- completions ----------------------------------------------------------------------------
@@ -78,7 +79,7 @@ class Gateway:
         if self.is_draining:
             raise unavailable("the server is going down")
         prefix = "chatcmpl" if kind is Kind.CHAT else "cmpl"
-        heading = Heading(f"{prefix}-{token_hex(12)}", model, int(time()))
+        heading = Heading(f"{prefix}-{next(self._ids)}", model, int(time()))
         with ExitStack() as held:
             held.enter_context(self.gate.enter(tenant, ask.num_answers))
             prompt_ids = await self._encode(ask, app)
@@ -185,7 +186,7 @@ class Gateway:
                 )
         requests = [
             EngineRequest(
-                f"fill-{app.name}-{token_hex(8)}", prefix, self._filling(prefix), tenant.salt
+                f"fill-{app.name}-{next(self._ids)}", prefix, self._filling(prefix), tenant.salt
             )
             for tenant in self.access.tenants
             for prefix in prefixes

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from mimetypes import guess_type
-from secrets import token_hex
 from time import perf_counter
 
 from starlette.applications import Starlette
@@ -22,6 +21,7 @@ from mainstem.apps.server.apps_registry import App
 from mainstem.apps.server.body import read_json
 from mainstem.apps.server.faults import ApiError, from_invalid, unavailable
 from mainstem.apps.server.gateway import Gateway
+from mainstem.apps.server.ids import unique_ids
 from mainstem.apps.server.metrics import CONTENT_TYPE
 from mainstem.apps.server.openapi import document
 from mainstem.apps.server.worker import EngineFault, WorkerState
@@ -201,13 +201,14 @@ class Door:
     def __init__(self, inside: ASGIApp, gateway: Gateway) -> None:
         self._inside = inside
         self._gateway = gateway
+        self._ids = unique_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._inside(scope, receive, send)
             return
         began_s = perf_counter()
-        request_id = token_hex(8)
+        request_id = next(self._ids)
         facts: dict[str, object] = {}
         status = 500
 

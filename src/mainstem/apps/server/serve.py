@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import socket
+import sys
 from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
@@ -30,6 +31,7 @@ from mainstem.core.metrics import Counters
 
 MIB = 1 << 20
 GRACE_S = 5.0  # after the deadline, for last words to be sent
+SWITCH_S = 0.001  # the engine gives the interpreter up so often while HTTP waits for it
 
 log = logging.getLogger("mainstem.server")
 
@@ -92,6 +94,7 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
     admin_keys = None if args.admin_key_file is None else KeyRing.load(args.admin_key_file)
     names = tuple(args.served_model_name or [Path(config.model.model).name])
     set_up_logs(args.log_level)
+    sys.setswitchinterval(SWITCH_S)
     with _bind(args.host, args.port) as listener:
         if keys is None and not _is_loopback(args.host):
             log.warning("anybody who reaches this address may use it; see --api-key-file")

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack
+from time import monotonic
 from typing import TypeVar
 
 from starlette.responses import Response
@@ -17,8 +18,12 @@ class ClientLeft(Exception):
 
 async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:
     """The result of `work`, which is cancelled when the client leaves; then raises ClientLeft."""
+    return await _until(_disconnect(receive), work)
+
+
+async def _until(end: Coroutine[None, None, None], work: Coroutine[None, None, T]) -> T:
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(receive))
+    leaving = asyncio.ensure_future(end)
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -57,11 +62,12 @@ class EventStream(Response):
         self._last_words = last_words
         self._held = held
         self._write_s = write_s
+        self._blocked_s: float | None = None  # since when the client takes nothing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:
             try:
-                await while_connected(receive, self._write(send))
+                await _until(self._left(receive), self._write(send))
             except ClientLeft:
                 pass  # `held` frees what the stream had
             finally:
@@ -73,15 +79,21 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await self._send(send, event)
-        except ClientLeft:
-            raise
         except Exception as error:  # the status is sent: say it in the stream
             await self._send(send, self._last_words(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
+        self._blocked_s = monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._blocked_s = None
+
+    async def _left(self, receive: Receive) -> None:
+        """Return when the client has closed the connection, or has read nothing for `write_s`."""
+        leaving = asyncio.ensure_future(_disconnect(receive))
         try:
-            async with asyncio.timeout(self._write_s):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError:
-            raise ClientLeft from None
+            while not (await asyncio.wait({leaving}, timeout=self._write_s / 4))[0]:
+                if self._blocked_s is not None and monotonic() - self._blocked_s > self._write_s:
+                    return
+        finally:
+            leaving.cancel()
