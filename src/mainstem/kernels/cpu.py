@@ -89,13 +89,15 @@ class _Bucket:
         keys = pages.view(-1, self.unit * dim).index_select(0, self.gather)
         return keys.view(self.num_parts, pages.shape[1], -1, dim)[:, :, : self.num_keys]
 
-    def collect_both(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+    def collect_both(self, pages: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
         """The same of K and of V, from pages [2, pages, kv_heads, page_size, dim], in one go."""
         _, num_pages, kv_heads, page_size, dim = pages.shape
         if self._both is None:
             offset = num_pages * kv_heads * (page_size // self.unit)
             self._both = torch.cat((self.gather, self.gather + offset))
-        keys = pages.view(-1, self.unit * dim).index_select(0, self._both)
+        width = self.unit * dim
+        keys = scratch[: len(self._both) * width].view(-1, width)
+        torch.index_select(pages.view(-1, width), 0, self._both, out=keys)
         keys = keys.view(2, self.num_parts, kv_heads, -1, dim)
         if keys.shape[3] != self.num_keys:
             keys = keys[:, :, :, : self.num_keys]
@@ -116,6 +118,7 @@ class SpanPlan:
         self._buckets = buckets
         self._merge = merge
         self._scale = scale
+        self._scratch: Tensor | None = None  # what run_joint gathers, bucket after bucket
 
     def run(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """q [tokens, heads, dim] -> [tokens, heads, dim]; pages contiguous, as in reference.py."""
@@ -131,8 +134,14 @@ class SpanPlan:
 
         A plan runs on tensors of one size only.
         """
+        if self._scratch is None:
+            largest = max(len(bucket.gather) * bucket.unit for bucket in self._buckets)
+            self._scratch = pages.new_empty(2 * largest * pages.shape[4])
         return self._merge.run(
-            [bucket.attend(q, *bucket.collect_both(pages), self._scale) for bucket in self._buckets]
+            [
+                bucket.attend(q, *bucket.collect_both(pages, self._scratch), self._scale)
+                for bucket in self._buckets
+            ]
         )
 
 
