@@ -75,7 +75,7 @@ class TextEngine:
             delivery = Delivery.EACH_STEP  # each token may complete a stop string
         request = Request(
             request_id=RequestId(request_id),
-            prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
+            prompt_ids=np.asarray(prompt_ids),
             sampling=sampling,
             eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
             salt=salt,
@@ -115,7 +115,9 @@ class TextEngine:
                 break
         reason = output.finish_reason
         if stop is None and reason is not None:
-            text.append(stream.finish().text)
+            piece = stream.finish()
+            text.append(piece.text)
+            stop = piece.stop
         if stop is not None:
             if reason is None:
                 self.engine.stop(output.request_id, output.index)

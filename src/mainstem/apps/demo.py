@@ -76,7 +76,11 @@ def load_questions(path: Path | None) -> list[Question]:
     """Questions in file order; raises InvalidRequest naming the line that is wrong."""
     source = path or files("mainstem.apps") / "data" / "demo_docs.jsonl"
     questions: list[Question] = []
-    for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = source.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest("--input", f"cannot read {path}: {error.strerror}") from error
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             row = json.loads(line)
             doc, items = str(row["doc"]), row["items"]

@@ -14,13 +14,11 @@ from mainstem.apps.progress import StageBar
 from mainstem.apps.text import Tokenizer
 from mainstem.core.config import (
     CacheConfig,
-    Device,
-    DType,
     EngineConfig,
     ModelConfig,
-    Quantize,
     SchedConfig,
     Share,
+    update_section,
 )
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import EventBus
@@ -93,12 +91,15 @@ class LLM:
         threads: int | None = None,
         seed: int = 0,
     ) -> None:
+        weights: dict[str, object] = {"model": str(model), "dtype": dtype, "device": device}
+        weights |= {"quantize": quantize, "threads": threads}
+        memory: dict[str, object] = {"page_size": page_size, "kv_tokens": kv_tokens}
+        steps: dict[str, object] = {"chunk_tokens": chunk_tokens, "share": share}
+        steps |= {"max_model_len": max_model_len, "seed": seed}
         config = EngineConfig(
-            model=ModelConfig(
-                str(model), DType(dtype), Device(device), Quantize(quantize), threads
-            ),
-            cache=CacheConfig(page_size, kv_tokens),
-            sched=SchedConfig(chunk_tokens, Share(share), max_model_len, seed),
+            model=update_section(ModelConfig(), weights, "LLM"),
+            cache=update_section(CacheConfig(), memory, "LLM"),
+            sched=update_section(SchedConfig(), steps, "LLM"),
         )
         self._connect(config)
 
@@ -152,8 +153,14 @@ class LLM:
         return self._run(texts, ids, _listed_params(sampling_params, len(texts)), use_tqdm)
 
     def close(self) -> None:
-        """Free the model and its pages."""
+        """Stop whatever runs. The memory goes with the last reference to the LLM."""
         self.text_engine.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _run(
         self,
@@ -202,7 +209,9 @@ class LLM:
             while self.text_engine.has_work:
                 num_finished = 0
                 for output in self.text_engine.step():
-                    result = results[output.request_id]
+                    result = results.get(output.request_id)
+                    if result is None:
+                        continue  # the last word of a call that was interrupted
                     add_output(result, output)
                     num_finished += result.finished
                 done = min(

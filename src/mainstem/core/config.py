@@ -103,8 +103,10 @@ class SchedConfig:
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ConfigError(f"max_model_len must be at least 1, got {self.max_model_len}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed must fit into 64 bits, got {self.seed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,9 @@ def load_config(path: Path) -> EngineConfig:
     known = {section.name for section in fields(config)}
     if unknown := set(table) - known:
         raise ConfigError(f"{path}: unknown section {sorted(unknown)}; known: {sorted(known)}")
+    for name, section in table.items():
+        if not isinstance(section, dict):
+            raise ConfigError(f"{path}: {name} must be a section, [{name}]")
     return EngineConfig(
         model=update_section(config.model, table.get("model", {}), f"{path} [model]"),
         cache=update_section(config.cache, table.get("cache", {}), f"{path} [cache]"),

@@ -5,5 +5,4 @@ from typing import NewType
 RequestId = NewType("RequestId", str)
 SessionId = NewType("SessionId", str)
 SeqSlot = NewType("SeqSlot", int)  # row of a running sequence in the scheduler's arrays
-PageId = NewType("PageId", int)  # index of a device page
 PageKey = NewType("PageKey", bytes)  # chained hash naming a page's contents

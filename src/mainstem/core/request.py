@@ -174,11 +174,16 @@ class Request:
     expected_tokens: int | None = None  # length of the answer, as far as the caller can tell
 
     def __post_init__(self) -> None:
-        ids = np.ascontiguousarray(self.prompt_ids, dtype=np.int32)
-        if ids.ndim != 1 or len(ids) == 0:
+        given = np.asarray(self.prompt_ids)
+        if given.ndim != 1 or len(given) == 0:
             raise InvalidRequest("prompt", "must hold at least one token")
-        if int(ids.min()) < 0:
-            raise InvalidRequest("prompt", f"token id {int(ids.min())} is negative")
+        if given.dtype.kind not in "iu":
+            raise InvalidRequest("prompt", f"token ids must be whole numbers, got {given.dtype}")
+        if int(given.min()) < 0:
+            raise InvalidRequest("prompt", f"token id {int(given.min())} is negative")
+        if int(given.max()) >= 2**31:
+            raise InvalidRequest("prompt", f"token id {int(given.max())} is out of range")
+        ids = given.astype(np.int32)  # a copy: the caller's array stays the caller's
         ids.setflags(write=False)
         object.__setattr__(self, "prompt_ids", ids)
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
@@ -217,6 +222,7 @@ class Output:
     index: int  # which of the n answers
     token_ids: tuple[int, ...]  # new ones; an end token is included
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # once, with the first token
+    # once, with the first token of the first answer
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence

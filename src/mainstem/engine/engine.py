@@ -6,7 +6,7 @@ from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
-from mainstem.core.step import InFlight, Int32s, Runner, Step
+from mainstem.core.step import InFlight, Int32s, Runner, Step, StepResult
 from mainstem.sched.scheduler import Scheduler
 
 
@@ -57,21 +57,44 @@ class Engine:
         self._scheduler.stop(request_id, index)
 
     def step(self) -> list[Output]:
-        """Advance by one step; returns what callers should hear."""
+        """Advance by one step; returns what callers should hear.
+
+        When the runner raises, sequences go back to the queue and the cache is emptied; calling
+        again tries again, with nothing lost but time.
+        """
         launched = None
         step = self._scheduler.next_step()
         if step is not None:
-            launched = (step, self._runner.launch(step), perf_counter())
+            launched = self._launch(step)
         if self._in_flight is None and not self._runner.can_overlap:
             self._in_flight, launched = launched, None
         outputs = self._scheduler.take_outputs()
         if self._in_flight is not None:
             done, handle, began_s = self._in_flight
-            result = handle.wait()
-            self._in_flight = None
+            result = self._wait(handle)
             outputs += self._scheduler.commit(done, result, perf_counter() - began_s)
         self._in_flight = launched
         return outputs
+
+    def _launch(self, step: Step) -> tuple[Step, InFlight, float]:
+        began_s = perf_counter()
+        try:
+            return step, self._runner.launch(step), began_s
+        except BaseException:
+            self._recover()
+            raise
+
+    def _wait(self, handle: InFlight) -> StepResult:
+        try:
+            return handle.wait()
+        except BaseException:
+            self._recover()
+            raise
+
+    def _recover(self) -> None:
+        """A step failed, or was interrupted: nothing of it counts, everything else goes on."""
+        self._in_flight = None
+        self._scheduler.recover()
 
     def snapshot(self) -> EngineSnapshot:
         """What is running and shared at this moment."""
@@ -90,4 +113,5 @@ class Engine:
         if self._in_flight is not None:
             self._in_flight[1].wait()
             self._in_flight = None
+        self._scheduler.close()
         self._runner.close()

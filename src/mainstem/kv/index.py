@@ -58,6 +58,10 @@ class PrefixIndex:
         ready = self._is_ready[pages]
         return pages, len(pages) if ready.all() else int(ready.argmin())
 
+    def last_loading(self, pages: Sequence[int]) -> int:
+        """Place of the last of `pages` that is not ready; there must be one."""
+        return int(np.flatnonzero(~self._is_ready[list(pages)])[-1])
+
     def best_follower(self, parent: PageKey, token_ids: Int32s) -> tuple[int, int] | None:
         """The READY page after `parent` that begins most like `token_ids`, and how many tokens.
 

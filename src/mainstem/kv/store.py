@@ -13,6 +13,8 @@ from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, root_key
 from mainstem.kv.pool import PagePool
 
+EVICT_SHARE = 64  # of all pages one in so many is given up at a time
+
 
 class Lookup(Enum):
     """What the store knows of a page."""
@@ -45,7 +47,6 @@ class KVStore:
         self._pool = PagePool(num_pages)
         self._index = PrefixIndex(self._pool, page_size)
         self._identity = identity
-        self._roots: dict[bytes, PageKey] = {}
         self._bus = bus
 
     @property
@@ -66,9 +67,7 @@ class KVStore:
 
     def chain(self, token_ids: Int32s, salt: bytes) -> PageChain:
         """The names of the pages of `token_ids`."""
-        root = self._roots.get(salt)
-        if root is None:
-            root = self._roots[salt] = root_key(self._identity, self.page_size, salt)
+        root = root_key(self._identity, self.page_size, salt)
         return PageChain.of(root, self.page_size, token_ids)
 
     def lookup(self, chain: PageChain, num_tokens: int) -> Match:
@@ -77,7 +76,8 @@ class KVStore:
         pages, num_ready = self._index.match(keys)
         ready = np.array(pages[:num_ready], np.int32)
         if num_ready < len(pages):
-            return Match(ready, Lookup.LOADING, awaited=keys[len(pages) - 1])
+            deepest = self._index.last_loading(pages)
+            return Match(ready, Lookup.LOADING, awaited=keys[deepest])
         rest = chain.token_ids[num_ready * self.page_size : num_tokens]
         similar = self._index.best_follower(chain.parent(num_ready), rest)
         outcome = Lookup.READY if len(rest) == 0 else Lookup.MISS
@@ -92,8 +92,9 @@ class KVStore:
             idle = self._index.num_idle()
             if short > idle:
                 raise OutOfPages(wanted=count, free=self._pool.num_free + idle)
-            self._index.evict(short)
-            self._bus.publish(PagesEvicted(num_pages=short, reason="room"))
+            # some more than needed: finding the oldest costs the same for one page and for many
+            gone = self._index.evict(max(short, self.num_pages // EVICT_SHARE))
+            self._bus.publish(PagesEvicted(num_pages=gone, reason="room"))
         return self._pool.take(count)
 
     def give_back(self, pages: Int32s, num_wanted: int | None = None) -> None:
@@ -108,8 +109,12 @@ class KVStore:
         self._pool.give_back(pages)
 
     def lease(self, pages: Int32s) -> None:
-        """A sequence now reads `pages` of a Match; ends with `give_back`."""
+        """A sequence now reads `pages` of a Match; ends with `give_back` or `release`."""
         self._pool.share(pages)
+
+    def release(self, pages: Int32s) -> None:
+        """End a lease without a trace: the pages are no more recently used than before."""
+        self._pool.give_back(pages)
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
         """Announce what `pages` are about to hold, the chain's full pages from number `first` on:

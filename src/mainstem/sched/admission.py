@@ -15,6 +15,13 @@ class Outlook:
     remaining: Int32s  # [running] output tokens to come
     own_pages: Float32s  # [running] pages that come back when it ends; of shared ones its part
 
+    def joined_by(self, new_pages: int, expected: int) -> "Outlook":
+        """With one more sequence that takes `new_pages` now and produces `expected` tokens."""
+        return Outlook(
+            np.append(self.remaining, np.int32(expected)),
+            np.append(self.own_pages, np.float32(new_pages)),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
@@ -35,9 +42,8 @@ class Admission:
         """A candidate takes `new_pages` now and is expected to produce `expected` tokens."""
         if len(outlook.remaining) == 0:
             return new_pages <= available  # alone it may always try
-        remaining = np.append(outlook.remaining, np.int32(expected))
-        own_pages = np.append(outlook.own_pages, np.float32(new_pages))
-        return new_pages + peak_need(remaining, own_pages, self.page_size) <= available
+        then = outlook.joined_by(new_pages, expected)
+        return new_pages + peak_need(then.remaining, then.own_pages, self.page_size) <= available
 
 
 def peak_need(remaining: Int32s, own_pages: Float32s, page_size: int) -> float:

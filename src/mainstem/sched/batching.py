@@ -140,7 +140,7 @@ def _prompt_logprob_rows(
         sequence = table.sequence(chunk.slot)
         request = sequence.request
         count = request.sampling.prompt_logprobs
-        if count is None or sequence.num_delivered:
+        if count is None or sequence.prompt_logprobs is None:
             continue
         following = request.prompt_ids[chunk.num_before + 1 :][: len(chunk.token_ids)]
         rows.append(np.arange(start, start + len(following), dtype=np.int32))

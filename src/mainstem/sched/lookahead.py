@@ -5,12 +5,13 @@ import numpy as np
 from mainstem.core.step import Int32s
 from mainstem.sched.sequence import Sequence
 
+UNSEEN = 256  # tokens; a limit may be far above what answers need, and waiting for it costs more
+
 
 class OutputLengths:
-    """How long answers are, learned from those that ended; until then, as long as they may be.
+    """How long answers are: a mean over the last `memory` answers or so, UNSEEN before the first.
 
-    A mean over the last `memory` answers or so. A sequence that outgrew its expectation is expected
-    to go on for as long as it has.
+    A sequence that outgrew its expectation is expected to go on for as long as it has.
     """
 
     def __init__(self, memory: int = 256) -> None:
@@ -26,7 +27,7 @@ class OutputLengths:
         """Output tokens of a sequence that is about to start, those it has already included."""
         likely = sequence.expected_output
         if likely is None:
-            likely = round(self._mean) if self._count else sequence.max_output
+            likely = round(self._mean) if self._count else UNSEEN
         produced = len(sequence.output_ids)
         return min(sequence.max_output, max(likely, 2 * produced, 1))
 
@@ -39,13 +40,18 @@ class PlannedOrder:
     """
 
     def __init__(self) -> None:
-        self._shared_with_next: Int32s = np.empty(0, np.int32)
+        self._shared_with_next: Int32s = np.empty(64, np.int32)
+        self._length = 0
         self._last_started = 0
 
     def announce(self, shared_with_next: Int32s) -> int:
         """Add prompts at the end; returns the place of the first."""
-        first = len(self._shared_with_next)
-        self._shared_with_next = np.concatenate([self._shared_with_next, shared_with_next])
+        first, self._length = self._length, self._length + len(shared_with_next)
+        if self._length > len(self._shared_with_next):
+            grown = np.empty(2 * self._length, np.int32)
+            grown[:first] = self._shared_with_next[:first]
+            self._shared_with_next = grown
+        self._shared_with_next[first : self._length] = shared_with_next
         return first
 
     def start(self, place: int) -> None:
@@ -57,4 +63,4 @@ class PlannedOrder:
         return int(between.min()) if len(between) else 0
 
     def __len__(self) -> int:
-        return len(self._shared_with_next)
+        return self._length

@@ -40,7 +40,7 @@ class News:
         """Everything new of one sequence since the last time."""
         table = self._table
         sequence = table.sequence(slot)
-        known = int(table.total[slot] - table.prompt_len[slot] - table.pending[slot])
+        known = int(table.num_read_back(slot))
         new = table.outputs[slot, sequence.num_delivered : known]
         output = make_output(sequence, new, reason)
         sequence.num_delivered = known
@@ -59,10 +59,9 @@ class News:
         for seq_index, logprobs in zip(owners.tolist(), result.prompt_logprobs, strict=True):
             slot = int(step.seq_slots[seq_index])
             if table.is_alive[slot]:
-                sequence = table.sequence(slot)
-                if sequence.prompt_logprobs is None:
-                    sequence.prompt_logprobs = [None]  # nothing predicts the first token
-                sequence.prompt_logprobs.append(logprobs)
+                wanted = table.sequence(slot).prompt_logprobs
+                assert wanted is not None
+                wanted.append(logprobs)
 
 
 def make_output(sequence: Sequence, new: Int32s, reason: FinishReason | None) -> Output:

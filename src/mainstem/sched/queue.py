@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from mainstem.core.ids import PageKey
-from mainstem.sched.sequence import SeqState, Sequence
+from mainstem.sched.sequence import SeqState, Sequence, urgency
 
 
 class WaitingQueue:
@@ -25,7 +25,7 @@ class WaitingQueue:
         return len(self._heap) + self._num_parked - self._num_dead
 
     def push(self, sequence: Sequence) -> None:
-        heapq.heappush(self._heap, (sequence.request.priority, sequence.arrival, sequence))
+        heapq.heappush(self._heap, (*urgency(sequence), sequence))
 
     def head(self) -> Sequence | None:
         """The next sequence to start, left in place."""
@@ -55,3 +55,17 @@ class WaitingQueue:
         """A waiting sequence was aborted; its state says so already."""
         assert sequence.state is SeqState.DONE
         self._num_dead += 1
+        if self._num_dead > 64 and 2 * self._num_dead > len(self._heap) + self._num_parked:
+            self._bury()
+
+    def _bury(self) -> None:
+        """Drop all dead sequences at once, so that they do not pile up."""
+        living = [entry for entry in self._heap if entry[2].state is not SeqState.DONE]
+        heapq.heapify(living)
+        self._heap = living
+        for key, parked in list(self._parked.items()):
+            self._parked[key] = [s for s in parked if s.state is not SeqState.DONE]
+            if not self._parked[key]:
+                del self._parked[key]
+        self._num_parked = sum(map(len, self._parked.values()))
+        self._num_dead = 0

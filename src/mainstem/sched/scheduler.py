@@ -8,6 +8,7 @@ A sequence that ends while it is part of a step in flight keeps slot and pages u
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import count
 from time import perf_counter
 
@@ -35,7 +36,7 @@ from mainstem.sched.lookahead import OutputLengths, PlannedOrder
 from mainstem.sched.news import News, make_output
 from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.random import mix
-from mainstem.sched.sequence import SeqState, Sequence
+from mainstem.sched.sequence import SeqState, Sequence, urgency
 from mainstem.sched.sharing import SharingTree
 from mainstem.sched.spans import SpanBuilder, WorthSharing, share_all, share_none
 from mainstem.sched.table import SeqTable
@@ -73,7 +74,6 @@ class Scheduler:
         self._arrivals = count()
         self._step_ids = count()
         self._in_flight: Step | None = None
-        self._copies: list[PageCopy] = []  # of the step being made
         self._copy_sources: list[tuple[StepId, Int32s]] = []  # leased until that step commits
         self._leaving: list[SeqSlot] = []  # ended, but part of the step in flight
         self._outputs: list[Output] = []  # of sequences that ended outside a commit
@@ -83,7 +83,8 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest if it can never run."""
-        if request.request_id in self._sequences:
+        is_untold = any(output.request_id == request.request_id for output in self._outputs)
+        if request.request_id in self._sequences or is_untold:
             raise InvalidRequest("request_id", f"{request.request_id!r} is already running")
         num_prompt = len(request.prompt_ids)
         largest = int(request.prompt_ids.max())
@@ -159,14 +160,13 @@ class Scheduler:
         decodes = self._grow_decodes()
         if decodes is None:
             return None
-        budget = self._config.chunk_tokens - len(decodes)
-        started: list[StartedSequence] = []
-        chunks, budget = self._continue_prompts(budget)
-        self._start_waiting(chunks, started, budget)
-        batch = Batch(decodes, chunks, tuple(started), self._copies)
+        # decodes go first, but never keep prompts out altogether
+        chunk_tokens = self._config.chunk_tokens
+        budget = max(chunk_tokens - len(decodes), chunk_tokens // 8, 1)
+        prompts = self._fill_prompts(budget)
+        batch = Batch(decodes, prompts.chunks, tuple(prompts.started), prompts.copies)
         if batch.num_seqs == 0:
             return None
-        self._copies = []
         step = build_step(StepId(next(self._step_ids)), batch, self._table, self._tree, self._spans)
         if batch.copies:
             sources = np.array([copy.source for copy in batch.copies], np.int32)
@@ -196,12 +196,34 @@ class Scheduler:
             reason = FinishReason.STOP if is_stop[row] else FinishReason.LENGTH
             outputs.append(self._finish(SeqSlot(int(slots[row])), reason))
         self._release_left(step.step_id)
-        while self._copy_sources and self._copy_sources[0][0] <= step.step_id:
-            for source in self._copy_sources.pop(0)[1]:
-                self._store.give_back(source[None])
+        self._release_sources(step.step_id)
         self._publish_step(step, device_s, self._host_s + perf_counter() - begin)
         self._host_s = 0.0
         return outputs
+
+    def recover(self) -> None:
+        """The step in flight failed: forget what it may have left in pages.
+
+        Every sequence goes back to the queue with the tokens that are known of it, and the cache is
+        emptied; stepping on tries again.
+        """
+        table = self._table
+        self._in_flight = None
+        self._release_left(StepId(int(table.last_step.max())))
+        self._release_sources(StepId(int(table.last_step.max())))
+        for slot in self._running.tolist():
+            table.total[slot] -= table.pending[slot]
+            table.pending[slot] = 0
+            table.computed[slot] = 0  # nothing of it is worth a name
+            self._preempt(SeqSlot(slot))
+        self._store.clear()
+
+    def close(self) -> None:
+        """Drop every sequence, without a word."""
+        self.recover()
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+        self._outputs.clear()
 
     def take_outputs(self) -> list[Output]:
         """Outputs of sequences that ended outside a commit (aborted, stopped)."""
@@ -261,37 +283,42 @@ class Scheduler:
             table.append_pages(full, pages)
             return decodes
 
-    def _continue_prompts(self, budget: int) -> tuple[list[Chunk], int]:
-        """Chunks of sequences that started earlier and are not through their prompt."""
-        chunks: list[Chunk] = []
+    def _fill_prompts(self, budget: int) -> "_Prompts":
+        """Prompt chunks for `budget` tokens: sequences under way, then new ones; by priority."""
+        prompts = _Prompts(budget)
         table = self._table
-        unfinished = table.computed[self._running] < table.prefill_end[self._running]
-        for slot in self._running[unfinished].tolist():
-            if budget <= 0:
+        is_unfinished = table.computed[self._running] < table.prefill_end[self._running]
+        unfinished = [table.sequence(slot) for slot in self._running[is_unfinished].tolist()]
+        for sequence in sorted(unfinished, key=urgency):
+            self._start_waiting(prompts, before=sequence.request.priority)
+            if prompts.budget <= 0:
                 break
-            chunk = self._next_chunk(SeqSlot(slot), budget)
-            chunks.append(chunk)
-            budget -= len(chunk.token_ids)
-        return chunks, budget
+            assert sequence.slot is not None
+            self._add_chunk(prompts, sequence.slot)
+        self._start_waiting(prompts, before=None)
+        return prompts
 
-    def _start_waiting(
-        self, chunks: list[Chunk], started: list[StartedSequence], budget: int
-    ) -> None:
-        """Start sequences from the queue while tokens and pages last."""
-        while budget > 0 and (sequence := self._queue.head()) is not None:
-            slot = self._try_start(sequence)
+    def _start_waiting(self, prompts: "_Prompts", before: int | None) -> None:
+        """Start sequences from the queue, or only those more urgent than `before`."""
+        while prompts.budget > 0 and (sequence := self._queue.head()) is not None:
+            if before is not None and sequence.request.priority >= before:
+                return
+            slot = self._try_start(sequence, prompts)
             if slot is None:
                 if sequence is self._queue.head():
-                    break  # no room: nobody overtakes it
+                    return  # no room: nobody overtakes it
                 continue  # parked
             self._running = np.append(self._running, np.int32(slot))
             if sequence.request.sampling.edits_logits:
-                started.append(_started(sequence, slot))
-            chunk = self._next_chunk(slot, budget)
-            chunks.append(chunk)
-            budget -= len(chunk.token_ids)
+                prompts.started.append(_started(sequence, slot))
+            self._add_chunk(prompts, slot)
 
-    def _try_start(self, sequence: Sequence) -> SeqSlot | None:
+    def _add_chunk(self, prompts: "_Prompts", slot: SeqSlot) -> None:
+        chunk = self._next_chunk(slot, prompts.budget)
+        prompts.chunks.append(chunk)
+        prompts.budget -= len(chunk.token_ids)
+
+    def _try_start(self, sequence: Sequence, prompts: "_Prompts") -> SeqSlot | None:
         """Give the queue's head its pages and a slot, or park it, or leave it where it is."""
         store, page_size = self._store, self._page_size
         known = sequence.known_ids()
@@ -300,8 +327,7 @@ class Scheduler:
         if chain is not None and len(known) > len(chain.token_ids):
             chain = chain.extended(known)
         match = Match(np.empty(0, np.int32), Lookup.MISS)
-        needs_all = sequence.request.sampling.prompt_logprobs is not None
-        if chain is not None and (not needs_all or sequence.num_delivered):
+        if chain is not None and sequence.prompt_logprobs is None:
             # the last token is always computed: its logits are wanted
             match = store.lookup(chain, num_known - 1)
         if match.outcome is Lookup.LOADING:
@@ -312,17 +338,24 @@ class Scheduler:
         num_new = -(-num_known // page_size) - len(cached)
         expected = self._lengths.expect(sequence)
         to_come = expected - len(sequence.output_ids)
-        similar = [] if match.similar_page is None else [match.similar_page]
-        leased = np.append(cached, np.array(similar, np.int32))
-        store.lease(leased)  # before counting: leased pages cannot be given up for room
-        if not self._admission.may_start(num_new, to_come, store.num_available(), self._outlook()):
-            store.give_back(leased)
+        store.lease(cached)  # before counting: leased pages cannot be given up for room
+        if prompts.outlook is None:
+            prompts.outlook = self._outlook()
+        available = store.num_available()
+        if not self._admission.may_start(num_new, to_come, available, prompts.outlook):
+            store.release(cached)
             return None
+        prompts.outlook = prompts.outlook.joined_by(num_new, to_come)
+        similar = np.array([] if match.similar_page is None else [match.similar_page], np.int32)
+        store.lease(similar)  # until the step that copies from it has run
+        if store.num_available() < num_new:  # it is the page that was counted on
+            store.release(similar)
+            match = replace(match, similar_page=None, similar_tokens=0)
         fresh = store.take(num_new)
         self._queue.pop()
         if match.similar_page is not None:
             copy = PageCopy(match.similar_page, int(fresh[0]), match.similar_tokens)
-            self._copies.append(copy)
+            prompts.copies.append(copy)
         if chain is not None:
             store.reserve(chain, len(cached), fresh[: len(chain.keys) - len(cached)])
         pages = np.concatenate([cached, fresh])
@@ -378,8 +411,7 @@ class Scheduler:
         if reason is not FinishReason.ABORT:
             self._lengths.observe(num_output)
         self._close(sequence, reason, num_output)
-        self._running = self._running[self._running != slot]
-        table.is_alive[slot] = False
+        self._leave_running(slot)
         if self._in_flight is not None and table.last_step[slot] == self._in_flight.step_id:
             self._leaving.append(slot)
         else:
@@ -409,20 +441,23 @@ class Scheduler:
         """Take a sequence's pages; it starts again later from what is still cached."""
         sequence = self._table.sequence(slot)
         sequence.output_ids = self._table.output_ids(slot)
-        sequence.prompt_logprobs = None  # those not delivered are computed again
+        sequence.reset_prompt_logprobs()
         num_pages = int(self._table.num_pages[slot])
-        self._running = self._running[self._running != slot]
-        self._table.is_alive[slot] = False
+        self._leave_running(slot)
         self._release(slot)
         sequence.state = SeqState.WAITING
         self._queue.push(sequence)
         request_id = sequence.request.request_id
         self._bus.publish(SequencePreempted(request_id, sequence.index, num_pages))
 
+    def _leave_running(self, slot: SeqSlot) -> None:
+        self._running = self._running[self._running != slot]
+        self._table.is_alive[slot] = False
+
     def _victim(self) -> SeqSlot:
         """The least urgent of the running sequences, and of these the last to arrive."""
         sequences = (self._table.sequence(slot) for slot in self._running.tolist())
-        worst = max(sequences, key=lambda s: (s.request.priority, s.arrival))
+        worst = max(sequences, key=urgency)
         assert worst.slot is not None
         return worst.slot
 
@@ -435,6 +470,12 @@ class Scheduler:
             else:
                 still.append(slot)
         self._leaving = still
+
+    def _release_sources(self, step_id: StepId) -> None:
+        """End the leases on pages that steps up to this one copied from."""
+        while self._copy_sources and self._copy_sources[0][0] <= step_id:
+            for source in self._copy_sources.pop(0)[1]:
+                self._store.release(source[None])
 
     def _release(self, slot: SeqSlot) -> None:
         """Free slot and pages; full pages of known tokens stay behind as cache."""
@@ -490,6 +531,17 @@ class Scheduler:
                 raise InvalidRequest(
                     field, f"token id {token_id} is outside the vocabulary of {self._vocab_size}"
                 )
+
+
+@dataclass(slots=True)
+class _Prompts:
+    """Prompt work of the step being made."""
+
+    budget: int  # tokens left
+    chunks: list[Chunk] = field(default_factory=list)
+    started: list[StartedSequence] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+    outlook: Outlook | None = None  # made when the first sequence wants to start
 
 
 def _mix(seed: int, index: int) -> int:

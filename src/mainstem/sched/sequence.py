@@ -35,11 +35,26 @@ class Sequence:
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting
     num_cached_tokens: int | None = None  # None until first admitted
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # not yet delivered
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # not yet delivered
+    # of the first answer, where wanted and not yet delivered
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_delivered: int = 0  # output tokens the caller has seen
+
+    def __post_init__(self) -> None:
+        self.reset_prompt_logprobs()
+
+    def reset_prompt_logprobs(self) -> None:
+        """Prompt logprobs that were not delivered are collected from the beginning."""
+        if self.request.sampling.prompt_logprobs is not None and self.index == 0:
+            told = self.num_delivered > 0
+            self.prompt_logprobs = None if told else [None]  # nothing predicts the first token
 
     def known_ids(self) -> Int32s:
         """Prompt and output so far, for a sequence that is not running."""
         if len(self.output_ids) == 0:
             return self.request.prompt_ids
         return np.concatenate([self.request.prompt_ids, self.output_ids])
+
+
+def urgency(sequence: Sequence) -> tuple[int, int]:
+    """Lower goes first."""
+    return (sequence.request.priority, sequence.arrival)

@@ -8,6 +8,8 @@
 counted in `total` before they are read back (`pending`).
 """
 
+from typing import overload
+
 import numpy as np
 
 from mainstem.core.ids import SeqSlot
@@ -137,8 +139,16 @@ class SeqTable:
 
     def output_ids(self, slot: int) -> Int32s:
         """The tokens sampled and read back so far."""
-        known = self.total[slot] - self.prompt_len[slot] - self.pending[slot]
-        return self.outputs[slot, :known].copy()
+        return self.outputs[slot, : self.num_read_back(slot)].copy()
+
+    @overload
+    def num_read_back(self, slots: int) -> int: ...
+    @overload
+    def num_read_back(self, slots: Int32s) -> Int32s: ...
+    def num_read_back(self, slots: int | Int32s) -> int | Int32s:
+        """Output tokens whose ids are known here; `pending` more are on the device."""
+        count: Int32s = self.total[slots] - self.prompt_len[slots] - self.pending[slots]
+        return count
 
     def append_pages(self, slots: Int32s, pages: Int32s) -> None:
         """Put pages[i] at the end of slots[i]'s table; a slot's repeats must be adjacent."""
@@ -157,7 +167,7 @@ class SeqTable:
         """Samples were read back: they take the place `total` had kept for them."""
         if len(slots) == 0:
             return
-        column = self.total[slots] - self.prompt_len[slots] - self.pending[slots]
+        column = self.num_read_back(slots)
         self._widen_outputs(int(column.max()) + 1)
         self.outputs[slots, column] = token_ids
         self.last_token[slots] = token_ids
@@ -168,8 +178,8 @@ class SeqTable:
         stops: Bools = (self.stop_ids[slots] == token_ids[:, None]).any(axis=1)
         for row in np.flatnonzero(self.has_many_stops[slots]):
             stops[row] = int(token_ids[row]) in self.sequence(slots[row]).request.stop_ids
-        num_output = self.total[slots] - self.prompt_len[slots] - self.pending[slots]
-        return stops & (num_output > self.min_output[slots])
+        is_allowed: Bools = self.num_read_back(slots) > self.min_output[slots]
+        return stops & is_allowed
 
     def draw_uniforms(self, slots: Int32s) -> Float32s:
         """The random number for each slot's next output token."""

@@ -1,0 +1,188 @@
+"""Regressions: failed launches, leases that block a start, priorities, odd requests."""
+
+import numpy as np
+import pytest
+
+from mainstem.core.config import SchedConfig
+from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.events import EventBus
+from mainstem.core.ids import RequestId
+from mainstem.core.metrics import Counters
+from mainstem.core.request import Request, SamplingParams
+from mainstem.core.step import InFlight, Step
+from mainstem.engine.engine import Engine
+from mainstem.kv.store import KVStore
+from mainstem.sched.scheduler import Scheduler
+from tests.builders import VOCAB, a_request, an_engine, run_all
+from tests.fakes import FakeRunner, fake_answer
+
+
+class FailingRunner(FakeRunner):
+    """Raises `error` instead of launching step number `when`."""
+
+    error: type[BaseException] = RuntimeError
+    when = 0
+
+    def launch(self, step: Step) -> InFlight:
+        self.when -= 1
+        if self.when == -1:
+            raise self.error
+        return super().launch(step)
+
+
+def an_engine_over(runner: FailingRunner, num_pages: int, page_size: int) -> Engine:
+    bus = EventBus()
+    store = KVStore(num_pages, page_size, b"fake", bus)
+    return Engine(Scheduler(SchedConfig(), store, VOCAB, 10_000, bus), runner, bus)
+
+
+@pytest.mark.parametrize("can_overlap", [False, True])
+def test_a_failed_launch_leaves_nothing_running(can_overlap: bool) -> None:
+    """LLM.generate and chat step until there is no work, also after Ctrl-C."""
+    runner = FailingRunner(64, 4, VOCAB, can_overlap)
+    runner.error, runner.when = KeyboardInterrupt, 2
+    engine = an_engine_over(runner, 64, 4)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(engine, [a_request([1, 2, 3], 8, name="a")])
+    engine.abort(RequestId("a"))
+    run_all(engine, [], max_steps=50)
+
+
+@pytest.mark.parametrize("can_overlap", [False, True])
+def test_pages_of_a_failed_step_are_not_served_from_the_cache(can_overlap: bool) -> None:
+    engine = an_engine_over(FailingRunner(64, 4, VOCAB, can_overlap), 64, 4)
+    prompt = list(range(20))
+    engine.submit(a_request(prompt, 4, name="a"))
+    with pytest.raises(RuntimeError):
+        engine.step()
+    engine.abort(RequestId("a"))
+    got = run_all(engine, [a_request([*prompt, 7], 4, name="b")], max_steps=50)
+    assert got.tokens["b", 0] == fake_answer([*prompt, 7], 4, VOCAB)
+
+
+def test_a_similar_page_does_not_keep_a_large_prompt_from_starting() -> None:
+    """It needs all 4 pages, and the page it would copy from is leased: never enough."""
+    engine = an_engine(num_pages=4, page_size=4)
+    run_all(engine, [a_request([1, 2, 3, 4], 2)])
+    prompt = [1, 2, *range(50, 63)]
+    got = run_all(engine, [a_request(prompt, 1, name="b")], max_steps=50)
+    assert got.tokens["b", 0] == fake_answer(prompt, 1, VOCAB)
+
+
+def test_a_prefix_is_not_given_up_before_its_tail() -> None:
+    """A copied page is touched alone, after the prefix of the sequence that copied it."""
+    engine = an_engine(num_pages=12, page_size=2)
+    run_all(engine, [a_request([1, 2, 3, 4, 5, 6, 9], 1)])
+    run_all(engine, [a_request([1, 2, 3, 4, 5, 8], 1)])  # copies from [5 6], ends at once
+    run_all(engine, [a_request(list(range(20, 41)), 1)])  # 11 of 12 pages
+    got = run_all(engine, [a_request([1, 2, 3, 4, 5, 6, 9], 1, name="a")])
+    assert got.outputs[-1].num_cached_tokens > 0
+
+
+def test_nobody_waits_for_a_page_that_is_ready() -> None:
+    engine = an_engine(12, 2, SchedConfig(chunk_tokens=2), can_overlap=True)
+    run_all(engine, [a_request([1, 2, 3, 4, 5, 6, 9], 1)])
+    run_all(engine, [a_request([1, 2, 3, 4, 5, 8], 1)])  # [5 6] is now younger than its prefix
+    large = a_request(list(range(20, 41)), 1)  # all but [5 6] must go
+    engine.submit(large)
+    engine.step()
+    engine.abort(large.request_id)
+    run_all(engine, [])
+    gone = a_request([1, 2, 3, 4, 5, 6, 11, 12, 13], 1)
+    engine.submit(gone)
+    engine.step()
+    engine.abort(gone.request_id)  # in flight: its pages are LOADING for one more step
+    got = run_all(engine, [a_request([1, 2, 3, 4, 5, 6, 15, 16], 1, name="e")], max_steps=100)
+    assert ("e", 0) in got.reasons
+
+
+def test_answers_of_unknown_length_do_not_run_one_by_one() -> None:
+    engine = an_engine(num_pages=1000, page_size=16, max_model_len=8192)
+    for i in range(50):
+        sampling = SamplingParams(temperature=0.0, max_tokens=None)
+        engine.submit(a_request([i, 1, 2], sampling=sampling))
+    for _ in range(20):
+        engine.step()
+    assert engine.num_running > 10
+
+
+def steps_until_heard(engine: Engine, name: str) -> int:
+    for number in range(200):
+        if any(output.request_id == name for output in engine.step()):
+            return number
+    return 200
+
+
+def test_an_urgent_request_does_not_wait_for_a_long_prompt() -> None:
+    engine = an_engine(num_pages=400, config=SchedConfig(chunk_tokens=8))
+    engine.submit(a_request([i % 90 for i in range(400)], 1, priority=5))
+    engine.step()
+    engine.submit(a_request([1, 2, 3], 1, name="urgent", priority=0))
+    assert steps_until_heard(engine, "urgent") < 5
+
+
+def test_an_urgent_request_starts_though_decodes_fill_the_chunk() -> None:
+    engine = an_engine(num_pages=600, config=SchedConfig(chunk_tokens=4))
+    for i in range(4):
+        engine.submit(a_request([i, 1], 100, priority=5))
+    for _ in range(8):
+        engine.step()
+    engine.submit(a_request([9, 9], 1, name="urgent", priority=0))
+    assert steps_until_heard(engine, "urgent") < 5
+
+
+def test_news_of_an_aborted_request_is_not_taken_for_its_namesakes() -> None:
+    engine = an_engine()
+    engine.submit(a_request([1, 2, 3], 4, name="a"))
+    engine.step()
+    engine.abort(RequestId("a"))
+    with pytest.raises(InvalidRequest, match="already running"):
+        engine.submit(a_request([4, 5, 6], 4, name="a"))
+
+
+@pytest.mark.parametrize("ids", [np.array([2**32 + 5]), np.array([1.9]), [2**31]])
+def test_ids_that_are_no_int32_are_refused(ids: object) -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        Request(RequestId("a"), ids)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_the_callers_array_stays_writable() -> None:
+    ids = np.array([1, 2], np.int32)
+    Request(RequestId("a"), ids)
+    ids[0] = 3
+
+
+def test_launching_counts_as_device_time() -> None:
+    """CpuRunner computes in `launch`."""
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    run_all(an_engine(bus=bus), [a_request(list(range(90)), 8)])
+    assert counters.device_s > 1e-4 * counters.steps
+
+
+def test_prompt_logprobs_are_computed_for_one_answer_only() -> None:
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    sampling = SamplingParams(n=4, temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    run_all(an_engine(bus=bus), [a_request(list(range(36)), sampling=sampling)])
+    assert counters.computed_tokens < 2 * 36
+
+
+def test_prompt_logprobs_of_a_prompt_of_one_token() -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    (output,) = run_all(an_engine(), [a_request([1], sampling=sampling)]).outputs
+    assert output.prompt_logprobs == (None,)
+
+
+def test_a_closed_engine_has_no_work() -> None:
+    engine = an_engine()
+    engine.submit(a_request([1, 2, 3], 3))
+    engine.step()
+    engine.close()
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("setting", [{"seed": 2**63}, {"max_model_len": 1}])
+def test_settings_under_which_no_request_can_run_are_refused(setting: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        SchedConfig(**setting)  # type: ignore[arg-type]  # wrong on purpose
