@@ -1,4 +1,4 @@
-"""Write the README's results table from benchmarks/results/: `python benchmarks/table.py [--check]`.
+"""Write the README's results table: `python benchmarks/table.py [--check]`.
 
 Each row of the table names a file of results and picks its latest matching line.
 """

@@ -21,9 +21,10 @@ COMMANDS = {
     "generate": Command("mainstem.apps.generate", "answer one prompt, streaming"),
     "chat": Command("mainstem.apps.chat", "talk with a model in the terminal"),
     "demo": Command("mainstem.apps.demo", "questions over shared documents, sharing on and off"),
+    "serve": Command("mainstem.apps.server.serve", "an OpenAI-compatible server with a page"),
     "batch": Command("mainstem.apps.batch", "answer a file of requests, planned and resumable"),
     "plan": Command("mainstem.apps.planning", "what a batch of prompts shares, and the best order"),
-    "bench": Command("mainstem.apps.bench.cli", "measure: host, attention, batch, cpu, kernel"),
+    "bench": Command("mainstem.apps.bench.cli", "measure the parts and the whole"),
     "models": Command("mainstem.apps.models", "the embedded model and what is cached"),
     "doctor": Command("mainstem.apps.doctor", "what this machine has and what will be used"),
 }

@@ -9,6 +9,7 @@ BENCHES = {
     "attention": ("mainstem.apps.bench.attention", "CPU decode attention over a shared prefix"),
     "batch": ("mainstem.apps.bench.batch", "a batch over shared documents, planned and not"),
     "plan": ("mainstem.apps.bench.plan", "seconds and memory of planning up to 1M prompts"),
+    "serve": ("mainstem.apps.bench.serve", "load on any OpenAI-compatible server"),
     "valleys": ("mainstem.apps.bench.valleys", "tokens per step over a job, planner off and on"),
     "kernel": ("mainstem.apps.bench.kernel", "span attention on a GPU against its floor"),
 }
