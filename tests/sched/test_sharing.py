@@ -67,7 +67,7 @@ def test_spans_show_each_sequence_its_own_context_once(
     """Each query sees every key of its own context up to itself, once, and no other."""
     tree = SharingTree()
     table = np.zeros((len(seqs), 64), np.int32)
-    befores, counts = [], []
+    firsts, counts = [], []
     for slot, (pages, count, back) in enumerate(seqs):
         before = max(0, len(pages) * page_size - back)
         total_pages = -(-(before + count) // page_size)
@@ -75,11 +75,11 @@ def test_spans_show_each_sequence_its_own_context_once(
         row = np.concatenate([pages, own])[: max(total_pages, len(pages))]
         table[slot, : len(row)] = row
         tree.attach(slot, pages)
-        befores.append(before)
+        firsts.append(before)
         counts.append(count)
     starts = starts_of(np.array(counts, np.int32))
     slots = np.arange(len(seqs), dtype=np.int32)
-    num_before = np.array(befores, np.int32)
+    num_before = np.array(firsts, np.int32)
     spans = SpanBuilder(page_size, share_all).build(tree, slots, starts, num_before, table)
     seen: dict[int, list[tuple[int, int]]] = {row: [] for row in range(int(starts[-1]))}
     for i in range(len(spans)):
@@ -92,7 +92,7 @@ def test_spans_show_each_sequence_its_own_context_once(
             seen[row] += [(i, int(key)) for key in slots_[:visible]]
     for slot in range(len(seqs)):
         for j in range(counts[slot]):
-            length = befores[slot] + j + 1
+            length = firsts[slot] + j + 1
             expected = (table[slot][:, None].astype(np.int64) * 10 + np.arange(page_size)).ravel()
             got = [key for _, key in seen[int(starts[slot]) + j]]
             assert sorted(got) == sorted(expected[:length].tolist())
