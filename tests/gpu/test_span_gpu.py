@@ -75,7 +75,9 @@ def _run(
         page_size=case.page_size,
         dtype=dtype,
         device=torch.device("cuda"),
-        limits=Limits(case.num_tokens, len(spans.page_ids), max_partials=12 * case.num_tokens),
+        limits=Limits(
+            case.num_tokens, len(spans.page_ids), max_partials=12 * case.num_tokens + 500
+        ),
         deterministic_keys=deterministic_keys,
     )
     attention.plan(spans)

@@ -12,7 +12,7 @@ CUDA graph that captured `run` may be replayed after another `plan`.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -149,7 +149,10 @@ class SpanAttention:
         it.
         """
         self._check_spans(spans)
-        self._send(schedule(spans, self._shape))
+        plan = schedule(spans, self._shape)
+        if plan.num_slots > self._limits.partials() and self._shape.fixed_stretch is None:
+            plan = schedule(spans, replace(self._shape, can_cut=False))
+        self._send(plan)
 
     def _check_spans(self, spans: Spans) -> None:
         limits = self._limits

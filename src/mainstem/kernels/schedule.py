@@ -12,7 +12,7 @@ The plan is one int32 array, so that it travels in one copy:
     pages   | page ids of all spans
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,13 +42,12 @@ PIECE_FIELDS = 8
 NO_LIMIT = 1 << 30  # PIECE_LIMIT of a plain span
 
 CANDIDATES = (1.5, 1.04, 0.9, 0.75, 0.52, 0.34, 0.26, 0.17)  # unit size over a program's fair share
-SMALL_FIXED = 130.0  # time of a unit beside its keys, in keys of a small unit
-LARGE_FIXED = 400.0
+SMALL_FIXED = 160.0  # time of a unit beside its keys, in keys of a small unit
+LARGE_FIXED = 500.0
 STRETCH_KEYS = 64  # stretches of small spans are multiples of it
 SMALL_TILE_KEYS = 64  # keys x heads in a step of a small unit
 LEAST_ROWS = 16  # what a matrix instruction takes
 MOST_SMALL_ROWS = 32
-UNEVEN = 0.5  # of a small unit, by which programs with large ones end apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +60,14 @@ class Shape:
     num_programs: int
     tiles: Tiles
     fixed_stretch: int | None = None  # deterministic: cut at multiples of so many keys
+    can_cut: bool = True  # otherwise no span is cut: the fewest Partials there can be
 
-    @property
-    def fold(self) -> int:
-        """KV heads of a small unit: as many as make a tile of 64 keys x heads from a page."""
+    # KV heads of a small unit: as many as make a tile of 64 keys x heads from a page.
+    fold: int = field(init=False)
+    # Rows of the small tile: those of one token in all heads of a unit, as a power of two.
+    small_q: int = field(init=False)
+
+    def __post_init__(self) -> None:
         fold = 1
         while (
             fold * 2 * self.page_size <= SMALL_TILE_KEYS
@@ -72,15 +75,11 @@ class Shape:
             and fold * 2 * self.group <= MOST_SMALL_ROWS
         ):
             fold *= 2
-        return fold
-
-    @property
-    def small_q(self) -> int:
-        """Rows of the small tile: those of one token in all heads of a unit, as a power of two."""
-        rows = LEAST_ROWS
-        while rows < min(self.group * self.fold, MOST_SMALL_ROWS):
-            rows *= 2
-        return rows
+        small_q = LEAST_ROWS
+        while small_q < min(self.group * fold, MOST_SMALL_ROWS):
+            small_q *= 2
+        object.__setattr__(self, "fold", fold)
+        object.__setattr__(self, "small_q", small_q)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,59 +103,68 @@ def _key_weight(row_tiles: Int64s, is_large: Bools, shape: Shape) -> Floats:
     return np.where(is_large, large, float(shape.fold))
 
 
-class _Load:
-    """How many units of each kind there are, and their cost."""
-
-    def __init__(self, units: Int64s, cost: Floats, is_large: Bools) -> None:
-        large, small = np.where(is_large, units, 0), np.where(is_large, 0, units)
-        self.num_large, self.num_small = int(large.sum()), int(small.sum())
-        self.large, self.small = float((large * cost).sum()), float((small * cost).sum())
-
-    def seconds_with(self, other: "_Load", longest: float, programs: int) -> float:
-        """When the last program ends, in the unit of the costs. Units are whole: some have one
-        more.
-        """
-        large, small = self.large + other.large, self.small + other.small
-        num_large = self.num_large + other.num_large
-        num_small = self.num_small + other.num_small
-        time = (large + small) / programs
-        if num_large:
-            time = max(time, -(-num_large // programs) * large / num_large)
-            return time + (UNEVEN * small / num_small if num_small else 0.0)
-        time = max(time, -(-num_small // programs) * small / num_small)
-        return max(time, longest)
-
-
 def _choose_stretches(keys: Int64s, row_tiles: Int64s, is_large: Bools, shape: Shape) -> Int64s:
     """Keys per unit of each span: short enough that all programs end together, no shorter."""
     tiles, programs = shape.tiles, shape.num_programs
-    weight = _key_weight(row_tiles, is_large, shape)
-    fixed = np.where(is_large, LARGE_FIXED, SMALL_FIXED)
+    work = keys * _key_weight(row_tiles, is_large, shape)  # of a span's units, one head each
     copies = row_tiles * np.where(is_large, shape.kv_heads, shape.kv_heads // shape.fold)
-    share = float((keys * weight * copies).sum()) / programs
+    share = float(work @ copies) / programs
     stretches = np.maximum(keys, 1)
-    # Spans that no candidate would cut are counted once.
-    cost = keys * weight + fixed
-    is_whole = keys * weight <= share * CANDIDATES[-1]
-    cut = np.flatnonzero(~is_whole)
-    if share <= 0 or not len(cut):
+    is_cut = work > share * CANDIDATES[-1]
+    if not is_cut.any():
         return stretches
-    whole = _Load(np.where(is_whole, copies, 0), cost, is_large)
-    k, w, f, c, large = keys[cut], weight[cut], fixed[cut], copies[cut], is_large[cut]
-    t = np.where(large, tiles.large_k, STRETCH_KEYS)
-    best, best_time = k, np.inf
-    for candidate in CANDIDATES:
-        parts = _ceil_div(k, np.maximum(share * candidate / w, t).astype(np.int64))
-        stretch = _ceil_div(_ceil_div(k, parts), t) * t
-        parts = _ceil_div(k, stretch)
-        # The last stretch may be short; its units still cost their fixed part.
-        load = _Load(parts * c, k * w / parts + f, large)
-        longest = float((np.minimum(stretch, k) * w + f).max())
-        time = load.seconds_with(whole, longest, programs)
-        if time < best_time:
-            best, best_time = stretch, time
-    stretches[cut] = best
+    # All candidates at once: rows are candidates, columns are the spans that one of them would cut.
+    targets = share * np.array(CANDIDATES)[:, None]
+    units, cost, longest, chosen = [], [], np.zeros(len(targets)), []
+    for kind, fixed, tile in (
+        (is_large, LARGE_FIXED, tiles.large_k),
+        (~is_large, SMALL_FIXED, STRETCH_KEYS),
+    ):
+        cut, whole = np.flatnonzero(kind & is_cut), kind & ~is_cut
+        parts = np.maximum(work[cut] // targets, 1.0).astype(np.int64)
+        stretch = _ceil_div(_ceil_div(keys[cut], parts), tile) * tile
+        parts = _ceil_div(keys[cut], stretch)
+        units.append(parts @ copies[cut] + int(copies[whole].sum()))
+        cost.append(float(work[kind] @ copies[kind]) + fixed * units[-1])
+        longest = np.maximum(longest, (work[cut] / parts).max(axis=1, initial=-fixed) + fixed)
+        chosen.append((cut, stretch))
+    ends = [
+        _end_of_last((int(u0), int(u1)), (float(c0), float(c1)), float(long), programs)
+        for u0, u1, c0, c1, long in zip(*units, *cost, longest, strict=True)
+    ]
+    best = int(np.argmin(ends))
+    for cut, stretch in chosen:
+        stretches[cut] = stretch[best]
     return stretches
+
+
+def _end_of_last(
+    units: tuple[int, int], cost: tuple[float, float], longest: float, programs: int
+) -> float:
+    """When the last program ends, in the unit of the costs; [large, small] units of mean size.
+
+    Large units go round, small ones fill up what they leave. Small units alone that differ in
+    length end up unevenly, by half of the longest.
+    """
+    large_size = cost[0] / units[0] if units[0] else 0.0
+    small_size = cost[1] / units[1] if units[1] else 0.0
+    rounds, more = divmod(units[0], programs)
+    low, high = rounds * large_size, (rounds + 1) * large_size
+    end = high if more else low
+    if units[1]:
+        mean = (cost[0] + cost[1]) / programs
+        best = np.inf
+        for load in (low, high):
+            level = load + small_size * max(int((mean - load) / small_size), 1)
+            while level < best:
+                room = (programs - more) * int((level - low) / small_size + 1e-6)
+                room += more * max(int((level - high) / small_size + 1e-6), 0)
+                if room >= units[1]:
+                    best = level
+                level += small_size
+        end = max(end, best)
+    is_uneven = not units[0] and longest > 1.2 * small_size
+    return max(end, longest) + (longest / 2 if is_uneven else 0.0)
 
 
 def _share_out(shares: Int32s, large: tuple[Floats, int], small: tuple[Floats, int]) -> None:
@@ -176,10 +184,28 @@ def _share_out(shares: Int32s, large: tuple[Floats, int], small: tuple[Floats, i
     cost, units = small
     if len(cost):
         ends = np.cumsum(cost) * units
-        room = np.maximum((load.sum() + ends[-1]) / programs - load, 0.0)
+        room = _fill(load, float(ends[-1]) / (len(cost) * units), len(cost) * units)
         where = np.concatenate(([0.0], np.cumsum(room) * (ends[-1] / room.sum())))
         where[-1] = ends[-1]
         shares[programs + 1 :], _ = _nearest_unit(cost, units, ends, where)
+
+
+def _fill(load: Floats, size: float, count: int) -> Floats:
+    """How much of `count` equal units each program takes, so that the fullest is least full."""
+    level = np.inf
+    for _ in range(2):  # programs that are fuller than the mean already take no part in it
+        is_open = load < level
+        level = float(load[is_open].sum() + size * count) / int(is_open.sum())
+    room = np.maximum((level - load) // size, 0.0)
+    missing = count - int(room.sum())
+    while missing > 0:
+        emptiest = np.argsort(load + room * size, kind="stable")[:missing]
+        room[emptiest] += 1.0
+        missing -= len(emptiest)
+    if missing < 0:
+        fullest = np.argsort(np.where(room > 0, -load - room * size, 0.0), kind="stable")[:-missing]
+        room[fullest] -= 1.0
+    return room * size
 
 
 def _nearest_unit(cost: Floats, units: int, ends: Floats, where: Floats) -> tuple[Int64s, Floats]:
@@ -200,7 +226,9 @@ def _cut(spans: Spans, shape: Shape) -> tuple[Int64s, Int64s, Bools]:
     else:
         is_large = rows > shape.small_q // shape.fold
         tile_q = np.where(is_large, shape.tiles.large_q, shape.small_q)
-        stretches = _choose_stretches(keys, _ceil_div(rows, tile_q), is_large, shape)
+        stretches = np.maximum(keys, 1)
+        if shape.can_cut:
+            stretches = _choose_stretches(keys, _ceil_div(rows, tile_q), is_large, shape)
     return stretches, np.maximum(_ceil_div(keys, stretches), 1), is_large
 
 

@@ -328,6 +328,8 @@ def _large_unit(
             scale, stride_page, head_offset, HEAD_DIM, DIM, PAGE_SIZE, TILE_K, False, WIDE, UPCAST,
         )  # fmt: skip
         page = next_page
+    # Asked for anew: carrying the ids out of the loop above would double its loads.
+    page = _page_of(pages_ptr, clear_end, key_end, PAGE_SIZE, TILE_K)
     for start in tl.range(clear_end, key_end, TILE_K, num_stages=1):
         max_score, weight, acc = _large_step(
             q, k_ptr, v_ptr, page, start, key_end, limit, max_score, weight, acc,
@@ -478,7 +480,7 @@ def _span_kernel(
                     _merge_rows(
                         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
                         row, num_rows, stride_out_token, stride_out_head,
-                        HEADS, HEAD_DIM, DIM, 1, 32, HAS_LSE,
+                        HEADS, HEAD_DIM, DIM, 1, 64, HAS_LSE,
                     )  # fmt: skip
             elif most_parts > 4:
                 for row in range(program * 8, num_rows, num_programs * 8):
