@@ -41,6 +41,9 @@ class RunnerFacts:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     kv_bytes_per_token: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     dtype: DType  # computed in
     checkpoint_dtype: DType
     quantize: Quantize
@@ -164,6 +167,9 @@ def load_runner(
         eos_ids=spec.eos_ids,
         bos_id=spec.bos_id,
         kv_bytes_per_token=kv_bytes,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
         dtype=DType(str(dtype).removeprefix("torch.")),
         checkpoint_dtype=spec.dtype,
         quantize=model.quantize,
