@@ -111,3 +111,33 @@ def relay_speedup(system_tokens: float, context_tokens: float, batch: float) -> 
     plain = system_tokens + context_tokens + 2
     relay = system_tokens / batch + context_tokens + 7
     return plain / relay
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What a whole step costs depends on these numbers of a model only."""
+
+    num_params: float  # in the layers
+    num_head_params: float  # of the LM head
+    kv_bytes_per_token: float  # over all layers
+    bytes_per_param: float = 2.0
+    elementwise_bytes_per_token: float = 5.6e6  # norms, rope, activations: read and written
+
+
+LLAMA_8B = ModelSize(num_params=6.98e9, num_head_params=0.525e9, kv_bytes_per_token=131_072)
+
+
+def step_s(
+    card: Card, model: ModelSize, num_tokens: int, num_samples: int, key_tokens_read: int
+) -> float:
+    """Seconds of one forward pass over `num_tokens`, of which `num_samples` go through the LM head.
+
+    Nothing overlaps in this model: GEMM (or reading the weights, if that takes longer), reading K
+    and V, and elementwise traffic are added up.
+    """
+    flops = 2 * (model.num_params * num_tokens + model.num_head_params * num_samples)
+    weights = (model.num_params + model.num_head_params) * model.bytes_per_param
+    gemm_s = max(flops / card.flops_per_s, weights / card.bytes_per_s)
+    traffic = key_tokens_read * model.kv_bytes_per_token
+    traffic += num_tokens * model.elementwise_bytes_per_token
+    return gemm_s + traffic / card.bytes_per_s

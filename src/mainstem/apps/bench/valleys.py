@@ -23,8 +23,8 @@ from mainstem.core.plan import Prompts
 from mainstem.core.request import Delivery, Request, SamplingParams
 from mainstem.core.step import Int32s, StepResult
 from mainstem.kv.store import KVStore
+from mainstem.plan.cost import H200, LLAMA_8B, step_s
 from mainstem.plan.planner import plan_prompts
-from mainstem.plan.step_cost import H200, LLAMA_8B, step_seconds
 from mainstem.sched.scheduler import Scheduler
 
 VOCAB = 30_000
@@ -116,7 +116,7 @@ def run(
     while (step := scheduler.next_step()) is not None:
         read = int(step.spans.key_tokens.sum())
         num_samples = len(step.sample_rows)
-        now_s += step_seconds(H200, LLAMA_8B, step.num_tokens, num_samples, read)
+        now_s += step_s(H200, LLAMA_8B, step.num_tokens, num_samples, read)
         trace.ends_s.append(now_s)
         trace.num_tokens.append(step.num_tokens)
         trace.num_decodes.append(step.num_decodes)
