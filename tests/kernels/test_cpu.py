@@ -147,6 +147,15 @@ def test_long_shared_run_is_split_and_merged() -> None:
     check(spans_of((group, list(range(70)), 1115, False), *own), 64, heads=3, kv_heads=1)
 
 
+@pytest.mark.parametrize("num_queries", [63, 64, 100, 191, 192])
+def test_many_queries_over_one_run(num_queries: int) -> None:
+    """Around the sizes where the query heads of a KV head are laid end to end."""
+    rows = list(range(num_queries))
+    shared = (rows, list(range(9)), 139, False)
+    own = [([row], [20 + row], 3, True) for row in rows]
+    check(spans_of(shared, *own), num_queries, heads=6, kv_heads=2, dim=8)
+
+
 def test_lse_spread_of_eighty() -> None:
     """One part outweighs the other by e^80: no overflow, no NaN."""
     check(*CASES["shared prefix, own tails"], spread=40.0)

@@ -76,6 +76,8 @@ class _Bucket:
             q = q.index_select(0, self.rows)
         if self.num_queries == 1:
             q = q[:, :, None]
+        elif not self.is_triangle and _folds(self.num_queries, q.shape[1] // k.shape[1]):
+            return self._attend_folded(q, k, v, scale)
         else:
             shape = (self.num_parts, self.num_queries, q.shape[1], q.shape[2])
             q = q.view(shape).transpose(1, 2)
@@ -83,11 +85,27 @@ class _Bucket:
             *_flash_attention(q, k, v, 0.0, self.is_triangle, attn_mask=self.mask, scale=scale)
         )
 
-    def collect(self, pages: Tensor) -> Tensor:
+    def _attend_folded(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> "_Partial":
+        """The query heads of one KV head as rows of one matrix."""
+        parts, queries, heads, dim = self.num_parts, self.num_queries, q.shape[1], q.shape[2]
+        kv_heads = k.shape[1]
+        q = q.view(parts, queries, kv_heads, -1, dim).transpose(1, 2)
+        q = q.reshape(parts, kv_heads, -1, dim)
+        out, lse = _flash_attention(q, k, v, 0.0, False, scale=scale)
+        out = out.view(parts, kv_heads, queries, -1, dim).transpose(1, 2)
+        lse = lse.view(parts, kv_heads, queries, -1).transpose(1, 2)
+        return _Partial(
+            out.reshape(parts, queries, heads, dim).transpose(1, 2),
+            lse.reshape(parts, queries, heads).transpose(1, 2),
+        )
+
+    def collect(self, pages: Tensor, scratch: Tensor) -> Tensor:
         """[parts, kv_heads, keys, dim] of K or of V."""
-        dim = pages.shape[3]
-        keys = pages.view(-1, self.unit * dim).index_select(0, self.gather)
-        return keys.view(self.num_parts, pages.shape[1], -1, dim)[:, :, : self.num_keys]
+        width = self.unit * pages.shape[3]
+        keys = scratch[: len(self.gather) * width].view(-1, width)
+        torch.index_select(pages.view(-1, width), 0, self.gather, out=keys)
+        keys = keys.view(self.num_parts, pages.shape[1], -1, pages.shape[3])
+        return keys[:, :, : self.num_keys]
 
     def collect_both(self, pages: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
         """The same of K and of V, from pages [2, pages, kv_heads, page_size, dim], in one go."""
@@ -118,13 +136,16 @@ class SpanPlan:
         self._buckets = buckets
         self._merge = merge
         self._scale = scale
-        self._scratch: Tensor | None = None  # what run_joint gathers, bucket after bucket
+        self._scratch: Tensor | None = None  # for gathered K and V, bucket after bucket
 
     def run(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """q [tokens, heads, dim] -> [tokens, heads, dim]; pages contiguous, as in reference.py."""
+        k, v = self._room(k_pages).chunk(2)
         return self._merge.run(
             [
-                bucket.attend(q, bucket.collect(k_pages), bucket.collect(v_pages), self._scale)
+                bucket.attend(
+                    q, bucket.collect(k_pages, k), bucket.collect(v_pages, v), self._scale
+                )
                 for bucket in self._buckets
             ]
         )
@@ -134,15 +155,20 @@ class SpanPlan:
 
         A plan runs on tensors of one size only.
         """
-        if self._scratch is None:
-            largest = max(len(bucket.gather) * bucket.unit for bucket in self._buckets)
-            self._scratch = pages.new_empty(2 * largest * pages.shape[4])
+        room = self._room(pages)
         return self._merge.run(
             [
-                bucket.attend(q, *bucket.collect_both(pages, self._scratch), self._scale)
+                bucket.attend(q, *bucket.collect_both(pages, room), self._scale)
                 for bucket in self._buckets
             ]
         )
+
+    def _room(self, pages: Tensor) -> Tensor:
+        """Kept between layers: fresh memory would cost more in page faults than the copy."""
+        if self._scratch is None:
+            largest = max(len(bucket.gather) * bucket.unit for bucket in self._buckets)
+            self._scratch = pages.new_empty(2 * largest * pages.shape[-1])
+        return self._scratch
 
 
 class _Merge:
@@ -265,7 +291,11 @@ def _split(bucket: list[_Part], shape: PageShape) -> Iterator[list[_Part]]:
         yield bucket
         return
     threads = torch.get_num_threads()
-    tasks = shape.num_heads * -(-num_queries // 32)
+    group = shape.num_heads // shape.num_kv_heads
+    if _folds(num_queries, group):
+        tasks = shape.num_kv_heads * -(-num_queries * group // 64)
+    else:
+        tasks = shape.num_heads * -(-num_queries // 32)
     pieces = 1
     while _idle_share(tasks * pieces, threads) > 0.05:
         pieces += 1
@@ -284,6 +314,15 @@ def _split(bucket: list[_Part], shape: PageShape) -> Iterator[list[_Part]]:
     rest = part.num_keys - pieces * run * page_size
     if rest:
         yield [_Part(part.rows, part.pages[pieces * run :], 0, rest, False)]
+
+
+def _folds(num_queries: int, group: int) -> bool:
+    """Whether laying `group` heads' queries end to end lets the kernel take larger blocks.
+
+    It takes 32 rows at a time below 192 and 64 from there on, which is 6 % faster; further up the
+    copies cost what is gained.
+    """
+    return num_queries < 192 <= num_queries * group
 
 
 def _idle_share(tasks: int, threads: int) -> float:
