@@ -107,7 +107,7 @@ class Crowd:
 @pytest.mark.parametrize(
     ("seconds", "most_health_s"),
     [
-        (4, 1.0),  # on a machine that does other things as well
+        (4, 5.0),  # on a machine that does other things as well
         pytest.param(60, 0.1, marks=pytest.mark.slow),
     ],
 )

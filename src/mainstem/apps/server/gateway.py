@@ -9,7 +9,7 @@ from itertools import pairwise
 from time import monotonic, time
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mainstem.apps.jobs.rows import Kind, RowParser
 from mainstem.apps.server.apps_registry import App, AppRegistry, encode_prompt, shared_prefixes
@@ -84,9 +84,8 @@ class Gateway:
             held.enter_context(self.gate.enter(tenant, ask.num_answers))
             prompt_ids = await self._encode(ask, app)
             answering = await self._submit(ask, prompt_ids, heading.reply_id, tenant)
-            exchange = _Exchange(self, answering, heading, tenant, app)
+            exchange = _Exchange(self, answering, heading, request, app)
             held.push(exchange)
-            request.state.facts |= {"reply_id": heading.reply_id, "app": exchange.app_name}
             reply = Reply(ask, heading, prompt_ids, self.worker.tokenizer)
             if ask.is_streaming:
                 events = reply.events(answering)
@@ -100,7 +99,7 @@ class Gateway:
                 exchange.state = RequestState.FAILED
                 raise _engine_error(fault) from None
             exchange.state = RequestState.FINISHED
-        return JSONResponse(whole)
+        return Response(whole, media_type="application/json")
 
     def _resolve(self, ask: Ask) -> tuple[str, App | None]:
         """The model name to reply with, and the app that `model: "M:NAME"` or `app` names."""
@@ -258,15 +257,17 @@ class _Exchange:
         gateway: Gateway,
         answering: Answering,
         heading: Heading,
-        tenant: Tenant,
+        request: Request,
         app: App | None,
     ) -> None:
         self.state = RequestState.OPEN
-        self.app_name = None if app is None else app.name
+        self._facts: Json = request.state.facts  # logged with the request
+        tenant, app_name = request.state.tenant, None if app is None else app.name
+        self._facts |= {"reply_id": heading.reply_id, "app": app_name}
         self._gateway = gateway
         self._answering = answering
         self._records = [
-            Record(heading.reply_id, tenant, self.app_name, ticket) for ticket in answering.tickets
+            Record(heading.reply_id, tenant, app_name, ticket) for ticket in answering.tickets
         ]
         for record in self._records:
             gateway.live.begin(record)
@@ -290,6 +291,13 @@ class _Exchange:
         for record in self._records:
             record.state = self.state
             self._gateway.observe(record.ticket)
+        tickets = self._answering.tickets
+        self._facts |= {
+            "state": self.state.value,
+            "prompt_tokens": sum(len(ticket.request.prompt_ids) for ticket in tickets),
+            "cached_tokens": sum(ticket.num_cached_tokens for ticket in tickets),
+            "output_tokens": sum(ticket.num_output_tokens for ticket in tickets),
+        }
 
 
 def _engine_error(fault: EngineFault) -> ApiError:

@@ -1,5 +1,6 @@
 """Answers as OpenAI writes them: whole, and as the chunks of a stream."""
 
+import asyncio
 import codecs
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -68,18 +69,24 @@ class Reply:
 
     # --- whole ----------------------------------------------------------------------------------
 
-    async def whole(self, answering: Answering) -> Json:
-        """The reply when every answer is finished; raises what ended one early."""
+    async def whole(self, answering: Answering) -> bytes:
+        """The reply as JSON when every answer is finished; raises what ended one early."""
         async for news in answering:
             for place, output in news:
                 self._answers[place].add(output)
+        if self._ask.num_answers == 1 and self._ask.sampling.logprobs is None:
+            return self._render_whole()
+        return await asyncio.to_thread(self._render_whole)  # may be many megabytes
+
+    def _render_whole(self) -> bytes:
         choices = [
             self._whole_choice(place, index)
             for place in range(len(self._answers))
             for index in range(self._ask.sampling.n)
         ]
         kind = "chat.completion" if self._is_chat else "text_completion"
-        return self._object(kind, choices) | {"usage": self.usage()}
+        whole = self._object(kind, choices) | {"usage": self.usage()}
+        return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
 
     def _whole_choice(self, place: int, index: int) -> Json:
         answers = self._answers[place]

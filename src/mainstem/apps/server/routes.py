@@ -94,14 +94,14 @@ class Routes:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        return JSONResponse(
-            await self._gateway.tokenize(await read_json(request, self._gateway.limits))
-        )
+        gateway = self._gateway
+        gateway.gate.allow(request.state.tenant)
+        return JSONResponse(await gateway.tokenize(await read_json(request, gateway.limits)))
 
     async def detokenize(self, request: Request) -> Response:
-        return JSONResponse(
-            self._gateway.detokenize(await read_json(request, self._gateway.limits))
-        )
+        gateway = self._gateway
+        gateway.gate.allow(request.state.tenant)
+        return JSONResponse(gateway.detokenize(await read_json(request, gateway.limits)))
 
     # --- how it is ------------------------------------------------------------------------------
 
