@@ -7,9 +7,9 @@ Spans become *parts*, and parts of like shape become *buckets*, one kernel call 
     span, causal, n = 1    q x keys                     one part: a lone query sees everything
 
     bucket   [parts, heads, queries, dim] x [parts, kv_heads, keys, dim]
-             keys gathered by whole pages where all parts are equally long, else by slot, the
-             surplus pointing at the part's last key and masked, so that a slot nobody wrote is
-             never read: 0 * NaN is NaN
+             keys gathered by whole pages, those of triangles by slot; what lies behind a part's
+             last key is masked and set to zero, since a slot nobody wrote may hold NaN, and
+             0 * NaN is NaN
 
 torch's fused CPU attention answers with the log-sum-exp beside the output. A token that lies in
 several parts gets their outputs weighted by softmax over these, in fp32 (RelayAttention Eq. 11).
@@ -68,6 +68,7 @@ class _Bucket:
     unit: int  # slots in one gathered row: a whole page, or 1
     mask: Tensor | None  # [parts, 1, 1, keys] additive
     is_triangle: bool
+    unused: Tensor | None  # collected slots behind a part's last key: they may hold anything
     _both: Tensor | None = None  # rows of K, then of V, when these lie in one tensor
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> "_Partial":
@@ -104,6 +105,8 @@ class _Bucket:
         width = self.unit * pages.shape[3]
         keys = scratch[: len(self.gather) * width].view(-1, width)
         torch.index_select(pages.view(-1, width), 0, self.gather, out=keys)
+        if self.unused is not None:
+            keys.view(-1, pages.shape[3]).index_fill_(0, self.unused, 0.0)
         keys = keys.view(self.num_parts, pages.shape[1], -1, pages.shape[3])
         return keys[:, :, : self.num_keys]
 
@@ -116,6 +119,9 @@ class _Bucket:
         width = self.unit * dim
         keys = scratch[: len(self._both) * width].view(-1, width)
         torch.index_select(pages.view(-1, width), 0, self._both, out=keys)
+        if self.unused is not None:
+            for half in keys.view(2, -1, dim):
+                half.index_fill_(0, self.unused, 0.0)
         keys = keys.view(2, self.num_parts, kv_heads, -1, dim)
         if keys.shape[3] != self.num_keys:
             keys = keys[:, :, :, : self.num_keys]
@@ -345,10 +351,14 @@ def _make_bucket(parts: list[_Part], num_tokens: int, shape: PageShape) -> tuple
     is_all = rows.size == num_tokens and np.array_equal(rows.reshape(-1), np.arange(num_tokens))
     gather, unit = _gather_rows(parts, num_keys, shape)
     lengths = np.array([part.num_keys for part in parts])
-    mask = None
+    mask = unused = None
     if not is_triangle and lengths.min() < num_keys:
         hidden = np.arange(num_keys) >= lengths[:, None]
         mask = torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32))[:, None, None]
+        rounded = -(-num_keys // unit) * unit
+        behind = np.arange(rounded) >= lengths[:, None, None]
+        behind = np.broadcast_to(behind, (len(parts), shape.num_kv_heads, rounded))
+        unused = torch.from_numpy(np.flatnonzero(behind))
     bucket = _Bucket(
         num_parts=len(parts),
         num_queries=num_queries,
@@ -358,6 +368,7 @@ def _make_bucket(parts: list[_Part], num_tokens: int, shape: PageShape) -> tuple
         unit=unit,
         mask=mask,
         is_triangle=is_triangle,
+        unused=unused,
     )
     return bucket, owners.reshape(-1)
 
@@ -366,9 +377,9 @@ def _gather_rows(parts: list[_Part], num_keys: int, shape: PageShape) -> tuple[L
     """Which rows of the pages, seen as [pages * kv_heads (* page_size), unit * dim], to collect."""
     page_size, kv_heads = shape.page_size, shape.num_kv_heads
     heads = np.arange(kv_heads)[:, None]
-    if all(part.num_keys == num_keys and part.first == 0 for part in parts):
+    if not parts[0].is_triangle:
         count = -(-num_keys // page_size)
-        pages = np.stack([part.pages[:count] for part in parts])
+        pages = np.stack([np.resize(part.pages[:count], count) for part in parts])
         return (pages[:, None, :] * kv_heads + heads).reshape(-1), page_size
     slots = np.arange(num_keys)
     gathered = []
