@@ -124,7 +124,7 @@ class SpanAttention:
         limits, shape, device = self._limits, self._shape, self._device
         max_pieces = 2 * limits.entries() + 4 * shape.num_programs
         self._plan_ints = (
-            HEADER_INTS + 2 * shape.num_programs + 2 + PIECE_FIELDS * max_pieces
+            HEADER_INTS + 2 * shape.num_programs + 2 + (PIECE_FIELDS + shape.kv_heads) * max_pieces
             + 5 * limits.entries() + limits.max_pages + 1
         )  # fmt: skip
         self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)

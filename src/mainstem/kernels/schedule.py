@@ -4,7 +4,8 @@ step.
 The plan is one int32 array, so that it travels in one copy:
 
     header  | HEADER_INTS ints, the H_ places below
-    shares  | [programs + 1] first large unit, [programs + 1] first small unit
+    shares  | [programs + 1] places in the order of large units, [programs + 1] of small ones
+    orders  | [large units], [small units]: piece * (units of a piece) + (which of them)
     large   | [pieces, 8] PIECE_ columns; a piece is a unit of every KV head
     small   | [pieces, 8]
     entries | [2, entries] token, slot of its first Partial in this span or -1 where it has only one
@@ -27,6 +28,7 @@ Bools = NDArray[np.bool_]
 
 # Places in the header; `span.py` reads them by number.
 H_SMALL, H_LARGE, H_ENTRIES, H_NUM_ENTRIES, H_PAGES, H_MERGES, H_NUM_MERGES, H_MOST_PARTS = range(8)
+H_LARGE_ORDER, H_SMALL_ORDER = 8, 9
 HEADER_INTS = 16
 
 # Columns of a piece.
@@ -42,7 +44,7 @@ PIECE_FIELDS = 8
 NO_LIMIT = 1 << 30  # PIECE_LIMIT of a plain span
 
 CANDIDATES = (1.5, 1.04, 0.9, 0.75, 0.52, 0.34, 0.26, 0.17)  # unit size over a program's fair share
-SMALL_FIXED = 160.0  # time of a unit beside its keys, in keys of a small unit
+SMALL_FIXED = 90.0  # time of a unit beside its keys, in keys of a small unit
 LARGE_FIXED = 500.0
 STRETCH_KEYS = 64  # stretches of small spans are multiples of it
 SMALL_TILE_KEYS = 64  # keys x heads in a step of a small unit
@@ -167,31 +169,49 @@ def _end_of_last(
     return max(end, longest) + (longest / 2 if is_uneven else 0.0)
 
 
-def _share_out(shares: Int32s, large: tuple[Floats, int], small: tuple[Floats, int]) -> None:
-    """Give each program neighbouring units of both kinds, so that all have the same to do.
+def _share_out(
+    shares: Int32s, large: tuple[Floats, int], small: tuple[Floats, int]
+) -> tuple[Int64s, Int64s]:
+    """Give each program units of both kinds, so that all have the same to do.
 
-    A kind is the cost of one unit of each piece, and how many units every piece has.
+    A kind is the cost of one unit of each piece, and how many units every piece has. Returns the
+    order of the units; program p has those from shares[p] to shares[p + 1], small ones likewise.
     """
     programs = len(shares) // 2 - 1
     shares[:] = 0
     load = np.zeros(programs)
-    cost, units = large
-    if len(cost):
-        ends = np.cumsum(cost) * units
-        first, before = _nearest_unit(cost, units, ends, np.linspace(0.0, ends[-1], programs + 1))
-        shares[: programs + 1] = first
-        load = np.diff(before)
+    large_order = _deal(*large, shares[: programs + 1], load)
     cost, units = small
-    if len(cost):
-        ends = np.cumsum(cost) * units
-        room = _fill(load, float(ends[-1]) / (len(cost) * units), len(cost) * units)
-        where = np.concatenate(([0.0], np.cumsum(room) * (ends[-1] / room.sum())))
-        where[-1] = ends[-1]
-        shares[programs + 1 :], _ = _nearest_unit(cost, units, ends, where)
+    count = len(cost) * units
+    is_even = count and cost.max() < 1.2 * cost.mean()
+    if not is_even:
+        return large_order, _deal(cost, units, shares[programs + 1 :], load)
+    # Equal units fill up what the large ones leave open; neighbours share page ids.
+    np.cumsum(_fill(load, float(cost.mean()), count), out=shares[programs + 2 :])
+    return large_order, np.arange(count)
+
+
+def _deal(cost: Floats, units: int, shares: Int32s, load: Floats) -> Int64s:
+    """Deal units like cards, the longest first, there and back; adds to the programs' load."""
+    programs = len(load)
+    by_cost = np.argsort(-cost, kind="stable")
+    order = (by_cost[:, None] * units + np.arange(units)).ravel()
+    turn, place = np.divmod(np.arange(len(order)), programs)
+    program = np.where(turn % 2, programs - 1 - place, place)
+    # The emptiest come first where a round does not reach all, so spread them over the card.
+    program = _spread(programs)[program]
+    load += np.bincount(program, weights=np.repeat(cost[by_cost], units), minlength=programs)
+    np.cumsum(np.bincount(program, minlength=programs), out=shares[1:])
+    return order[np.argsort(program, kind="stable")]
+
+
+def _spread(programs: int) -> Int64s:
+    """Programs in an order that visits every second one first: neighbours share an SM."""
+    return np.concatenate((np.arange(0, programs, 2), np.arange(1, programs, 2)))
 
 
 def _fill(load: Floats, size: float, count: int) -> Floats:
-    """How much of `count` equal units each program takes, so that the fullest is least full."""
+    """How many of `count` equal units each program takes, so that the fullest is least full."""
     level = np.inf
     for _ in range(2):  # programs that are fuller than the mean already take no part in it
         is_open = load < level
@@ -205,15 +225,7 @@ def _fill(load: Floats, size: float, count: int) -> Floats:
     if missing < 0:
         fullest = np.argsort(np.where(room > 0, -load - room * size, 0.0), kind="stable")[:-missing]
         room[fullest] -= 1.0
-    return room * size
-
-
-def _nearest_unit(cost: Floats, units: int, ends: Floats, where: Floats) -> tuple[Int64s, Floats]:
-    """The units nearest to some places on the line of all costs, and what lies before them."""
-    piece = np.minimum(np.searchsorted(ends, where, side="right"), len(cost) - 1)
-    begin = ends[piece] - cost[piece] * units
-    unit = np.clip(np.rint((where - begin) / cost[piece]), 0, units)
-    return (piece * units + unit).astype(np.int64), begin + unit * cost[piece]
+    return room
 
 
 def _cut(spans: Spans, shape: Shape) -> tuple[Int64s, Int64s, Bools]:
@@ -275,7 +287,18 @@ def schedule(spans: Spans, shape: Shape) -> Schedule:
     merges = np.flatnonzero(is_split)
     merge_parts = token_parts[merges]
 
-    large_at = HEADER_INTS + 2 * shape.num_programs + 2
+    large_steps = _ceil_div(num_keys[:num_large], tiles.large_k) * tiles.large_k
+    small_steps = _ceil_div(num_keys[num_large:], shape.page_size) * shape.page_size
+    weight = _key_weight(row_tiles, is_large, shape)[span]
+    shares = np.empty(2 * shape.num_programs + 2, np.int32)
+    large_order, small_order = _share_out(
+        shares,
+        (large_steps * weight[:num_large] + LARGE_FIXED, shape.kv_heads),
+        (small_steps * weight[num_large:] + SMALL_FIXED, shape.kv_heads // shape.fold),
+    )
+    large_order_at = HEADER_INTS + len(shares)
+    small_order_at = large_order_at + len(large_order)
+    large_at = small_order_at + len(small_order)
     small_at = large_at + num_large * PIECE_FIELDS
     entries_at = large_at + num_pieces * PIECE_FIELDS
     merges_at = entries_at + 2 * len(tokens)
@@ -283,18 +306,13 @@ def schedule(spans: Spans, shape: Shape) -> Schedule:
     # One page id more than there are: the kernel fetches one ahead.
     ints = np.empty(pages_at + len(spans.page_ids) + 1, np.int32)
     ints[:HEADER_INTS] = 0
-    ints[: H_MOST_PARTS + 1] = (
+    ints[: H_SMALL_ORDER + 1] = (
         small_at, large_at, entries_at, len(tokens), pages_at, merges_at, len(merges),
-        merge_parts.max() if len(merges) else 0,
+        merge_parts.max() if len(merges) else 0, large_order_at, small_order_at,
     )  # fmt: skip
-    large_steps = _ceil_div(num_keys[:num_large], tiles.large_k) * tiles.large_k
-    small_steps = _ceil_div(num_keys[num_large:], shape.page_size) * shape.page_size
-    weight = _key_weight(row_tiles, is_large, shape)[span]
-    _share_out(
-        ints[HEADER_INTS:large_at],
-        (large_steps * weight[:num_large] + LARGE_FIXED, shape.kv_heads),
-        (small_steps * weight[num_large:] + SMALL_FIXED, shape.kv_heads // shape.fold),
-    )
+    ints[HEADER_INTS:large_order_at] = shares
+    ints[large_order_at:small_order_at] = large_order
+    ints[small_order_at:large_at] = small_order
     pieces = ints[large_at:entries_at].reshape(num_pieces, PIECE_FIELDS)
     pieces[:, PIECE_ENTRY] = spans.query_starts[span]
     pieces[:, PIECE_ROW_BEGIN] = row_begin

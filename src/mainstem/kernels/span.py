@@ -146,7 +146,7 @@ def _small_step(q, k, v, is_seen, max_score, weight, acc, scale, UPCAST: tl.cons
 @triton.jit
 def _small_units(
     q_ptr, k_rows, v_rows, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-    pieces_ptr, entries_ptr, num_entries, page_ids_ptr, first_unit, end_unit,
+    pieces_ptr, entries_ptr, num_entries, page_ids_ptr, order_ptr, begin, end,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -169,8 +169,9 @@ def _small_units(
     key_of_lane = lanes % PAGE_SIZE
     is_same_head = row_head[:, None] == (lanes // PAGE_SIZE)[None, :]
 
-    piece_ptr = pieces_ptr + (first_unit // UNITS) * 8
-    kv_head = (first_unit % UNITS) * FOLD
+    unit = tl.load(order_ptr + begin)
+    piece_ptr = pieces_ptr + (unit // UNITS) * 8
+    kv_head = (unit % UNITS) * FOLD
     entry = tl.load(piece_ptr)
     num_rows = tl.load(piece_ptr + 2)
     page_at = tl.load(piece_ptr + 3)
@@ -183,8 +184,10 @@ def _small_units(
         q_ptr, entries_ptr, num_entries, entry, num_rows, kv_head,
         stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM, DIM, TILE_Q,
     )  # fmt: skip
-    for unit in range(first_unit, end_unit):
-        next_unit = tl.minimum(unit + 1, end_unit - 1)
+    next_unit = tl.load(order_ptr + tl.minimum(begin + 1, end - 1))
+    for index in range(begin, end):
+        # Which unit comes after the next is fetched two ahead, all else one ahead.
+        after_next = tl.load(order_ptr + tl.minimum(index + 2, end - 1))
         next_ptr = pieces_ptr + (next_unit // UNITS) * 8
         next_kv_head = (next_unit % UNITS) * FOLD
         next_entry = tl.load(next_ptr)
@@ -235,6 +238,7 @@ def _small_units(
             (kv_head + row_head) * GROUP + row % GROUP,
             stride_out_token, stride_out_head, HEADS, HEAD_DIM, DIM, HAS_LSE,
         )  # fmt: skip
+        next_unit = after_next
         kv_head = next_kv_head
         num_rows = next_num_rows
         page_at = next_page_at
@@ -431,7 +435,10 @@ def _span_kernel(
         entries_ptr = plan_ptr + tl.load(plan_ptr + 2)
         num_entries = tl.load(plan_ptr + 3)
         page_ids_ptr = plan_ptr + tl.load(plan_ptr + 4)
-        for unit in range(large_begin, large_end):
+        large_order_at = tl.load(plan_ptr + 8)
+        order_ptr = plan_ptr + tl.load(plan_ptr + 9)
+        for index in range(large_begin, large_end):
+            unit = tl.load(plan_ptr + large_order_at + index)
             _large_unit(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                 large_ptr + (unit // KV_HEADS) * 8, entries_ptr, num_entries, page_ids_ptr,
@@ -444,7 +451,8 @@ def _span_kernel(
         if small_begin < small_end:
             _small_units(
                 q_ptr, k_rows, v_rows, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-                small_ptr, entries_ptr, num_entries, page_ids_ptr, small_begin, small_end,
+                small_ptr, entries_ptr, num_entries, page_ids_ptr,
+                order_ptr, small_begin, small_end,
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                 KV_HEADS, GROUP, FOLD, HEAD_DIM, DIM, PAGE_SIZE, SMALL_Q, SMALL_STAGES,
                 HAS_LSE, UPCAST,

@@ -21,7 +21,7 @@ class Tiles:
     num_warps: int
     programs_per_sm: int  # all programs must be resident at once, so this must fit
     max_registers: int | None = None
-    large_weight: float = 1.1  # time of a large tile's key over that of a small one
+    large_weight: float = 0.8  # time of a large tile's key over that of a small one
 
 
 HOPPER = Tiles(

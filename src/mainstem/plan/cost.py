@@ -26,12 +26,13 @@ class Card:
     bytes_per_s: float  # reading device memory
     flops_per_s: float  # sustained, in the model's dtype
     launch_s: float  # an empty launch, begin to end
-    span_s: float  # fixed time of one more span, spread over the card
-    parallel_spans: int  # fixed costs that go on side by side
+    unit_s: float  # what a unit of attention costs beside its keys: one KV head of a row tile
+    parallel_units: int  # units that go on side by side
+    tile_rows: int  # query heads x members that one unit takes
 
 
-H200 = Card("NVIDIA H200", 4.3e12, 666e12, 7e-6, 10e-6, 264)
-GENERIC_CPU = Card("cpu", 20e9, 60e9, 30e-6, 30e-6, 1)
+H200 = Card("NVIDIA H200", 4.3e12, 666e12, 7e-6, 10e-6, 264, 64)
+GENERIC_CPU = Card("cpu", 20e9, 60e9, 30e-6, 10e-6, 1, 1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,8 @@ def shared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
     read_s = keys * model.key_bytes / card.bytes_per_s
     compute_s = count * keys * model.pair_flops / card.flops_per_s
     partial_s = count * model.partial_bytes / card.bytes_per_s
-    return np.maximum(read_s, compute_s) + partial_s + card.span_s / card.parallel_spans
+    units = model.kv_heads * np.ceil(count * (model.heads // model.kv_heads) / card.tile_rows)
+    return np.maximum(read_s, compute_s) + partial_s + units * card.unit_s / card.parallel_units
 
 
 def unshared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
