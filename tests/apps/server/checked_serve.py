@@ -1,0 +1,34 @@
+"""`mainstem serve` as a program whose status is 3 if a page was lost.
+
+python -m tests.apps.server.checked_serve fake|real [flags of mainstem serve]
+"""
+
+import sys
+
+from mainstem.apps.answers import TextEngine
+from mainstem.apps.batch import open_engine
+from mainstem.apps.server.serve import main
+from mainstem.core.config import EngineConfig
+from tests.apps.fake_batch import FakeEngines
+
+
+def serve(kind: str, argv: list[str]) -> int:
+    engines = []
+
+    def make_engine(config: EngineConfig) -> TextEngine:
+        fake = FakeEngines(num_pages=8192, max_model_len=400)
+        engines.append(fake(config) if kind == "fake" else open_engine(config))
+        return engines[0]
+
+    status = main(argv, make_engine)
+    try:
+        engines[0].engine.check()
+        assert not engines[0].has_work, "something is still open"
+    except AssertionError as error:
+        print(f"not whole: {error}", file=sys.stderr)
+        return 3
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv[1], sys.argv[2:]))
