@@ -53,7 +53,7 @@ def test_arithmetic_bounds_a_run_with_very_many_readers() -> None:
     """Reading once does not help beyond the point where computing takes longer than reading."""
     members, tokens = np.array([4096], np.int32), np.array([8192], np.int32)
     compute_s = 4096 * 8192 * LLAMA_8B.pair_flops / H200.flops_per_s
-    assert shared_s(H200, LLAMA_8B, members, tokens)[0] == pytest.approx(compute_s, rel=0.1)
+    assert shared_s(H200, LLAMA_8B, members, tokens)[0] == pytest.approx(compute_s, rel=0.2)
     speedup = unshared_s(H200, LLAMA_8B, members, tokens) / shared_s(
         H200, LLAMA_8B, members, tokens
     )
