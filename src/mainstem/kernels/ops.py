@@ -47,14 +47,14 @@ class Limits:
     max_tokens: int  # packed tokens of a step
     max_pages: int  # page ids over all spans
     max_entries: int | None = None  # tokens x spans they lie in; None: 8 per token
-    max_partials: int | None = None  # of tokens in several units; None: 4 per token, at least 2,048
+    max_partials: int | None = None  # of tokens in several units; None: 2 per token, at least 2,048
 
     def entries(self) -> int:
         return self.max_entries if self.max_entries is not None else 8 * self.max_tokens
 
     def partials(self) -> int:
         return (
-            self.max_partials if self.max_partials is not None else max(4 * self.max_tokens, 2048)
+            self.max_partials if self.max_partials is not None else max(2 * self.max_tokens, 2048)
         )
 
 
