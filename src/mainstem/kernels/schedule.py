@@ -123,12 +123,16 @@ def _choose_stretches(keys: Int64s, row_tiles: Int64s, is_large: Bools, shape: S
         (~is_large, SMALL_FIXED, STRETCH_KEYS),
     ):
         cut, whole = np.flatnonzero(kind & is_cut), kind & ~is_cut
+        if not len(cut):
+            units.append(np.full(len(targets), int(copies[whole].sum())))
+            cost.append(float(work[kind] @ copies[kind]) + fixed * units[-1])
+            continue
         parts = np.maximum(work[cut] // targets, 1.0).astype(np.int64)
         stretch = _ceil_div(_ceil_div(keys[cut], parts), tile) * tile
         parts = _ceil_div(keys[cut], stretch)
         units.append(parts @ copies[cut] + int(copies[whole].sum()))
         cost.append(float(work[kind] @ copies[kind]) + fixed * units[-1])
-        longest = np.maximum(longest, (work[cut] / parts).max(axis=1, initial=-fixed) + fixed)
+        longest = np.maximum(longest, (work[cut] / parts).max(axis=1) + fixed)
         chosen.append((cut, stretch))
     ends = [
         _end_of_last((int(u0), int(u1)), (float(c0), float(c1)), float(long), programs)
@@ -194,6 +198,8 @@ def _share_out(
 def _deal(cost: Floats, units: int, shares: Int32s, load: Floats) -> Int64s:
     """Deal units like cards, the longest first, there and back; adds to the programs' load."""
     programs = len(load)
+    if not len(cost):
+        return np.empty(0, np.int64)
     by_cost = np.argsort(-cost, kind="stable")
     order = (by_cost[:, None] * units + np.arange(units)).ravel()
     turn, place = np.divmod(np.arange(len(order)), programs)
