@@ -106,6 +106,26 @@ def test_what_is_no_json_object_in_utf8_is_refused(tight: Running, data: bytes) 
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("field", ["cache_salt", "model", "app", "stop", "user", "prompt", "x"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
+def test_half_a_character_is_refused_wherever_it_is(tight: Running, path: str, field: str) -> None:
+    for value in (rb'"\ud800"', rb'["\uDFFF"]', rb'{"\udc00": 1}'):
+        data = b'{"%s": %s}' % (field.encode(), value)
+        kind = {"content-type": "application/json"}
+        response = tight.client.post(path, content=data, headers=kind)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"]
+
+
+def test_a_character_of_two_escapes_is_whole(server: Running) -> None:
+    found = server.client.post(
+        "/tokenize",
+        content=rb'{"prompt": "\ud83d\ude00"}',
+        headers={"content-type": "application/json"},
+    )
+    assert found.json()["count"] == 4
+
+
 def test_other_content_types_are_refused(tight: Running) -> None:
     """A form on a foreign page could send these without asking the browser's user."""
     body = json.dumps({"prompt": "x"}).encode()

@@ -15,6 +15,7 @@ Json = dict[str, object]
 
 INLINE_BYTES = 1 << 16  # more is parsed on another thread
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _OPENING = np.zeros(256, np.int8)
 _OPENING[[ord("["), ord("{")]] = 1
 _OPENING[[ord("]"), ord("}")]] = -1
@@ -65,7 +66,18 @@ def parse_json(data: bytes, max_depth: int) -> Json:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    if _SURROGATE.search(text):
+        _check_unicode(value)
     return value
+
+
+def _check_unicode(value: Json) -> None:
+    """Escapes can spell half a character, which no text can hold."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        message = "the body is not valid Unicode (lone surrogates)"
+        raise ApiError(400, message, code="invalid_json") from None
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -93,9 +93,9 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
     keys = None if args.api_key_file is None else KeyRing.load(args.api_key_file)
     admin_keys = None if args.admin_key_file is None else KeyRing.load(args.admin_key_file)
     names = tuple(args.served_model_name or [Path(config.model.model).name])
-    set_up_logs(args.log_level)
-    sys.setswitchinterval(SWITCH_S)
     with _bind(args.host, args.port) as listener:
+        set_up_logs(args.log_level)
+        sys.setswitchinterval(SWITCH_S)
         if keys is None and not _is_loopback(args.host):
             log.warning("anybody who reaches this address may use it; see --api-key-file")
         engine = make_engine(config)
@@ -118,15 +118,17 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
 
 def _bind(host: str, port: int) -> socket.socket:
     """A bound socket, not listening yet; raises ConfigError."""
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"port must be between 0 and 65535, got {port}")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind)
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         bound.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
     return bound

@@ -1,0 +1,65 @@
+"""The command itself: what is wrong is said before a model is loaded; logs are JSON lines."""
+
+import json
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+
+from mainstem.apps.answers import TextEngine
+from mainstem.apps.server.logs import JsonLines
+from mainstem.apps.server.serve import main
+from mainstem.core.config import EngineConfig
+from mainstem.core.errors import ConfigError
+
+
+def no_engine(config: EngineConfig) -> TextEngine:
+    raise AssertionError("the model was loaded")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--app", "nofile"],
+        ["--app", "x=/no/such/file"],
+        ["--api-key-file", "/no/such/file"],
+        ["--admin-key-file", "/no/such/file"],
+        ["--config", "/no/such/file.toml"],
+        ["--max-queue", "0"],
+        ["--rate-limit", "-1"],
+        ["--max-body-mib", "0"],
+        ["--host", "256.0.0.1"],
+        ["--port", "99999"],
+    ],
+)
+def test_wrong_flags_are_found_before_the_model_is_loaded(flags: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        main(["--port", "0", *flags], no_engine)
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            main(["--port", str(taken.getsockname()[1])], no_engine)
+
+
+def test_a_config_file_with_an_unknown_section_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("[server]\nport = 1\n")
+    with pytest.raises(ConfigError, match="unknown section"):
+        main(["--config", str(path)], no_engine)
+
+
+def test_a_log_line_is_a_json_object() -> None:
+    record = logging.LogRecord("x", logging.INFO, "f", 1, 'said "%s"\n', ("hé",), None)
+    record.facts = {"status": 200, "path": Path("/x")}
+    line = JsonLines().format(record)
+    assert "\n" not in line
+    found = json.loads(line)
+    assert found["event"] == 'said "hé"\n'
+    assert found["level"] == "info"
+    assert found["status"] == 200
+    assert found["time"].endswith("Z")
