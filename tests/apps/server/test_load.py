@@ -108,7 +108,7 @@ class Crowd:
     ("kind", "seconds", "most_health_s"),
     [
         # a fake step holds the interpreter all the time, a real one hardly
-        ("fake", 4, 5.0),
+        ("fake", 2, 5.0),
         pytest.param("real", 60, 0.1, marks=[pytest.mark.slow, pytest.mark.torch]),
     ],
 )
@@ -120,8 +120,8 @@ def test_many_clients_come_and_go(
         asyncio.run(crowd.run())
         tally = crowd.tally
         assert set(tally.statuses) == {200}
-        assert tally.num_left > 10
-        assert tally.num_whole > 100
+        assert tally.num_left > 5
+        assert tally.num_whole > 50
         health_s = sorted(tally.health_s)
         p99_s = health_s[int(len(health_s) * 0.99)]
         print(f"{tally.num_whole} whole, {tally.num_left} left, health p99 {p99_s * 1e3:.1f} ms")

@@ -12,6 +12,7 @@ from mainstem.apps.server.logs import JsonLines
 from mainstem.apps.server.serve import main
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
+from tests.apps.fake_batch import FakeEngines
 
 
 def no_engine(config: EngineConfig) -> TextEngine:
@@ -51,6 +52,12 @@ def test_a_config_file_with_an_unknown_section_is_refused(tmp_path: Path) -> Non
     path.write_text("[server]\nport = 1\n")
     with pytest.raises(ConfigError, match="unknown section"):
         main(["--config", str(path)], no_engine)
+
+
+def test_an_app_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("x" * 1000)
+    with pytest.raises(ConfigError, match="1000 tokens leave no room"):
+        main(["--port", "0", "--app", f"long={tmp_path / 'long.txt'}"], FakeEngines())
 
 
 def test_a_log_line_is_a_json_object() -> None:

@@ -69,10 +69,8 @@ def from_row(error: RowError) -> ApiError:
 
 def busy(message: str, retry_after_s: int) -> ApiError:
     """Too much at once; the client may come back."""
-    return ApiError(
-        429, message, code="rate_limit_exceeded", kind="rate_limit_error",
-        retry_after_s=retry_after_s,
-    )  # fmt: skip
+    code, kind = "rate_limit_exceeded", "rate_limit_error"
+    return ApiError(429, message, code=code, kind=kind, retry_after_s=retry_after_s)
 
 
 def unavailable(message: str) -> ApiError:

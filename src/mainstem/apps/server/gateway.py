@@ -97,7 +97,7 @@ class Gateway:
                 return Response(status_code=CLIENT_LEFT)
             except EngineFault as fault:
                 exchange.state = RequestState.FAILED
-                raise _engine_error(fault) from None
+                raise unavailable(str(fault)) from None
             exchange.state = RequestState.FINISHED
         return Response(whole, media_type="application/json")
 
@@ -156,7 +156,7 @@ class Gateway:
         except InvalidRequest as error:
             raise from_invalid(error) from None
         except EngineFault as fault:
-            raise _engine_error(fault) from None
+            raise unavailable(str(fault)) from None
 
     def observe(self, ticket: Ticket) -> None:
         """Count a request that has ended."""
@@ -173,9 +173,9 @@ class Gateway:
 
     # --- apps -----------------------------------------------------------------------------------
 
-    async def fill(self, app: App) -> int:
-        """Compute an app's prefix for every tenant; returns how many tokens it has."""
-        prefixes = await asyncio.to_thread(shared_prefixes, self.worker.tokenizer, app)
+    def prefixes(self, app: App) -> list[list[int]]:
+        """What all requests to an app begin with; raises InvalidRequest if there is no room."""
+        prefixes = shared_prefixes(self.worker.tokenizer, app)
         for prefix in prefixes:
             if len(prefix) >= self.worker.max_model_len:
                 raise InvalidRequest(
@@ -183,6 +183,14 @@ class Gateway:
                     f"{len(prefix)} tokens leave no room in the context of "
                     f"{self.worker.max_model_len}",
                 )
+        return prefixes
+
+    async def fill(self, app: App) -> int:
+        """Compute an app's prefix for every tenant; returns how many tokens it has.
+
+        Raises InvalidRequest if it does not fit, EngineFault if the engine cannot.
+        """
+        prefixes = await asyncio.to_thread(self.prefixes, app)
         requests = [
             EngineRequest(
                 f"fill-{app.name}-{next(self._ids)}", prefix, self._filling(prefix), tenant.salt
@@ -278,7 +286,7 @@ class _Exchange:
         if not isinstance(error, EngineFault):
             log.error("a stream failed", exc_info=error)
             error = EngineFault("internal error")
-        return event(_engine_error(error).body())
+        return event(unavailable(str(error)).body())
 
     def __enter__(self) -> "_Exchange":
         return self
@@ -298,7 +306,3 @@ class _Exchange:
             "cached_tokens": sum(ticket.num_cached_tokens for ticket in tickets),
             "output_tokens": sum(ticket.num_output_tokens for ticket in tickets),
         }
-
-
-def _engine_error(fault: EngineFault) -> ApiError:
-    return unavailable(str(fault))

@@ -26,7 +26,7 @@ from mainstem.apps.server.metrics import ServerMetrics
 from mainstem.apps.server.routes import make_app
 from mainstem.apps.server.worker import Worker, WorkerState
 from mainstem.core.config import EngineConfig
-from mainstem.core.errors import ConfigError
+from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.metrics import Counters
 
 MIB = 1 << 20
@@ -109,11 +109,23 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
             Live(names[0], Counters().attach(bus)),
             ServerMetrics(bus, names[0]),
         )
+        _check_apps(gateway)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("listening", extra={"facts": {"url": url, "model": names[0]}})
         Server(gateway, args.shutdown_s).run(sockets=[listener])
     return 1 if gateway.worker.state is WorkerState.FAILED else 0
+
+
+def _check_apps(gateway: Gateway) -> None:
+    """Raise ConfigError if an app's prompt leaves no room for an answer."""
+    for name in gateway.apps.names:
+        app = gateway.apps.find(name)
+        assert app is not None
+        try:
+            gateway.prefixes(app)
+        except InvalidRequest as error:
+            raise ConfigError(f"--app {name}: {error}") from None
 
 
 def _bind(host: str, port: int) -> socket.socket:

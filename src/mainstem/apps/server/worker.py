@@ -22,7 +22,7 @@ from typing import TypeVar
 from mainstem.apps.answers import TextEngine, TextOutput
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import SequenceAdmitted
-from mainstem.core.request import Delivery, SamplingParams
+from mainstem.core.request import SamplingParams
 from mainstem.core.snapshot import EngineSnapshot
 
 SNAPSHOT_S = 0.2  # a look at the engine is at most so old while it runs
@@ -333,9 +333,8 @@ class Worker:
                 request.request_id,
                 request.prompt_ids,
                 request.sampling,
-                Delivery.EACH_STEP,
-                request.salt,
-                request.priority,
+                salt=request.salt,
+                priority=request.priority,
             )
         except InvalidRequest as error:
             self._report.refused.append((request.request_id, error))
