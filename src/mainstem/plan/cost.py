@@ -29,10 +29,11 @@ class Card:
     unit_s: float  # what a unit of attention costs beside its keys: one KV head of a row tile
     parallel_units: int  # units that go on side by side
     tile_rows: int  # query heads x members that one unit takes
+    merge_s: float  # what a step pays as soon as any of its tokens has Partials
 
 
-H200 = Card("NVIDIA H200", 4.3e12, 666e12, 7e-6, 10e-6, 264, 64)
-GENERIC_CPU = Card("cpu", 20e9, 60e9, 30e-6, 10e-6, 1, 1 << 30)
+H200 = Card("NVIDIA H200", 4.3e12, 666e12, 7e-6, 10e-6, 264, 64, 5e-6)
+GENERIC_CPU = Card("cpu", 20e9, 60e9, 30e-6, 10e-6, 1, 1 << 30, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,13 @@ def unshared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
 
 
 def worth_sharing(card: Card, model: Heads, members: Ints, tokens: Ints) -> Bools:
-    """Which shared runs become spans of their own: those read faster so. Vectorised over runs."""
-    is_faster = shared_s(card, model, members, tokens) < unshared_s(card, model, members, tokens)
+    """Which shared runs of a step become spans of their own: those read faster so, if together they
+    save more than merging costs. Vectorised over runs.
+    """
+    gain_s = unshared_s(card, model, members, tokens) - shared_s(card, model, members, tokens)
     has_company: Bools = members >= np.int32(2)
-    return np.logical_and(is_faster, has_company)
+    chosen = np.logical_and(gain_s > 0, has_company)
+    return np.logical_and(chosen, float(gain_s[chosen].sum()) > card.merge_s)
 
 
 def span_floor_s(card: Card, spans: Spans, *, heads: int, kv_heads: int, head_dim: int) -> float:
