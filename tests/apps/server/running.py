@@ -11,6 +11,7 @@ from time import monotonic, sleep
 from typing import Any, TypeVar
 
 import httpx
+import uvloop
 
 from mainstem.apps.server.apps_registry import App, AppRegistry
 from mainstem.apps.server.auth import Access, KeyRing
@@ -144,7 +145,7 @@ def a_server(
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     host, port = listener.getsockname()
-    loop = asyncio.new_event_loop()
+    loop = uvloop.new_event_loop()  # as uvicorn makes it
 
     def serve() -> None:
         asyncio.set_event_loop(loop)

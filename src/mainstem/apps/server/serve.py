@@ -133,8 +133,9 @@ def _bind(host: str, port: int) -> socket.socket:
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"port must be between 0 and 65535, got {port}")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
     try:
