@@ -126,7 +126,10 @@ def run(name: str, source: Path, flags: list[str]) -> tuple[Run, dict[str, str]]
     out, summary_file = source.with_name(f"{name}.jsonl"), source.with_name(f"{name}.json")
     began_s = process_time()
     argv = [str(source), "-o", str(out), "--summary-json", str(summary_file), *flags]
-    if batch.main(argv) != 0:
+    status = batch.main(argv)
+    if status >= 128:
+        raise KeyboardInterrupt  # a signal stopped the run
+    if status != 0:
         raise InvalidRequest("--input", "some questions could not be answered; see above")
     cpu_seconds = process_time() - began_s
     summary = json.loads(summary_file.read_text())
