@@ -62,6 +62,11 @@ class RmsNorm:
         # sqrt(sum + size * eps) = hypot(sqrt(sum), sqrt(size * eps))
         self._floor = torch.tensor(math.sqrt(size * eps))
 
+    @property
+    def has_scale(self) -> bool:
+        """Whether a gain is left to apply; otherwise the next product does it."""
+        return self._scale is not None
+
     def scaled(self, scale: Tensor) -> "RmsNorm":
         """The same norm with another scale."""
         norm = RmsNorm(scale, 1, 1.0)

@@ -21,6 +21,7 @@ from mainstem.runner.attention import AttentionPlan
 from mainstem.runner.inputs import make_inputs
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.sampler import Sampler, logprobs_of
+from mainstem.runner.single import SingleTokenPass
 
 _LAYOUT = b"cpu:1:adjacent-pairs"  # of K and V in a page; part of the model's identity
 _MAX_AUTO_TOKENS = 262_144
@@ -70,6 +71,7 @@ class CpuRunner:
         self._gate = OpenGate() if gate is None else gate
         self._turns = rotary_table(decoder.spec.rope, max_positions)
         self._previous = torch.empty(0, dtype=torch.long)
+        self._single = SingleTokenPass.make(decoder, pages, self._turns)
         self.sampler = Sampler()
 
     @property
@@ -92,13 +94,7 @@ class CpuRunner:
     def _run(self, step: Step) -> StepResult:
         for started in step.started:
             self.sampler.start(started)
-        inputs = make_inputs(step, self._previous)
-        turns = self._turns.index_select(0, inputs.positions)[:, None]
-        spec = self._decoder.spec
-        attention = AttentionPlan(
-            spec, self._pages, turns, inputs.write_slots, step.spans, inputs.copies
-        )
-        hidden = self._decoder.forward(inputs.token_ids, inputs.hidden_rows, attention, self._gate)
+        hidden = self._forward(step)
         num_rows = len(step.sample_rows)
         logprobs: dict[int, TokenLogprobs] = {}
         token_ids = torch.empty(0, dtype=torch.long)
@@ -110,6 +106,22 @@ class CpuRunner:
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs(hidden[num_rows:], step),
         )
+
+    def _forward(self, step: Step) -> Tensor:
+        """Hidden states of the sampled rows, then of the rows whose prompt logprobs are wanted."""
+        inputs = make_inputs(step, self._previous)
+        if self._single is not None and self._single.can_run(step):
+            return self._single.run(step, inputs.token_ids, self._gate)
+        turns = self._turns.index_select(0, inputs.positions)[:, None]
+        attention = AttentionPlan(
+            self._decoder.spec,
+            self._pages,
+            turns,
+            inputs.write_slots,
+            step.spans,
+            inputs.copies,
+        )
+        return self._decoder.forward(inputs.token_ids, inputs.hidden_rows, attention, self._gate)
 
     def _sample(self, hidden: Tensor, step: Step) -> tuple[Tensor, dict[int, TokenLogprobs]]:
         logits = self._decoder.logits(hidden)
