@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,9 @@ def test_files_named_in_the_docs_exist(path: Path) -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
     for target in re.findall(r"`((?:src|docs|tests|benchmarks)/[\w./-]+\.\w+)`", text):
         assert (ROOT / target).exists(), f"{path.name} names {target}"
+
+
+def test_the_results_table_is_made_from_the_results() -> None:
+    script = ROOT / "benchmarks" / "table.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], check=False)
+    assert done.returncode == 0, "README is out of date: python benchmarks/table.py"

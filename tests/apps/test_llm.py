@@ -127,6 +127,17 @@ def test_unknown_commands_and_models_say_what_to_do(capsys: pytest.CaptureFixtur
     assert cli.main([]) == 2
 
 
+def test_a_missing_extra_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn")
+
+    monkeypatch.setattr(cli, "import_module", missing)
+    assert cli.main(["serve"]) == 2
+    assert "mainstem[server]" in capsys.readouterr().err
+
+
 def test_the_demo_answers_and_leaves_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

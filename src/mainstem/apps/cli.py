@@ -30,6 +30,10 @@ COMMANDS = {
 }
 
 
+# package that may be missing -> the extra that brings it
+EXTRAS = {"starlette": "server", "uvicorn": "server", "matplotlib": "plot", "gguf": "smollm2"}
+
+
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
@@ -59,9 +63,15 @@ def main(argv: list[str] | None = None) -> int:
     if command is None:
         print(f"mainstem: no command {argv[0]!r}\n\n{usage()}", file=sys.stderr)
         return 2
-    run: Callable[[list[str]], int] = import_module(command.module).main
     try:
+        run: Callable[[list[str]], int] = import_module(command.module).main
         return run(argv[1:])
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get(error.name or "")
+        if extra is None:
+            raise
+        print(f"mainstem {argv[0]} needs more: pip install 'mainstem[{extra}]'", file=sys.stderr)
+        return 2
     except MainstemError as error:
         print(f"mainstem {argv[0]}: {error}", file=sys.stderr)
         return 2
