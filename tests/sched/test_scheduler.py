@@ -27,11 +27,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk_tokens=st.sampled_from([1, 3, 8, 64]),
         share=st.sampled_from(Share),
         can_overlap=st.booleans(),
+        span_levels=st.sampled_from([None, 1, 2]),
     )
     def start(
-        self, num_pages: int, page_size: int, chunk_tokens: int, share: Share, can_overlap: bool
+        self,
+        num_pages: int,
+        page_size: int,
+        chunk_tokens: int,
+        share: Share,
+        can_overlap: bool,
+        span_levels: int | None,
     ) -> None:
-        config = SchedConfig(chunk_tokens=chunk_tokens, share=share)
+        config = SchedConfig(chunk_tokens=chunk_tokens, share=share, span_levels=span_levels)
         self.engine = an_engine(num_pages, page_size, config, can_overlap)
         self.prompts: dict[str, list[int]] = {}
         self.limits: dict[str, int] = {}

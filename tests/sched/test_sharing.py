@@ -130,5 +130,22 @@ def test_a_run_not_worth_a_span_is_read_with_the_runs_below() -> None:
     assert spans.key_tokens.tolist() == [8, 8, 1, 1, 1, 1]
 
 
+def test_levels_can_be_limited() -> None:
+    """Two levels of sharing, one allowed: the topmost stays, the second is read by each."""
+    tree = SharingTree()
+    table = np.zeros((4, 8), np.int32)
+    for slot in range(4):
+        pages = np.array([1, 2 + slot // 2, 10 + slot], np.int32)
+        table[slot, :3] = pages
+        tree.attach(slot, pages[:2])
+    ones = np.ones(4, np.int32)
+    slots = np.arange(4, dtype=np.int32)
+    both = SpanBuilder(4, share_all).build(tree, slots, starts_of(ones), ones * 8, table)
+    one = SpanBuilder(4, share_all, 1).build(tree, slots, starts_of(ones), ones * 8, table)
+    assert both.key_tokens.tolist() == [4, 4, 4, 1, 1, 1, 1]
+    assert one.key_tokens.tolist() == [4, 5, 5, 5, 5]
+    assert one.page_ids.tolist() == [1, 2, 10, 2, 11, 3, 12, 3, 13]
+
+
 def test_ragged_arange() -> None:
     assert ragged_arange(np.array([2, 0, 3], np.int32)).tolist() == [0, 1, 0, 1, 2]

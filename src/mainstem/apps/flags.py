@@ -17,7 +17,7 @@ from mainstem.core.request import SamplingParams
 
 MODEL_FLAGS = ("model", "dtype", "device", "quantize", "threads")
 CACHE_FLAGS = ("page_size", "kv_tokens")
-SCHED_FLAGS = ("chunk_tokens", "share", "max_model_len")
+SCHED_FLAGS = ("chunk_tokens", "share", "max_model_len", "span_levels")
 
 
 def _values(kind: type[Enum]) -> list[str]:
@@ -42,6 +42,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--share",
         choices=_values(Share),
         help="what equal prefixes share: nothing, storage, or storage and reads (reads)",
+    )
+    group.add_argument(
+        "--span-levels",
+        type=int,
+        metavar="N",
+        help="shared reads nested at most so deep (no limit)",
     )
     group.add_argument("--max-model-len", type=int, metavar="N", help="context (the model's own)")
 

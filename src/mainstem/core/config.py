@@ -99,12 +99,15 @@ class SchedConfig:
     share: Share = Share.READS
     max_model_len: int | None = None  # None: the model's own context window
     seed: int = 0  # for requests that bring none
+    span_levels: int | None = None  # shared spans above one another; None: as the cost model says
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        if self.span_levels is not None and self.span_levels < 1:
+            raise ConfigError(f"span_levels must be at least 1, got {self.span_levels}")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must fit into 64 bits, got {self.seed}")
 

@@ -65,7 +65,7 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._tree = SharingTree()
         policy = worth_sharing if config.share is Share.READS else share_none
-        self._spans = SpanBuilder(store.page_size, policy)
+        self._spans = SpanBuilder(store.page_size, policy, config.span_levels)
         self._admission = Admission(store.page_size)
         self._lengths = OutputLengths()
         self._order = PlannedOrder()

@@ -40,8 +40,12 @@ class SpanBuilder:
     comes, goes or reads further into its prompt.
     """
 
-    def __init__(self, page_size: int, worth_sharing: WorthSharing) -> None:
+    def __init__(
+        self, page_size: int, worth_sharing: WorthSharing, max_levels: int | None = None
+    ) -> None:
+        """`max_levels` limits how many shared spans may lie above one another; the topmost stay."""
         self.page_size = page_size
+        self._max_levels = max_levels
         self._worth_sharing = worth_sharing
         self._kept: tuple[tuple[int, bytes, bytes, bytes], _Shared] | None = None
 
@@ -99,6 +103,8 @@ class SpanBuilder:
         ends = tree.end[unique]
         length = (ends - tree.end[tree.parent[unique]]) * self.page_size
         chosen = self._worth_sharing(readers, length) & (readers >= 2)
+        if self._max_levels is not None:
+            chosen &= _num_chosen_above(tree, unique, chosen) < self._max_levels
         if not chosen.any():
             return nothing
         begin = _nearest_chosen_end(tree, unique, chosen)[chosen]
@@ -154,6 +160,18 @@ def _nearest_chosen_end(tree: SharingTree, stems: Int32s, chosen: Bools) -> Int3
         begin[undecided[found]] = tree.end[above[found]]
         undecided, above = undecided[~found], tree.parent[above[~found]]
     return begin
+
+
+def _num_chosen_above(tree: SharingTree, stems: Int32s, chosen: Bools) -> Int32s:
+    """How many ancestors of each of the sorted `stems` are chosen."""
+    count = np.zeros(len(stems), np.int32)
+    place, above = np.arange(len(stems)), tree.parent[stems]
+    while len(place):
+        inside = above != ROOT
+        place, above = place[inside], above[inside]
+        count[place] += chosen[np.searchsorted(stems, above)]
+        above = tree.parent[above]
+    return count
 
 
 def starts_of(counts: Int32s) -> Int32s:
