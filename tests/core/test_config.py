@@ -32,6 +32,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("[cache]\npage_sise = 16\n", "unknown setting.*page_sise"),
         ('[cache]\npage_size = "big"\n', "page_size must be int"),
         ("[cache]\npage_size = 12\n", "power of two"),
+        ("[cache]\nmemory_share = 1.5\n", "memory_share must be above 0 and at most 1"),
+        ('[cache]\nmemory_share = "half"\n', "memory_share must be float"),
         ('[sched]\nshare = "all"\n', "share must be one of"),
         ("[sched]\nchunk_tokens = 0\n", "at least 1"),
         ("[sched\n", "not valid TOML"),
@@ -42,6 +44,11 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, complaint: str
     file.write_text(text)
     with pytest.raises(ConfigError, match=complaint):
         load_config(file)
+
+
+def test_a_share_of_memory_can_be_asked_for() -> None:
+    config = engine_config(parse(["--gpu-memory-utilization", "0.9"]))
+    assert config.cache.memory_share == 0.9
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -189,6 +189,17 @@ def test_facts_describe_what_was_loaded(tmp_path: Path) -> None:
     assert again.identity == facts.identity
 
 
+def test_pages_take_their_share_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint("llama", tmp_path)
+    readings = iter([8 << 20, 7 << 20, 6 << 20])  # before loading, for packing, after loading
+    monkeypatch.setattr("mainstem.runner.runner.available_bytes", lambda: next(readings))
+    _, facts = load_runner(tmp_path, ModelConfig(), CacheConfig(memory_share=0.5), None)
+    assert facts.num_pages == (2 << 20) // (facts.kv_bytes_per_token * 16)
+    readings = iter([8 << 20, 7 << 20, 6 << 20])
+    with pytest.raises(ConfigError, match="leaves no room"):
+        load_runner(tmp_path, ModelConfig(), CacheConfig(memory_share=0.25), None)
+
+
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     cache = CacheConfig(kv_tokens=64)

@@ -16,7 +16,7 @@ from mainstem.core.config import (
 from mainstem.core.request import SamplingParams
 
 MODEL_FLAGS = ("model", "dtype", "device", "quantize", "threads")
-CACHE_FLAGS = ("page_size", "kv_tokens")
+CACHE_FLAGS = ("page_size", "kv_tokens", "memory_share")
 SCHED_FLAGS = ("chunk_tokens", "share", "max_model_len", "span_levels")
 
 
@@ -37,6 +37,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (all cores)")
     group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
     group.add_argument("--kv-tokens", type=int, metavar="N", help="KV memory (from free memory)")
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        dest="memory_share",
+        metavar="X",
+        help="share of the memory for weights and KV together, where --kv-tokens is not given; "
+        "on a CPU, of the memory that is available",
+    )
     group.add_argument("--chunk-tokens", type=int, metavar="N", help="most tokens in a step (512)")
     group.add_argument(
         "--share",

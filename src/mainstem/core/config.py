@@ -15,6 +15,8 @@ from typing import TypeVar
 
 from mainstem.core.errors import ConfigError
 
+FRACTIONS = frozenset({"memory_share"})  # settings that are not whole numbers
+
 S = TypeVar("S", "ModelConfig", "CacheConfig", "SchedConfig")
 
 
@@ -73,6 +75,7 @@ class CacheConfig:
 
     page_size: int = 16  # tokens per page; a power of two
     kv_tokens: int | None = None  # None: from free memory
+    memory_share: float | None = None  # of the memory, for weights and pages; None: a cautious one
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1) or self.page_size > 1024:
@@ -82,6 +85,10 @@ class CacheConfig:
         if self.kv_tokens is not None and self.kv_tokens < self.page_size:
             raise ConfigError(
                 f"kv_tokens must hold a page of {self.page_size}, got {self.kv_tokens}"
+            )
+        if self.memory_share is not None and not 0.0 < self.memory_share <= 1.0:
+            raise ConfigError(
+                f"memory_share must be above 0 and at most 1, got {self.memory_share}"
             )
 
     def num_pages(self, free_bytes: int, page_bytes: int) -> int:
@@ -155,13 +162,14 @@ def update_section(section: S, values: Mapping[str, object], where: str) -> S:
             try:
                 changes[name] = type(old)(value)
             except ValueError:
-                allowed = [member.value for member in type(old)]
+                members = [member.value for member in type(old)]
                 raise ConfigError(
-                    f"{where}: {name} must be one of {allowed}, got {value!r}"
+                    f"{where}: {name} must be one of {members}, got {value!r}"
                 ) from None
         else:
-            wanted = str if isinstance(old, str) else int
-            if value is not None and (isinstance(value, bool) or not isinstance(value, wanted)):
+            wanted = str if isinstance(old, str) else float if name in FRACTIONS else int
+            allowed = (int, float) if wanted is float else wanted
+            if value is not None and (isinstance(value, bool) or not isinstance(value, allowed)):
                 raise ConfigError(f"{where}: {name} must be {wanted.__name__}, got {value!r}")
             changes[name] = value
     return replace(section, **changes)  # type: ignore[arg-type]  # names and types checked above

@@ -150,12 +150,14 @@ def load_runner(
 ) -> tuple[CpuRunner, RunnerFacts]:
     """Load the checkpoint in `folder` and allocate its pages.
 
-    Without `cache.kv_tokens` the pages take at most 40 % of the memory that is available, and no
-    more than 262,144 tokens. Sets torch's thread count for the process when `model.threads` does.
+    Without `cache.kv_tokens` weights and pages take `cache.memory_share` of the memory that is
+    available; without that either, pages take 40 % of what the weights leave, and no more than
+    262,144 tokens. Sets torch's thread count for the process when `model.threads` does.
     """
     if model.threads is not None:
         torch.set_num_threads(model.threads)
     spec = read_spec(folder)
+    available = available_bytes()
     context = _context(spec, max_model_len)
     dtype = compute_dtype(model.dtype, spec.dtype)
     if model.quantize is Quantize.INT8:
@@ -168,8 +170,9 @@ def load_runner(
     else:
         pack(decoder, int(available_bytes() * _PACKED_SHARE))
     kv_bytes = spec.kv_elements_per_token * dtype.itemsize
-    budget = min(int(available_bytes() * _KV_SHARE), _MAX_AUTO_TOKENS * kv_bytes)
-    num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
+    num_pages = cache.num_pages(
+        _page_budget(cache, available, kv_bytes), kv_bytes * cache.page_size
+    )
     facts = RunnerFacts(
         num_pages=num_pages,
         page_size=cache.page_size,
@@ -187,6 +190,17 @@ def load_runner(
         quantize=model.quantize,
     )
     return CpuRunner(decoder, DevicePages(spec, num_pages, cache.page_size, dtype), context), facts
+
+
+def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int) -> int:
+    """Bytes for pages where no number of tokens was asked for; the weights are loaded already."""
+    left = available_bytes()
+    if cache.memory_share is None:
+        return min(int(left * _KV_SHARE), _MAX_AUTO_TOKENS * kv_bytes)
+    budget = int(available_before * cache.memory_share) - (available_before - left)
+    if cache.kv_tokens is None and budget < kv_bytes * cache.page_size:
+        raise ConfigError(f"memory_share={cache.memory_share} leaves no room for KV")
+    return budget
 
 
 def _context(spec: ModelSpec, max_model_len: int | None) -> int:
