@@ -85,7 +85,7 @@ class LLM:
         quantize: str = "none",
         page_size: int = 16,
         kv_tokens: int | None = None,
-        chunk_tokens: int = 512,
+        chunk_tokens: int | None = None,
         share: str = "reads",
         max_model_len: int | None = None,
         threads: int | None = None,

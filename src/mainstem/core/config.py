@@ -45,13 +45,15 @@ class DType(Enum):
 
 
 class Device(Enum):
-    AUTO = "auto"
+    AUTO = "auto"  # the first GPU where there is one
     CPU = "cpu"
+    CUDA = "cuda"
 
 
 class Quantize(Enum):
     NONE = "none"
     INT8 = "int8"  # CPU: int8 weights per channel, activations quantized as they come
+    FP8 = "fp8"  # GPU: e4m3 weights per channel, activations quantized per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class ModelConfig:
     device: Device = Device.AUTO
     quantize: Quantize = Quantize.NONE
     threads: int | None = None  # CPU threads; None: all cores
+    # a request's tokens do not depend on what runs beside it, to the bit; GPU, up to 2x slower
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -102,14 +106,15 @@ class CacheConfig:
 class SchedConfig:
     """What goes into a step. Memory and tokens are the only limits; requests are not counted."""
 
-    chunk_tokens: int = 512  # most tokens in one step (S_chunk of BatchLLM)
+    # most tokens in one step (S_chunk of BatchLLM); None: what keeps the device busy
+    chunk_tokens: int | None = None
     share: Share = Share.READS
     max_model_len: int | None = None  # None: the model's own context window
     seed: int = 0  # for requests that bring none
     span_levels: int | None = None  # shared spans above one another; None: as the cost model says
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
@@ -166,6 +171,10 @@ def update_section(section: S, values: Mapping[str, object], where: str) -> S:
                 raise ConfigError(
                     f"{where}: {name} must be one of {members}, got {value!r}"
                 ) from None
+        elif isinstance(old, bool):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
+            changes[name] = value
         else:
             wanted = str if isinstance(old, str) else float if name in FRACTIONS else int
             allowed = (int, float) if wanted is float else wanted

@@ -6,6 +6,7 @@ MainstemError
   UnsupportedModel a checkpoint whose mathematics this engine does not have
   ModelNotFound    a model argument that names nothing we can reach
   OutOfPages       load: the scheduler catches it and waits
+  OutOfDeviceMemory  a step did not fit the device: the engine retries with smaller ones
 """
 
 
@@ -41,3 +42,7 @@ class OutOfPages(MainstemError):
         super().__init__(f"wanted {wanted} pages, {free} are free")
         self.wanted = wanted
         self.free = free
+
+
+class OutOfDeviceMemory(MainstemError):
+    """A step needed more device memory than was set aside for it."""

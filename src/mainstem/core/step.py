@@ -20,12 +20,21 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+Bytes = NDArray[np.uint8]
 
 StepId = NewType("StepId", int)
 
 
 def _no_slots() -> Int64s:
     return np.empty(0, np.int64)
+
+
+def _no_rows() -> Int32s:
+    return np.empty(0, np.int32)
+
+
+def _no_masks() -> Bytes:
+    return np.empty((0, 0), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +76,11 @@ class SampleBatch:
     uniform: Float32s
     num_logprobs: Int32s  # top tokens wanted, 0 where `wants_logprobs` is false
     wants_logprobs: Bools
-    special_rows: Int32s  # rows whose logits need editing: penalties, bias, mask, min_tokens
+    special_rows: Int32s  # rows whose logits need editing: penalties, bias, min_tokens
     is_greedy: bool  # every temperature is 0 and nothing needs editing: argmax is enough
+    mask_rows: Int32s = field(default_factory=_no_rows)  # rows that a grammar restricts ...
+    # ... to these tokens: [mask_rows, ceil(vocab / 8)], token t is bit t % 8 of byte t // 8
+    masks: Bytes = field(default_factory=_no_masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,7 @@ class StepResult:
     token_ids: Int32s  # [sample rows]
     logprobs: dict[int, TokenLogprobs]  # by sample row, where wanted
     prompt_logprobs: tuple[TokenLogprobs, ...]  # by prompt_logprob row
+    device_s: float | None = None  # how long the device was at it, where it can tell
 
 
 class InFlight(Protocol):

@@ -2,6 +2,7 @@
 
 from time import perf_counter
 
+from mainstem.core.errors import OutOfDeviceMemory
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Output, Request
@@ -65,14 +66,22 @@ class Engine:
         launched = None
         step = self._scheduler.next_step()
         if step is not None:
-            launched = self._launch(step)
+            try:
+                launched = self._launch(step)
+            except OutOfDeviceMemory:
+                if not self._scheduler.shrink_steps():
+                    raise
+                return self._scheduler.take_outputs()  # everything is back in the queue
         if self._in_flight is None and not self._runner.can_overlap:
             self._in_flight, launched = launched, None
         outputs = self._scheduler.take_outputs()
         if self._in_flight is not None:
             done, handle, began_s = self._in_flight
             result = self._wait(handle)
-            outputs += self._scheduler.commit(done, result, perf_counter() - began_s)
+            device_s = result.device_s
+            if device_s is None:
+                device_s = perf_counter() - began_s
+            outputs += self._scheduler.commit(done, result, device_s)
         self._in_flight = launched
         return outputs
 

@@ -41,6 +41,9 @@ from mainstem.sched.sharing import SharingTree
 from mainstem.sched.spans import SpanBuilder, WorthSharing, share_all, share_none
 from mainstem.sched.table import SeqTable
 
+DEFAULT_CHUNK_TOKENS = 512
+SMALLEST_CHUNK_TOKENS = 64
+
 
 class Scheduler:
     """Decides what runs next; owns the sequences and, through the store, their pages."""
@@ -53,8 +56,14 @@ class Scheduler:
         max_model_len: int,
         bus: EventBus,
         worth_sharing: WorthSharing = share_all,
+        max_step_tokens: int | None = None,
     ) -> None:
+        """`max_step_tokens` is what the runner's buffers hold; None: any number."""
         self._config = config
+        self._chunk_tokens = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
+        self._max_step_tokens = max_step_tokens
+        if max_step_tokens is not None:
+            self._chunk_tokens = min(self._chunk_tokens, max_step_tokens)
         self._store = store
         self._bus = bus
         self._vocab_size = vocab_size
@@ -161,8 +170,7 @@ class Scheduler:
         if decodes is None:
             return None
         # decodes go first, but never keep prompts out altogether
-        chunk_tokens = self._config.chunk_tokens
-        budget = max(chunk_tokens - len(decodes), chunk_tokens // 8, 1)
+        budget = max(self._chunk_tokens - len(decodes), self._chunk_tokens // 8, 1)
         prompts = self._fill_prompts(budget)
         batch = Batch(decodes, prompts.chunks, tuple(prompts.started), prompts.copies)
         if batch.num_seqs == 0:
@@ -218,6 +226,13 @@ class Scheduler:
             self._preempt(SeqSlot(slot))
         self._store.clear()
 
+    def shrink_steps(self) -> bool:
+        """Make steps half as large from here on; False when they are as small as they get."""
+        if self._max_step_tokens is None or self._chunk_tokens <= SMALLEST_CHUNK_TOKENS:
+            return False
+        self._chunk_tokens = max(self._chunk_tokens // 2, SMALLEST_CHUNK_TOKENS)
+        return True
+
     def close(self) -> None:
         """Drop every sequence, without a word."""
         self.recover()
@@ -269,7 +284,7 @@ class Scheduler:
             ready = table.computed[running] >= table.prefill_end[running]
             ready &= table.total[running] < table.max_total[running]
             ready &= ~(table.is_sync[running] & (table.pending[running] > 0))
-            decodes: Int32s = running[ready]
+            decodes: Int32s = self._within_step(running[ready])
             full = decodes[table.computed[decodes] >= table.num_pages[decodes] * self._page_size]
             if len(full) == 0:
                 return decodes
@@ -282,6 +297,17 @@ class Scheduler:
                 continue
             table.append_pages(full, pages)
             return decodes
+
+    def _within_step(self, decodes: Int32s) -> Int32s:
+        """Where the runner takes so many tokens only: those that waited longest, prompts' part
+        left free."""
+        if self._max_step_tokens is None:
+            return decodes
+        most = max(self._chunk_tokens - max(self._chunk_tokens // 8, 1), 1)
+        if len(decodes) <= most:
+            return decodes
+        oldest = np.argsort(self._table.last_step[decodes], kind="stable")[:most]
+        return decodes[np.sort(oldest)]
 
     def _fill_prompts(self, budget: int) -> "_Prompts":
         """Prompt chunks for `budget` tokens: sequences under way, then new ones; by priority."""
