@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mainstem.core.request import SamplingParams
-from mainstem.core.step import Int32s, StartedSequence, Step
+from mainstem.core.step import StartedSequence, Step
 from mainstem.runner.sampler import Sampler, likeliest, logprobs_of
 from tests.runner.steps import Seq, Work, a_sample_batch, a_step
 
@@ -191,18 +191,20 @@ def test_min_tokens_bars_the_stop_tokens() -> None:
     assert [sample_one(sampler, logits, sampling) for _ in range(3)] == [9, 9, 2]
 
 
-def test_a_mask_limits_the_tokens_of_its_slot() -> None:
-    class Digits:
-        def allowed(self, output_ids: Sequence[int]) -> Int32s | None:
-            return np.array([10 + len(output_ids)], np.int32) if len(output_ids) < 2 else None
-
-    sampling = greedy(min_tokens=1)
-    sampler = Sampler()
-    start(sampler, sampling)
-    sampler.set_mask(0, Digits())
-    logits = some_logits()
-    found = [sample_one(sampler, logits, sampling) for _ in range(3)]
-    assert found == [10, 11, int(logits.argmax())]
+@pytest.mark.parametrize("sampling", [greedy(), SamplingParams(temperature=5.0)])
+def test_a_mask_limits_the_tokens_of_its_row(sampling: SamplingParams) -> None:
+    allowed = np.zeros((1, VOCAB), np.bool_)
+    allowed[0, [10, VOCAB - 1]] = True
+    step = step_for([sampling] * 3, [0.1, 0.5, 0.9])
+    masks = np.packbits(allowed, axis=1, bitorder="little")
+    masked = replace(step.sampling, mask_rows=np.array([1], np.int32), masks=masks)
+    step = replace(step, sampling=replace(masked, is_greedy=False))
+    logits = some_logits().expand(3, -1)
+    free, bound, last = Sampler().sample(logits.clone(), step).tolist()
+    assert bound in (10, VOCAB - 1)
+    if sampling.is_greedy:
+        assert bound == (10 if logits[1, 10] >= logits[1, VOCAB - 1] else VOCAB - 1)
+        assert free == last == int(logits[0].argmax())
 
 
 def test_logprobs_rank_and_top() -> None:

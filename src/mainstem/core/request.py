@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,6 +138,23 @@ class SamplingParams:
         return self.has_penalties or self.logit_bias is not None or self.min_tokens > 0
 
 
+class TokenMask(Protocol):
+    """Which tokens may come next in one answer; remembers how far the answer has come."""
+
+    def allowed(self, output_ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """By token id, whether it may follow `output_ids`, which begin with those of the last call;
+        one at least may. Ids beyond the end may not. Never raises."""
+        ...
+
+
+class Grammar(Protocol):
+    """A form that answers must have."""
+
+    def start(self) -> TokenMask:
+        """The state at the beginning of an answer."""
+        ...
+
+
 class Overflow(Enum):
     """What happens when a conversation outgrows the context window."""
 
@@ -164,6 +182,7 @@ class Request:
     prompt_ids: NDArray[np.int32]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     eos_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
     salt: bytes = b""  # requests share pages only with requests of the same salt
     priority: int = 0  # lower goes first
     session: SessionId | None = None
@@ -191,7 +210,7 @@ class Request:
     @property
     def must_see_each_token(self) -> bool:
         """Whether somebody decides after each token if there is to be a next one."""
-        return bool(self.sampling.stop_strings)
+        return bool(self.sampling.stop_strings) or self.grammar is not None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -10,9 +10,7 @@ rows beside it. Order of work, as in vLLM:
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,14 +20,6 @@ from mainstem.core.request import SamplingParams, TokenLogprobs
 from mainstem.core.step import Int32s, SampleBatch, StartedSequence, Step
 
 _CANDIDATES = 1024  # sorted first; a row whose top_p reaches beyond is sorted whole
-
-
-class TokenMask(Protocol):
-    """Which tokens may come next in one sequence (grammars)."""
-
-    def allowed(self, output_ids: Sequence[int]) -> Int32s | None:
-        """The ids allowed after `output_ids`, one at least; None: all."""
-        ...
 
 
 class _History:
@@ -72,29 +62,24 @@ class _History:
 
 
 class Sampler:
-    """Turns logits into tokens; remembers, by sequence slot, what penalties and masks need."""
+    """Turns logits into tokens; remembers, by sequence slot, what penalties need."""
 
     def __init__(self) -> None:
         self._histories: dict[int, _History] = {}
-        self._masks: dict[int, TokenMask] = {}
 
     def start(self, started: StartedSequence) -> None:
         """A sequence enters a slot; forget what was there."""
         self._histories[started.seq_slot] = _History(started)
-        self._masks.pop(started.seq_slot, None)
-
-    def set_mask(self, seq_slot: int, mask: TokenMask) -> None:
-        """Bind a mask to the sequence that was started in this slot; its rows must be special."""
-        assert seq_slot in self._histories, "a mask needs a started sequence"
-        self._masks[seq_slot] = mask
 
     def sample(self, logits: Tensor, step: Step) -> Tensor:
         """Token ids [rows] int64 from logits [rows, vocab] fp32, which may be edited in place."""
         batch = step.sampling
         if batch.is_greedy:
             return likeliest(logits)
+        if len(batch.mask_rows):
+            _apply_masks(logits, batch)
         for row in batch.special_rows.tolist():
-            self._edit(logits[row], int(step.sample_slots[row]))
+            self._histories[int(step.sample_slots[row])].edit(logits[row])
         token_ids = likeliest(logits)
         rows = torch.from_numpy(np.flatnonzero(batch.temperature > 0))
         if len(rows):
@@ -103,16 +88,14 @@ class Sampler:
             self._histories[int(step.sample_slots[row])].append(int(token_ids[row]))
         return token_ids
 
-    def _edit(self, logits: Tensor, seq_slot: int) -> None:
-        history = self._histories[seq_slot]
-        mask = self._masks.get(seq_slot)
-        allowed = None if mask is None else mask.allowed(history.output_ids)
-        if allowed is not None:
-            keep = torch.from_numpy(allowed).long()
-            kept = logits[keep]
-            logits.fill_(float("-inf"))
-            logits[keep] = kept
-        history.edit(logits)
+
+def _apply_masks(logits: Tensor, batch: SampleBatch) -> None:
+    """Bar, in place, the tokens that grammars do not allow."""
+    packed = torch.from_numpy(batch.masks).to(logits.device)
+    bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    is_barred = bits.flatten(1)[:, : logits.shape[1]] == 0
+    for index, row in enumerate(batch.mask_rows.tolist()):
+        logits[row].masked_fill_(is_barred[index], float("-inf"))
 
 
 def likeliest(logits: Tensor) -> Tensor:

@@ -116,6 +116,8 @@ def _sample_batch(table: SeqTable, slots: Int32s) -> SampleBatch:
     temperature = table.temperature[slots]
     special = np.flatnonzero(table.edits_logits[slots]).astype(np.int32)
     wants_logprobs = table.wants_logprobs[slots]
+    masked = np.flatnonzero(table.has_mask[slots]).astype(np.int32)
+    is_edited = len(special) or len(masked)
     return SampleBatch(
         temperature=temperature,
         top_p=table.top_p[slots],
@@ -125,7 +127,9 @@ def _sample_batch(table: SeqTable, slots: Int32s) -> SampleBatch:
         num_logprobs=table.num_logprobs[slots],
         wants_logprobs=wants_logprobs,
         special_rows=special,
-        is_greedy=not (len(special) or temperature.any() or wants_logprobs.any()),
+        is_greedy=not (is_edited or temperature.any() or wants_logprobs.any()),
+        mask_rows=masked,
+        masks=table.masks(slots[masked]),
     )
 
 

@@ -6,7 +6,7 @@ from enum import Enum
 import numpy as np
 
 from mainstem.core.ids import SeqSlot
-from mainstem.core.request import Request, TokenLogprobs
+from mainstem.core.request import Request, TokenLogprobs, TokenMask
 from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
 
@@ -38,8 +38,11 @@ class Sequence:
     # of the first answer, where wanted and not yet delivered
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_delivered: int = 0  # output tokens the caller has seen
+    mask: TokenMask | None = None  # where a grammar restricts the answer
 
     def __post_init__(self) -> None:
+        if self.request.grammar is not None:
+            self.mask = self.request.grammar.start()
         self.reset_prompt_logprobs()
 
     def reset_prompt_logprobs(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mainstem.core.ids import SeqSlot
 from mainstem.core.request import Delivery
-from mainstem.core.step import Bools, Float32s, Int32s, Int64s
+from mainstem.core.step import Bools, Bytes, Float32s, Int32s, Int64s
 from mainstem.sched.random import uniforms
 from mainstem.sched.sequence import SeqState, Sequence
 
@@ -53,6 +53,7 @@ class SeqTable:
         self.min_p: Float32s = np.zeros(size, np.float32)
         self.seed: Int64s = np.zeros(size, np.int64)
         self.edits_logits: Bools = np.zeros(size, np.bool_)
+        self.has_mask: Bools = np.zeros(size, np.bool_)
         self.num_logprobs: Int32s = np.zeros(size, np.int32)
         self.wants_logprobs: Bools = np.zeros(size, np.bool_)
         self._vectors = [
@@ -99,6 +100,7 @@ class SeqTable:
         self.min_p[slot] = sampling.min_p
         self.seed[slot] = sequence.seed
         self.edits_logits[slot] = sampling.edits_logits
+        self.has_mask[slot] = sequence.mask is not None
         self.num_logprobs[slot] = sampling.logprobs or 0
         self.wants_logprobs[slot] = sampling.logprobs is not None
         self.num_pages[slot] = 0
@@ -180,6 +182,17 @@ class SeqTable:
             stops[row] = int(token_ids[row]) in self.sequence(slots[row]).request.stop_ids
         is_allowed: Bools = self.num_read_back(slots) > self.min_output[slots]
         return stops & is_allowed
+
+    def masks(self, slots: Int32s) -> Bytes:
+        """The tokens that may come next in sequences with a grammar, packed as in SampleBatch."""
+        allowed = np.zeros((len(slots), self._vocab_size), np.bool_)
+        for row, slot in enumerate(slots.tolist()):
+            mask = self.sequence(slot).mask
+            assert mask is not None
+            assert self.pending[slot] == 0, "a mask needs to know every token before it"
+            bools = mask.allowed(self.output_ids(SeqSlot(slot)))
+            allowed[row, : len(bools)] = bools[: self._vocab_size]
+        return np.packbits(allowed, axis=1, bitorder="little")
 
     def draw_uniforms(self, slots: Int32s) -> Float32s:
         """The random number for each slot's next output token."""
