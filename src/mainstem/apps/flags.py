@@ -8,8 +8,10 @@ from mainstem.core.config import (
     Device,
     DType,
     EngineConfig,
+    Fetch,
     Quantize,
     Share,
+    StorePolicy,
     load_config,
     update_section,
 )
@@ -18,6 +20,16 @@ from mainstem.core.request import SamplingParams
 MODEL_FLAGS = ("model", "dtype", "device", "quantize", "threads")
 CACHE_FLAGS = ("page_size", "kv_tokens", "memory_share")
 SCHED_FLAGS = ("chunk_tokens", "share", "max_model_len", "span_levels")
+
+STORE_FLAGS = {  # flag -> setting
+    "host_gb": "host_gb",
+    "disk_dir": "disk_dir",
+    "disk_gb": "disk_gb",
+    "store_ttl": "ttl_s",
+    "store_policy": "policy",
+    "store_fetch": "fetch",
+    "preload": "preload",
+}
 
 
 def _values(kind: type[Enum]) -> list[str]:
@@ -58,6 +70,30 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="shared reads nested at most so deep (no limit)",
     )
     group.add_argument("--max-model-len", type=int, metavar="N", help="context (the model's own)")
+    _add_store_flags(parser)
+
+
+def _add_store_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("KV store")
+    group.add_argument("--host-gb", type=float, metavar="GB", help="host memory for pages (none)")
+    group.add_argument("--disk-dir", metavar="DIR", help="keep pages in a folder, across restarts")
+    group.add_argument("--disk-gb", type=float, metavar="GB", help="most a model takes there (20)")
+    group.add_argument(
+        "--store-ttl", type=float, metavar="S", help="drop stored pages unused for so long (never)"
+    )
+    group.add_argument(
+        "--store-policy", choices=_values(StorePolicy), help="what leaves first (lookahead)"
+    )
+    group.add_argument(
+        "--store-fetch",
+        choices=_values(Fetch),
+        help="load stored pages if that is faster than computing them, or always (auto)",
+    )
+    group.add_argument(
+        "--preload",
+        metavar="LAYERS",
+        help="layers loaded before a prompt starts on its history: auto, all or a number (auto)",
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -72,6 +108,11 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         model=update_section(config.model, given(MODEL_FLAGS), "flags"),
         cache=update_section(config.cache, given(CACHE_FLAGS), "flags"),
         sched=update_section(config.sched, given(SCHED_FLAGS), "flags"),
+        store=update_section(
+            config.store,
+            {STORE_FLAGS[name]: value for name, value in given(tuple(STORE_FLAGS)).items()},
+            "flags",
+        ),
     )
 
 

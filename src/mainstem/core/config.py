@@ -15,9 +15,11 @@ from typing import TypeVar
 
 from mainstem.core.errors import ConfigError
 
-FRACTIONS = frozenset({"memory_share"})  # settings that are not whole numbers
+# settings whose default does not show that they are not whole numbers
+FRACTIONS = frozenset({"memory_share", "host_gb", "disk_gb", "ttl_s"})
+NAMES = frozenset({"disk_dir"})
 
-S = TypeVar("S", "ModelConfig", "CacheConfig", "SchedConfig")
+S = TypeVar("S", "ModelConfig", "CacheConfig", "SchedConfig", "StoreConfig")
 
 
 def cache_dir() -> Path:
@@ -124,6 +126,60 @@ class SchedConfig:
             raise ConfigError(f"seed must fit into 64 bits, got {self.seed}")
 
 
+class StorePolicy(Enum):
+    """Which pages leave host memory and disk first."""
+
+    LOOKAHEAD = "lookahead"  # what the waiting queue will not need (AttentionStore 3.3)
+    LRU = "lru"
+    FIFO = "fifo"
+
+
+class Fetch(Enum):
+    """Whether pages in host memory or on disk are loaded or computed again."""
+
+    AUTO = "auto"  # whichever is there first, by the cost model
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Where pages go that the device has no room for."""
+
+    host_gb: float | None = None  # host memory; None: none, or 1 GB beside a disk
+    disk_dir: str | None = None  # a folder for pages that outlive the process; None: no disk
+    disk_gb: float = 20.0  # most that one model's pages take there
+    ttl_s: float | None = None  # pages unused for so long are dropped; None: kept while they fit
+    policy: StorePolicy = StorePolicy.LOOKAHEAD
+    fetch: Fetch = Fetch.AUTO
+    # layers that must be there before a prompt starts on a history that is still loading: a number,
+    # auto (as many as the rest needs to arrive in time), or all
+    preload: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.host_gb is not None and self.host_gb < 0:
+            raise ConfigError(f"host_gb must be at least 0, got {self.host_gb}")
+        if self.disk_gb <= 0:
+            raise ConfigError(f"disk_gb must be above 0, got {self.disk_gb}")
+        if self.disk_dir is not None and self.host_gb == 0:
+            raise ConfigError("pages reach the disk through host memory: host_gb must be above 0")
+        if self.ttl_s is not None and self.ttl_s <= 0:
+            raise ConfigError(f"ttl_s must be above 0, got {self.ttl_s}")
+        if self.preload not in ("auto", "all") and not self.preload.isdecimal():
+            raise ConfigError(f"preload must be auto, all or a number, got {self.preload!r}")
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for pages; 0: there is no tier below the device."""
+        given = self.host_gb
+        if given is None:
+            given = 0.0 if self.disk_dir is None else 1.0
+        return int(given * 1e9)
+
+    @property
+    def disk_bytes(self) -> int:
+        return int(self.disk_gb * 1e9)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All sections; each part of the engine receives only its own."""
@@ -131,10 +187,11 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     sched: SchedConfig = field(default_factory=SchedConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
 
 
 def load_config(path: Path) -> EngineConfig:
-    """Read a TOML file with the sections [model], [cache], [sched]; unknown names are refused."""
+    """Read a TOML file with sections as in EngineConfig; unknown names are refused."""
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:
@@ -152,6 +209,7 @@ def load_config(path: Path) -> EngineConfig:
         model=update_section(config.model, table.get("model", {}), f"{path} [model]"),
         cache=update_section(config.cache, table.get("cache", {}), f"{path} [cache]"),
         sched=update_section(config.sched, table.get("sched", {}), f"{path} [sched]"),
+        store=update_section(config.store, table.get("store", {}), f"{path} [store]"),
     )
 
 
@@ -176,7 +234,8 @@ def update_section(section: S, values: Mapping[str, object], where: str) -> S:
                 raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
             changes[name] = value
         else:
-            wanted = str if isinstance(old, str) else float if name in FRACTIONS else int
+            is_name = isinstance(old, str) or name in NAMES
+            wanted = str if is_name else float if name in FRACTIONS else int
             allowed = (int, float) if wanted is float else wanted
             if value is not None and (isinstance(value, bool) or not isinstance(value, allowed)):
                 raise ConfigError(f"{where}: {name} must be {wanted.__name__}, got {value!r}")

@@ -6,6 +6,7 @@ MainstemError
   UnsupportedModel a checkpoint whose mathematics this engine does not have
   ModelNotFound    a model argument that names nothing we can reach
   OutOfPages       load: the scheduler catches it and waits
+  StoreError       a folder of saved pages that cannot be used: in use, or of another format
   OutOfDeviceMemory  a step did not fit the device: the engine retries with smaller ones
 """
 
@@ -46,3 +47,7 @@ class OutOfPages(MainstemError):
 
 class OutOfDeviceMemory(MainstemError):
     """A step needed more device memory than was set aside for it."""
+
+
+class StoreError(MainstemError):
+    """A folder of saved pages that cannot be used; the message names it and says why."""

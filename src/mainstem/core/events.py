@@ -53,10 +53,63 @@ class SequenceFinished:
 
 @dataclass(frozen=True, slots=True)
 class PagesEvicted:
-    """Cached pages nobody held were given up to make room."""
+    """Cached pages nobody held were given up: `room`, `clear`, `ttl`."""
 
     num_pages: int
     reason: str
+    tier: str = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class PagesSaved:
+    """Pages are in a lower tier (`host`, `disk`); on disk they outlive the process."""
+
+    num_pages: int
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavesSkipped:
+    """Pages were not copied to a lower tier; whoever wants them later computes them."""
+
+    num_pages: int
+    tier: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PagesLoaded:
+    """Pages a request waits for came up from `tier`, `seconds` after they were asked for."""
+
+    num_pages: int
+    tier: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PagesPrefetched:
+    """Pages that waiting requests will need were read from disk into host memory."""
+
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagesLost:
+    """A tier does not have what it should: `checksum`, `truncated`, `missing`, `tokens`, `read`.
+    The pages are computed again when wanted."""
+
+    num_pages: int
+    tier: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOpened:
+    """A disk store was opened with `num_pages`; `found` says what was wrong with it."""
+
+    folder: str
+    num_pages: int
+    found: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +134,12 @@ Event = (
     | SequencePreempted
     | SequenceFinished
     | PagesEvicted
+    | PagesSaved
+    | SavesSkipped
+    | PagesLoaded
+    | PagesPrefetched
+    | PagesLost
+    | StoreOpened
     | StepFinished
 )
 E = TypeVar("E", bound=Event)

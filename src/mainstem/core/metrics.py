@@ -1,11 +1,17 @@
 """Counters derived from events."""
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 from mainstem.core.events import (
     EventBus,
     PagesEvicted,
+    PagesLoaded,
+    PagesLost,
+    PagesPrefetched,
+    PagesSaved,
     RequestSubmitted,
+    SavesSkipped,
     SequenceAdmitted,
     SequenceFinished,
     SequencePreempted,
@@ -27,7 +33,14 @@ class Counters:
     key_tokens_read: int = 0
     key_tokens_seen: int = 0
     preemptions: int = 0
-    evicted_pages: int = 0
+    evicted_pages: int = 0  # from the device
+    # tiers below the device, by name: host, disk
+    loaded_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    saved_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    dropped_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    unsaved_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
+    lost_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
+    prefetched_pages: int = 0
     steps: int = 0
     host_s: float = 0.0
     device_s: float = 0.0
@@ -38,6 +51,11 @@ class Counters:
         bus.subscribe(SequenceFinished, self._finished)
         bus.subscribe(SequencePreempted, self._preempted)
         bus.subscribe(PagesEvicted, self._evicted)
+        bus.subscribe(PagesLoaded, self._loaded)
+        bus.subscribe(PagesSaved, self._saved)
+        bus.subscribe(SavesSkipped, self._skipped)
+        bus.subscribe(PagesLost, self._lost)
+        bus.subscribe(PagesPrefetched, self._prefetched)
         bus.subscribe(StepFinished, self._stepped)
         return self
 
@@ -66,7 +84,25 @@ class Counters:
         self.preemptions += 1
 
     def _evicted(self, event: PagesEvicted) -> None:
-        self.evicted_pages += event.num_pages
+        if event.tier == "device":
+            self.evicted_pages += event.num_pages
+        else:
+            self.dropped_pages[event.tier] += event.num_pages
+
+    def _loaded(self, event: PagesLoaded) -> None:
+        self.loaded_pages[event.tier] += event.num_pages
+
+    def _saved(self, event: PagesSaved) -> None:
+        self.saved_pages[event.tier] += event.num_pages
+
+    def _skipped(self, event: SavesSkipped) -> None:
+        self.unsaved_pages[event.reason] += event.num_pages
+
+    def _lost(self, event: PagesLost) -> None:
+        self.lost_pages[event.reason] += event.num_pages
+
+    def _prefetched(self, event: PagesPrefetched) -> None:
+        self.prefetched_pages += event.num_pages
 
     def _stepped(self, event: StepFinished) -> None:
         self.steps += 1
