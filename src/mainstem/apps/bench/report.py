@@ -3,13 +3,15 @@
 import json
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 
 from mainstem import __version__
+
+QUANTILES = (50, 90, 95, 99)
 
 
 def fingerprint() -> dict[str, object]:
@@ -35,6 +37,18 @@ def load_average() -> float | None:
         return round(float(Path("/proc/loadavg").read_text().split()[0]), 2)
     except (OSError, ValueError):
         return None
+
+
+def spread(name: str, seconds: Sequence[float]) -> dict[str, object]:
+    """Mean and quantiles in milliseconds, as fields that begin with `name`; None if there is
+    nothing.
+    """
+    names = [f"{name}_mean", *(f"{name}_p{q}" for q in QUANTILES)]
+    if not seconds:
+        return dict.fromkeys(names)
+    values = np.asarray(seconds) * 1e3
+    found = [values.mean(), *np.percentile(values, QUANTILES)]
+    return {name: round(float(value), 2) for name, value in zip(names, found, strict=True)}
 
 
 def _version(package: str) -> str | None:

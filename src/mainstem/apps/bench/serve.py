@@ -24,11 +24,10 @@ from itertools import chain, cycle
 from pathlib import Path
 from time import perf_counter
 
-import numpy as np
 from tqdm import tqdm
 
 from mainstem.apps.bench.conversations import Conversation, Message, Shape, from_file, made_up
-from mainstem.apps.bench.report import line, load_average
+from mainstem.apps.bench.report import line, load_average, spread
 from mainstem.apps.bench.sse_client import (
     Answer,
     Endpoint,
@@ -38,8 +37,6 @@ from mainstem.apps.bench.sse_client import (
 )
 from mainstem.apps.tables import table
 from mainstem.core.errors import ConfigError, MainstemError
-
-QUANTILES = (50, 90, 99)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -267,20 +264,11 @@ def summary(answers: Sequence[Answer], seconds: float, limits: Limits) -> dict[s
     e2e_s = [answer.total_s for answer in good]
     per_token_s = [answer.total_s / max(1, answer.num_output) for answer in good]
     gaps_s = [gap for answer in good for gap in answer.gaps_s]
-    made |= _spread("ttft_ms", [answer.first_s for answer in good])
-    made |= _spread("itl_ms", gaps_s)
-    made |= _spread("e2e_ms", e2e_s)
-    made |= _spread("norm_ms", per_token_s)
+    made |= spread("ttft_ms", [answer.first_s for answer in good])
+    made |= spread("itl_ms", gaps_s)
+    made |= spread("e2e_ms", e2e_s)
+    made |= spread("norm_ms", per_token_s)
     return made
-
-
-def _spread(name: str, seconds: Sequence[float]) -> dict[str, object]:
-    names = [f"{name}_mean", *(f"{name}_p{q}" for q in QUANTILES)]
-    if not seconds:
-        return dict.fromkeys(names)
-    values = np.asarray(seconds) * 1e3
-    found = [values.mean(), *np.percentile(values, QUANTILES)]
-    return {name: round(float(value), 2) for name, value in zip(names, found, strict=True)}
 
 
 def _shown(value: object) -> str:
