@@ -46,6 +46,9 @@ class PrefixIndex:
         """Pages held by the index alone: `evict` can free them."""
         return int(np.count_nonzero(self._is_indexed & (self._pool.holders == 1)))
 
+    def __contains__(self, key: PageKey) -> bool:
+        return key in self._page_of
+
     def match(self, keys: Sequence[PageKey]) -> tuple[list[int], int]:
         """Pages of the longest indexed prefix of `keys`, and how many of them are ready."""
         page_of = self._page_of

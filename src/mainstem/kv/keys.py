@@ -3,15 +3,19 @@
 root  = H(format, model identity, page size, salt)
 key_0 = H(root,  tokens of page 0)
 key_1 = H(key_0, tokens of page 1)      so equal keys mean equal whole prefixes
+
+A chain may branch: from some page on a mark is mixed in, so that pages which hold something else
+than their tokens and position say (they outlived a truncation) get names of their own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
 
 FORMAT = b"mainstem page 1"
+BRANCH = b"mainstem branch 1"
 
 
 def root_key(identity: bytes, page_size: int, salt: bytes) -> PageKey:
@@ -31,6 +35,7 @@ class PageChain:
     page_size: int
     token_ids: Int32s
     keys: tuple[PageKey, ...]
+    branches: tuple[tuple[int, PageKey], ...] = ()  # page number, the key before it
 
     @classmethod
     def of(cls, root: PageKey, page_size: int, token_ids: Int32s) -> "PageChain":
@@ -40,10 +45,26 @@ class PageChain:
         """The chain of `token_ids`, which begin with this chain's own."""
         rest = token_ids[len(self.keys) * self.page_size :]
         more = page_keys(self.parent(len(self.keys)), rest, self.page_size)
-        return PageChain(self.root, self.page_size, token_ids, (*self.keys, *more))
+        return replace(self, token_ids=token_ids, keys=(*self.keys, *more))
+
+    def branched(self, num_pages: int, mark: bytes) -> "PageChain":
+        """The chain's first pages; what it is extended by gets names that depend on `mark`."""
+        depth = min(num_pages, len(self.keys))
+        key = PageKey(sha256(BRANCH + self.parent(depth) + mark).digest())
+        kept = tuple(branch for branch in self.branches if branch[0] < depth)
+        return PageChain(
+            self.root,
+            self.page_size,
+            self.token_ids[: depth * self.page_size],
+            self.keys[:depth],
+            (*kept, (depth, key)),
+        )
 
     def parent(self, depth: int) -> PageKey:
         """The key before page number `depth`."""
+        for number, key in self.branches:
+            if number == depth:
+                return key
         return self.keys[depth - 1] if depth else self.root
 
     def page_tokens(self, depth: int) -> Int32s:

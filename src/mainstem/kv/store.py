@@ -1,5 +1,6 @@
 """KVStore: the one door to pages, wherever they lie. Today the device is its only tier."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -72,18 +73,28 @@ class KVStore:
 
     def lookup(self, chain: PageChain, num_tokens: int) -> Match:
         """How much of the first `num_tokens` of a chain is there."""
-        keys = chain.keys[: num_tokens // self.page_size]
-        pages, num_ready = self._index.match(keys)
-        ready = np.array(pages[:num_ready], np.int32)
-        if num_ready < len(pages):
-            deepest = self._index.last_loading(pages)
-            return Match(ready, Lookup.LOADING, awaited=keys[deepest])
+        match = self.find(chain.keys[: num_tokens // self.page_size])
+        if match.outcome is Lookup.LOADING:
+            return match
+        num_ready = len(match.pages)
         rest = chain.token_ids[num_ready * self.page_size : num_tokens]
         similar = self._index.best_follower(chain.parent(num_ready), rest)
         outcome = Lookup.READY if len(rest) == 0 else Lookup.MISS
         if similar is None:
-            return Match(ready, outcome)
-        return Match(ready, outcome, similar_page=similar[0], similar_tokens=similar[1])
+            return Match(match.pages, outcome)
+        return Match(match.pages, outcome, similar_page=similar[0], similar_tokens=similar[1])
+
+    def has(self, key: PageKey) -> bool:
+        """Whether a page is there or on its way."""
+        return key in self._index
+
+    def find(self, keys: Sequence[PageKey]) -> Match:
+        """How many of these pages, the leading ones, are there; they need not follow each other."""
+        pages, num_ready = self._index.match(keys)
+        ready = np.array(pages[:num_ready], np.int32)
+        if num_ready < len(pages):
+            return Match(ready, Lookup.LOADING, keys[self._index.last_loading(pages)])
+        return Match(ready, Lookup.READY if num_ready == len(keys) else Lookup.MISS)
 
     def take(self, count: int) -> Int32s:
         """Lend `count` empty pages, giving up idle ones for it; or raise OutOfPages, lend none."""
