@@ -23,6 +23,13 @@ def fake_answer(prompt_ids: list[int], length: int, vocab_size: int) -> list[int
     return known[len(prompt_ids) :]
 
 
+def _allowed_by_row(step: Step, vocab_size: int) -> dict[int, Int32s]:
+    """Ids that grammars allow, by sample row."""
+    bits = np.unpackbits(step.sampling.masks, axis=1, bitorder="little")
+    ids = [np.flatnonzero(row[:vocab_size]).astype(np.int32) for row in bits]
+    return dict(zip(step.sampling.mask_rows.tolist(), ids, strict=True))
+
+
 @dataclass
 class _Done:
     result: StepResult
@@ -66,12 +73,15 @@ class FakeRunner:
         self._position_at[step.copy_to] = self._position_at[step.copy_from]
         contexts = self._contexts(step)
         samples = []
-        for row in step.sample_rows.tolist():
+        masks = _allowed_by_row(step, self._vocab_size)
+        for index, row in enumerate(step.sample_rows.tolist()):
             context = contexts[row]
             position = int(step.positions[row])
             assert sorted(context) == list(range(position + 1)), "keys are missing or in excess"
             known = [context[place] for place in range(position + 1)]
-            samples.append(fake_next_token(known, self._vocab_size))
+            token = fake_next_token(known, self._vocab_size)
+            allowed = masks.get(index)
+            samples.append(token if allowed is None else int(allowed[token % len(allowed)]))
         self._previous = np.array(samples, np.int32)
         logprobs = {
             row: TokenLogprobs(samples[row], -1.0, 1, (), ())

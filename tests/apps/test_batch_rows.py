@@ -5,6 +5,7 @@ from array import array
 
 import pytest
 
+from mainstem.apps.grammar import json_form
 from mainstem.apps.jobs.files import Line
 from mainstem.apps.jobs.rows import (
     HARMLESS,
@@ -132,9 +133,15 @@ def test_harmless_fields_are_accepted() -> None:
 
 
 def test_fields_that_only_say_what_happens_anyway_are_accepted() -> None:
-    parsed(chat_row(stream=False, response_format={"type": "text"}))
+    row, _ = parsed(chat_row(stream=False, response_format={"type": "text"}))
+    assert row.sampling.grammar is None
     assert refused(chat_row(stream=True)).param == "stream"
-    assert refused(chat_row(response_format={"type": "json_object"})).param == "response_format"
+
+
+def test_a_row_may_ask_for_a_form() -> None:
+    row, _ = parsed(chat_row(response_format={"type": "json_object"}))
+    assert row.sampling.grammar == json_form({"type": "object"})
+    assert refused(chat_row(response_format={"type": "xml"})).param == "response_format"
 
 
 def test_text_parts_become_one_text() -> None:

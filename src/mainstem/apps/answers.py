@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mainstem.apps.grammar import Grammars
 from mainstem.apps.text import TextStream, Tokenizer
 from mainstem.core.ids import RequestId
 from mainstem.core.request import (
@@ -48,6 +49,7 @@ class TextEngine:
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self.grammars = Grammars(tokenizer)
         self._open: dict[RequestId, _Open] = {}
 
     @property
@@ -78,6 +80,7 @@ class TextEngine:
             prompt_ids=np.asarray(prompt_ids),
             sampling=sampling,
             eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
+            grammar=None if sampling.grammar is None else self.grammars.compile(sampling.grammar),
             salt=salt,
             priority=priority,
             delivery=delivery,

@@ -151,6 +151,10 @@ class Tokenizer:
             return _ByteSpeller(self._alphabet.token_bytes)
         return _WindowSpeller(self.decode_all, self._alphabet.is_byte, context)
 
+    def to_json(self) -> str:
+        """The tokenizer as tokenizer.json says it, for libraries that read that format."""
+        return self._backend.to_str()
+
     def decode_all(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
         return self._backend.decode(list(ids), skip_special_tokens=False)

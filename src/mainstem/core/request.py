@@ -56,6 +56,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # top tokens beside each chosen one; 0: the chosen one only
     prompt_logprobs: int | None = None
+    grammar: str | None = None  # the form of the answer, as apps/grammar.py writes it
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -85,6 +86,9 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        for name, value in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
+            if self.grammar is not None and value:
+                raise InvalidRequest(name, "cannot be combined with a form of the answer")
         self._normalise_stops()
         self._normalise_logit_bias()
 
@@ -141,9 +145,10 @@ class SamplingParams:
 class TokenMask(Protocol):
     """Which tokens may come next in one answer; remembers how far the answer has come."""
 
-    def allowed(self, output_ids: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """By token id, whether it may follow `output_ids`, which begin with those of the last call;
-        one at least may. Ids beyond the end may not. Never raises."""
+    def allowed(self, output_ids: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """What may follow `output_ids`, which begin with those of the last call; one token at
+        least. Token t is bit t % 8 of byte t // 8; what lies beyond the end may not. Never raises.
+        """
         ...
 
 

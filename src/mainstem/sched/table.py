@@ -185,14 +185,14 @@ class SeqTable:
 
     def masks(self, slots: Int32s) -> Bytes:
         """The tokens that may come next in sequences with a grammar, packed as in SampleBatch."""
-        allowed = np.zeros((len(slots), self._vocab_size), np.bool_)
+        packed = np.zeros((len(slots), -(-self._vocab_size // 8)), np.uint8)
         for row, slot in enumerate(slots.tolist()):
             mask = self.sequence(slot).mask
             assert mask is not None
             assert self.pending[slot] == 0, "a mask needs to know every token before it"
-            bools = mask.allowed(self.output_ids(SeqSlot(slot)))
-            allowed[row, : len(bools)] = bools[: self._vocab_size]
-        return np.packbits(allowed, axis=1, bitorder="little")
+            allowed = mask.allowed(self.output_ids(SeqSlot(slot)))[: packed.shape[1]]
+            packed[row, : len(allowed)] = allowed
+        return packed
 
     def draw_uniforms(self, slots: Int32s) -> Float32s:
         """The random number for each slot's next output token."""

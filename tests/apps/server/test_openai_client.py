@@ -174,6 +174,31 @@ def test_n_and_seed(client: OpenAI) -> None:
     assert ask() == first
 
 
+def test_answers_have_the_form_that_was_asked_for(client: OpenAI) -> None:
+    schema: dict[str, object] = {
+        "type": "object",
+        "properties": {
+            "capital": {"type": "string", "maxLength": 20},
+            "in_europe": {"type": "boolean"},
+        },
+        "required": ["capital", "in_europe"],
+        "additionalProperties": False,
+    }
+    reply = client.chat.completions.create(
+        model="smol",
+        messages=[{"role": "user", "content": "What is the capital of France? Answer in JSON."}],
+        max_tokens=40,
+        temperature=0,
+        n=2,
+        response_format={"type": "json_schema", "json_schema": {"name": "c", "schema": schema}},
+    )
+    for choice in reply.choices:
+        value = json.loads(choice.message.content or "")
+        assert "Paris" in value["capital"]
+        assert isinstance(value["in_europe"], bool)
+        assert choice.finish_reason == "stop"
+
+
 def test_penalties_bias_and_extra_fields(client: OpenAI) -> None:
     reply = client.completions.create(
         model="smol",
@@ -194,7 +219,10 @@ def test_errors_are_the_clients_own(client: OpenAI, process: Process) -> None:
         client.chat.completions.create(
             model="smol",
             messages=[{"role": "user", "content": "Hi"}],
-            response_format={"type": "json_object"},
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "y"}},
+            },
         )
     assert refused.value.param == "response_format"
     with pytest.raises(openai.NotFoundError):

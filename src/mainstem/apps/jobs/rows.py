@@ -10,11 +10,12 @@ accepted. `null` is the same as leaving a field out, as in OpenAI's API.
 
 import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
+from mainstem.apps.grammar import choice_form, json_form, regex_form
 from mainstem.apps.jobs.files import MAX_LINE_BYTES, Line
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import SamplingParams
@@ -23,6 +24,7 @@ MAX_CUSTOM_ID_CHARS = 512
 MAX_TOKEN_ID = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat has no limit
 SAMPLINGS_KEPT = 1024  # different settings whose objects are shared between rows
+MAX_KEPT_CHARS = 4096  # of such settings
 
 Json = Mapping[str, object]
 Message = dict[str, object]
@@ -70,6 +72,9 @@ TRANSLATED = frozenset(
     [
         "best_of",
         "cache_salt",
+        "guided_choice",
+        "guided_json",
+        "guided_regex",
         "logit_bias",
         "logprobs",
         "max_completion_tokens",
@@ -83,7 +88,6 @@ CHAT_ONLY = frozenset({"add_generation_prompt", "chat_template_kwargs", "message
 # fields that are refused unless they say what happens anyway
 ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
-    "response_format": ({"type": "text"},),
     "stream": (False,),
 }
 
@@ -197,7 +201,8 @@ class RowParser:
             if len(self._samplings) == SAMPLINGS_KEPT:
                 self._samplings.clear()
             sampling = SamplingParams(**values)  # type: ignore[arg-type]  # it checks them itself
-            self._samplings[key] = sampling
+            if len(key) <= MAX_KEPT_CHARS:
+                self._samplings[key] = sampling
         return sampling
 
 
@@ -254,6 +259,8 @@ def _sampling_fields(body: Json, kind: Kind, defaults: Json) -> dict[str, object
         values["max_tokens"] = limit
     if body.get("logit_bias") is not None:
         values["logit_bias"] = _logit_bias(body["logit_bias"])
+    if (form := _answer_form(body)) is not None:
+        values["grammar"] = form
     logprobs = _chat_logprobs(body) if kind is Kind.CHAT else body.get("logprobs")
     if logprobs is not None:
         values["logprobs"] = logprobs
@@ -276,6 +283,61 @@ def _max_tokens(body: Json) -> object:
     if new is not None and old is not None and new != old:
         raise InvalidRequest("max_completion_tokens", f"is {new!r}, but max_tokens is {old!r}")
     return old if new is None else new
+
+
+def _answer_form(body: Json) -> str | None:
+    """The form that answers must have: OpenAI's `response_format`, vLLM's `guided_...`."""
+    forms = [read(body[name]) for name, read in FORM_FIELDS.items() if body.get(name) is not None]
+    wanted = [form for form in forms if form is not None]
+    if len(wanted) > 1:
+        raise InvalidRequest("response_format", "the answer can have one form only")
+    return wanted[0] if wanted else None
+
+
+def _response_form(value: object) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return json_form({"type": "object"})
+        case "json_schema":
+            assert isinstance(value, dict)
+            described = value.get("json_schema")
+            if not isinstance(described, dict) or described.get("schema") is None:
+                raise InvalidRequest("response_format", "json_schema: must hold a schema")
+            return json_form(described["schema"])
+    reason = "type must be text, json_object or json_schema"
+    raise InvalidRequest("response_format", f"{reason}, got {kind!r}")
+
+
+def _json_form(value: object) -> str:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise InvalidRequest("guided_json", "is not JSON") from None
+    return json_form(value)
+
+
+def _regex_form(value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest("guided_regex", f"must be a text, got {value!r}")
+    return regex_form(value)
+
+
+def _choice_form(value: object) -> str:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise InvalidRequest("guided_choice", f"must be a list of texts, got {value!r}")
+    return choice_form(value)
+
+
+FORM_FIELDS: dict[str, Callable[[object], str | None]] = {
+    "response_format": _response_form,
+    "guided_json": _json_form,
+    "guided_regex": _regex_form,
+    "guided_choice": _choice_form,
+}
 
 
 def _logit_bias(value: object) -> dict[int, object]:

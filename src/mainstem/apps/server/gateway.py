@@ -83,6 +83,7 @@ class Gateway:
         with ExitStack() as held:
             held.enter_context(self.gate.enter(tenant, ask.num_answers))
             prompt_ids = await self._encode(ask, app)
+            await self._compile(ask)
             answering = await self._submit(ask, prompt_ids, heading.reply_id, tenant)
             exchange = _Exchange(self, answering, heading, request, app)
             held.push(exchange)
@@ -132,6 +133,15 @@ class Gateway:
         sizes = [len(prompt) if isinstance(prompt, str) else INLINE_CHARS for prompt in ask.prompts]
         try:
             return encode() if sum(sizes) < INLINE_CHARS else await asyncio.to_thread(encode)
+        except InvalidRequest as error:
+            raise from_invalid(error) from None
+
+    async def _compile(self, ask: Ask) -> None:
+        """Check the form that answers must have; the engine finds it compiled."""
+        if ask.sampling.grammar is None:
+            return
+        try:
+            await asyncio.to_thread(self.worker.grammars.compile, ask.sampling.grammar)
         except InvalidRequest as error:
             raise from_invalid(error) from None
 

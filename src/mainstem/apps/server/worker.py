@@ -184,6 +184,7 @@ class Worker:
 
     def __init__(self, engine: TextEngine) -> None:
         self.tokenizer = engine.tokenizer  # immutable, safe between threads
+        self.grammars = engine.grammars  # safe between threads
         self.max_model_len = engine.engine.max_model_len
         self.snapshot: EngineSnapshot = engine.engine.snapshot()
         self.state = WorkerState.RUNNING
