@@ -7,12 +7,21 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mainstem.core.config import CacheConfig, DType, ModelConfig, Quantize
+from mainstem.core.config import (
+    CacheConfig,
+    DType,
+    EngineConfig,
+    ModelConfig,
+    Quantize,
+    SchedConfig,
+)
 from mainstem.core.errors import ConfigError
 from mainstem.models.config import read_spec
 from mainstem.models.decoder import load_decoder
+from mainstem.runner.facts import RunnerFacts
+from mainstem.runner.load import folder_origin, load_cpu_runner
 from mainstem.runner.pages import DevicePages
-from mainstem.runner.runner import CpuRunner, load_runner
+from mainstem.runner.runner import CpuRunner
 from tests.models.checkpoints import CONFIGS, VOCAB, make_checkpoint
 from tests.runner.steps import Seq, Work, a_step, run
 
@@ -28,6 +37,13 @@ def logprobs_by_transformers(model: PreTrainedModel, token_ids: list[int]) -> to
 
 def tokens(count: int, seed: int) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(3, VOCAB, count)]
+
+
+def load_runner(
+    folder: Path, model: ModelConfig, cache: CacheConfig, max_model_len: int | None
+) -> tuple[CpuRunner, RunnerFacts]:
+    sched = SchedConfig(max_model_len=max_model_len)
+    return load_cpu_runner(folder_origin(folder), EngineConfig(model, cache, sched))
 
 
 def loaded(folder: Path, page_size: int = PAGE, kv_tokens: int = 1024) -> CpuRunner:
@@ -192,7 +208,7 @@ def test_facts_describe_what_was_loaded(tmp_path: Path) -> None:
 def test_pages_take_their_share_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint("llama", tmp_path)
     readings = iter([8 << 20, 7 << 20, 6 << 20])  # before loading, for packing, after loading
-    monkeypatch.setattr("mainstem.runner.runner.available_bytes", lambda: next(readings))
+    monkeypatch.setattr("mainstem.runner.load.available_bytes", lambda: next(readings))
     _, facts = load_runner(tmp_path, ModelConfig(), CacheConfig(memory_share=0.5), None)
     assert facts.num_pages == (2 << 20) // (facts.kv_bytes_per_token * 16)
     readings = iter([8 << 20, 7 << 20, 6 << 20])

@@ -1,14 +1,16 @@
 """Config -> Engine: the only place where parts are chosen and joined."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from mainstem.core.config import DType, EngineConfig
 from mainstem.core.events import EventBus
+from mainstem.core.shapes import ModelShape
 from mainstem.engine.engine import Engine
 from mainstem.kv.store import KVStore
-from mainstem.plan.cost import GENERIC_CPU, Heads, worth_sharing
-from mainstem.runner.runner import load_runner
+from mainstem.plan.cost import GENERIC_CPU, H200, Heads, worth_sharing
+from mainstem.runner.load import Origin, RandomOrigin, folder_origin, load_runner
 from mainstem.sched.scheduler import Scheduler
 
 
@@ -17,17 +19,35 @@ def build_engine(folder: Path, config: EngineConfig, bus: EventBus | None = None
 
     Raises UnsupportedModel for a checkpoint we cannot run, ConfigError for impossible settings.
     """
+    return _build(folder_origin(folder), config, bus)
+
+
+def build_random_engine(
+    shape: ModelShape, config: EngineConfig, bus: EventBus | None = None, seed: int = 0
+) -> Engine:
+    """An engine around random weights of a known shape, for measuring speed."""
+    return _build(RandomOrigin(shape, seed), config, bus)
+
+
+def _build(origin: Origin, config: EngineConfig, bus: EventBus | None) -> Engine:
     bus = bus or EventBus()
-    runner, facts = load_runner(folder, config.model, config.cache, config.sched.max_model_len)
+    runner, facts = load_runner(origin, config)
     store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus)
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)
+    card = GENERIC_CPU if facts.device_name == "cpu" else H200
+    sched = config.sched
     scheduler = Scheduler(
-        config.sched,
+        replace(
+            sched,
+            chunk_tokens=sched.chunk_tokens or facts.chunk_tokens,
+            span_levels=sched.span_levels or facts.max_span_levels,
+        ),
         store,
         facts.vocab_size,
         facts.max_model_len,
         bus,
-        worth_sharing=partial(worth_sharing, GENERIC_CPU, heads),
+        worth_sharing=partial(worth_sharing, card, heads),
+        max_step_tokens=facts.max_step_tokens,
     )
     return Engine(scheduler, runner, bus)

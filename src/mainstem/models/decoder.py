@@ -21,7 +21,7 @@ from mainstem.models.layers import (
     norm_scale,
     silu_mul,
 )
-from mainstem.models.weights import Checkpoint
+from mainstem.models.weights import Checkpoint, WeightSource
 
 
 class Attention(Protocol):
@@ -122,7 +122,11 @@ class Decoder:
 
 def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     """Read a checkpoint; UnsupportedModel names tensors that are missing or out of place."""
-    checkpoint = Checkpoint(folder, dtype)
+    return make_decoder(Checkpoint(folder, dtype), spec)
+
+
+def make_decoder(checkpoint: WeightSource, spec: ModelSpec) -> Decoder:
+    """A decoder from the tensors of `checkpoint`."""
     embedding = checkpoint.take("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     layers = [_load_layer(checkpoint, spec, f"model.layers.{i}") for i in range(spec.num_layers)]
     gain = checkpoint.take("model.norm.weight", (spec.hidden_size,))
@@ -148,7 +152,7 @@ def pack(decoder: Decoder, max_bytes: int) -> None:
             linear.pack()
 
 
-def _load_layer(checkpoint: Checkpoint, spec: ModelSpec, prefix: str) -> Layer:
+def _load_layer(checkpoint: WeightSource, spec: ModelSpec, prefix: str) -> Layer:
     hidden, size, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
 
     def take(name: str, *shape: int) -> Tensor:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,7 @@ from mainstem.models.layers import has_onednn
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+_CPU = torch.device("cpu")
 _TORCH_DTYPES = {
     DType.FP32: torch.float32,
     DType.BF16: torch.bfloat16,
@@ -64,11 +66,28 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+class WeightSource(Protocol):
+    """Tensors by their Hugging Face names."""
+
+    def take(self, name: str, shape: Iterable[int]) -> Tensor:
+        """The tensor in the compute dtype, where it is to be used."""
+        ...
+
+    def drop(self, name: str) -> None:
+        """Accept a tensor that is not needed, if it is there."""
+        ...
+
+    def finish(self) -> None:
+        """Raise UnsupportedModel naming what is missing or was not expected."""
+        ...
+
+
 class Checkpoint:
     """The tensors of a folder, each taken once; `finish` tells what was left or lacking."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = _CPU) -> None:
         self._dtype = dtype
+        self._device = device
         self._missing: list[str] = []
         self._open = {}
         for file in weight_files(folder):
@@ -85,13 +104,13 @@ class Checkpoint:
         handle = self._open.pop(name, None)
         if handle is None:
             self._missing.append(name)
-            return torch.empty(wanted, dtype=self._dtype)
+            return torch.empty(wanted, dtype=self._dtype, device=self._device)
         tensor: Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
         if tuple(tensor.shape) != wanted:
             raise UnsupportedModel(
                 f"tensor {name} has shape {list(tensor.shape)}, expected {list(wanted)}"
             )
-        return tensor.to(self._dtype)
+        return tensor.to(self._device, self._dtype)
 
     def drop(self, name: str) -> None:
         """Accept a tensor that is not needed, if it is there."""
@@ -129,3 +148,28 @@ def checkpoint_digest(folder: Path) -> bytes:
                 stream.seek(max(0, (size - 4096) * index // 63))
                 digest.update(stream.read(4096))
     return digest.digest()
+
+
+class RandomWeights:
+    """A source like Checkpoint, for measuring speed: any tensor by any name, random.
+
+    Gains of norms are one, so that activations stay in range through many layers.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def take(self, name: str, shape: Iterable[int]) -> Tensor:
+        size = tuple(shape)
+        if name.endswith("norm.weight"):
+            return torch.ones(size, dtype=self._dtype, device=self._device)
+        tensor = torch.empty(size, dtype=self._dtype, device=self._device)
+        return tensor.normal_(0.0, 0.02, generator=self._generator)
+
+    def drop(self, name: str) -> None:
+        """Nothing is there to be dropped."""
+
+    def finish(self) -> None:
+        """Nothing can be missing or left."""

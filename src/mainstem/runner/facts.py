@@ -1,0 +1,37 @@
+"""What the control plane must know about a loaded model."""
+
+from dataclasses import dataclass, replace
+
+from mainstem.core.config import DType, Quantize
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerFacts:
+    """Plain numbers; no tensor, no device."""
+
+    num_pages: int
+    page_size: int
+    vocab_size: int
+    max_model_len: int
+    identity: bytes  # weights, dtype, quantization and page layout: part of every PageKey
+    eos_ids: tuple[int, ...]
+    kv_bytes_per_token: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: DType  # computed in
+    quantize: Quantize
+    device_name: str = "cpu"
+    chunk_tokens: int | None = None  # what keeps this device busy; None: the scheduler's default
+    max_step_tokens: int | None = None  # what the buffers hold; None: any number
+    max_span_levels: int | None = None  # shared spans above one another that fit the buffers
+
+    def on_device(self, name: str, chunk_tokens: int, max_span_levels: int) -> "RunnerFacts":
+        """The same model on a device whose buffers hold steps of `chunk_tokens`."""
+        return replace(
+            self,
+            device_name=name,
+            chunk_tokens=chunk_tokens,
+            max_step_tokens=chunk_tokens,
+            max_span_levels=max_span_levels,
+        )
