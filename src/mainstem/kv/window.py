@@ -1,0 +1,159 @@
+"""The requests known to come, in queue order: when each page is wanted next.
+
+    queue   head | r1 r2 r3 | r4 r5 r6 r7 | tail
+                  near        far
+
+Everything here is in the eviction window (AttentionStore 3.3.2). The *near* requests are those
+whose pages fit the host tier together: the prefetch window (3.3.1), counted in the pages that the
+requests really have instead of a mean.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+MAX_DEPTH = 1 << 24  # pages in one chain; a `when` is place * MAX_DEPTH + depth
+
+
+class QueueWindow(Generic[K]):
+    """When each page is next wanted, kept up to date as requests come and go.
+
+    A page's `when` orders page uses: by the place of the request in the queue, then by the depth of
+    the page in its chain. Coming and going cost time in proportion to the chain, not to the queue.
+
+    Invariant: `whens` of a key has one number per queued chain that holds it, smallest first.
+    """
+
+    def __init__(self, near_pages: int) -> None:
+        self._near_pages = near_pages
+        self._chains: dict[Hashable, tuple[int, Sequence[K]]] = {}  # ticket -> place, keys
+        self._places: list[int] = []
+        self._tickets: list[Hashable] = []  # in the order of _places
+        self._whens: dict[K, deque[int]] = {}
+        self._num_near = 0  # leading requests that are near
+        self._near: dict[K, int] = {}  # key -> near requests that want it
+        self._news: list[K] = []
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, ticket: Hashable) -> bool:
+        return ticket in self._chains
+
+    def next_use(self, key: K) -> int | None:
+        """The `when` of the first queued request that wants `key`; None: nobody waits for it."""
+        whens = self._whens.get(key)
+        return whens[0] if whens else None
+
+    def is_near(self, key: K) -> bool:
+        return key in self._near
+
+    def enter(self, ticket: Hashable, keys: Sequence[K], place: int | None) -> list[K]:
+        """Queue a request, at the tail if `place` is None; returns keys whose next use changed."""
+        assert ticket not in self._chains, "a ticket is queued twice"
+        assert len(keys) < MAX_DEPTH, "a chain is too long"
+        if place is None:
+            place = self._places[-1] + 1 if self._places else 0
+        index = bisect_left(self._places, place)
+        assert self._places[index : index + 1] != [place], "a place is taken twice"
+        self._chains[ticket] = (place, keys)
+        self._places.insert(index, place)
+        self._tickets.insert(index, ticket)
+        when = place * MAX_DEPTH
+        changed = [key for depth, key in enumerate(keys) if self._add(key, when + depth)]
+        if index < self._num_near:
+            self._num_near += 1
+            self._approach(keys)
+            self._recede()
+        self._advance()
+        return changed
+
+    def leave(self, ticket: Hashable) -> Sequence[K]:
+        """Take a request out, started or given up; returns its keys, or none if it was not in."""
+        if ticket not in self._chains:
+            return ()
+        place, keys = self._chains.pop(ticket)
+        index = bisect_left(self._places, place)
+        del self._places[index], self._tickets[index]
+        when = place * MAX_DEPTH
+        for depth, key in enumerate(keys):
+            whens = self._whens[key]
+            if whens[0] == when + depth:
+                whens.popleft()
+            else:
+                whens.remove(when + depth)
+            if not whens:
+                del self._whens[key]
+        if index < self._num_near:
+            self._num_near -= 1
+            self._part(keys)
+        self._advance()
+        return keys
+
+    def take_news(self) -> list[K]:
+        """Keys that became near since the last call, soonest first."""
+        news, self._news = self._news, []
+        return news
+
+    def _add(self, key: K, when: int) -> bool:
+        """File one use; tells whether it is the next one."""
+        whens = self._whens.get(key)
+        if whens is None:
+            self._whens[key] = deque((when,))
+            return True
+        if when > whens[-1]:
+            whens.append(when)
+            return False
+        index = bisect_left(whens, when)
+        whens.insert(index, when)
+        return index == 0
+
+    def _advance(self) -> None:
+        """Let requests become near while there is room for a page; the last may overshoot."""
+        while self._num_near < len(self._places) and len(self._near) < self._near_pages:
+            self._approach(self._chains[self._tickets[self._num_near]][1])
+            self._num_near += 1
+
+    def _recede(self) -> None:
+        """After a request jumped the queue, those it pushed out are no longer near."""
+        while self._num_near > 1:
+            keys = self._chains[self._tickets[self._num_near - 1]][1]
+            if len(self._near) - len(keys) < self._near_pages:
+                return
+            self._num_near -= 1
+            self._part(keys)
+
+    def _approach(self, keys: Sequence[K]) -> None:
+        near = self._near
+        for key in keys:
+            count = near.get(key, 0)
+            near[key] = count + 1
+            if not count:
+                self._news.append(key)
+
+    def _part(self, keys: Sequence[K]) -> None:
+        near = self._near
+        for key in keys:
+            if near[key] == 1:
+                del near[key]
+            else:
+                near[key] -= 1
+
+    def check(self) -> None:
+        """Raise if the invariant is broken."""
+        whens: dict[K, list[int]] = {}
+        near: dict[K, int] = {}
+        assert len(self._places) == len(self._tickets) == len(self._chains), "a request was lost"
+        for index, (place, ticket) in enumerate(zip(self._places, self._tickets, strict=True)):
+            filed, keys = self._chains[ticket]
+            assert filed == place, "a request is at another place"
+            for depth, key in enumerate(keys):
+                whens.setdefault(key, []).append(place * MAX_DEPTH + depth)
+                if index < self._num_near:
+                    near[key] = near.get(key, 0) + 1
+        assert self._places == sorted(self._places), "the queue is out of order"
+        assert whens == {key: list(found) for key, found in self._whens.items()}, "uses differ"
+        assert near == self._near, "near pages differ"
