@@ -10,6 +10,7 @@ import torch
 from mainstem.core.config import CacheConfig, Device, DType, EngineConfig, ModelConfig, Quantize
 from mainstem.core.errors import ConfigError
 from mainstem.core.shapes import ModelShape
+from mainstem.core.step import Runner
 from mainstem.models.config import ModelSpec, Norm, RopeSpec, read_spec
 from mainstem.models.decoder import make_decoder, pack
 from mainstem.models.quantize import quantize_decoder
