@@ -1,0 +1,318 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
+"""Token ids from logits on the device: argmax, and a draw under temperature, top_k, top_p, min_p.
+
+The draw is the one of `runner/sampler.py` and needs no sort. With tokens ordered from the likeliest
+to the least likely, all three questions it asks are one: which is the first token at which a
+running sum passes a target?
+
+    top_k   the sum counts tokens,          target k - 1
+    top_p   the sum is probability mass,    target just below top_p of the whole
+    draw    the sum is probability mass,    target `uniform` of what is left
+
+The sum down to a threshold needs no order, so the threshold is searched: each pass over the row
+cuts the bracket around it in four. Tokens of equal key are taken in the order of their ids.
+
+Keys and masses are whole numbers, so a sum has the same bits in whatever order it is taken:
+
+    key   log2 of the probability relative to the likeliest token, in steps of 2^-25, 0 at most
+    mass  the probability relative to the likeliest token, in steps of 2^-44
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mainstem.kernels.ops import LayoutError
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+KEY_STEPS = tl.constexpr(33554432.0)  # 2^25
+LOWEST = tl.constexpr(-46.0)  # below 2^-44 a token has no mass
+LOWEST_KEY = tl.constexpr(-46 * 2**25)
+MASS_STEPS = tl.constexpr(17592186044416.0)  # 2^44: 2^18 tokens still fit in 62 bits
+NO_KEY = tl.constexpr(2147483647)
+EMPTY = tl.constexpr(-(2**63))
+
+_MAX_VOCAB = 1 << 18
+_ARGMAX_BLOCK = 4096
+_SPLIT_ROWS = 1024  # more rows fill the card without being split
+_PROGRAMS = 1024  # about as many as run at once on a large card
+_DRAW_BLOCK = 4096
+
+
+@triton.jit
+def _likeliest(x_ptr, begin, end, BLOCK: tl.constexpr):
+    """Largest value of x[begin:end] and its first place."""
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    place = begin + lanes
+    for start in range(begin, end, BLOCK):
+        ids = start + lanes
+        x = tl.load(x_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+        place = tl.where(x > best, ids, place)
+        best = tl.maximum(x, best)
+    top = tl.max(best, 0)
+    return top, tl.min(tl.where(best == top, place, end), 0)
+
+
+@triton.jit
+def _argmax_kernel(logits_ptr, out_ptr, best_ptr, arrived_ptr, stride_row, vocab,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    """Programs (row, part). The parts of a row meet in best_ptr[row]; the last one empties it."""
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.num_programs(1)
+    length = tl.cdiv(tl.cdiv(vocab, parts), BLOCK) * BLOCK
+    begin = tl.program_id(1) * length
+    end = tl.minimum(begin + length, vocab)
+    top, place = _likeliest(logits_ptr + row * stride_row, begin, end, BLOCK)
+    if parts == 1:
+        tl.store(out_ptr + row, place.to(tl.int64))
+    else:
+        top = tl.where(top == 0.0, 0.0, top)  # -0.0 is no less than 0.0
+        bits = top.to(tl.int32, bitcast=True)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # now ordered as the value is
+        if begin < end:
+            tl.atomic_max(best_ptr + row, (bits.to(tl.int64) << 32) + (0x7FFFFFFF - place))
+        if tl.atomic_add(arrived_ptr + row, 1) == parts - 1:
+            winner = tl.atomic_xchg(best_ptr + row, EMPTY)
+            tl.atomic_xchg(arrived_ptr + row, 0)
+            tl.store(out_ptr + row, 0x7FFFFFFF - (winner & 0xFFFFFFFF))
+
+
+@triton.jit
+def _keys(x_ptr, ids, vocab, top, scale):
+    x = tl.load(x_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    return (tl.maximum((x - top) * scale, LOWEST) * KEY_STEPS).to(tl.int32)
+
+
+@triton.jit
+def _mass(key, min_p):
+    weight = tl.exp2(key.to(tl.float32) * (1.0 / KEY_STEPS))
+    return tl.where(weight >= min_p, (weight * MASS_STEPS).to(tl.int64), 0)
+
+
+@triton.jit
+def _mass_above(x_ptr, vocab, top, scale, min_p, key, BLOCK: tl.constexpr):
+    """Mass of all tokens of larger keys."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, vocab, BLOCK):
+        keys = _keys(x_ptr, start + lanes, vocab, top, scale)
+        total += tl.where(keys > key, _mass(keys, min_p), 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _measure(key, is_token, min_p, BY_COUNT: tl.constexpr):
+    if BY_COUNT:
+        return is_token.to(tl.int64)
+    return _mass(key, min_p)
+
+
+@triton.jit
+def _search(x_ptr, vocab, top, scale, min_p, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The key at which the sum over tokens, likeliest first, passes `target`, and the sum over all
+    tokens of larger keys.
+
+    The sum over keys >= low is above the target, that over keys >= high is `above`, which is not.
+    """
+    lanes = tl.arange(0, BLOCK)
+    low = tl.full([], LOWEST_KEY, tl.int32)
+    high = tl.full([], 1, tl.int32)
+    above = tl.zeros([], tl.int64)
+    while high - low > 1:
+        step = tl.maximum((high - low) // 4, 1)
+        first, second, third = low + step, low + 2 * step, low + 3 * step
+        sum_1, sum_2, sum_3 = (
+            tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64),
+        )  # fmt: skip
+        least = tl.full([BLOCK], NO_KEY, tl.int32)
+        most = tl.full([BLOCK], -NO_KEY, tl.int32)
+        for start in range(0, vocab, BLOCK):
+            ids = start + lanes
+            key = _keys(x_ptr, ids, vocab, top, scale)
+            is_in = (ids < vocab) & (key >= low) & (key < high)
+            least = tl.minimum(least, tl.where(is_in, key, NO_KEY))
+            most = tl.maximum(most, tl.where(is_in, key, -NO_KEY))
+            measure = tl.where(is_in, _measure(key, ids < vocab, min_p, BY_COUNT), 0)
+            sum_1 += tl.where(key >= first, measure, 0)
+            sum_2 += tl.where(key >= second, measure, 0)
+            sum_3 += tl.where(key >= third, measure, 0)
+        down_to_1 = above + tl.sum(sum_1, 0)
+        down_to_2 = above + tl.sum(sum_2, 0)
+        down_to_3 = above + tl.sum(sum_3, 0)
+        # no token lies outside these
+        low = tl.maximum(low, tl.min(least, 0))
+        high = tl.minimum(high, tl.max(most, 0) + 1)
+        if down_to_3 > target:
+            low = tl.maximum(low, third)
+        elif down_to_2 > target:
+            low, high, above = tl.maximum(low, second), tl.minimum(high, third), down_to_3
+        elif down_to_1 > target:
+            low, high, above = tl.maximum(low, first), tl.minimum(high, second), down_to_2
+        else:
+            high, above = tl.minimum(high, first), down_to_1
+    return low, above
+
+
+@triton.jit
+def _place_of(x_ptr, vocab, top, scale, wanted, skipped, BLOCK: tl.constexpr):
+    """The id of the token of key `wanted` that has `skipped` such tokens before it."""
+    lanes = tl.arange(0, BLOCK)
+    start = tl.zeros([], tl.int32)
+    place = tl.full([], -1, tl.int32)
+    while (place < 0) & (start < vocab):
+        ids = start + lanes
+        is_tie = (_keys(x_ptr, ids, vocab, top, scale) == wanted) & (ids < vocab)
+        count = tl.sum(is_tie.to(tl.int32), 0)
+        if skipped < count:
+            rank = tl.cumsum(is_tie.to(tl.int32), 0)
+            place = tl.min(tl.where(is_tie & (rank == skipped + 1), ids, NO_KEY), 0)
+        skipped -= count
+        start += BLOCK
+    return place
+
+
+@triton.jit
+def _place_by_id(x_ptr, vocab, top, scale, min_p, target, BLOCK: tl.constexpr):
+    """The first id at which the mass, in the order of ids, passes `target`."""
+    lanes = tl.arange(0, BLOCK)
+    start = tl.zeros([], tl.int32)
+    place = tl.full([], -1, tl.int32)
+    before = tl.zeros([], tl.int64)
+    while (place < 0) & (start < vocab):
+        ids = start + lanes
+        mass = _mass(_keys(x_ptr, ids, vocab, top, scale), min_p)
+        total = tl.sum(mass, 0)
+        if before + total > target:
+            reached = before + tl.cumsum(mass, 0)
+            place = tl.min(tl.where(reached > target, ids, NO_KEY), 0)
+        before += total
+        start += BLOCK
+    return place
+
+
+@triton.jit
+def _sample_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, uniform_ptr, out_ptr,
+    stride_row, vocab, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr = logits_ptr + row * stride_row
+    temperature = tl.load(temperature_ptr + row)
+    top, place = _likeliest(x_ptr, 0, vocab, BLOCK)
+    if temperature > 0.0:
+        top_k = tl.load(top_k_ptr + row).to(tl.int64)
+        top_p = tl.load(top_p_ptr + row).to(tl.float64)
+        min_p = tl.load(min_p_ptr + row)
+        uniform = tl.load(uniform_ptr + row).to(tl.float64)
+        scale = LOG2_E / temperature
+        if top_k < vocab:
+            key, above = _search(x_ptr, vocab, top, scale, min_p, top_k - 1, True, BLOCK)
+            ties = top_k - above
+            mass = _mass_above(x_ptr, vocab, top, scale, min_p, key, BLOCK)
+            mass += ties * _mass(key, min_p)
+        else:
+            mass = _mass_above(x_ptr, vocab, top, scale, min_p, LOWEST_KEY, BLOCK)
+        if top_p < 1.0:
+            share = top_p * mass.to(tl.float64)
+            last = share.to(tl.int64)
+            last = tl.maximum(tl.where(last.to(tl.float64) < share, last, last - 1), 0)
+            key, above = _search(x_ptr, vocab, top, scale, min_p, last, False, BLOCK)
+            each = _mass(key, min_p)
+            mass = above + ((last - above) // each + 1) * each
+        target = (uniform * mass.to(tl.float64)).to(tl.int64)
+        if (top_k < vocab) | (top_p < 1.0):
+            key, above = _search(x_ptr, vocab, top, scale, min_p, target, False, BLOCK)
+            skipped = (target - above) // _mass(key, min_p)
+            place = _place_of(x_ptr, vocab, top, scale, key, skipped.to(tl.int32), BLOCK)
+        else:
+            place = _place_by_id(x_ptr, vocab, top, scale, min_p, target, BLOCK)
+    tl.store(out_ptr + row, place.to(tl.int64))
+
+
+def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """The likeliest id of each row, the lowest of equals; logits [rows, vocab] -> int64 [rows].
+
+    Few rows are shared out over the whole card. The parts of a row meet in a small buffer that
+    belongs to the device and must exist before a CUDA graph is captured: call it once before. Two
+    streams must not run it at once.
+    """
+    rows, vocab = _check_logits(logits)
+    out = _check_ids(logits, out)
+    if rows == 0:
+        return out
+    parts = 1
+    if rows < _SPLIT_ROWS:
+        parts = min(triton.cdiv(vocab, _ARGMAX_BLOCK), max(_PROGRAMS // rows, 1))
+    best, arrived = _meeting_places(logits.device)
+    _argmax_kernel[(rows, parts)](
+        logits, out, best, arrived, logits.stride(0), vocab, BLOCK=_ARGMAX_BLOCK, num_warps=8
+    )
+    return out
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token per row of logits [rows, vocab]; int64 [rows].
+
+    Settings are [rows], fp32 but top_k, which is int32 and at least 1; temperature 0 takes the
+    likeliest. A row's token depends on nothing but the row.
+    """
+    rows, vocab = _check_logits(logits)
+    for name, setting, dtype in (
+        ("temperature", temperature, torch.float32), ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32), ("min_p", min_p, torch.float32),
+        ("uniform", uniform, torch.float32),
+    ):  # fmt: skip
+        if setting.dtype != dtype or setting.shape != (rows,) or not setting.is_contiguous():
+            raise LayoutError(f"{name} must be contiguous {dtype} [{rows}], "
+                              f"got {setting.dtype} {tuple(setting.shape)}")  # fmt: skip
+    out = _check_ids(logits, out)
+    if rows:
+        _sample_kernel[(rows,)](
+            logits, temperature, top_k, top_p, min_p, uniform, out, logits.stride(0), vocab,
+            BLOCK=_DRAW_BLOCK, num_warps=16,
+        )  # fmt: skip
+    return out
+
+
+@cache
+def _meeting_places(device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each row the best of its parts so far and how many have come; left as they were found."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise LayoutError("argmax must run once on this device before a graph is captured")
+    best = torch.full((_SPLIT_ROWS,), EMPTY.value, dtype=torch.int64, device=device)
+    return best, torch.zeros(_SPLIT_ROWS, dtype=torch.int32, device=device)
+
+
+def _check_logits(logits: Tensor) -> tuple[int, int]:
+    if logits.dim() != 2 or logits.stride(1) != 1:
+        raise LayoutError(f"logits must be [rows, vocab] with a contiguous last axis, "
+                          f"got {tuple(logits.shape)}")  # fmt: skip
+    if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise LayoutError(f"logits must be bfloat16, float16 or float32, got {logits.dtype}")
+    rows, vocab = logits.shape
+    if not 0 < vocab <= _MAX_VOCAB:
+        raise LayoutError(f"logits must have 1 to {_MAX_VOCAB} columns, got {vocab}")
+    return rows, vocab
+
+
+def _check_ids(logits: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if out.dtype != torch.int64 or out.shape != (len(logits),) or not out.is_contiguous():
+        raise LayoutError(f"out must be contiguous int64 [{len(logits)}], "
+                          f"got {out.dtype} {tuple(out.shape)}")  # fmt: skip
+    return out
