@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mainstem.core.errors import OutOfPages
 from mainstem.core.events import EventBus, PagesEvicted
 from mainstem.core.step import Int32s
-from mainstem.kv.keys import page_keys, root_key
+from mainstem.kv.keys import PageChain, page_keys, root_key
 from mainstem.kv.store import KVStore, Lookup
 
 PAGE = 2
@@ -101,6 +101,63 @@ def test_evictions_are_events() -> None:
     fill(store, ids(1, 2, 3, 4))
     store.take(1)
     assert seen == [PagesEvicted(1, "room")]
+
+
+def compute(store: KVStore, chain: PageChain) -> None:
+    """Compute a chain's full pages and leave them as cache."""
+    match = store.lookup(chain, len(chain.token_ids))
+    store.lease(match.pages)
+    fresh = store.take(len(chain.keys) - len(match.pages))
+    store.reserve(chain, len(match.pages), fresh)
+    store.commit(fresh)
+    store.give_back(np.concatenate([match.pages, fresh]))
+
+
+def test_pinned_pages_go_last_and_only_if_there_is_no_other_way() -> None:
+    store = a_store(8)
+    app, other = store.chain(ids(1, 1, 2, 2), b""), store.chain(ids(3, 3, 4, 4, 5, 5), b"")
+    compute(store, app)
+    keys = store.pin(app)
+    assert len(keys) == 2
+    compute(store, other)
+    assert (store.num_available(), store.num_takeable()) == (6, 8)
+    pages = store.take(6)  # everything that is not pinned
+    assert len(store.lookup(app, 4).pages) == 2
+    more = store.take(1)
+    assert len(store.lookup(app, 4).pages) == 1
+    store.give_back(pages)
+    store.give_back(more)
+    store.unpin(keys)  # one of them is gone, which is no matter
+    assert store.num_available() == 8
+    store.check()
+
+
+def test_a_page_pinned_twice_needs_two_unpins() -> None:
+    store = a_store(4)
+    chain = store.chain(ids(1, 1, 2, 2), b"")
+    compute(store, chain)
+    first, second = store.pin(chain), store.pin(chain)
+    store.unpin(first)
+    assert store.num_available() == 2
+    store.unpin(second)
+    assert store.num_available() == 4
+
+
+def test_public_pages_are_found_by_all_and_what_follows_by_its_owner() -> None:
+    store = a_store(16)
+    tokens = ids(1, 1, 2, 2, 3, 3, 4, 4)
+    compute(store, store.chain(tokens[:4], b""))
+    alice = store.chain(
+        tokens, b"alice", public_tokens=5
+    )  # the third page is not public as a whole
+    bob = store.chain(tokens, b"bob", public_tokens=5)
+    assert len(store.lookup(alice, 8).pages) == len(store.lookup(bob, 8).pages) == 2
+    compute(store, alice)
+    assert len(store.lookup(alice, 8).pages) == 4
+    match = store.lookup(bob, 8)
+    assert len(match.pages) == 2
+    assert match.similar_page is None
+    assert len(store.lookup(store.chain(tokens, b"bob"), 8).pages) == 0
 
 
 class StoreMachine(RuleBasedStateMachine):

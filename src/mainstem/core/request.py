@@ -188,7 +188,8 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     eos_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
-    salt: bytes = b""  # requests share pages only with requests of the same salt
+    salt: bytes = b""  # requests share pages only with requests of the same salt ...
+    public_tokens: int = 0  # ... apart from so many leading tokens, which are nobody's secret
     priority: int = 0  # lower goes first
     session: SessionId | None = None
     app: str | None = None
@@ -211,6 +212,7 @@ class Request:
         ids.setflags(write=False)
         object.__setattr__(self, "prompt_ids", ids)
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
+        _check_int("public_tokens", self.public_tokens, 0, len(ids))
 
     @property
     def must_see_each_token(self) -> bool:

@@ -4,7 +4,7 @@ from time import perf_counter
 
 from mainstem.core.errors import OutOfDeviceMemory
 from mainstem.core.events import EventBus
-from mainstem.core.ids import RequestId
+from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step, StepResult
@@ -108,6 +108,14 @@ class Engine:
     def snapshot(self) -> EngineSnapshot:
         """What is running and shared at this moment."""
         return self._scheduler.snapshot()
+
+    def pin(self, token_ids: Int32s, salt: bytes) -> list[PageKey]:
+        """Keep what is cached of a prefix; see Scheduler.pin."""
+        return self._scheduler.pin(token_ids, salt)
+
+    def unpin(self, keys: list[PageKey]) -> None:
+        """End what `pin` began; takes what it returned."""
+        self._scheduler.unpin(keys)
 
     def clear_cache(self) -> int:
         """Forget every cached page no sequence holds; returns how many."""

@@ -37,6 +37,7 @@ class PrefixIndex:
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
         self._last_used = np.zeros(pool.num_pages, np.int64)
         self._depth = np.zeros(pool.num_pages, np.int32)  # pages before it in its chain
+        self._pins = np.zeros(pool.num_pages, np.int32)  # how often it was pinned
         self._clock = 0
 
     def __len__(self) -> int:
@@ -48,6 +49,28 @@ class PrefixIndex:
 
     def __contains__(self, key: PageKey) -> bool:
         return key in self._page_of
+
+    def num_idle_pinned(self) -> int:
+        """Of the idle pages those that are pinned."""
+        is_idle = self._is_indexed & (self._pool.holders == 1)
+        return int(np.count_nonzero(is_idle & (self._pins > 0)))
+
+    def pin(self, pages: Sequence[int]) -> list[PageKey]:
+        """READY pages are given up only when no other idle page is left; returns their keys."""
+        keys: list[PageKey] = []
+        for page in pages:
+            key = self._key_of[page]
+            assert key is not None, "only a named page can be pinned"
+            self._pins[page] += 1
+            keys.append(key)
+        return keys
+
+    def unpin(self, keys: Sequence[PageKey]) -> None:
+        """End one pin of each page that is still there."""
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is not None and self._pins[page]:
+                self._pins[page] -= 1
 
     def match(self, keys: Sequence[PageKey]) -> tuple[list[int], int]:
         """Pages of the longest indexed prefix of `keys`, and how many of them are ready."""
@@ -128,11 +151,12 @@ class PrefixIndex:
         """Free up to `count` idle pages, least recently used first; returns how many.
 
         A chain is always touched as a whole, so of equals the deepest goes first and a prefix never
-        goes before what follows it.
+        goes before what follows it. Pinned pages go after all others.
         """
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):
-            order = np.lexsort((-self._depth[idle], self._last_used[idle]))
+            is_pinned = self._pins[idle] > 0
+            order = np.lexsort((-self._depth[idle], self._last_used[idle], is_pinned))
             idle = idle[order[:count]]
         self._remove(idle.astype(np.int32))
         return len(idle)
@@ -153,6 +177,7 @@ class PrefixIndex:
             keys.append(key)
         self._is_indexed[pages] = False
         self._is_ready[pages] = False
+        self._pins[pages] = 0
         self._pool.give_back(pages)
         return keys
 
@@ -168,3 +193,4 @@ class PrefixIndex:
             assert page in self._followers[parent], "a page is not filed after its parent"
         assert (self._pool.holders[indexed] >= 1).all(), "an indexed page has no holder"
         assert not (self._is_ready & ~self._is_indexed).any(), "a page without a key is ready"
+        assert not self._pins[~self._is_indexed].any(), "a page without a key is pinned"

@@ -59,17 +59,41 @@ class KVStore:
         return len(self._index)
 
     def num_available(self) -> int:
-        """Pages that `take` could lend now."""
+        """Pages that `take` could lend now without touching pinned ones."""
+        return self.num_takeable() - self._index.num_idle_pinned()
+
+    def num_takeable(self) -> int:
+        """Pages that `take` could lend now, pinned ones as a last resort."""
         return self._pool.num_free + self._index.num_idle()
 
     def num_held(self) -> int:
         """Pages that sequences hold."""
-        return self.num_pages - self.num_available()
+        return self.num_pages - self.num_takeable()
 
-    def chain(self, token_ids: Int32s, salt: bytes) -> PageChain:
-        """The names of the pages of `token_ids`."""
-        root = root_key(self._identity, self.page_size, salt)
-        return PageChain.of(root, self.page_size, token_ids)
+    def chain(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> PageChain:
+        """The names of the pages of `token_ids`.
+
+        Full pages of the first `public_tokens` are named without the salt: whoever asks for them
+        finds them, whatever its salt. The salt is mixed in after them.
+        """
+        num_public = public_tokens // self.page_size
+        if not salt or not num_public:
+            root = root_key(self._identity, self.page_size, salt)
+            return PageChain.of(root, self.page_size, token_ids)
+        root = root_key(self._identity, self.page_size, b"")
+        public = PageChain.of(root, self.page_size, token_ids[: num_public * self.page_size])
+        return public.branched(num_public, salt).extended(token_ids)
+
+    def pin(self, chain: PageChain) -> list[PageKey]:
+        """Keep the READY pages of a chain, and the one that begins like its unfinished last page,
+        until room cannot be made without them; returns what to `unpin`."""
+        match = self.lookup(chain, len(chain.token_ids))
+        similar = [] if match.similar_page is None else [match.similar_page]
+        return self._index.pin([*match.pages.tolist(), *similar])
+
+    def unpin(self, keys: Sequence[PageKey]) -> None:
+        """End a pin; pages that are gone already are no matter."""
+        self._index.unpin(keys)
 
     def lookup(self, chain: PageChain, num_tokens: int) -> Match:
         """How much of the first `num_tokens` of a chain is there."""
@@ -104,7 +128,8 @@ class KVStore:
             if short > idle:
                 raise OutOfPages(wanted=count, free=self._pool.num_free + idle)
             # some more than needed: finding the oldest costs the same for one page and for many
-            gone = self._index.evict(max(short, self.num_pages // EVICT_SHARE))
+            spare = min(self.num_pages // EVICT_SHARE, idle - self._index.num_idle_pinned())
+            gone = self._index.evict(max(short, spare))
             self._bus.publish(PagesEvicted(num_pages=gone, reason="room"))
         return self._pool.take(count)
 

@@ -25,7 +25,7 @@ from mainstem.core.events import (
     SequenceResumed,
     StepFinished,
 )
-from mainstem.core.ids import RequestId, SeqSlot
+from mainstem.core.ids import PageKey, RequestId, SeqSlot
 from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s, StartedSequence, Step, StepId, StepResult
@@ -116,7 +116,7 @@ class Scheduler:
             raise InvalidRequest("plan_place", f"{request.plan_place} was not announced")
         chain = None
         if self._config.share is not Share.NONE:
-            chain = self._store.chain(request.prompt_ids, request.salt)
+            chain = self._store.chain(request.prompt_ids, request.salt, request.public_tokens)
         answers = []
         for index in range(sampling.n):
             arrival = next(self._arrivals)
@@ -258,6 +258,16 @@ class Scheduler:
             stems=self._tree.view(store.page_size),
         )
 
+    def pin(self, token_ids: Int32s, salt: bytes) -> list[PageKey]:
+        """Keep what is cached of a prefix until nothing could run without its pages."""
+        if self._config.share is Share.NONE:
+            return []
+        return self._store.pin(self._store.chain(token_ids, salt))
+
+    def unpin(self, keys: Iterable[PageKey]) -> None:
+        """End what `pin` began; takes what it returned."""
+        self._store.unpin(list(keys))
+
     def clear_cache(self) -> int:
         """Forget every cached page no sequence holds; returns how many."""
         return self._store.clear()
@@ -367,14 +377,15 @@ class Scheduler:
         store.lease(cached)  # before counting: leased pages cannot be given up for room
         if prompts.outlook is None:
             prompts.outlook = self._outlook()
-        available = store.num_available()
+        # pinned pages are for nobody, unless nothing could run without them
+        available = store.num_available() if len(self._running) else store.num_takeable()
         if not self._admission.may_start(num_new, to_come, available, prompts.outlook):
             store.release(cached)
             return None
         prompts.outlook = prompts.outlook.joined_by(num_new, to_come)
         similar = np.array([] if match.similar_page is None else [match.similar_page], np.int32)
         store.lease(similar)  # until the step that copies from it has run
-        if store.num_available() < num_new:  # it is the page that was counted on
+        if store.num_takeable() < num_new:  # it is the page that was counted on
             store.release(similar)
             match = replace(match, similar_page=None, similar_tokens=0)
         fresh = store.take(num_new)
