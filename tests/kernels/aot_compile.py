@@ -6,14 +6,24 @@ Prints one line per kernel. A process of its own, since the other kernel tests n
 """
 
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mainstem.kernels.append import _rope_append_kernel
+from mainstem.kernels.fused import (
+    _head_norm_kernel,
+    _norm_kernel,
+    _quantize_kernel,
+    _silu_mul_kernel,
+)
+from mainstem.kernels.invariant import _matmul_kernel
 from mainstem.kernels.merge import _merge_kernel
 from mainstem.kernels.rotate import _rerotate_kernel
+from mainstem.kernels.sample import _argmax_kernel, _sample_kernel
 from mainstem.kernels.span import _span_kernel
 from mainstem.kernels.tuning import FALLBACK, HOPPER, Tiles
 
@@ -22,23 +32,38 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-INT_POINTERS = ("plan_ptr", "barrier_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr")
+INT_POINTERS = (
+    "plan_ptr", "barrier_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr",
+    "arrived_ptr", "top_k_ptr",
+)  # fmt: skip
+LONG_POINTERS = ("slots_ptr", "best_ptr")
 FLOAT_POINTERS = (
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "inv_freq_ptr", "lse_a_ptr", "lse_b_ptr",
+    "scales_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "uniform_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel with its constants; `types` of arguments whose name does not tell."""
+
+    kernel: triton.JITFunction
+    constants: dict[str, object]
+    types: dict[str, str] = field(default_factory=dict)
+    options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
 
 
 def _type_of(name: str) -> str:
     if name in ("k_rows", "v_rows"):
         return "tensordesc<bf16[64, 128]>"
-    if name == "scale":
+    if name in ("scale", "eps"):
         return "fp32"
     if not name.endswith("_ptr"):
         return "i32"
     if name in INT_POINTERS:
         return "*i32"
-    if name == "slots_ptr":
+    if name in LONG_POINTERS:
         return "*i64"
     return "*fp32" if name in FLOAT_POINTERS else "*bf16"
 
@@ -52,30 +77,54 @@ def _span_constants(tiles: Tiles) -> dict[str, object]:
     }  # fmt: skip
 
 
-def compile_all(target: str) -> None:
-    tiles = HOPPER if target == "sm_90" else FALLBACK
+def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     half = {"HALF": 64, "HALF_LANES": 64, "PAGE_SIZE": 16}
     heads = {"HEADS": 32, "HEAD_LANES": 32, "KV_HEADS": 8, "KV_LANES": 8}
-    for kernel, constants in (
-        (_span_kernel, _span_constants(tiles)),
-        (_rope_append_kernel, {**HEAD, **half, **heads}),
-        (_rerotate_kernel, {**HEAD, **half}),
-        (_merge_kernel, {**HEAD, "TILE_ROWS": 16}),
-    ):
-        names = kernel.arg_names
+    yield Job(_span_kernel, _span_constants(tiles), options={"num_warps": tiles.num_warps})
+    yield Job(_rope_append_kernel, {**HEAD, **half, **heads})
+    yield Job(_rerotate_kernel, {**HEAD, **half})
+    yield Job(_merge_kernel, {**HEAD, "TILE_ROWS": 16})
+
+
+def _other_jobs(target: str) -> Iterator[Job]:
+    row = {"SIZE": 4096, "BLOCK": 4096}
+    yield Job(_norm_kernel, {**row, "HAS_RESIDUAL": True, "IS_FP8": False})
+    yield Job(_silu_mul_kernel, {**row, "IS_FP8": False})
+    yield Job(_head_norm_kernel, {**HEAD, "HEADS": 32, "KV_HEADS": 8, "TILE": 8})
+    if target == "sm_90":  # no float8_e4m3fn before sm_89, nor on gfx942
+        fp8 = {"out_ptr": "*fp8e4nv"}
+        yield Job(_norm_kernel, {**row, "HAS_RESIDUAL": True, "IS_FP8": True}, fp8)
+        yield Job(_silu_mul_kernel, {**row, "IS_FP8": True}, fp8)
+        yield Job(_quantize_kernel, row, fp8)
+    ids = {"out_ptr": "*i64"}
+    yield Job(_argmax_kernel, {"BLOCK": 4096}, ids)
+    yield Job(_sample_kernel, {"BLOCK": 4096}, {**ids, "logits_ptr": "*fp32"}, {"num_warps": 16})
+    tile = {"TILE_ROWS": 128, "TILE_COLUMNS": 128, "TILE_K": 64, "GROUP": 8, "IS_EVEN": True}
+    yield Job(
+        _matmul_kernel,
+        {**tile, "HAS_BIAS": True, "UPCAST": False},
+        options={"num_warps": 8, "num_stages": 2 if target == "gfx942" else 4},
+    )
+
+
+def compile_all(target: str) -> None:
+    tiles = HOPPER if target == "sm_90" else FALLBACK
+    for job in (*_attention_jobs(tiles), *_other_jobs(target)):
+        names = job.kernel.arg_names
+        signature = {n: "constexpr" if n in job.constants else _type_of(n) for n in names}
         source = ASTSource(
-            fn=kernel,
-            signature={n: "constexpr" if n in constants else _type_of(n) for n in names},
-            constexprs={(names.index(n),): value for n, value in constants.items()},
+            fn=job.kernel,
+            signature={**signature, **job.types},
+            constexprs={(names.index(n),): value for n, value in job.constants.items()},
             attrs={
                 (i,): [["tt.divisibility", 16]]
                 for i, n in enumerate(names)
                 if n.endswith("_ptr") or n.startswith("stride_")
             },
         )
-        options = {"num_warps": tiles.num_warps if kernel is _span_kernel else 4}
-        compiled = triton.compile(source, target=TARGETS[target], options=options)
-        print(target, kernel.__name__, compiled.metadata.shared, flush=True)
+        compiled = triton.compile(source, target=TARGETS[target], options=job.options)
+        print(target, job.kernel.__name__, compiled.metadata.shared, flush=True)
+    print("compiled all", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,4 +23,4 @@ def test_every_kernel_compiles_for(target: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count(target) == 4
+    assert done.stdout.endswith("compiled all\n")

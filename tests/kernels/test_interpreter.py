@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-MODULES = ["test_span.py", "test_merge.py", "test_append.py", "test_rotate.py"]
+MODULES = [
+    "test_span.py", "test_merge.py", "test_append.py", "test_rotate.py",
+    "test_fused.py", "test_sample.py", "test_invariant.py",
+]  # fmt: skip
 
 
 @pytest.mark.torch

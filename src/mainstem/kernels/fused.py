@@ -20,16 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mainstem.kernels.fp8 import FP8, Fp8Rows
 from mainstem.kernels.ops import LayoutError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP8 = torch.float8_e4m3fn
 MAX_HIDDEN = 16384
 MAX_MLP = 32768
 FP8_MAX = tl.constexpr(448.0)
 MIN_PEAK = tl.constexpr(1e-12)  # a row of zeros must not divide by zero
-
-Fp8Rows = tuple[Tensor, Tensor]  # values [tokens, size] float8_e4m3fn, scales [tokens, 1] fp32
 
 
 @triton.jit
