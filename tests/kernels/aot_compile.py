@@ -6,7 +6,7 @@ Prints one line per kernel. A process of its own, since the other kernel tests n
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import triton
@@ -49,7 +49,7 @@ class Job:
     """A kernel with its constants; `types` of arguments whose name does not tell."""
 
     kernel: triton.JITFunction
-    constants: dict[str, object]
+    constants: Mapping[str, object]
     types: dict[str, str] = field(default_factory=dict)
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
 
