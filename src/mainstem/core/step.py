@@ -119,6 +119,8 @@ class Step:
     # of a page that a sequence shares with another one; never both a source and a target
     copy_from: Int64s = field(default_factory=_no_slots)
     copy_to: Int64s = field(default_factory=_no_slots)
+    # loads of pages this step reads: each layer waits until that layer of them is there
+    load_ids: Int32s = field(default_factory=_no_rows)
 
     @property
     def num_tokens(self) -> int:

@@ -75,6 +75,8 @@ class Engine:
         if self._in_flight is None and not self._runner.can_overlap:
             self._in_flight, launched = launched, None
         outputs = self._scheduler.take_outputs()
+        if self._in_flight is None and launched is None and not outputs:
+            self._scheduler.rest()
         if self._in_flight is not None:
             done, handle, began_s = self._in_flight
             result = self._wait(handle)

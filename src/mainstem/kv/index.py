@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 
 from mainstem.core.ids import PageKey
-from mainstem.core.step import Int32s
+from mainstem.core.step import Bools, Int32s
 from mainstem.kv.keys import PageChain
 from mainstem.kv.pool import PagePool
 
@@ -83,6 +83,23 @@ class PrefixIndex:
             pages.append(page)
         ready = self._is_ready[pages]
         return pages, len(pages) if ready.all() else int(ready.argmin())
+
+    def is_ready(self, page: int) -> bool:
+        return bool(self._is_ready[page])
+
+    @property
+    def is_indexed(self) -> Bools:
+        """By page, whether it has a name; not to be changed."""
+        return self._is_indexed
+
+    def named(self, pages: Int32s) -> list[tuple[int, PageKey, bytes]]:
+        """Those of `pages` that are READY: page, key and token ids."""
+        found: list[tuple[int, PageKey, bytes]] = []
+        for page in pages[self._is_ready[pages]].tolist():
+            key = self._key_of[page]
+            assert key is not None
+            found.append((page, key, self._tokens[page].tobytes()))
+        return found
 
     def last_loading(self, pages: Sequence[int]) -> int:
         """Place of the last of `pages` that is not ready; there must be one."""

@@ -1,6 +1,7 @@
-"""KVStore: the one door to pages, wherever they lie. Today the device is its only tier."""
+"""KVStore: the one door to pages, on the device and in the tiers below it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -9,10 +10,12 @@ import numpy as np
 from mainstem.core.errors import OutOfPages
 from mainstem.core.events import EventBus, PagesEvicted
 from mainstem.core.ids import PageKey
-from mainstem.core.step import Int32s
+from mainstem.core.step import Int32s, StepId
 from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, root_key
 from mainstem.kv.pool import PagePool
+from mainstem.kv.tiers import NOTHING_STORED, LowerTiers, Stored
+from mainstem.kv.traffic import Traffic
 
 EVICT_SHARE = 64  # of all pages one in so many is given up at a time
 
@@ -34,6 +37,8 @@ class Match:
     awaited: PageKey | None = None  # LOADING: the deepest page that is on its way
     similar_page: int | None = None  # MISS: a READY page that begins like the missing one ...
     similar_tokens: int = 0  # ... and for how many tokens
+    stored: Stored = NOTHING_STORED  # MISS: pages after these that `load` can bring up
+    loads: Int32s | None = None  # the last of `pages` are on their way: a step must wait for these
 
 
 class KVStore:
@@ -41,14 +46,25 @@ class KVStore:
 
     take/give_back lends empty pages; lease/release lends filled ones; reserve/commit/abort names
     pages while they are filled. Pages are given up for room only while nobody holds them.
+    With tiers below the device, filled pages are saved as they come, and loaded when asked for.
     """
 
-    def __init__(self, num_pages: int, page_size: int, identity: bytes, bus: EventBus) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        identity: bytes,
+        bus: EventBus,
+        tiers: LowerTiers | None = None,
+    ) -> None:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
         self._index = PrefixIndex(self._pool, page_size)
         self._identity = identity
         self._bus = bus
+        self._traffic: Traffic | None = None
+        if tiers is not None:
+            self._traffic = Traffic(self._pool, self._index, tiers, bus)
 
     @property
     def num_pages(self) -> int:
@@ -68,7 +84,8 @@ class KVStore:
 
     def num_held(self) -> int:
         """Pages that sequences hold."""
-        return self.num_pages - self.num_takeable()
+        only_copied = 0 if self._traffic is None else self._traffic.num_only_copied()
+        return self.num_pages - self.num_takeable() - only_copied
 
     def chain(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> PageChain:
         """The names of the pages of `token_ids`.
@@ -97,16 +114,21 @@ class KVStore:
 
     def lookup(self, chain: PageChain, num_tokens: int) -> Match:
         """How much of the first `num_tokens` of a chain is there."""
-        match = self.find(chain.keys[: num_tokens // self.page_size])
-        if match.outcome is Lookup.LOADING:
+        keys = chain.keys[: num_tokens // self.page_size]
+        match = self.find(keys)
+        if match.outcome is Lookup.LOADING or match.loads is not None:
             return match
         num_ready = len(match.pages)
+        stored = NOTHING_STORED
+        if self._traffic is not None and num_ready < len(keys):
+            stored = self._traffic.find(keys[num_ready:])
         rest = chain.token_ids[num_ready * self.page_size : num_tokens]
         similar = self._index.best_follower(chain.parent(num_ready), rest)
         outcome = Lookup.READY if len(rest) == 0 else Lookup.MISS
-        if similar is None:
-            return Match(match.pages, outcome)
-        return Match(match.pages, outcome, similar_page=similar[0], similar_tokens=similar[1])
+        page, num_tokens = similar or (None, 0)
+        return Match(
+            match.pages, outcome, similar_page=page, similar_tokens=num_tokens, stored=stored
+        )
 
     def has(self, key: PageKey) -> bool:
         """Whether a page is there or on its way."""
@@ -117,7 +139,10 @@ class KVStore:
         pages, num_ready = self._index.match(keys)
         ready = np.array(pages[:num_ready], np.int32)
         if num_ready < len(pages):
-            return Match(ready, Lookup.LOADING, keys[self._index.last_loading(pages)])
+            loads = self._startable(pages, num_ready)
+            if loads is None:
+                return Match(ready, Lookup.LOADING, keys[self._index.last_loading(pages)])
+            return Match(np.array(pages, np.int32), Lookup.MISS, loads=loads)
         return Match(ready, Lookup.READY if num_ready == len(keys) else Lookup.MISS)
 
     def take(self, count: int) -> Int32s:
@@ -142,6 +167,8 @@ class KVStore:
         self._index.touch(pages[:num_wanted])
         if num_wanted is not None:
             self._index.retire(pages[num_wanted:])
+        if self._traffic is not None:
+            self._traffic.note_use(pages[:num_wanted])
         self._pool.give_back(pages)
 
     def lease(self, pages: Int32s) -> None:
@@ -159,14 +186,99 @@ class KVStore:
 
     def commit(self, pages: Int32s) -> list[PageKey]:
         """Reserved pages are filled by a step on its way; returns the keys now READY."""
+        if self._traffic is not None:
+            self._traffic.commit(pages)
         return self._index.commit(pages)
+
+    def name(self, chain: PageChain, first: int, pages: Int32s) -> None:
+        """Pages that are filled already hold the chain's full pages from number `first` on."""
+        self._index.reserve(chain, first, pages)
+        self._index.commit(pages)
 
     def abort(self, pages: Int32s) -> list[PageKey]:
         """Whatever of `pages` was reserved and not filled loses its name; returns these keys."""
         return self._index.abort(pages)
 
+    # --- tiers below the device -----------------------------------------------------------------
+
+    @property
+    def tiers(self) -> LowerTiers | None:
+        return None if self._traffic is None else self._traffic.tiers
+
+    @property
+    def num_loads(self) -> int:
+        """Loads under way."""
+        return 0 if self._traffic is None else self._traffic.num_loads
+
+    def load(self, chain: PageChain, match: Match, start_layers: int) -> PageKey | None:
+        """Bring up what lower tiers have after the pages of a Match.
+
+        Returns the key to wait for; None: there is no way now. Raises OutOfPages. A prompt may
+        start on pages that are on their way once `start_layers` layers of them are there.
+        """
+        assert self._traffic is not None
+        self.lease(match.pages)  # so that they are not given up for the others
+        try:
+            pages = self.take(match.stored.num_pages)
+        finally:
+            self.release(match.pages)
+        self._index.touch(match.pages)
+        return self._traffic.load(chain, len(match.pages), pages, start_layers)
+
+    def launched(self, step_id: StepId) -> None:
+        """What was committed since the last step is filled by this one."""
+        if self._traffic is not None:
+            self._traffic.launched(step_id)
+
+    def settle(self, step_id: StepId) -> None:
+        """Steps up to this one have run: what they filled is saved."""
+        if self._traffic is not None:
+            self._traffic.settle(step_id)
+
+    def poll(self) -> list[PageKey]:
+        """Look at copies under way; returns keys somebody may have waited for."""
+        return [] if self._traffic is None else self._traffic.poll()
+
+    def expect(self, ticket: int, chain: PageChain) -> None:
+        """A request that wants the chain waits: lower tiers keep and bring nearer what it needs."""
+        if self._traffic is not None:
+            self._traffic.tiers.expect(ticket, chain.keys)
+
+    def dismiss(self, ticket: int) -> None:
+        """It waits no longer."""
+        if self._traffic is not None:
+            self._traffic.tiers.dismiss(ticket)
+
+    def close(self) -> None:
+        """Finish saving what was to be saved."""
+        if self._traffic is not None:
+            self._traffic.tiers.close()
+
+    def _startable(self, pages: list[int], num_ready: int) -> Int32s | None:
+        """Loads to wait for, if all of `pages` that are not READY may be read behind them."""
+        if self._traffic is None:
+            return None
+        loading = [page for page in pages[num_ready:] if not self._index.is_ready(page)]
+        return self._traffic.startable(loading)
+
+    @contextmanager
+    def distrust(self) -> Iterator[None]:
+        """A step failed: nothing is saved while sequences give their pages back, and what nobody
+        holds on the device afterwards is forgotten."""
+        if self._traffic is None:
+            yield
+        else:
+            with self._traffic.closed():
+                yield
+        self._clear_device()
+
     def clear(self) -> int:
-        """Forget every page nobody holds; returns how many."""
+        """Forget every page nobody holds, in every tier; returns how many device pages."""
+        if self._traffic is not None:
+            self._traffic.tiers.clear()
+        return self._clear_device()
+
+    def _clear_device(self) -> int:
         count = self._index.evict(self.num_pages)
         if count:
             self._bus.publish(PagesEvicted(num_pages=count, reason="clear"))
@@ -176,3 +288,5 @@ class KVStore:
         """Raise if pages were lost or named twice."""
         self._pool.check()
         self._index.check()
+        if self._traffic is not None:
+            self._traffic.check()

@@ -37,6 +37,7 @@ class Batch:
     chunks: list[Chunk]
     started: tuple[StartedSequence, ...]
     copies: list[PageCopy]
+    load_ids: Int32s
 
     @property
     def num_seqs(self) -> int:
@@ -85,6 +86,7 @@ def build_step(
         num_decodes=len(decodes),
         copy_from=copy_from,
         copy_to=copy_to,
+        load_ids=batch.load_ids,
     )
     table.computed[slots] += counts
     table.last_step[slots] = step_id

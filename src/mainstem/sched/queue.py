@@ -34,6 +34,11 @@ class WaitingQueue:
             self._num_dead -= 1
         return self._heap[0][2] if self._heap else None
 
+    def first(self, count: int) -> list[Sequence]:
+        """About the next `count` sequences to start, the head for certain among them."""
+        near = sorted(self._heap[: 2 * count])[:count]
+        return [entry[2] for entry in near if entry[2].state is not SeqState.DONE]
+
     def pop(self) -> Sequence:
         return heapq.heappop(self._heap)[2]
 

@@ -10,7 +10,7 @@ A sequence that ends while it is part of a step in flight keeps slot and pages u
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 
@@ -29,9 +29,11 @@ from mainstem.core.ids import PageKey, RequestId, SeqSlot
 from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s, StartedSequence, Step, StepId, StepResult
+from mainstem.kv.keys import PageChain
 from mainstem.kv.store import KVStore, Lookup, Match
 from mainstem.sched.admission import Admission, Outlook
 from mainstem.sched.batching import Batch, Chunk, PageCopy, build_step
+from mainstem.sched.fetching import Fetching
 from mainstem.sched.lookahead import OutputLengths, PlannedOrder
 from mainstem.sched.news import News, make_output
 from mainstem.sched.queue import WaitingQueue
@@ -43,6 +45,8 @@ from mainstem.sched.table import SeqTable
 
 DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 64
+LOAD_AHEAD = 64  # waiting sequences whose pages are brought up before it is their turn
+REST_S = 0.0003
 
 
 class Scheduler:
@@ -57,8 +61,11 @@ class Scheduler:
         bus: EventBus,
         worth_sharing: WorthSharing = share_all,
         max_step_tokens: int | None = None,
+        fetching: Fetching | None = None,
     ) -> None:
-        """`max_step_tokens` is what the runner's buffers hold; None: any number."""
+        """`max_step_tokens` is what the runner's buffers hold; None: any number. `fetching` decides
+        what is loaded from tiers below the device; None: nothing."""
+        self._fetching = fetching
         self._config = config
         self._chunk_tokens = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
         self._max_step_tokens = max_step_tokens
@@ -128,6 +135,7 @@ class Scheduler:
         self._sequences[request.request_id] = answers
         for sequence in answers:
             self._queue.push(sequence)
+            self._expect(sequence)
         self._bus.publish(RequestSubmitted(request.request_id, num_prompt))
 
     def expect(self, shared_with_next: Int32s) -> int:
@@ -166,16 +174,21 @@ class Scheduler:
     def next_step(self) -> Step | None:
         """The next step, or None when nothing can run before the one in flight commits."""
         begin = perf_counter()
+        self._queue.unpark(self._store.poll())
         decodes = self._grow_decodes()
         if decodes is None:
             return None
         # decodes go first, but never keep prompts out altogether
         budget = max(self._chunk_tokens - len(decodes), self._chunk_tokens // 8, 1)
-        prompts = self._fill_prompts(budget)
-        batch = Batch(decodes, prompts.chunks, tuple(prompts.started), prompts.copies)
+        prompts = _Prompts(budget)
+        self._load_ahead(prompts)
+        self._fill_prompts(prompts)
+        load_ids = np.unique(np.concatenate([np.empty(0, np.int32), *prompts.loads]))
+        batch = Batch(decodes, prompts.chunks, tuple(prompts.started), prompts.copies, load_ids)
         if batch.num_seqs == 0:
             return None
         step = build_step(StepId(next(self._step_ids)), batch, self._table, self._tree, self._spans)
+        self._store.launched(step.step_id)
         if batch.copies:
             sources = np.array([copy.source for copy in batch.copies], np.int32)
             self._copy_sources.append((step.step_id, sources))
@@ -189,6 +202,7 @@ class Scheduler:
         table = self._table
         if self._in_flight is step:
             self._in_flight = None
+        self._store.settle(step.step_id)
         alive = table.is_alive[step.sample_slots]
         rows = np.flatnonzero(alive)
         slots, token_ids = step.sample_slots[rows], result.token_ids[rows]
@@ -219,12 +233,12 @@ class Scheduler:
         self._in_flight = None
         self._release_left(StepId(int(table.last_step.max())))
         self._release_sources(StepId(int(table.last_step.max())))
-        for slot in self._running.tolist():
-            table.total[slot] -= table.pending[slot]
-            table.pending[slot] = 0
-            table.computed[slot] = 0  # nothing of it is worth a name
-            self._preempt(SeqSlot(slot))
-        self._store.clear()
+        with self._store.distrust():
+            for slot in self._running.tolist():
+                table.total[slot] -= table.pending[slot]
+                table.pending[slot] = 0
+                table.computed[slot] = 0  # nothing of it is worth a name
+                self._preempt(SeqSlot(slot))
 
     def shrink_steps(self) -> bool:
         """Make steps half as large from here on; False when they are as small as they get."""
@@ -239,6 +253,7 @@ class Scheduler:
         for request_id in list(self._sequences):
             self.abort(request_id)
         self._outputs.clear()
+        self._store.close()
 
     def take_outputs(self) -> list[Output]:
         """Outputs of sequences that ended outside a commit (aborted, stopped)."""
@@ -319,9 +334,8 @@ class Scheduler:
         oldest = np.argsort(self._table.last_step[decodes], kind="stable")[:most]
         return decodes[np.sort(oldest)]
 
-    def _fill_prompts(self, budget: int) -> "_Prompts":
-        """Prompt chunks for `budget` tokens: sequences under way, then new ones; by priority."""
-        prompts = _Prompts(budget)
+    def _fill_prompts(self, prompts: "_Prompts") -> None:
+        """Prompt chunks for the budget: sequences under way, then new ones; by priority."""
         table = self._table
         is_unfinished = table.computed[self._running] < table.prefill_end[self._running]
         unfinished = [table.sequence(slot) for slot in self._running[is_unfinished].tolist()]
@@ -332,7 +346,6 @@ class Scheduler:
             assert sequence.slot is not None
             self._add_chunk(prompts, sequence.slot)
         self._start_waiting(prompts, before=None)
-        return prompts
 
     def _start_waiting(self, prompts: "_Prompts", before: int | None) -> None:
         """Start sequences from the queue, or only those more urgent than `before`."""
@@ -357,15 +370,7 @@ class Scheduler:
     def _try_start(self, sequence: Sequence, prompts: "_Prompts") -> SeqSlot | None:
         """Give the queue's head its pages and a slot, or park it, or leave it where it is."""
         store, page_size = self._store, self._page_size
-        known = sequence.known_ids()
-        num_known = len(known)
-        chain = sequence.chain
-        if chain is not None and len(known) > len(chain.token_ids):
-            chain = chain.extended(known)
-        match = Match(np.empty(0, np.int32), Lookup.MISS)
-        if chain is not None and sequence.prompt_logprobs is None:
-            # the last token is always computed: its logits are wanted
-            match = store.lookup(chain, num_known - 1)
+        num_known, chain, match = self._look_up(sequence)
         if match.outcome is Lookup.LOADING:
             assert match.awaited is not None
             self._queue.park(self._queue.pop(), match.awaited)
@@ -382,6 +387,11 @@ class Scheduler:
         if not self._admission.may_start(num_new, to_come, available, prompts.outlook):
             store.release(cached)
             return None
+        awaited = self._load(sequence, chain, match, self._num_unfinished())
+        if awaited is not None:
+            store.release(cached)
+            self._queue.park(self._queue.pop(), awaited)
+            return None
         prompts.outlook = prompts.outlook.joined_by(num_new, to_come)
         similar = np.array([] if match.similar_page is None else [match.similar_page], np.int32)
         store.lease(similar)  # until the step that copies from it has run
@@ -397,10 +407,74 @@ class Scheduler:
             store.reserve(chain, len(cached), fresh[: len(chain.keys) - len(cached)])
         pages = np.concatenate([cached, fresh])
         num_cached = len(cached) * page_size + match.similar_tokens
+        if match.loads is not None:
+            prompts.loads.append(match.loads)
+        store.dismiss(sequence.arrival)
         slot = self._table.enter(sequence, pages, num_cached, expected)
         self._tree.attach(slot, pages[: num_known // page_size])
         self._announce(sequence, num_cached, num_known)
         return slot
+
+    def _look_up(self, sequence: Sequence) -> tuple[int, PageChain | None, Match]:
+        """How many tokens a waiting sequence has, their chain, and what is there of it."""
+        known = sequence.known_ids()
+        chain = sequence.chain
+        if chain is not None and len(known) > len(chain.token_ids):
+            chain = chain.extended(known)
+        if chain is None or sequence.prompt_logprobs is not None:
+            return len(known), chain, Match(np.empty(0, np.int32), Lookup.MISS)
+        # the last token is always computed: its logits are wanted
+        return len(known), chain, self._store.lookup(chain, len(known) - 1)
+
+    def _load_ahead(self, prompts: "_Prompts") -> None:
+        """Start loads for those next in the queue while others run, in order and while the pages
+        that those before them need are left."""
+        if self._fetching is None:
+            return
+        tokens_ahead, pages_ahead = self._num_unfinished(), 0
+        for sequence in self._queue.first(LOAD_AHEAD):
+            if sequence.num_to_compute is None:
+                num_known, chain, match = self._look_up(sequence)
+                if match.outcome is Lookup.LOADING:
+                    continue
+                num_new = -(-num_known // self._page_size) - len(match.pages)
+                expected = self._lengths.expect(sequence) - len(sequence.output_ids)
+                if prompts.outlook is None:
+                    prompts.outlook = self._outlook()
+                available = self._store.num_available()
+                if not self._admission.may_start(
+                    pages_ahead + num_new, expected, available, prompts.outlook
+                ):
+                    return
+                pages_ahead += num_new
+                sequence.num_to_compute = num_known - len(match.pages) * self._page_size
+                if self._load(sequence, chain, match, tokens_ahead) is not None:
+                    sequence.num_to_compute -= match.stored.num_pages * self._page_size
+                    pages_ahead -= match.stored.num_pages
+            tokens_ahead += sequence.num_to_compute
+
+    def _load(
+        self, sequence: Sequence, chain: PageChain | None, match: Match, tokens_ahead: int
+    ) -> PageKey | None:
+        """Load what lower tiers have of a sequence, where that is the faster way; returns the key
+        to wait for."""
+        fetching, stored = self._fetching, match.stored
+        if fetching is None or not stored.num_pages:
+            return None
+        assert chain is not None
+        if not fetching.is_worth_it(stored, tokens_ahead):
+            return None
+        num_there = (len(match.pages) + stored.num_pages) * self._page_size
+        layers = fetching.start_layers(stored, len(sequence.known_ids()) - num_there)
+        try:
+            return self._store.load(chain, match, layers)
+        except OutOfPages:  # the pages it has itself were counted on
+            return None
+
+    def _num_unfinished(self) -> int:
+        """Prompt tokens of running sequences that are still to be computed."""
+        table, running = self._table, self._running
+        return int(np.maximum(table.prefill_end[running] - table.computed[running], 0).sum())
 
     def _outlook(self) -> Outlook:
         running = self._running
@@ -464,6 +538,7 @@ class Scheduler:
             self._outputs.append(make_output(sequence, undelivered, reason))
             self._close(sequence, reason, len(sequence.output_ids))
             self._queue.forget(sequence)
+            self._store.dismiss(sequence.arrival)
 
     def _close(self, sequence: Sequence, reason: FinishReason, num_output: int) -> None:
         sequence.state = SeqState.DONE
@@ -483,7 +558,9 @@ class Scheduler:
         self._leave_running(slot)
         self._release(slot)
         sequence.state = SeqState.WAITING
+        sequence.num_to_compute = None
         self._queue.push(sequence)
+        self._expect(sequence)
         request_id = sequence.request.request_id
         self._bus.publish(SequencePreempted(request_id, sequence.index, num_pages))
 
@@ -529,14 +606,25 @@ class Scheduler:
             first = len(chain.keys)
             if num_full > first:
                 known = np.concatenate([chain.token_ids, output_ids])
-                store.reserve(chain.extended(known), first, pages[first:num_full])
-                store.commit(pages[first:num_full])
+                store.name(chain.extended(known), first, pages[first:num_full])
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
             num_wanted = self._order.tokens_wanted(sequence.request.plan_place) // page_size
         self._tree.detach(slot)
         table.leave(slot)
         store.give_back(pages, num_wanted)
+
+    # --- tiers below the device -----------------------------------------------------------------
+
+    def _expect(self, sequence: Sequence) -> None:
+        """Tell the store what a waiting sequence will ask for."""
+        if sequence.chain is not None:
+            self._store.expect(sequence.arrival, sequence.chain)
+
+    def rest(self) -> None:
+        """Nothing can run before a copy is done: leave the processor to it for a moment."""
+        if self._sequences and not self._outputs:
+            sleep(REST_S)
 
     # --- odds -----------------------------------------------------------------------------------
 
@@ -576,6 +664,7 @@ class _Prompts:
 
     budget: int  # tokens left
     chunks: list[Chunk] = field(default_factory=list)
+    loads: list[Int32s] = field(default_factory=list)
     started: list[StartedSequence] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
     outlook: Outlook | None = None  # made when the first sequence wants to start

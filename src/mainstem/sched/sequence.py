@@ -38,6 +38,8 @@ class Sequence:
     # of the first answer, where wanted and not yet delivered
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_delivered: int = 0  # output tokens the caller has seen
+    # waiting: prompt tokens to be computed, once it is settled what is loaded; None: it is not
+    num_to_compute: int | None = None
     mask: TokenMask | None = None  # where a grammar restricts the answer
 
     def __post_init__(self) -> None:

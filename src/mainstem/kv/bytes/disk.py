@@ -1,0 +1,300 @@
+"""DiskTier: pages in a folder, written and read by threads of its own.
+
+    engine thread        writer thread                        reader threads
+    write(jobs) ------>  wait for the copy, write, fsync,
+                         commit rows ------------------.
+    delete(keys) ----->  delete rows                   |
+    read(job) ---------------------------------------- | --->  read, compare checksums
+    poll() <-------------------------------------------+-------------'
+
+Nothing here waits except `flush` and `close`. Jobs for the writer are done in the order given, so a
+row is gone before its record is used again.
+"""
+
+import errno
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from time import monotonic, perf_counter, time
+from zlib import crc32
+
+from mainstem.core.errors import StoreError
+from mainstem.core.ids import PageKey
+from mainstem.kv.bytes.folder import StoreFolder
+from mainstem.kv.bytes.page_index import PageIndex, PageRow, remove_index
+from mainstem.kv.bytes.segments import SegmentFiles
+
+NUM_READERS = 4
+MAX_BATCH = 64  # pages written between two commits
+FULL_PAUSE_S = 30.0  # a full disk is not asked for more space for so long
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    key: PageKey
+    record: int
+    token_ids: bytes
+    buffer: memoryview
+    after: Callable[[], None] | None = None  # waits until `buffer` is filled
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    key: PageKey
+    record: int
+    crc32: int
+    buffer: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A page is on the disk, or `problem` says why not."""
+
+    key: PageKey
+    crc32: int
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A page was read, or `problem` says why not."""
+
+    key: PageKey
+    num_bytes: int
+    seconds: float
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Delete:
+    keys: Sequence[PageKey]
+
+
+@dataclass(frozen=True, slots=True)
+class _Touch:
+    used_at: dict[PageKey, float]
+
+
+_Order = WriteJob | _Delete | _Touch | Event | None  # Event: set it; None: stop
+
+
+class DiskTier:
+    """Owned by one thread, which makes the calls; see the module for who does the work."""
+
+    def __init__(
+        self,
+        folder: Path,
+        page_bytes: int,
+        max_bytes: int,
+        identity: str,
+        make_files: Callable[[Path, int], SegmentFiles] = SegmentFiles,
+    ) -> None:
+        """Open the store of one model in `folder`, made if need be.
+
+        Raises StoreError if it is in use or of another format. A damaged or missing index means an
+        empty store; `found` then says so.
+        """
+        self.folder = folder
+        self.found: str | None = None
+        self._lock = StoreFolder(folder)
+        self._files = make_files(folder, page_bytes)
+        self.num_records = max_bytes // self._files.record_bytes
+        self._about = {"identity": identity, "page_bytes": str(page_bytes)}
+        try:
+            if self.num_records < 1:
+                raise StoreError(f"{max_bytes} bytes do not hold a page of {page_bytes}")
+            self._index, self.rows = self._open_index()
+        except BaseException:
+            self._lock.close()
+            raise
+        self._free: list[int] = []  # heap: low records first, so that files fill in order
+        self._next_record = 0  # every record from here on was never used
+        self._skip_used()
+        self._full_until_s = 0.0
+        self._num_pending = 0
+        self._orders: SimpleQueue[_Order] = SimpleQueue()
+        self._reads: SimpleQueue[ReadJob | None] = SimpleQueue()
+        self._done: SimpleQueue[Written | Read] = SimpleQueue()
+        self._threads = [Thread(target=self._write_all, name="kv-writer", daemon=True)]
+        for _ in range(NUM_READERS):
+            self._threads.append(Thread(target=self._read_all, name="kv-reader", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    # --- the owner's calls ----------------------------------------------------------------------
+
+    @property
+    def num_writes_pending(self) -> int:
+        """Pages given to `write` whose outcome `poll` has not told."""
+        return self._num_pending
+
+    def take_record(self) -> int | None:
+        """A record to write to; None: there is no room."""
+        if self._free:
+            return heappop(self._free)
+        if self._next_record >= self.num_records or monotonic() < self._full_until_s:
+            return None
+        self._next_record += 1
+        return self._next_record - 1
+
+    def give_back_record(self, record: int) -> None:
+        heappush(self._free, record)
+
+    def write(self, job: WriteJob) -> None:
+        """Write a page; its buffer must stay as it is until `poll` tells the outcome."""
+        self._num_pending += 1
+        self._orders.put(job)
+
+    def read(self, job: ReadJob) -> None:
+        """Read a page into its buffer, which belongs to the tier until `poll` tells the outcome."""
+        self._reads.put(job)
+
+    def delete(self, keys: Sequence[PageKey]) -> None:
+        """Forget pages; their records may be given back at once."""
+        self._orders.put(_Delete(keys))
+
+    def touch(self, used_at: dict[PageKey, float]) -> None:
+        """Keep for the next start when pages were last used (seconds since 1970)."""
+        self._orders.put(_Touch(used_at))
+
+    def poll(self) -> Iterator[Written | Read]:
+        """What was done since the last call."""
+        while True:
+            try:
+                done = self._done.get_nowait()
+            except Empty:
+                return
+            if isinstance(done, Written):
+                self._num_pending -= 1
+                if done.problem == "disk full":
+                    self._full_until_s = monotonic() + FULL_PAUSE_S
+            yield done
+
+    def flush(self) -> None:
+        """Return when everything given to `write` and `delete` so far is done."""
+        done = Event()
+        self._orders.put(done)
+        done.wait()
+
+    def close(self) -> None:
+        """Finish what was given, stop the threads, unlock the folder."""
+        self._orders.put(None)
+        for _ in self._threads[1:]:
+            self._reads.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._files.close()
+        self._index.close()
+        self._lock.close()
+
+    # --- opening --------------------------------------------------------------------------------
+
+    def _open_index(self) -> tuple[PageIndex, list[PageRow]]:
+        try:
+            index = PageIndex(self.folder, self._about)
+            rows = index.rows()
+        except sqlite3.DatabaseError as error:
+            remove_index(self.folder)
+            self.found = f"index damaged ({error})"
+            index, rows = PageIndex(self.folder, self._about), []
+        if not rows and (count := self._files.remove_all()):
+            self.found = self.found or f"no index for {count} segment files, which were removed"
+        beyond = [row.key for row in rows if row.record >= self.num_records]
+        if beyond:  # it was larger once
+            index.delete(beyond)
+            rows = [row for row in rows if row.record < self.num_records]
+        return index, rows
+
+    def _skip_used(self) -> None:
+        used = {row.record for row in self.rows}
+        self._next_record = max(used, default=-1) + 1
+        for record in range(self._next_record):
+            if record not in used:
+                heappush(self._free, record)
+
+    # --- threads --------------------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        order: _Order = _Touch({})
+        while order is not None:
+            order = self._orders.get()
+            if isinstance(order, WriteJob):
+                jobs = [order]
+                while len(jobs) < MAX_BATCH and isinstance(order := self._next_order(), WriteJob):
+                    jobs.append(order)
+                self._write_batch(jobs)
+                if isinstance(order, WriteJob):
+                    continue
+            if isinstance(order, _Delete):
+                self._in_index(partial(self._index.delete, order.keys))
+            elif isinstance(order, _Touch):
+                self._in_index(partial(self._index.touch, order.used_at))
+            elif isinstance(order, Event):
+                order.set()
+
+    def _next_order(self) -> _Order:
+        """The order after a write, or a harmless one if there is none yet."""
+        try:
+            return self._orders.get_nowait()
+        except Empty:
+            return _Touch({})
+
+    def _in_index(self, change: Callable[[], None]) -> None:
+        """A change that may be lost: what it leaves behind is found by checksum or replaced."""
+        with suppress(sqlite3.Error):
+            change()
+
+    def _write_batch(self, jobs: list[WriteJob]) -> None:
+        """Records first, then fsync, then their rows: a row never points at less than its page."""
+        now = time()
+        rows: list[PageRow] = []
+        for job in jobs:
+            with self._reporting([job.key]):
+                if job.after is not None:
+                    job.after()
+                self._files.write(job.record, job.buffer)
+                rows.append(PageRow(job.key, job.record, job.token_ids, crc32(job.buffer), now))
+        with self._reporting([row.key for row in rows]):
+            self._files.sync([row.record for row in rows])
+            self._index.insert(rows)
+            for row in rows:
+                self._done.put(Written(row.key, row.crc32))
+
+    @contextmanager
+    def _reporting(self, keys: list[PageKey]) -> Iterator[None]:
+        """An error is an outcome of these pages, not the end of the thread."""
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            for key in keys:
+                self._done.put(Written(key, 0, _words(error)))
+
+    def _read_all(self) -> None:
+        while (job := self._reads.get()) is not None:
+            began_s = perf_counter()
+            problem = None
+            try:
+                self._files.read(job.record, job.buffer)
+                if crc32(job.buffer) != job.crc32:
+                    problem = "checksum"
+            except EOFError:
+                problem = "truncated"
+            except FileNotFoundError:
+                problem = "missing"
+            except OSError as error:
+                problem = _words(error)
+            self._done.put(Read(job.key, len(job.buffer), perf_counter() - began_s, problem))
+
+
+def _words(error: OSError | sqlite3.Error) -> str:
+    if isinstance(error, sqlite3.Error):
+        return "disk full" if "full" in str(error) else f"index: {error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk full"
+    return f"{errno.errorcode.get(error.errno or 0, 'error')}"

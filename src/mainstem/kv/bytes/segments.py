@@ -1,0 +1,95 @@
+"""Segment files: equal records of one page each, in files of equal length.
+
+    0000.pages | record 0 | record 1 | ... | record n-1 |     0001.pages | record n | ...
+
+Every record begins at a multiple of ALIGNMENT, so reads and writes can bypass the page cache
+(O_DIRECT) where the file system allows it. What a record holds is the index's business.
+"""
+
+import errno
+import os
+from pathlib import Path
+from threading import Lock
+
+ALIGNMENT = 4096
+SEGMENT_BYTES = 256 << 20
+
+
+class SegmentFiles:
+    """Reads and writes records by number; a segment is created when it is first written.
+
+    Several threads may read while one writes, never the same record.
+    """
+
+    def __init__(self, folder: Path, page_bytes: int) -> None:
+        self._folder = folder
+        self._page_bytes = page_bytes
+        self._record_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
+        self.records_per_segment = max(1, SEGMENT_BYTES // self._record_bytes)
+        self._files: dict[int, int] = {}
+        self._lock = Lock()
+        self._direct = getattr(os, "O_DIRECT", 0) if page_bytes % ALIGNMENT == 0 else 0
+
+    @property
+    def record_bytes(self) -> int:
+        return self._record_bytes
+
+    def read(self, record: int, buffer: memoryview) -> None:
+        """Fill `buffer` with a record; raises OSError, EOFError where the file ends too early."""
+        segment, offset = self._place(record)
+        file = self._open(segment, is_new=False)
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(file, [buffer[done:]], offset + done)
+            if count == 0 or (self._direct and count % ALIGNMENT):
+                raise EOFError(f"segment {segment} ends before record {record}")
+            done += count
+
+    def write(self, record: int, buffer: memoryview) -> None:
+        """Write a record; it is durable after `sync`."""
+        segment, offset = self._place(record)
+        file = self._open(segment, is_new=True)
+        done = 0
+        while done < len(buffer):
+            done += os.pwritev(file, [buffer[done:]], offset + done)
+
+    def sync(self, records: list[int]) -> None:
+        """Return when these records are on the disk."""
+        for segment in sorted({self._place(record)[0] for record in records}):
+            os.fdatasync(self._open(segment, is_new=True))
+
+    def remove_all(self) -> int:
+        """Delete every segment; returns how many there were."""
+        self.close()
+        found = list(self._folder.glob("*.pages"))
+        for path in found:
+            path.unlink(missing_ok=True)
+        return len(found)
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._files.values():
+                os.close(file)
+            self._files.clear()
+
+    def _place(self, record: int) -> tuple[int, int]:
+        segment, index = divmod(record, self.records_per_segment)
+        return segment, index * self._record_bytes
+
+    def _open(self, segment: int, is_new: bool) -> int:
+        with self._lock:
+            file = self._files.get(segment)
+            if file is None:
+                file = self._files[segment] = self._open_file(segment, is_new)
+            return file
+
+    def _open_file(self, segment: int, is_new: bool) -> int:
+        path = self._folder / f"{segment:04}.pages"
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if is_new else 0)
+        try:
+            return os.open(path, flags | self._direct, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+            self._direct = 0  # the file system has no O_DIRECT
+            return os.open(path, flags, 0o600)

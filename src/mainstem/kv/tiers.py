@@ -1,0 +1,595 @@
+"""The tiers below the device: host memory and disk behind the policy that decides who stays.
+
+A stored page, its bytes and who uses them:
+
+    save ---> slot (filling) ---> slot (full) ----> record (being written) ---> record (full)
+                                    ^  |                                          |
+                                    |  `--> device: a load                        |
+                                    `---------------- read: a load or a prefetch -'
+
+The policy says where a page should be; the bytes follow as soon as no copy uses them (`_settle`).
+Copies count as `holds`, so a slot or record is never reused under one. Owned by the engine's
+thread; copies and disk work go on elsewhere and are looked at in `poll`.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter, time
+
+import numpy as np
+
+from mainstem.core.events import (
+    EventBus,
+    PagesEvicted,
+    PagesLoaded,
+    PagesLost,
+    PagesPrefetched,
+    PagesSaved,
+    SavesSkipped,
+    StoreOpened,
+)
+from mainstem.core.ids import PageKey
+from mainstem.core.step import Int32s
+from mainstem.kv.bytes.disk import DiskTier, Read, ReadJob, WriteJob, Written
+from mainstem.kv.policy import Moves, PolicyConfig, PolicyKind, TierKind, TierPolicy
+from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
+
+SLACK = 16  # one slot in so many is beyond what the policy gives away: copies under way need them
+PREFETCH_PAGES = 64  # read ahead at most at once
+CHORE_S = 0.5  # between looks at what has expired
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A page that is stored, or about to be."""
+
+    key: PageKey
+    token_ids: bytes
+    slot: int | None = None
+    is_in_host: bool = False  # its slot is filled
+    record: int | None = None
+    is_on_disk: bool = False  # its record is committed
+    crc32: int = 0
+    holds: int = 0  # copies that use slot or record
+    is_lost: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Pages on their way to the device."""
+
+    load_id: LoadId
+    keys: Sequence[PageKey]
+    pages: Int32s
+    entries: list[_Entry]
+    start_layers: int  # enough for a prompt to start on
+    began_s: float
+    num_from_disk: int
+    transfer: Transfer | None = None  # None: still being read from disk
+    is_startable: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Save:
+    pages: Int32s
+    entries: list[_Entry]
+    transfer: Transfer
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """What came to an end since the last look."""
+
+    loaded: list[Load] = field(default_factory=list)
+    failed: list[Load] = field(default_factory=list)
+    startable: list[Load] = field(default_factory=list)  # not there yet, but soon enough
+    saved: list[Int32s] = field(default_factory=list)  # device pages that were copied
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The pages after a chain's device pages that lower tiers have."""
+
+    num_pages: int = 0
+    num_on_disk: int = 0  # of these, not in host memory
+
+
+NOTHING_STORED = Stored()
+
+
+class LowerTiers:
+    """Host memory and disk. `copier` reaches the device; without `disk` there is none."""
+
+    def __init__(
+        self,
+        copier: PageCopier,
+        kind: PolicyKind,
+        ttl_s: float | None,
+        disk: DiskTier | None,
+        bus: EventBus,
+    ) -> None:
+        self._copier = copier
+        self._disk = disk
+        self._bus = bus
+        slack = 1 + copier.num_slots // SLACK
+        disk_pages = 0 if disk is None else max(1, disk.num_records - 1 - disk.num_records // 64)
+        host_pages = max(1, copier.num_slots - slack)
+        self._policy: TierPolicy[PageKey] = TierPolicy(
+            PolicyConfig(host_pages, disk_pages, kind, ttl_s=ttl_s)
+        )
+        self._entries: dict[PageKey, _Entry] = {}
+        self._free_slots = list(range(copier.num_slots - 1, -1, -1))
+        self._saves: list[_Save] = []
+        self._loads: list[Load] = []
+        self._filling: dict[PageKey, Transfer] = {}  # saves whose slot the writer must wait for
+        self._to_back_up: deque[PageKey] = deque()
+        self._max_pending_writes = max(1, copier.num_slots // 2)
+        self._used: set[PageKey] = set()  # on disk, used since its row was last written
+        self._next_chore_s = 0.0
+        self.host_link = Link(20e9)
+        self.disk_link = Link(2e9)
+        if disk is not None:
+            self._recover(disk, ttl_s)
+
+    @property
+    def page_bytes(self) -> int:
+        return self._copier.page_bytes
+
+    @property
+    def num_layers(self) -> int:
+        return self._copier.num_layers
+
+    @property
+    def num_host_pages(self) -> int:
+        return self._policy.num_host
+
+    @property
+    def num_disk_pages(self) -> int:
+        return self._policy.num_disk
+
+    @property
+    def num_copies(self) -> int:
+        """Saves and loads under way."""
+        return len(self._saves) + len(self._loads)
+
+    @property
+    def num_pages_saving(self) -> int:
+        return sum(len(save.pages) for save in self._saves)
+
+    def has(self, key: PageKey) -> bool:
+        """Whether a page is stored or being saved."""
+        return key in self._entries
+
+    def find(self, keys: Iterable[PageKey]) -> Stored:
+        """How many of `keys`, the leading ones, could be loaded."""
+        num_pages = num_on_disk = 0
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None or not (entry.is_in_host or entry.is_on_disk):
+                break
+            num_pages += 1
+            num_on_disk += not entry.is_in_host
+        return Stored(num_pages, num_on_disk)
+
+    # --- the queue ------------------------------------------------------------------------------
+
+    def expect(self, ticket: int, keys: Sequence[PageKey]) -> None:
+        """A request that wants `keys` waits; what it needs from disk is read ahead."""
+        self._policy.expect(ticket, keys)
+
+    def dismiss(self, ticket: int) -> None:
+        """It waits no longer."""
+        self._policy.dismiss(ticket)
+
+    def note_use(self, keys: Sequence[PageKey]) -> None:
+        """A chain was used on the device."""
+        self._policy.note_use(keys, monotonic())
+        if self._disk is not None:
+            self._used.update(key for key in keys if self._policy.is_on_disk(key))
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    def save(self, pages: Int32s, keys: Sequence[PageKey], token_ids: Sequence[bytes]) -> Int32s:
+        """Start copying device pages to host memory; returns those that are being copied.
+
+        `keys` are in chain order where pages belong to one chain; none is stored yet.
+        """
+        moves = self._policy.admit(keys, monotonic())
+        self._carry_out(moves, "room")
+        kept: list[int] = []
+        entries: list[_Entry] = []
+        refused = 0
+        for index, key in enumerate(keys):
+            slot = self._take_slot() if key in self._policy else None
+            if slot is None:
+                self._policy.drop([key])
+                refused += 1
+                continue
+            entry = _Entry(key, token_ids[index], slot, holds=1)
+            self._entries[key] = entry
+            entries.append(entry)
+            kept.append(index)
+        if refused:
+            self._bus.publish(SavesSkipped(refused, "host", "no room in host memory"))
+        if not entries:
+            return np.empty(0, np.int32)
+        copied = pages[kept]
+        slots = np.array([entry.slot for entry in entries], np.int32)
+        transfer = self._copier.save(copied, slots)
+        self._saves.append(_Save(copied, entries, transfer))
+        for entry in entries:
+            self._filling[entry.key] = transfer
+            if self._policy.is_on_disk(entry.key):  # worth less than all in host memory
+                self._write(entry)
+        if self._disk is not None:
+            self._to_back_up.extend(entry.key for entry in entries)
+            self._back_up()
+        return copied
+
+    # --- loading --------------------------------------------------------------------------------
+
+    def load(
+        self, load_id: LoadId, keys: Sequence[PageKey], pages: Int32s, start_layers: int
+    ) -> Load | None:
+        """Start bringing stored pages to the device; None: there is no slot to read them into."""
+        entries = [self._entries[key] for key in keys]
+        for entry in entries:
+            entry.holds += 1
+        from_disk = [entry for entry in entries if not entry.is_in_host]
+        unread = [entry for entry in from_disk if entry.slot is None]
+        short = len(unread) - len(self._free_slots)
+        if short > 0:
+            self._carry_out(self._policy.choose_victims(TierKind.HOST, short), "room")
+        if len(unread) > len(self._free_slots):
+            for entry in entries:
+                self._release(entry)
+            return None
+        for entry in unread:
+            self._read(entry, self._free_slots.pop())
+        load = Load(load_id, keys, pages, entries, start_layers, perf_counter(), len(from_disk))
+        self.host_link.start(len(pages) * self.page_bytes)
+        self._loads.append(load)
+        self._advance(load)
+        return load
+
+    def tokens_differ(self, key: PageKey, token_ids: bytes) -> bool:
+        """Whether a stored page is not of these tokens, which its name says it is; then it goes."""
+        entry = self._entries[key]
+        if entry.token_ids == token_ids:
+            return False
+        self._bus.publish(PagesLost(1, "disk" if entry.is_on_disk else "host", "tokens"))
+        self._policy.drop([key])
+        self._settle(entry)
+        return True
+
+    # --- what came to an end --------------------------------------------------------------------
+
+    def poll(self) -> Arrivals:
+        """Look at everything under way; start what can go on."""
+        arrivals = Arrivals()
+        if self._disk is not None:
+            self._poll_disk(self._disk)
+        self._poll_saves(arrivals)
+        for load in list(self._loads):
+            self._poll_load(load, arrivals)
+        if self._disk is not None:
+            self._back_up()
+            self._prefetch()
+        now_s = monotonic()
+        if now_s >= self._next_chore_s:
+            self._next_chore_s = now_s + CHORE_S
+            self._expire(now_s)
+            self._carry_out(self._policy.make_headroom(), "room")
+            self._write_uses()
+        return arrivals
+
+    def clear(self) -> int:
+        """Forget every page that no copy uses; returns how many."""
+        keys = [entry.key for entry in self._entries.values() if not entry.holds]
+        self._policy.drop(keys)
+        for key in keys:
+            self._settle(self._entries[key])
+        return len(keys)
+
+    def flush(self) -> None:
+        """Return when everything that was saved is where it belongs, on disk included."""
+        for save in self._saves:
+            save.transfer.wait()
+        self.poll()
+        if self._disk is None:
+            return
+        while self._to_back_up or self._disk.num_writes_pending:
+            self._disk.flush()
+            self._poll_disk(self._disk)
+            self._back_up()
+        self._write_uses()
+
+    def close(self) -> None:
+        """Finish saves and loads, and let the folder go."""
+        for load in self._loads:
+            if load.transfer is not None:
+                load.transfer.wait()
+        self.flush()
+        self._copier.close()
+        if self._disk is not None:
+            self._disk.close()
+
+    def check(self) -> None:
+        """Raise if a slot or record was lost, or bytes and policy disagree at rest."""
+        self._policy.check()
+        slots = [entry.slot for entry in self._entries.values() if entry.slot is not None]
+        assert len(set(slots)) == len(slots), "two pages in one slot"
+        lost = {e.slot for load in self._loads for e in load.entries if e.is_lost}
+        assert not lost - {None}, "a lost page keeps a slot"
+        used, free = set(slots), set(self._free_slots)
+        assert len(free) == len(self._free_slots), "a slot is free twice"
+        assert not used & free, "a slot is both free and used"
+        assert len(used) + len(free) == self._copier.num_slots, "a slot was lost"
+        records = [entry.record for entry in self._entries.values() if entry.record is not None]
+        assert len(set(records)) == len(records), "two pages in one record"
+        for key, entry in self._entries.items():
+            assert entry.key == key, "a page answers to another key"
+            assert entry.holds >= 0, "a page is held less than not at all"
+            assert not entry.is_in_host or entry.slot is not None, "a page in no slot"
+            assert not entry.is_on_disk or entry.record is not None, "a page in no record"
+            if entry.holds == 0:
+                in_host = self._policy.tier_of(key) is TierKind.HOST
+                assert entry.is_in_host == in_host, "host memory and policy disagree"
+                assert entry.is_on_disk == self._policy.is_on_disk(key), "disk, policy disagree"
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _recover(self, disk: DiskTier, ttl_s: float | None) -> None:
+        """Take over what an earlier process left on disk."""
+        fresh = [row for row in disk.rows if ttl_s is None or row.used_at + ttl_s > time()]
+        for row in disk.rows:
+            self._entries[row.key] = _Entry(
+                row.key, row.token_ids, None, False, row.record, True, row.crc32
+            )
+        moves = self._policy.recover([row.key for row in fresh], monotonic())
+        num_old = len(disk.rows) - len(fresh)
+        if moves.drop or num_old:
+            self._bus.publish(PagesEvicted(len(moves.drop) + num_old, "ttl", "disk"))
+        for row in disk.rows:
+            if row.key not in self._policy:
+                self._settle(self._entries[row.key])
+        self._bus.publish(StoreOpened(str(disk.folder), len(self._policy), disk.found))
+        disk.rows = []
+
+    def _take_slot(self) -> int | None:
+        return self._free_slots.pop() if self._free_slots else None
+
+    def _settle(self, entry: _Entry) -> None:
+        """Bring bytes in line with the policy, unless a copy uses them: then it happens later."""
+        if entry.holds:
+            return
+        if entry.slot is not None and self._policy.tier_of(entry.key) is not TierKind.HOST:
+            self._free_slots.append(entry.slot)
+            entry.slot, entry.is_in_host = None, False
+        if entry.record is not None and not self._policy.is_on_disk(entry.key):
+            assert self._disk is not None
+            self._disk.delete([entry.key])
+            self._disk.give_back_record(entry.record)
+            entry.record, entry.is_on_disk = None, False
+        if entry.slot is None and entry.record is None:
+            self._entries.pop(entry.key, None)
+
+    def _release(self, entry: _Entry) -> None:
+        """A copy no longer uses the page."""
+        entry.holds -= 1
+        if not entry.is_lost:
+            self._settle(entry)
+
+    def _lose(self, entry: _Entry, reason: str) -> None:
+        """A tier did not give back what it was given: the page is a miss from here on."""
+        tier = "disk" if entry.is_on_disk else "host"
+        self._bus.publish(PagesLost(1, tier, reason))
+        self._policy.drop([entry.key])
+        entry.is_lost = True
+        if entry.slot is not None:
+            self._free_slots.append(entry.slot)
+        if entry.record is not None:
+            assert self._disk is not None
+            self._disk.delete([entry.key])
+            self._disk.give_back_record(entry.record)
+        entry.slot = entry.record = None
+        entry.is_in_host = entry.is_on_disk = False
+        del self._entries[entry.key]
+
+    def _carry_out(self, moves: Moves[PageKey], reason: str) -> None:
+        """Do what the policy decided."""
+        if moves.drop:
+            self._tell_dropped(moves.drop, reason)
+        for key in moves.write:
+            entry = self._entries.get(key)
+            if entry is not None and entry.record is None:
+                self._write(entry)
+        for keys in (moves.drop, moves.release, moves.forget):
+            for key in keys:
+                if (entry := self._entries.get(key)) is not None:
+                    self._settle(entry)
+        for key in moves.load:
+            entry = self._entries[key]
+            if entry.slot is not None:  # a load has it read, or it was not yet gone
+                continue
+            slot = self._take_slot()
+            if slot is None:  # copies under way have the spare ones: it stays on disk
+                self._policy.drop([key])
+                self._carry_out(self._policy.recover([key], monotonic()), "room")
+            else:
+                self._read(entry, slot)
+
+    def _tell_dropped(self, keys: Sequence[PageKey], reason: str) -> None:
+        stored = [entry for key in keys if (entry := self._entries.get(key)) is not None]
+        num_on_disk = sum(entry.is_on_disk for entry in stored)
+        for count, tier in ((num_on_disk, "disk"), (len(stored) - num_on_disk, "host")):
+            if count:
+                self._bus.publish(PagesEvicted(count, reason, tier))
+
+    def _write(self, entry: _Entry) -> None:
+        """Give a page in a slot, filled or filling, to the disk."""
+        assert self._disk is not None
+        assert entry.slot is not None
+        record = self._disk.take_record()
+        if record is None:
+            self._carry_out(self._policy.choose_victims(TierKind.DISK, 1), "room")
+            record = self._disk.take_record()
+        if record is None or not self._policy.is_on_disk(entry.key):
+            if record is not None:
+                self._disk.give_back_record(record)
+            self._keep_off_disk(entry, "no room on disk")
+            return
+        entry.record = record
+        entry.holds += 1
+        filling = self._filling.get(entry.key)
+        self._disk.write(
+            WriteJob(
+                entry.key,
+                record,
+                entry.token_ids,
+                self._copier.slot(entry.slot),
+                None if filling is None else filling.wait,
+            )
+        )
+
+    def _keep_off_disk(self, entry: _Entry, reason: str) -> None:
+        """A page did not reach the disk; in host memory it stays if it was to be there."""
+        self._bus.publish(SavesSkipped(1, "disk", reason))
+        in_host = self._policy.tier_of(entry.key) is TierKind.HOST
+        self._policy.drop([entry.key])
+        if in_host:
+            self._carry_out(self._policy.admit([entry.key], monotonic()), "room")
+        self._settle(entry)
+
+    def _back_up(self) -> None:
+        """Have what is in host memory on disk too, so that it outlives the process."""
+        disk = self._disk
+        assert disk is not None
+        while self._to_back_up and disk.num_writes_pending < self._max_pending_writes:
+            key = self._to_back_up.popleft()
+            if key not in self._entries:
+                continue
+            moves = self._policy.back_up([key])
+            self._carry_out(moves, "room")
+
+    def _read(self, entry: _Entry, slot: int) -> None:
+        assert self._disk is not None
+        assert entry.record is not None
+        entry.slot = slot
+        entry.holds += 1
+        buffer = self._copier.slot(slot)
+        self.disk_link.start(len(buffer))
+        self._disk.read(ReadJob(entry.key, entry.record, entry.crc32, buffer))
+
+    def _poll_disk(self, disk: DiskTier) -> None:
+        num_written = num_read = 0
+        for done in disk.poll():
+            entry = self._entries.get(done.key)
+            if isinstance(done, Written):
+                assert entry is not None, "a page under way is not forgotten"
+                num_written += self._take_written(entry, done)
+            else:
+                num_read += self._take_read(entry, done)
+        if num_written:
+            self._bus.publish(PagesSaved(num_written, "disk"))
+        if num_read:
+            self._bus.publish(PagesPrefetched(num_read))
+
+    def _take_written(self, entry: _Entry, done: Written) -> bool:
+        assert entry.record is not None
+        if done.problem is None:
+            entry.is_on_disk, entry.crc32 = True, done.crc32
+            self._release(entry)
+            return True
+        assert self._disk is not None
+        self._disk.give_back_record(entry.record)
+        entry.record = None
+        entry.holds -= 1
+        self._keep_off_disk(entry, done.problem)
+        return False
+
+    def _take_read(self, entry: _Entry | None, done: Read) -> bool:
+        """Whether the page was read for nobody in particular yet."""
+        self.disk_link.finish(done.num_bytes, None if done.problem else done.seconds)
+        assert entry is not None, "a page under way is not forgotten"
+        if done.problem is not None:
+            entry.holds -= 1
+            self._lose(entry, done.problem)
+            return False
+        entry.is_in_host = True
+        self._release(entry)
+        return entry.holds == 0
+
+    def _poll_saves(self, arrivals: Arrivals) -> None:
+        """Saves end in the order they were started."""
+        num_saved = 0
+        while self._saves and self._is_done(self._saves[0].transfer):
+            save = self._saves.pop(0)
+            arrivals.saved.append(save.pages)
+            num_saved += len(save.entries)
+            for entry in save.entries:
+                entry.is_in_host = True
+                if self._filling.get(entry.key) is save.transfer:
+                    del self._filling[entry.key]
+                self._release(entry)
+        if num_saved:
+            self._bus.publish(PagesSaved(num_saved, "host"))
+
+    def _poll_load(self, load: Load, arrivals: Arrivals) -> None:
+        self._advance(load)
+        if load.transfer is None:
+            if any(entry.is_lost for entry in load.entries):
+                self._end(load, None)
+                arrivals.failed.append(load)
+            return
+        if self._is_done(load.transfer):
+            self._end(load, load.transfer.seconds())
+            arrivals.loaded.append(load)
+            self._tell_loaded(load)
+        elif not load.is_startable and load.transfer.num_layers_done() >= load.start_layers:
+            load.is_startable = True
+            arrivals.startable.append(load)
+
+    def _advance(self, load: Load) -> None:
+        """Copy to the device once everything is in host memory."""
+        if load.transfer is None and all(entry.is_in_host for entry in load.entries):
+            slots = np.array([entry.slot for entry in load.entries], np.int32)
+            load.transfer = self._copier.load(load.load_id, slots, load.pages)
+
+    def _end(self, load: Load, seconds: float | None) -> None:
+        self._loads.remove(load)
+        self._copier.forget(load.load_id)
+        self.host_link.finish(len(load.pages) * self.page_bytes, seconds)
+        if seconds is not None:  # what came from disk is in use: host memory is its place
+            self._carry_out(self._policy.admit(load.keys, monotonic()), "room")
+        for entry in load.entries:
+            self._release(entry)
+
+    def _tell_loaded(self, load: Load) -> None:
+        seconds = perf_counter() - load.began_s
+        num_from_host = len(load.pages) - load.num_from_disk
+        for count, tier in ((num_from_host, "host"), (load.num_from_disk, "disk")):
+            if count:
+                self._bus.publish(PagesLoaded(count, tier, seconds))
+
+    def _prefetch(self) -> None:
+        room = min(PREFETCH_PAGES, len(self._free_slots))
+        if room and self._policy.num_queued:
+            self._carry_out(self._policy.choose_prefetch(room), "room")
+
+    def _expire(self, now_s: float) -> None:
+        gone = self._policy.expire(now_s)
+        if gone:
+            self._tell_dropped(gone, "ttl")
+            for key in gone:
+                self._settle(self._entries[key])
+
+    def _write_uses(self) -> None:
+        if self._used and self._disk is not None:
+            now = time()
+            self._disk.touch(dict.fromkeys(self._used, now))
+            self._used.clear()
+
+    def _is_done(self, transfer: Transfer) -> bool:
+        return transfer.num_layers_done() == self._copier.num_layers

@@ -1,0 +1,217 @@
+"""Device pages on their way down or up: what is to be saved, what is being loaded.
+
+    commit --launched(step)--> filling --settle(step)--> save ---> copied: the hold ends
+    load: pages taken, named, LOADING ---> copied: READY        or lost: the names go
+
+A page under a copy has a holder of its own, so it is neither lent nor given up meanwhile.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+
+import numpy as np
+
+from mainstem.core.events import EventBus, SavesSkipped
+from mainstem.core.ids import PageKey
+from mainstem.core.step import Int32s, StepId
+from mainstem.kv.index import PrefixIndex
+from mainstem.kv.keys import PageChain
+from mainstem.kv.pool import PagePool
+from mainstem.kv.tiers import Load, LowerTiers, Stored
+from mainstem.kv.transfer import LoadId
+
+WRITE_BUFFER = 4  # one device page in so many may be under a save
+DISK_PIECE = 32  # pages read from disk together go on to the device together
+
+
+class Traffic:
+    """Copies between the device and the tiers below it; owned by the store."""
+
+    def __init__(
+        self, pool: PagePool, index: PrefixIndex, tiers: LowerTiers, bus: EventBus
+    ) -> None:
+        self._pool = pool
+        self._index = index
+        self.tiers = tiers
+        self._bus = bus
+        self._copying = np.zeros(pool.num_pages, np.int32)  # holders that are copies
+        self._committed: list[Int32s] = []  # by the step being made
+        self._filling: dict[StepId, list[Int32s]] = {}
+        self._is_filling = np.zeros(pool.num_pages, np.bool_)
+        self._load_ids = count()
+        self._load_of: dict[int, Load] = {}  # by device page
+        self._loads: dict[LoadId, Load] = {}
+        self._max_saving = max(1, pool.num_pages // WRITE_BUFFER)
+
+    @property
+    def num_loads(self) -> int:
+        return len(self._loads)
+
+    def num_only_copied(self) -> int:
+        """Pages that copies hold and no sequence does."""
+        others = self._pool.holders - self._copying - self._index.is_indexed
+        return int(np.count_nonzero((self._copying > 0) & (others == 0)))
+
+    # --- down -----------------------------------------------------------------------------------
+
+    def commit(self, pages: Int32s) -> None:
+        """Pages that the step being made will fill."""
+        if len(pages):
+            self._committed.append(pages.copy())
+            self._is_filling[pages] = True
+
+    def launched(self, step_id: StepId) -> None:
+        """What was committed since the last step is filled by this one."""
+        if self._committed:
+            self._filling[step_id] = self._committed
+            self._committed = []
+
+    def settle(self, step_id: StepId) -> None:
+        """Steps up to this one have run: what they filled can be saved."""
+        for filled in [step for step in self._filling if step <= step_id]:
+            pages = np.concatenate(self._filling.pop(filled))
+            self._is_filling[pages] = False
+            self.save(pages)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Save nothing meanwhile, nor what steps on their way were to fill."""
+        self._committed.clear()
+        self._filling.clear()
+        self._is_filling[:] = True
+        try:
+            yield
+        finally:
+            self._is_filling[:] = False
+
+    def save(self, pages: Int32s) -> None:
+        """Save those of `pages` that are named, filled and not stored."""
+        named = self._index.named(pages[~self._is_filling[pages]])
+        wanted = [item for item in named if not self.tiers.has(item[1])]
+        if not wanted:
+            return
+        room = self._max_saving - self.tiers.num_pages_saving
+        if len(wanted) > room:
+            room = max(room, 0)
+            self._bus.publish(SavesSkipped(len(wanted) - room, "host", "write buffer full"))
+            wanted = wanted[:room]
+            if not wanted:
+                return
+        numbers = np.array([page for page, _, _ in wanted], np.int32)
+        keys = [key for _, key, _ in wanted]
+        copied = self.tiers.save(numbers, keys, [token_ids for _, _, token_ids in wanted])
+        self._hold(copied)
+
+    def note_use(self, pages: Int32s) -> None:
+        """A sequence ends with these pages, in chain order: what is not stored yet is saved."""
+        self.tiers.note_use([key for _, key, _ in self._index.named(pages)])
+        self.save(pages)
+
+    # --- up -------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[PageKey]) -> Stored:
+        """How many of `keys`, the leading ones, lower tiers have."""
+        return self.tiers.find(keys)
+
+    def load(
+        self, chain: PageChain, first: int, pages: Int32s, start_layers: int
+    ) -> PageKey | None:
+        """Fill `pages`, just taken, with the chain's stored pages from number `first` on.
+
+        Returns the key to wait for, the deepest; None: nothing can be loaded now, and the pages
+        were given back.
+        """
+        place = 0
+        awaited: PageKey | None = None
+        while place < len(pages):
+            size = self._piece(chain.keys[first + place : first + len(pages)])
+            piece = slice(first + place, first + place + size)
+            if not self._start(chain, piece, pages[place : place + size], start_layers):
+                break
+            awaited = chain.keys[piece.stop - 1]
+            place += size
+        self._pool.give_back(pages[place:])
+        return awaited
+
+    def startable(self, pages: Sequence[int]) -> Int32s | None:
+        """The loads that a step must wait for to read `pages`, all LOADING; None: it is too early,
+        or somebody computes them."""
+        loads: dict[LoadId, None] = {}
+        for page in pages:
+            load = self._load_of.get(page)
+            if load is None or not load.is_startable:
+                return None
+            loads[load.load_id] = None
+        return np.array(list(loads), np.int32)
+
+    def poll(self) -> list[PageKey]:
+        """Look at copies under way; returns keys somebody may have waited for."""
+        news: list[PageKey] = []
+        arrivals = self.tiers.poll()
+        for pages in arrivals.saved:
+            self._let_go(pages)
+        for load in arrivals.startable:
+            news += load.keys
+        for load in arrivals.loaded:
+            self._index.commit(load.pages)
+            self._index.touch(load.pages)
+            self._finish(load)
+            news += load.keys
+        for load in arrivals.failed:
+            self._index.abort(load.pages)
+            self._finish(load)
+            news += load.keys
+        return news
+
+    def check(self) -> None:
+        """Raise if a copy's page was lost."""
+        self.tiers.check()
+        assert (self._copying >= 0).all(), "a page is copied less than not at all"
+        assert (self._pool.holders >= self._copying).all(), "a copy does not hold its page"
+        if not self.tiers.num_copies:
+            assert not self._copying.any(), "a page is held for a copy that is over"
+        named = {page for load in self._loads.values() for page in load.pages.tolist()}
+        assert self._load_of.keys() == named, "a load lost its pages"
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _piece(self, keys: Sequence[PageKey]) -> int:
+        """Leading pages that go together: a run in host memory, or some from disk."""
+        first = self.tiers.find(keys[:1]).num_on_disk
+        size = 1
+        limit = min(len(keys), DISK_PIECE) if first else len(keys)
+        while size < limit and self.tiers.find(keys[size : size + 1]).num_on_disk == first:
+            size += 1
+        return size
+
+    def _start(self, chain: PageChain, piece: slice, pages: Int32s, start_layers: int) -> bool:
+        keys = chain.keys[piece]
+        if self.tiers.find(keys).num_pages < len(keys):  # gone to make room for those before
+            return False
+        for depth, key in enumerate(keys, start=piece.start):
+            if self.tiers.tokens_differ(key, chain.page_tokens(depth).tobytes()):
+                return False
+        load_id = LoadId(next(self._load_ids))
+        load = self.tiers.load(load_id, keys, pages, start_layers)
+        if load is None:
+            return False
+        self._copying[pages] += 1  # the taker's hold is the copy's from here on
+        self._index.reserve(chain, piece.start, pages)
+        self._loads[load_id] = load
+        self._load_of.update((page, load) for page in pages.tolist())
+        return True
+
+    def _finish(self, load: Load) -> None:
+        del self._loads[load.load_id]
+        for page in load.pages.tolist():
+            del self._load_of[page]
+        self._let_go(load.pages)
+
+    def _hold(self, pages: Int32s) -> None:
+        self._pool.share(pages)
+        self._copying[pages] += 1
+
+    def _let_go(self, pages: Int32s) -> None:
+        self._copying[pages] -= 1
+        self._pool.give_back(pages)

@@ -1,0 +1,90 @@
+"""How bytes of pages move between the device and host memory: contracts, and how fast it goes."""
+
+from typing import NewType, Protocol
+
+from mainstem.core.step import Int32s
+
+LoadId = NewType("LoadId", int)  # a load that a Step may name, so that its layers wait for it
+
+LEARNING = 0.3  # weight of the latest copy in a link's rate
+
+
+class Transfer(Protocol):
+    """A copy under way. Any thread may ask."""
+
+    def num_layers_done(self) -> int:
+        """Layers that are complete, counted from the first."""
+        ...
+
+    def wait(self) -> None:
+        """Return when the whole copy is done."""
+        ...
+
+    def seconds(self) -> float:
+        """How long the copy took, time in a queue not counted; asked when it is done."""
+        ...
+
+
+class PageCopier(Protocol):
+    """Copies whole pages between the device and a slab of equal slots in host memory.
+
+    A slot holds a page as [layers][K or V][kv_heads, page_size, head_dim], whatever the device's
+    own order is. The caller sees to it that nobody else uses the pages and slots of a copy.
+    """
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a slot that are a page's; slots may lie further apart."""
+        ...
+
+    def slot(self, slot: int) -> memoryview:
+        """The bytes of a slot, to be read and written in place; they begin at a 4 KiB boundary."""
+        ...
+
+    def save(self, pages: Int32s, slots: Int32s) -> Transfer:
+        """Start copying device pages to slots."""
+        ...
+
+    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> Transfer:
+        """Start copying slots to device pages; steps may wait for the load by its id."""
+        ...
+
+    def forget(self, load_id: LoadId) -> None:
+        """A load is done, or given up: no step launched from here on names it."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was started."""
+        ...
+
+
+class Link:
+    """One way between two tiers: what is queued on it, and its rate as last seen."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._queued_bytes = 0
+
+    def pass_s(self, num_bytes: int) -> float:
+        """Seconds that `num_bytes` take once it is their turn."""
+        return num_bytes / self._bytes_per_s
+
+    def expect_s(self, num_bytes: int) -> float:
+        """Seconds until `num_bytes` more will have passed."""
+        return self.pass_s(self._queued_bytes + num_bytes)
+
+    def start(self, num_bytes: int) -> None:
+        self._queued_bytes += num_bytes
+
+    def finish(self, num_bytes: int, seconds: float | None) -> None:
+        """What `start` counted has passed, in so many seconds; None: it will not."""
+        self._queued_bytes -= num_bytes
+        if seconds is not None:
+            seen = num_bytes / max(seconds, 1e-6)
+            self._bytes_per_s += LEARNING * (seen - self._bytes_per_s)
