@@ -9,7 +9,7 @@ import torch
 
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import StartedSequence, Step
-from mainstem.runner.sampler import Sampler, likeliest, logprobs_of
+from mainstem.runner.sampler import Sampler, likeliest, start_logprobs
 from tests.runner.steps import Seq, Work, a_sample_batch, a_step
 
 VOCAB = 50
@@ -210,7 +210,7 @@ def test_a_mask_limits_the_tokens_of_its_row(sampling: SamplingParams) -> None:
 def test_logprobs_rank_and_top() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[0, [4, 6]] = torch.tensor([3.0, 2.0])
-    records = logprobs_of(logits, torch.tensor([6, 0]), np.array([2, 0], np.int32))
+    records = start_logprobs(logits, torch.tensor([6, 0]), np.array([2, 0], np.int32)).resolve()
     expected = torch.log_softmax(logits, -1)
     assert records[0].rank == 2
     assert records[0].top_ids == (4, 6)

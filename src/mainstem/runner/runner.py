@@ -11,7 +11,7 @@ from mainstem.models.layers import rotary_table
 from mainstem.runner.attention import AttentionPlan
 from mainstem.runner.inputs import make_inputs
 from mainstem.runner.pages import DevicePages
-from mainstem.runner.sampler import Sampler, logprobs_of
+from mainstem.runner.sampler import Sampler, start_logprobs
 from mainstem.runner.single import SingleTokenPass
 
 LAYOUT = b"cpu:1:adjacent-pairs"  # of K and V in a page; part of the model's identity
@@ -100,7 +100,7 @@ class CpuRunner:
         if raw is None:
             return token_ids, {}
         counts = step.sampling.num_logprobs[wanted]
-        records = logprobs_of(raw, token_ids[torch.from_numpy(wanted)], counts)
+        records = start_logprobs(raw, token_ids[torch.from_numpy(wanted)], counts).resolve()
         return token_ids, dict(zip(wanted.tolist(), records, strict=True))
 
     def _prompt_logprobs(self, hidden: Tensor, step: Step) -> tuple[TokenLogprobs, ...]:
@@ -109,5 +109,6 @@ class CpuRunner:
         for first in range(0, len(hidden), _LOGPROB_ROWS):
             rows = slice(first, first + _LOGPROB_ROWS)
             logits = self._decoder.logits(hidden[rows])
-            records += logprobs_of(logits, targets[rows], step.num_prompt_logprobs[rows])
+            counts = step.num_prompt_logprobs[rows]
+            records += start_logprobs(logits, targets[rows], counts).resolve()
         return tuple(records)

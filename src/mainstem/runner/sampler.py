@@ -9,93 +9,80 @@ rows beside it. Order of work, as in vLLM:
     otherwise: / temperature -> min_p -> top_k -> top_p -> inverse CDF at `uniform`
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mainstem.core.request import SamplingParams, TokenLogprobs
+from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Int32s, SampleBatch, StartedSequence, Step
+from mainstem.runner.edits import LogitEdits, upload
 
 _CANDIDATES = 1024  # sorted first; a row whose top_p reaches beyond is sorted whole
 
 
-class _History:
-    """What a sequence whose logits are edited has said so far."""
-
-    def __init__(self, started: StartedSequence) -> None:
-        self.sampling: SamplingParams = started.sampling
-        self.stop_ids = torch.tensor(started.stop_ids, dtype=torch.long)
-        self.output_ids = started.output_ids.tolist()
-        self._counts = Counter(self.output_ids)
-        self._prompt_ids = frozenset(started.prompt_ids.tolist())
-        bias = started.sampling.logit_bias or {}
-        self._bias_ids = torch.tensor(list(bias), dtype=torch.long)
-        self._bias = torch.tensor(list(bias.values()), dtype=torch.float32)
-
-    def append(self, token_id: int) -> None:
-        self.output_ids.append(token_id)
-        self._counts[token_id] += 1
-
-    def edit(self, logits: Tensor) -> None:
-        """In place, logits [vocab]."""
-        if len(self._bias_ids):
-            logits[self._bias_ids] += self._bias
-        if len(self.output_ids) < self.sampling.min_tokens:
-            logits[self.stop_ids] = float("-inf")
-        if self.sampling.has_penalties:
-            self._penalise(logits)
-
-    def _penalise(self, logits: Tensor) -> None:
-        sampling = self.sampling
-        if sampling.repetition_penalty != 1.0:
-            seen = torch.tensor(list(self._prompt_ids | self._counts.keys()), dtype=torch.long)
-            values = logits[seen]
-            factor = sampling.repetition_penalty
-            logits[seen] = torch.where(values > 0, values / factor, values * factor)
-        if self._counts and (sampling.frequency_penalty or sampling.presence_penalty):
-            said = torch.tensor(list(self._counts), dtype=torch.long)
-            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
-            logits[said] -= sampling.frequency_penalty * counts + sampling.presence_penalty
-
-
 class Sampler:
-    """Turns logits into tokens; remembers, by sequence slot, what penalties need."""
+    """Turns logits into tokens on one device; remembers, by sequence slot, what edits need.
 
-    def __init__(self) -> None:
-        self._histories: dict[int, _History] = {}
+    On a GPU nothing here waits for the device: settings go up through pinned memory, sampled ids
+    stay there.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = torch.device("cpu") if device is None else device
+        self._edits = LogitEdits(self._device)
 
     def start(self, started: StartedSequence) -> None:
         """A sequence enters a slot; forget what was there."""
-        self._histories[started.seq_slot] = _History(started)
+        self._edits.start(started)
 
     def sample(self, logits: Tensor, step: Step) -> Tensor:
         """Token ids [rows] int64 from logits [rows, vocab] fp32, which may be edited in place."""
         batch = step.sampling
         if batch.is_greedy:
-            return likeliest(logits)
+            return self._likeliest(logits)
         if len(batch.mask_rows):
-            _apply_masks(logits, batch)
-        for row in batch.special_rows.tolist():
-            self._histories[int(step.sample_slots[row])].edit(logits[row])
-        token_ids = likeliest(logits)
-        rows = torch.from_numpy(np.flatnonzero(batch.temperature > 0))
-        if len(rows):
-            token_ids[rows] = choose(logits[rows], choice_of(batch).of(rows))
-        for row in batch.special_rows.tolist():
-            self._histories[int(step.sample_slots[row])].append(int(token_ids[row]))
+            _apply_masks(logits, batch, self._device)
+        slots = step.sample_slots[batch.special_rows]
+        if len(slots):
+            self._edits.apply(logits, batch.special_rows, slots)
+        token_ids = self._chosen(logits, batch)
+        if len(slots):
+            self._edits.append(token_ids, batch.special_rows, slots)
         return token_ids
 
+    def _likeliest(self, logits: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return likeliest(logits)
+        from mainstem.kernels.sample import argmax  # noqa: PLC0415  a CPU needs no Triton
 
-def _apply_masks(logits: Tensor, batch: SampleBatch) -> None:
+        return argmax(logits)
+
+    def _chosen(self, logits: Tensor, batch: SampleBatch) -> Tensor:
+        is_drawn = batch.temperature > 0
+        if self._device.type == "cpu" or not is_drawn.any():
+            token_ids = self._likeliest(logits)
+            rows = torch.from_numpy(np.flatnonzero(is_drawn))
+            if len(rows):
+                token_ids[rows] = choose(logits[rows], choice_of(batch).of(rows))
+            return token_ids
+        from mainstem.kernels.sample import sample  # noqa: PLC0415
+
+        columns = (batch.temperature, batch.top_k.view(np.float32), batch.top_p, batch.min_p)
+        settings = upload(np.stack((*columns, batch.uniform)), self._device)
+        temperature, top_k, top_p, min_p, uniform = settings
+        return sample(logits, temperature, top_k.view(torch.int32), top_p, min_p, uniform)
+
+
+def _apply_masks(logits: Tensor, batch: SampleBatch, device: torch.device) -> None:
     """Bar, in place, the tokens that grammars do not allow."""
-    packed = torch.from_numpy(batch.masks).to(logits.device)
-    bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
-    is_barred = bits.flatten(1)[:, : logits.shape[1]] == 0
-    for index, row in enumerate(batch.mask_rows.tolist()):
-        logits[row].masked_fill_(is_barred[index], float("-inf"))
+    rows = upload(batch.mask_rows.astype(np.int64), device)
+    bits = torch.arange(8, dtype=torch.uint8, device=device)
+    is_allowed = upload(batch.masks, device)[:, :, None] >> bits & 1
+    is_barred = is_allowed.flatten(1)[:, : logits.shape[1]] == 0
+    masked = logits.index_select(0, rows).masked_fill_(is_barred, float("-inf"))
+    logits.index_copy_(0, rows, masked)
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -211,25 +198,47 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     return torch.minimum(place, last)
 
 
-def logprobs_of(logits: Tensor, token_ids: Tensor, counts: Int32s) -> list[TokenLogprobs]:
+class LogprobRows:
+    """Log-probabilities on their way to the host; `resolve` once the device has come this far."""
+
+    def __init__(self, values: Tensor, ints: Tensor, counts: Int32s) -> None:
+        self._values = values  # chosen, top ...
+        self._ints = ints  # chosen id, rank, top ids ...
+        self._counts = counts
+
+    def resolve(self) -> list[TokenLogprobs]:
+        """One record per row. On a GPU the caller has waited for an event behind the start."""
+        return [
+            TokenLogprobs(
+                token_id=ints[0],
+                logprob=values[0],
+                rank=ints[1],
+                top_ids=tuple(ints[2 : 2 + count]),
+                top_logprobs=tuple(values[1 : 1 + count]),
+            )
+            for values, ints, count in zip(
+                self._values.tolist(), self._ints.tolist(), self._counts.tolist(), strict=True
+            )
+        ]
+
+
+def start_logprobs(logits: Tensor, token_ids: Tensor, counts: Int32s) -> LogprobRows:
     """Log-probabilities of the model's own distribution, before temperature and penalties.
 
-    logits [rows, vocab]; of row i the chosen token and the `counts[i]` likeliest ones.
+    logits [rows, vocab]; of row i the token `token_ids[i]` and the `counts[i]` likeliest ones.
     """
-    if len(logits) == 0:
-        return []
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])
-    ranks = (logprobs > chosen).sum(dim=1) + 1
-    top = torch.topk(logprobs, max(1, int(counts.max())), dim=1)
-    values, ids = top.values.tolist(), top.indices.tolist()
-    return [
-        TokenLogprobs(
-            token_id=int(token_id),
-            logprob=float(chosen[row, 0]),
-            rank=int(ranks[row]),
-            top_ids=tuple(ids[row][: counts[row]]),
-            top_logprobs=tuple(values[row][: counts[row]]),
-        )
-        for row, token_id in enumerate(token_ids.tolist())
-    ]
+    ranks = (logprobs > chosen).sum(dim=1, keepdim=True) + 1
+    top = torch.topk(logprobs, max(1, int(counts.max(initial=0))), dim=1)
+    values = torch.cat((chosen, top.values), dim=1)
+    ints = torch.cat((token_ids[:, None], ranks, top.indices), dim=1)
+    return LogprobRows(_to_host(values), _to_host(ints), counts)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that is complete when the device has come this far."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
