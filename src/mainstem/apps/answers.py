@@ -61,16 +61,18 @@ class TextEngine:
         shares with the next. Returns the first `plan_place`."""
         return self.engine.expect(shared_with_next)
 
-    def submit(  # what a caller may say of a request, mostly by keyword
+    def submit(  # noqa: PLR0913  # what a caller may say of a request, mostly by keyword
         self,
         request_id: str,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
         delivery: Delivery = Delivery.EACH_STEP,
+        *,
         salt: bytes = b"",
         priority: int = 0,
         plan_place: int | None = None,
         expected_tokens: int | None = None,
+        public_tokens: int = 0,
     ) -> None:
         """Queue a prompt; raises InvalidRequest if it can never run."""
         if sampling.stop_strings:
@@ -82,6 +84,7 @@ class TextEngine:
             eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
             grammar=None if sampling.grammar is None else self.grammars.compile(sampling.grammar),
             salt=salt,
+            public_tokens=public_tokens,
             priority=priority,
             delivery=delivery,
             plan_place=plan_place,

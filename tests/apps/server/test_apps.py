@@ -7,7 +7,7 @@ import pytest
 
 from mainstem.apps.server.apps_registry import App, AppRegistry, shared_prefixes
 from mainstem.core.errors import ConfigError, InvalidRequest
-from tests.apps.fake_batch import a_tokenizer
+from tests.apps.fake_batch import FakeEngines, a_tokenizer
 from tests.apps.server.conftest import PIRATE, POLITE
 from tests.apps.server.running import ADMIN, ALICE, BOB, Running, a_server
 
@@ -83,10 +83,48 @@ def test_two_apps_and_forty_conversations_at_once_answer_as_each_alone() -> None
         running.settle()
 
 
-def test_each_tenant_finds_the_apps_prefix_cached(locked: Running) -> None:
-    for key in (ALICE, BOB):
-        reply = locked.complete(f"I am {key[:3]}", key, app="polite", max_tokens=1)
-        assert cached_tokens(reply) >= len(POLITE.prompt) - 4
+def test_an_apps_prefix_is_computed_once_for_all_tenants_and_what_follows_for_each() -> None:
+    """Shown by cached tokens, and by the tokens that went through the model."""
+    own = "what this tenant alone has said, over several pages"
+    with a_server([POLITE], has_keys=True) as running:
+
+        def computed() -> int:
+            return int(running.get("/live", ADMIN).json()["totals"]["computed_tokens"])
+
+        def ask(key: str) -> tuple[int, int]:
+            before = computed()
+            reply = running.complete(own, key, app="polite", max_tokens=1)
+            return cached_tokens(reply), computed() - before
+
+        assert computed() < 2 * (len(POLITE.prompt) + len("<system>\n<user>")), "filled per tenant"
+        num_public = len(POLITE.prompt) // 4 * 4
+        num_prompt = len(POLITE.prompt + own)
+        assert ask(ALICE) == (num_public, num_prompt - num_public)
+        assert ask(BOB) == (num_public, num_prompt - num_public)
+        assert ask(ALICE)[0] == ask(BOB)[0] == num_prompt // 4 * 4
+
+
+def test_an_apps_pages_outlast_a_flood_of_others() -> None:
+    with a_server([POLITE], engines=FakeEngines(num_pages=96, max_model_len=200)) as running:
+        for number in range(12):
+            running.complete(f"{number:03} " * 30, max_tokens=4)
+        body = {"model": "fake:polite", "messages": CHAT, "max_tokens": 2}
+        reply = running.post("/v1/chat/completions", body).json()
+        assert cached_tokens(reply) == len(f"<system>{POLITE.prompt}\n<user>")
+        running.settle()
+
+
+def test_an_app_gives_way_to_a_request_that_fits_in_no_other_way() -> None:
+    with a_server([POLITE], engines=FakeEngines(num_pages=64, max_model_len=256)) as running:
+        assert running.complete("y" * 240, max_tokens=10)["usage"]["completion_tokens"] == 10
+        running.settle()
+
+
+def test_a_reset_computes_the_apps_again() -> None:
+    with a_server([POLITE]) as running:
+        running.send("POST", "/admin/reset_prefix_cache", None, ADMIN)
+        reply = running.complete("Hm", app="polite", max_tokens=1)
+        assert cached_tokens(reply) == len(POLITE.prompt)
 
 
 def test_an_app_can_be_added_and_removed(server: Running) -> None:

@@ -145,8 +145,8 @@ class Job:
                 item.prompt_ids,
                 self._seeded(row),
                 Delivery.AT_END,
-                row.salt,
-                row.priority,
+                salt=row.salt,
+                priority=row.priority,
                 plan_place=item.plan_place,
                 expected_tokens=self._estimate.expect(item.template, row.sampling.max_tokens),
             )

@@ -1,8 +1,4 @@
-"""Apps: named system prompts whose pages are computed before anybody asks (RelayAttention R2, R7).
-
-Nothing pins an app's pages: while it is used they stay the most recently used, and when they had
-to go the next request computes them again.
-"""
+"""Apps: named system prompts, computed before anybody asks (RelayAttention R2, R7)."""
 
 import re
 from array import array

@@ -12,10 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mainstem.apps.jobs.rows import Kind, RowParser
-from mainstem.apps.server.apps_registry import App, AppRegistry, encode_prompt, shared_prefixes
+from mainstem.apps.server.apps_registry import App, AppRegistry, encode_prompt
 from mainstem.apps.server.auth import Access, Tenant
 from mainstem.apps.server.body import Json, read_json
 from mainstem.apps.server.faults import ApiError, from_invalid, unavailable
+from mainstem.apps.server.filling import AppFiller
 from mainstem.apps.server.ids import unique_ids
 from mainstem.apps.server.limits import Gate, Limits
 from mainstem.apps.server.live import Live, Record, RequestState
@@ -25,7 +26,6 @@ from mainstem.apps.server.schema import Ask, parse_ask
 from mainstem.apps.server.stream import ClientLeft, EventStream, while_connected
 from mainstem.apps.server.worker import Answering, EngineFault, EngineRequest, Ticket, Worker
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.request import SamplingParams
 
 INLINE_CHARS = 1 << 12  # a longer prompt is encoded on another thread
 CLIENT_LEFT = 499  # nobody hears it; for logs and metrics
@@ -62,11 +62,25 @@ class Gateway:
         self.live = live
         self.metrics = metrics
         self.gate = Gate(limits)
+        self.filler = AppFiller(worker, apps)
         self.is_ready = False  # the apps are filled
         self.is_draining = False
         self._parser = RowParser({})
         self._ids = unique_ids()
         worker.on_tokens = live.rate.add
+        worker.on_recovered = self._refill
+        self._refilling: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to serve the running event loop; ready when the apps are filled."""
+        self.worker.start()
+        await self.filler.fill_all()
+        self.is_ready = True
+        log.info("ready", extra={"facts": {"apps": self.apps.names}})
+
+    def _refill(self) -> None:
+        """The engine lost its cache: compute the apps' prefixes again."""
+        self._refilling = asyncio.ensure_future(self.filler.fill_all())
 
     # --- completions ----------------------------------------------------------------------------
 
@@ -84,7 +98,7 @@ class Gateway:
             held.enter_context(self.gate.enter(tenant, ask.num_answers))
             prompt_ids = await self._encode(ask, app)
             await self._compile(ask)
-            answering = await self._submit(ask, prompt_ids, heading.reply_id, tenant)
+            answering = await self._submit(ask, prompt_ids, heading.reply_id, tenant, app)
             exchange = _Exchange(self, answering, heading, request, app)
             held.push(exchange)
             reply = Reply(ask, heading, prompt_ids, self.worker.tokenizer)
@@ -146,7 +160,12 @@ class Gateway:
             raise from_invalid(error) from None
 
     async def _submit(
-        self, ask: Ask, prompt_ids: Sequence[Sequence[int]], reply_id: str, tenant: Tenant
+        self,
+        ask: Ask,
+        prompt_ids: Sequence[Sequence[int]],
+        reply_id: str,
+        tenant: Tenant,
+        app: App | None,
     ) -> Answering:
         salt = tenant.page_salt(ask.cache_salt)
         for ids in prompt_ids:
@@ -158,7 +177,14 @@ class Gateway:
                 param = "messages" if ask.kind is Kind.CHAT else "prompt"
                 raise ApiError(400, message, param, "context_length_exceeded")
         requests = [
-            EngineRequest(f"{reply_id}-{place}", ids, ask.sampling, salt, ask.priority)
+            EngineRequest(
+                f"{reply_id}-{place}",
+                ids,
+                ask.sampling,
+                salt,
+                ask.priority,
+                public_tokens=self.filler.public_tokens(app, ids),
+            )
             for place, ids in enumerate(prompt_ids)
         ]
         try:
@@ -180,66 +206,6 @@ class Gateway:
                 total_s=(ticket.ended_s or monotonic()) - began_s,
             )
         )
-
-    # --- apps -----------------------------------------------------------------------------------
-
-    def prefixes(self, app: App) -> list[list[int]]:
-        """What all requests to an app begin with; raises InvalidRequest if there is no room."""
-        prefixes = shared_prefixes(self.worker.tokenizer, app)
-        for prefix in prefixes:
-            if len(prefix) >= self.worker.max_model_len:
-                raise InvalidRequest(
-                    "prompt",
-                    f"{len(prefix)} tokens leave no room in the context of "
-                    f"{self.worker.max_model_len}",
-                )
-        return prefixes
-
-    async def fill(self, app: App) -> int:
-        """Compute an app's prefix for every tenant; returns how many tokens it has.
-
-        Raises InvalidRequest if it does not fit, EngineFault if the engine cannot.
-        """
-        prefixes = await asyncio.to_thread(self.prefixes, app)
-        requests = [
-            EngineRequest(
-                f"fill-{app.name}-{next(self._ids)}", prefix, self._filling(prefix), tenant.salt
-            )
-            for tenant in self.access.tenants
-            for prefix in prefixes
-        ]
-        answering = await self.worker.submit(requests)
-        try:
-            async for _ in answering:
-                pass
-        finally:
-            self.worker.abandon(answering)
-        num_tokens = max(map(len, prefixes), default=0)
-        log.info("app filled", extra={"facts": {"app": app.name, "prefix_tokens": num_tokens}})
-        return num_tokens
-
-    def _filling(self, prefix: Sequence[int]) -> SamplingParams:
-        """An answer just long enough to complete the prefix's last page.
-
-        Only full pages are kept as cache; of one that begins alike the beginning is shared.
-        """
-        page_size = self.worker.snapshot.page_size
-        num_missing = -len(prefix) % page_size
-        # K and V of an answer's last token are never computed
-        return SamplingParams(max_tokens=num_missing + 1, temperature=0.0, ignore_eos=True)
-
-    async def fill_all(self) -> None:
-        """Fill the apps given at start; the server is ready afterwards."""
-        for name in self.apps.names:
-            app = self.apps.find(name)
-            assert app is not None
-            try:
-                await self.fill(app)
-            except (InvalidRequest, EngineFault) as error:
-                facts = {"app": name, "reason": str(error)}
-                log.error("app not filled", extra={"facts": facts})
-        self.is_ready = True
-        log.info("ready", extra={"facts": {"apps": self.apps.names}})
 
     # --- tokens ---------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from importlib.resources import files
 from mimetypes import guess_type
 from time import perf_counter
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,6 +31,7 @@ from mainstem.core.errors import InvalidRequest
 PAGE = files("mainstem.apps.server") / "page"
 
 log = logging.getLogger("mainstem.server")
+T = TypeVar("T")
 
 
 class Routes:
@@ -151,7 +153,7 @@ class Routes:
             raise ApiError(400, "prompt: must be a text", "prompt", "invalid_value")
         try:
             app = App(request.path_params["name"], prompt)
-            num_tokens = await self._gateway.fill(app)
+            num_tokens = await self._gateway.filler.fill(app)
             self._gateway.apps.add(app)
         except InvalidRequest as error:
             raise from_invalid(error) from None
@@ -163,15 +165,23 @@ class Routes:
         name = request.path_params["name"]
         if not self._gateway.apps.remove(name):
             raise ApiError(404, f"there is no app {name!r}", "name", "app_not_found")
+        await self._on_engine(self._gateway.filler.forget(name))
         return JSONResponse({"name": name, "deleted": True})
 
     async def reset_cache(self, request: Request) -> Response:
-        """Forget every cached page that no sequence holds."""
+        """Forget every cached page that no sequence holds, then compute the apps' again."""
+        gateway = self._gateway
+        call = gateway.worker.call(lambda engine: engine.engine.clear_cache())
+        count = await self._on_engine(call)
+        await gateway.filler.fill_all()
+        return JSONResponse({"forgotten_pages": count})
+
+    async def _on_engine(self, work: Awaitable[T]) -> T:
+        """What the engine's thread answers; 503 when it cannot."""
         try:
-            count = await self._gateway.worker.call(lambda engine: engine.engine.clear_cache())
+            return await work
         except EngineFault as fault:
             raise unavailable(str(fault)) from None
-        return JSONResponse({"forgotten_pages": count})
 
     # --- the page -------------------------------------------------------------------------------
 
@@ -276,14 +286,13 @@ def make_app(gateway: Gateway) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        gateway.worker.start()
-        filling = asyncio.ensure_future(gateway.fill_all())
+        starting = asyncio.ensure_future(gateway.start())
         try:
             yield
         finally:
             gateway.is_draining = True
             await gateway.worker.close()
-            await asyncio.gather(filling, return_exceptions=True)
+            await asyncio.gather(starting, return_exceptions=True)
 
     handlers: dict[int | type[Exception], Handler] = {
         ApiError: _api_error,

@@ -123,7 +123,7 @@ def _check_apps(gateway: Gateway) -> None:
         app = gateway.apps.find(name)
         assert app is not None
         try:
-            gateway.prefixes(app)
+            gateway.filler.prefixes(app)
         except InvalidRequest as error:
             raise ConfigError(f"--app {name}: {error}") from None
 

@@ -55,6 +55,7 @@ class EngineRequest:
     sampling: SamplingParams
     salt: bytes = b""
     priority: int = 0
+    public_tokens: int = 0  # leading ones that the salt does not protect
 
 
 class Ticket:
@@ -169,14 +170,16 @@ class _Report:
 
     accepted: list[str] = field(default_factory=list)
     refused: list[tuple[str, InvalidRequest]] = field(default_factory=list)
-    admitted: list[str] = field(default_factory=list)
+    admitted: list[tuple[str, float]] = field(default_factory=list)  # and when
     outputs: list[TextOutput] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     reason: str = ""  # why requests failed
+    has_recovered: bool = False  # the engine is back, its cache empty
 
     @property
     def is_empty(self) -> bool:
-        return not (self.accepted or self.refused or self.admitted or self.outputs or self.failed)
+        lists = (self.accepted, self.refused, self.admitted, self.outputs, self.failed)
+        return not (any(lists) or self.has_recovered)
 
 
 class Worker:
@@ -190,6 +193,7 @@ class Worker:
         self.state = WorkerState.RUNNING
         self.num_recoveries = 0
         self.on_tokens: Callable[[int], None] | None = None  # told how many tokens came
+        self.on_recovered: Callable[[], None] | None = None  # told when the cache was lost
         self._engine = engine
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._open: dict[str, Ticket] = {}
@@ -277,9 +281,9 @@ class Worker:
         for request_id, error in report.refused:
             if ticket := self._open.pop(request_id, None):
                 ticket.answering.fail(error)
-        for request_id in report.admitted:
+        for request_id, admitted_s in report.admitted:
             if (ticket := self._open.get(request_id)) and ticket.admitted_s is None:
-                ticket.admitted_s = now_s
+                ticket.admitted_s = admitted_s
         for output in report.outputs:
             if ticket := self._open.get(output.request_id):
                 ticket.answering.hear(ticket, output, now_s)
@@ -290,6 +294,8 @@ class Worker:
                 ticket.answering.fail(EngineFault(report.reason))
         if self.on_tokens is not None and report.outputs:
             self.on_tokens(sum(len(output.token_ids) for output in report.outputs))
+        if self.on_recovered is not None and report.has_recovered:
+            self.on_recovered()
 
     # --- on the engine's thread -----------------------------------------------------------------
 
@@ -336,6 +342,7 @@ class Worker:
                 request.sampling,
                 salt=request.salt,
                 priority=request.priority,
+                public_tokens=request.public_tokens,
             )
         except InvalidRequest as error:
             self._report.refused.append((request.request_id, error))
@@ -383,6 +390,7 @@ class Worker:
         if self._engine.has_work:
             raise RuntimeError("the engine does not come to rest")
         self.num_recoveries += 1
+        self._report.has_recovered = True
         log.warning("the engine is back, its cache empty")
 
     def _fail_all(self, reason: str) -> None:
@@ -412,7 +420,7 @@ class Worker:
 
     def _admitted(self, event: SequenceAdmitted) -> None:
         if event.index == 0:
-            self._report.admitted.append(event.request_id)
+            self._report.admitted.append((event.request_id, monotonic()))
 
     def _look(self) -> None:
         """Renew the snapshot when it is old or the engine comes to rest."""
