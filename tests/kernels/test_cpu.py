@@ -1,5 +1,7 @@
 """The fast CPU span attention against the fp32 reference."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -27,7 +29,8 @@ def check(
     page_size: int = 16,
     spread: float = 1.0,
 ) -> None:
-    """Compare with the reference over pages whose unused slots are NaN."""
+    """Compare with the reference over pages whose unused slots are NaN, side by side and
+    shuffled."""
     generator = torch.Generator().manual_seed(7)
     num_pages = int(spans.page_ids.max()) + 2
     shape = (num_pages, kv_heads, page_size, dim)
@@ -41,14 +44,25 @@ def check(
                 if tensor[page, :, slot % page_size].isnan().any():
                     values = torch.randn(kv_heads, dim, generator=generator)
                     tensor[page, :, slot % page_size] = values
-    before = (q.clone(), k.clone(), v.clone())
     expected, _ = reference.span_attention(q, k, v, spans, dim**-0.5)
-    plan = cpu.plan(spans, num_tokens, cpu.PageShape(heads, kv_heads, page_size), dim**-0.5)
-    for _ in range(2):
-        out = plan.run(q, k, v)
-        torch.testing.assert_close(out, expected, atol=TOLERANCE * max(1, spread), rtol=TOLERANCE)
-    for tensor, copy in zip((q, k, v), before, strict=True):
-        assert torch.equal(tensor.nan_to_num(9.0), copy.nan_to_num(9.0))
+    shuffled = np.random.default_rng(5).permutation(num_pages).astype(np.int32)
+    for places in (np.arange(num_pages, dtype=np.int32), shuffled):
+        kv = torch.empty(2, num_pages, kv_heads, page_size, dim)
+        kv[:, torch.from_numpy(places).long()] = torch.stack((k, v))
+        kv = kv.transpose(1, 2).flatten(2, 3).contiguous()
+        before = (q.clone(), kv.clone())
+        plan = cpu.plan(
+            replace(spans, page_ids=places[spans.page_ids]),
+            num_tokens,
+            cpu.PageShape(heads, kv_heads, num_pages, page_size),
+            dim**-0.5,
+        )
+        for _ in range(2):
+            out = plan.run(q, kv)
+            atol = TOLERANCE * max(1, spread)
+            torch.testing.assert_close(out, expected, atol=atol, rtol=TOLERANCE)
+        for tensor, copy in zip((q, kv), before, strict=True):
+            assert torch.equal(tensor.nan_to_num(9.0), copy.nan_to_num(9.0))
 
 
 def pages_for(count: int, page_size: int, first: int) -> list[int]:
@@ -184,3 +198,19 @@ def test_random_spans() -> None:
             if shared:
                 spans.append((members, shared, len(shared) * page_size, False))
         check(spans_of(*spans), rows, page_size=page_size, dim=8)
+
+
+def test_neighbouring_pages_are_not_copied() -> None:
+    """A shared run and equally long tails, as the pool lends them; nothing is gathered."""
+    own = [([row], [4 + 2 * row, 5 + 2 * row], 20, True) for row in range(5)]
+    spans = spans_of(([0, 1, 2, 3, 4], [0, 1, 2, 3], 64, False), *own)
+    plan = cpu.plan(spans, 5, cpu.PageShape(6, 2, 14, 16), 0.25)
+    assert plan.num_gathered_slots == 0
+    check(spans, 5)
+    scattered = replace(spans, page_ids=spans.page_ids[::-1].copy())
+    assert cpu.plan(scattered, 5, cpu.PageShape(6, 2, 14, 16), 0.25).num_gathered_slots > 0
+
+
+def test_unequal_tails_do_not_read_what_lies_behind_them() -> None:
+    own = [([0], [1, 2], 17, True), ([1], [3, 4], 30, True)]
+    check(spans_of(([0, 1], [0], 16, False), *own), 2)

@@ -7,9 +7,14 @@ Spans become *parts*, and parts of like shape become *buckets*, one kernel call 
     span, causal, n = 1    q x keys                     one part: a lone query sees everything
 
     bucket   [parts, heads, queries, dim] x [parts, kv_heads, keys, dim]
-             keys gathered by whole pages, those of triangles by slot; what lies behind a part's
-             last key is masked and set to zero, since a slot nobody wrote may hold NaN, and
-             0 * NaN is NaN
+
+Pages lie head by head, so that neighbouring pages are one run of slots:
+
+    kv       [2, kv_heads, pages * page_size, dim]      K, then V
+
+A bucket whose parts are evenly spaced runs of equal length reads them where they are (_Windows).
+Others are collected (_Gather), by whole pages, triangles by slot; what lies behind a part's last
+key is masked and set to zero, since a slot nobody wrote may hold NaN, and 0 * NaN is NaN.
 
 torch's fused CPU attention answers with the log-sum-exp beside the output. A token that lies in
 several parts gets their outputs weighted by softmax over these, in fp32 (RelayAttention Eq. 11).
@@ -17,7 +22,7 @@ several parts gets their outputs weighted by softmax over these, in fp32 (RelayA
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +47,7 @@ class PageShape:
 
     num_heads: int
     num_kv_heads: int
+    num_pages: int
     page_size: int
 
 
@@ -56,20 +62,75 @@ class _Part:
     is_triangle: bool
 
 
-@dataclass(slots=True)
+class _Keys(Protocol):
+    """Where a bucket's K and V are."""
+
+    @property
+    def room(self) -> int:
+        """Rows of scratch memory that `read` wants: slots to copy, K and V of every head."""
+        ...
+
+    def read(self, kv: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V, [parts, kv_heads, keys, dim]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """Evenly spaced runs of slots, read in place."""
+
+    num_parts: int
+    num_keys: int
+    first: int  # slot
+    step: int  # slots from one part to the next
+
+    room = 0
+
+    def read(self, kv: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+        both, head, slot, _ = kv.stride()
+        shape = (2, self.num_parts, kv.shape[1], self.num_keys, kv.shape[3])
+        stride = (both, self.step * slot, head, slot, 1)
+        k, v = kv.as_strided(shape, stride, kv.storage_offset() + self.first * slot).unbind()
+        return k, v
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """Pages or slots anywhere, copied together."""
+
+    num_parts: int
+    num_keys: int
+    rows: Tensor  # of kv seen as [..., unit * dim]: [2, parts, kv_heads, units]
+    unit: int  # slots in one row: a whole page, or 1
+    unused: Tensor | None  # collected slots behind a part's last key: they may hold anything
+
+    @property
+    def room(self) -> int:
+        return len(self.rows) * self.unit
+
+    def read(self, kv: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+        kv_heads, dim = kv.shape[1], kv.shape[3]
+        width = self.unit * dim
+        keys = scratch[: len(self.rows) * width].view(-1, width)
+        torch.index_select(kv.view(-1, width), 0, self.rows, out=keys)
+        if self.unused is not None:
+            keys.view(-1, dim).index_fill_(0, self.unused, 0.0)
+        keys = keys.view(2, self.num_parts, kv_heads, -1, dim)
+        if keys.shape[3] != self.num_keys:
+            keys = keys[:, :, :, : self.num_keys]
+        return keys[0], keys[1]
+
+
+@dataclass(frozen=True, slots=True)
 class _Bucket:
     """Parts that run as one kernel call."""
 
     num_parts: int
     num_queries: int
-    num_keys: int
     rows: Tensor | None  # query rows, part after part; None: all tokens in order
-    gather: Tensor  # rows of K or V to collect, [parts, kv_heads, units]
-    unit: int  # slots in one gathered row: a whole page, or 1
+    keys: _Keys
     mask: Tensor | None  # [parts, 1, 1, keys] additive
     is_triangle: bool
-    unused: Tensor | None  # collected slots behind a part's last key: they may hold anything
-    _both: Tensor | None = None  # rows of K, then of V, when these lie in one tensor
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> "_Partial":
         """q [tokens, heads, dim] over collected k and v."""
@@ -100,33 +161,6 @@ class _Bucket:
             lse.reshape(parts, queries, heads).transpose(1, 2),
         )
 
-    def collect(self, pages: Tensor, scratch: Tensor) -> Tensor:
-        """[parts, kv_heads, keys, dim] of K or of V."""
-        width = self.unit * pages.shape[3]
-        keys = scratch[: len(self.gather) * width].view(-1, width)
-        torch.index_select(pages.view(-1, width), 0, self.gather, out=keys)
-        if self.unused is not None:
-            keys.view(-1, pages.shape[3]).index_fill_(0, self.unused, 0.0)
-        keys = keys.view(self.num_parts, pages.shape[1], -1, pages.shape[3])
-        return keys[:, :, : self.num_keys]
-
-    def collect_both(self, pages: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of K and of V, from pages [2, pages, kv_heads, page_size, dim], in one go."""
-        _, num_pages, kv_heads, page_size, dim = pages.shape
-        if self._both is None:
-            offset = num_pages * kv_heads * (page_size // self.unit)
-            self._both = torch.cat((self.gather, self.gather + offset))
-        width = self.unit * dim
-        keys = scratch[: len(self._both) * width].view(-1, width)
-        torch.index_select(pages.view(-1, width), 0, self._both, out=keys)
-        if self.unused is not None:
-            for half in keys.view(2, -1, dim):
-                half.index_fill_(0, self.unused, 0.0)
-        keys = keys.view(2, self.num_parts, kv_heads, -1, dim)
-        if keys.shape[3] != self.num_keys:
-            keys = keys[:, :, :, : self.num_keys]
-        return keys[0], keys[1]
-
 
 class _Partial(NamedTuple):
     """What a bucket's queries found among its keys."""
@@ -144,36 +178,26 @@ class SpanPlan:
         self._scale = scale
         self._scratch: Tensor | None = None  # for gathered K and V, bucket after bucket
 
-    def run(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
-        """q [tokens, heads, dim] -> [tokens, heads, dim]; pages contiguous, as in reference.py."""
-        k, v = self._room(k_pages).chunk(2)
+    @property
+    def num_gathered_slots(self) -> int:
+        """K and V rows that are copied together before they are read, all heads counted."""
+        return sum(bucket.keys.room for bucket in self._buckets)
+
+    def run(self, q: Tensor, kv: Tensor) -> Tensor:
+        """q [tokens, heads, dim] -> [tokens, heads, dim]; kv as drawn above, contiguous."""
+        scratch = self._room(kv)
         return self._merge.run(
             [
-                bucket.attend(
-                    q, bucket.collect(k_pages, k), bucket.collect(v_pages, v), self._scale
-                )
+                bucket.attend(q, *bucket.keys.read(kv, scratch), self._scale)
                 for bucket in self._buckets
             ]
         )
 
-    def run_joint(self, q: Tensor, pages: Tensor) -> Tensor:
-        """As run, K and V being the halves of one tensor [2, pages, kv_heads, page_size, dim].
-
-        A plan runs on tensors of one size only.
-        """
-        room = self._room(pages)
-        return self._merge.run(
-            [
-                bucket.attend(q, *bucket.collect_both(pages, room), self._scale)
-                for bucket in self._buckets
-            ]
-        )
-
-    def _room(self, pages: Tensor) -> Tensor:
+    def _room(self, kv: Tensor) -> Tensor:
         """Kept between layers: fresh memory would cost more in page faults than the copy."""
         if self._scratch is None:
-            largest = max(len(bucket.gather) * bucket.unit for bucket in self._buckets)
-            self._scratch = pages.new_empty(2 * largest * pages.shape[-1])
+            largest = max(bucket.keys.room for bucket in self._buckets)
+            self._scratch = kv.new_empty(largest * kv.shape[3])
         return self._scratch
 
 
@@ -349,42 +373,69 @@ def _make_bucket(parts: list[_Part], num_tokens: int, shape: PageShape) -> tuple
         rows[index, :count] = part.rows
         rows[index, count:] = part.rows[0]
     is_all = rows.size == num_tokens and np.array_equal(rows.reshape(-1), np.arange(num_tokens))
-    gather, unit = _gather_rows(parts, num_keys, shape)
     lengths = np.array([part.num_keys for part in parts])
-    mask = unused = None
+    mask = None
     if not is_triangle and lengths.min() < num_keys:
         hidden = np.arange(num_keys) >= lengths[:, None]
         mask = torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32))[:, None, None]
-        rounded = -(-num_keys // unit) * unit
-        behind = np.arange(rounded) >= lengths[:, None, None]
-        behind = np.broadcast_to(behind, (len(parts), shape.num_kv_heads, rounded))
-        unused = torch.from_numpy(np.flatnonzero(behind))
     bucket = _Bucket(
         num_parts=len(parts),
         num_queries=num_queries,
-        num_keys=num_keys,
         rows=None if is_all else torch.from_numpy(rows.reshape(-1)),
-        gather=torch.from_numpy(gather),
-        unit=unit,
+        keys=_find_windows(parts, shape) or _gather(parts, lengths, shape),
         mask=mask,
         is_triangle=is_triangle,
-        unused=unused,
     )
     return bucket, owners.reshape(-1)
 
 
-def _gather_rows(parts: list[_Part], num_keys: int, shape: PageShape) -> tuple[Longs, int]:
-    """Which rows of the pages, seen as [pages * kv_heads (* page_size), unit * dim], to collect."""
-    page_size, kv_heads = shape.page_size, shape.num_kv_heads
-    heads = np.arange(kv_heads)[:, None]
-    if not parts[0].is_triangle:
-        count = -(-num_keys // page_size)
-        pages = np.stack([np.resize(part.pages[:count], count) for part in parts])
-        return (pages[:, None, :] * kv_heads + heads).reshape(-1), page_size
-    slots = np.arange(num_keys)
-    gathered = []
+def _find_windows(parts: list[_Part], shape: PageShape) -> _Windows | None:
+    """The parts in place, if they are runs of neighbouring pages, equally long and evenly spaced.
+
+    Runs of unequal length are not read in place: the slots behind a last key may be another's.
+    """
+    size = shape.page_size
+    num_keys = parts[0].num_keys
+    if any(part.num_keys != num_keys for part in parts):
+        return None
     for part in parts:
-        slot = part.first + np.minimum(slots, part.num_keys - 1)
-        page = part.pages[slot // page_size] * kv_heads
-        gathered.append((page + heads) * page_size + slot % page_size)
-    return np.stack(gathered).reshape(-1), 1
+        pages = part.pages[part.first // size : -(-(part.first + num_keys) // size)]
+        if pages[-1] - pages[0] != len(pages) - 1 or (np.diff(pages) != 1).any():
+            return None
+    firsts = [int(part.pages[part.first // size]) * size + part.first % size for part in parts]
+    steps = np.diff(firsts)
+    if len(steps) and (steps[0] < 0 or (steps != steps[0]).any()):
+        return None
+    return _Windows(len(parts), num_keys, firsts[0], int(steps[0]) if len(steps) else 0)
+
+
+def _gather(parts: list[_Part], lengths: Longs, shape: PageShape) -> _Gather:
+    """Collect the parts: triangles by slot, others by whole pages."""
+    page_size, num_keys = shape.page_size, int(lengths.max())
+    if parts[0].is_triangle:
+        unit, per_head = 1, shape.num_pages * page_size
+        places = np.arange(num_keys)
+        slots = [part.first + np.minimum(places, part.num_keys - 1) for part in parts]
+        units = np.stack(
+            [
+                part.pages[slot // page_size] * page_size + slot % page_size
+                for part, slot in zip(parts, slots, strict=True)
+            ]
+        )
+    else:
+        unit, per_head = page_size, shape.num_pages
+        count = -(-num_keys // page_size)
+        units = np.stack([np.resize(part.pages[:count], count) for part in parts])
+    heads = np.arange(2 * shape.num_kv_heads).reshape(2, 1, -1, 1)  # of K, then of V
+    unused = None
+    if lengths.min() < num_keys and not parts[0].is_triangle:
+        behind = np.arange(units.shape[1] * unit) >= lengths[:, None, None]
+        shape_of_keys = (2, len(parts), shape.num_kv_heads, behind.shape[2])
+        unused = torch.from_numpy(np.flatnonzero(np.broadcast_to(behind, shape_of_keys)))
+    return _Gather(
+        num_parts=len(parts),
+        num_keys=num_keys,
+        rows=torch.from_numpy((heads * per_head + units[:, None]).reshape(-1)),
+        unit=unit,
+        unused=unused,
+    )

@@ -34,7 +34,7 @@ class AttentionPlan:
         self._copies: tuple[Tensor, Tensor] | None = None
         if copies is not None:
             self._copies = (pages.write_rows(copies[0]), pages.write_rows(copies[1]))
-        shape = cpu.PageShape(spec.num_heads, spec.num_kv_heads, pages.page_size)
+        shape = cpu.PageShape(spec.num_heads, spec.num_kv_heads, pages.num_pages, pages.page_size)
         self._spans = cpu.plan(spans, len(slots), shape, spec.head_dim**-0.5)
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class AttentionPlan:
         if self._copies is not None:
             pages.copy(layer, *self._copies)
         q = heads[:, : self._num_heads]
-        return self._spans.run_joint(q, pages.joint(layer)).view(tokens, -1)
+        return self._spans.run(q, pages.slots(layer)).view(tokens, -1)
 
     def _rotate(self, x: Tensor) -> None:
         """In place; the two dims of a pair are adjacent, so a pair is a complex number."""

@@ -1,9 +1,10 @@
-"""The device pages: K and V of every layer.
+"""The pages of a CPU: K and V of every layer, head by head.
 
-    [layer][K or V][pages, kv_heads, page_size, head_dim]
+    [layer][K or V][kv_heads, pages, page_size, head_dim]
 
-K and V of a layer lie in one block of memory, so that one write serves both. Memory is taken as
-it is: a page costs nothing until it is written, and slots nobody wrote hold anything.
+Neighbouring pages are one run of a head's slots, which attention reads in place. K and V of a layer
+lie in one block of memory, so that one write serves both. Memory is taken as it is: a page costs
+nothing until it is written, and slots nobody wrote hold anything.
 """
 
 import torch
@@ -18,35 +19,42 @@ class DevicePages:
     def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        shape = (2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
+        shape = (2, spec.num_kv_heads, num_pages * page_size, spec.head_dim)
         self._layers = [torch.empty(shape, dtype=dtype) for _ in range(spec.num_layers)]
         self._rows = [layer.view(-1, spec.head_dim) for layer in self._layers]
 
-    def joint(self, layer: int) -> Tensor:
-        """[2, pages, kv_heads, page_size, head_dim], K first."""
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def slots(self, layer: int) -> Tensor:
+        """[2, kv_heads, pages * page_size, head_dim] as it lies in memory, K first."""
         return self._layers[layer]
 
+    def joint(self, layer: int) -> Tensor:
+        """The same seen page by page: [2, pages, kv_heads, page_size, head_dim]."""
+        both, kv_heads, _, dim = self._layers[layer].shape
+        shape = (both, kv_heads, self.num_pages, self.page_size, dim)
+        return self._layers[layer].view(shape).transpose(1, 2)
+
     def keys(self, layer: int) -> Tensor:
-        return self._layers[layer][0]
+        return self.joint(layer)[0]
 
     def values(self, layer: int) -> Tensor:
-        return self._layers[layer][1]
+        return self.joint(layer)[1]
 
     def write_rows(self, slots: Tensor) -> Tensor:
         """Where the rows of a layer's new K and V go, for `append`; the same for all layers.
 
         `slots` [tokens] are page * page_size + offset.
         """
-        _, num_pages, kv_heads, page_size, _ = self._layers[0].shape
-        page, offset = slots // page_size, slots % page_size
-        heads = torch.arange(kv_heads)
-        keys = (page[:, None] * kv_heads + heads) * page_size + offset[:, None]
-        values = keys + num_pages * kv_heads * page_size
-        return torch.cat((keys, values), dim=1).reshape(-1)
+        both, kv_heads, num_slots, _ = self._layers[0].shape
+        heads = torch.arange(both * kv_heads) * num_slots
+        return (slots[:, None] + heads).reshape(-1)
 
     def copy(self, layer: int, source_rows: Tensor, target_rows: Tensor) -> None:
         """Copy K and V of some slots; rows as `write_rows` gives them."""
-        flat = self._layers[layer].view(-1, self._layers[layer].shape[-1])
+        flat = self._rows[layer]
         flat.index_copy_(0, target_rows, flat.index_select(0, source_rows))
 
     def append(self, layer: int, rows: Tensor, kv: Tensor) -> None:

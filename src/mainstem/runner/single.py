@@ -4,18 +4,23 @@ At batch 1 the weights are read at memory speed and the rest is the cost of call
 pass is written in products that do the work of their neighbours (a norm is the factor of the next
 product, a residual is what a product is added to) over buffers that never move:
 
-    per layer   dot, addmv, mul_, index_copy_, index_select, baddbmm, softmax, bmm, addmv_,
-                dot, addmv, silu, mul_, addmv_
+    per layer   dot, addmv, mul_, write, narrow x 2, bmm, softmax, bmm, addmv_,
+                dot, addmv, silu_, mul_, addmv_
 
-Everything else goes through Decoder.forward, of which this is the same mathematics.
+Dot products and the write of K and V go through numpy views of the same memory, which costs a third
+of the call. Neighbouring pages are read where they are; others are gathered first. Everything else
+goes through Decoder.forward, of which this is the same mathematics.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from mainstem.core.step import Step
 from mainstem.models.decoder import Decoder, Gate, Layer
@@ -46,22 +51,24 @@ class SingleTokenPass:
         self._layers = layers
         self._pages = pages
         self._turns = turns
-        self._scale = dim**-0.5
+        # queries are turned and scaled in one product, keys only turned
+        self._stretch = torch.ones(heads + kv_heads, 1)
+        self._stretch[:heads] = dim**-0.5
         self._floor = spec.hidden_size * spec.norm_eps
         self._qkv = torch.empty((heads + 2 * kv_heads) * dim)
         turned = self._qkv[: (heads + kv_heads) * dim].view(heads + kv_heads, dim // 2, 2)
         self._turned = torch.view_as_complex(turned)
         self._q = self._qkv[: heads * dim].view(kv_heads, heads // kv_heads, dim)
         self._mixed = torch.empty(kv_heads, heads // kv_heads, dim)
-        self._kv = self._qkv[heads * dim :].view(2 * kv_heads, dim)
+        self._new_kv = self._qkv[heads * dim :].view(2, kv_heads, dim).numpy()
         self._gate_up = torch.empty(2 * spec.intermediate_size)
         self._gate = self._gate_up[: spec.intermediate_size]
         self._up = self._gate_up[spec.intermediate_size :]
-        self._act = torch.empty(spec.intermediate_size)
-        self._square = torch.empty(())
         self._gathered = torch.empty(0)
-        self._slots = [pages.joint(i).view(-1, dim) for i in range(len(layers))]
-        self._runs = [pages.joint(i).view(-1, pages.page_size * dim) for i in range(len(layers))]
+        self._slots = [pages.slots(i) for i in range(len(layers))]
+        self._written = [slots.numpy() for slots in self._slots]
+        self._keys = [slots[0].transpose(1, 2) for slots in self._slots]
+        self._values = [slots[1] for slots in self._slots]
 
     @classmethod
     def make(cls, decoder: Decoder, pages: DevicePages, turns: Tensor) -> "SingleTokenPass | None":
@@ -87,53 +94,69 @@ class SingleTokenPass:
     def run(self, step: Step, token_id: Tensor, gate: Gate) -> Tensor:
         """The hidden state [1, hidden], normed, as Decoder.forward answers it."""
         x = self._decoder.embedding[token_id[0]].clone()
-        turn = self._turns[int(step.positions[0])]
-        write_rows = self._pages.write_rows(torch.from_numpy(step.write_slots))
-        rows, keys, values = self._room(step)
-        keys_t = keys.transpose(1, 2)
-        scores = torch.empty(*self._q.shape[:2], keys.shape[1])
+        x_array = x.numpy()
+        turn = self._stretch * self._turns[int(step.positions[0])]
+        slot = int(step.write_slots[0])
+        read = self._reader(step)
+        scores = torch.empty(*self._q.shape[:2], int(step.spans.key_tokens[0]))
         mixed = self._mixed.view(-1)
-        gathered = self._gathered[: len(rows) * self._runs[0].shape[1]].view(len(rows), -1)
         for index, layer in enumerate(self._layers):
-            factor = self._norm_factor(x)
+            factor = self._norm_factor(x_array)
             if layer.qkv_bias is None:
                 torch.addmv(self._qkv, layer.qkv, x, beta=0, alpha=factor, out=self._qkv)
             else:
                 torch.addmv(layer.qkv_bias, layer.qkv, x, alpha=factor, out=self._qkv)
             self._turned.mul_(turn)
             gate.before(index)
-            self._slots[index].index_copy_(0, write_rows, self._kv)
-            torch.index_select(self._runs[index], 0, rows, out=gathered)
-            torch.baddbmm(scores, self._q, keys_t, beta=0, alpha=self._scale, out=scores)
+            self._written[index][:, :, slot] = self._new_kv
+            keys, values = read(index)
+            torch.bmm(self._q, keys, out=scores)
             torch.softmax(scores, -1, out=scores)
             torch.bmm(scores, values, out=self._mixed)
             gate.after(index)
             x.addmv_(layer.out, mixed)
-            factor = self._norm_factor(x)
+            factor = self._norm_factor(x_array)
             torch.addmv(self._gate_up, layer.gate_up, x, beta=0, alpha=factor, out=self._gate_up)
-            torch.ops.aten.silu.out(self._gate, out=self._act)
-            self._act.mul_(self._up)
-            x.addmv_(layer.down, self._act)
+            F.silu(self._gate, inplace=True)
+            self._gate.mul_(self._up)
+            x.addmv_(layer.down, self._gate)
         return self._decoder.norm(x[None])
 
-    def _norm_factor(self, x: Tensor) -> float:
+    def _norm_factor(self, x: NDArray[np.float32]) -> float:
         """What RMS norm multiplies x with; its gain is part of the next product's weights."""
-        torch.dot(x, x, out=self._square)
-        return 1.0 / math.sqrt(float(self._square) + self._floor)
+        return 1.0 / math.sqrt(float(x.dot(x)) + self._floor)
 
-    def _room(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of pages to gather, and where their K and V will be: [kv_heads, keys, dim]."""
-        spec, pages = self._decoder.spec, self._pages
-        kv_heads, dim = spec.num_kv_heads, spec.head_dim
-        ids = step.spans.page_ids.astype(np.int64)
-        of_keys = ids * kv_heads + np.arange(kv_heads)[:, None]  # [kv_heads, pages]
-        both = np.stack((of_keys, of_keys + pages.num_pages * kv_heads))
-        size = both.size * pages.page_size * dim
-        if len(self._gathered) < size:
-            self._gathered = torch.empty(2 * size)
+    def _reader(self, step: Step) -> Callable[[int], tuple[Tensor, Tensor]]:
+        """What answers a layer's keys [kv_heads, dim, keys] and values [kv_heads, keys, dim]."""
+        pages = step.spans.page_ids.astype(np.int64)
         num_keys = int(step.spans.key_tokens[0])
-        kv = self._gathered[:size].view(2, kv_heads, -1, dim)[:, :, :num_keys]
-        return torch.from_numpy(both.reshape(-1)), kv[0], kv[1]
+        if (np.diff(pages) == 1).all():
+            first = int(pages[0]) * self._pages.page_size
+            return lambda layer: (
+                self._keys[layer].narrow(2, first, num_keys),
+                self._values[layer].narrow(1, first, num_keys),
+            )
+        return self._gatherer(pages, num_keys)
+
+    def _gatherer(
+        self, pages: NDArray[np.int64], num_keys: int
+    ) -> Callable[[int], tuple[Tensor, Tensor]]:
+        """The same over pages that lie anywhere: all layers are gathered into one buffer."""
+        both, kv_heads, _, dim = self._slots[0].shape
+        width = self._pages.page_size * dim
+        runs = np.arange(both * kv_heads)[:, None] * self._pages.num_pages + pages
+        if len(self._gathered) < runs.size * width:
+            self._gathered = torch.empty(2 * runs.size * width)
+        gathered = self._gathered[: runs.size * width].view(-1, width)
+        keys, values = gathered.view(2, kv_heads, -1, dim)[:, :, :num_keys]
+        keys = keys.transpose(1, 2)
+        rows = torch.from_numpy(runs.reshape(-1))
+
+        def read(layer: int) -> tuple[Tensor, Tensor]:
+            torch.index_select(self._slots[layer].view(-1, width), 0, rows, out=gathered)
+            return keys, values
+
+        return read
 
 
 def _weights(layer: Layer) -> _Weights | None:

@@ -1,4 +1,8 @@
-"""CPU decode attention over a shared prefix: spans against torch's SDPA per sequence."""
+"""CPU decode attention over a shared prefix: spans against torch's SDPA per sequence.
+
+Pages are where the pool puts them when sequences come one after the other; `--scattered` shuffles
+them, as long use with many evictions would.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -12,10 +16,15 @@ from mainstem.apps.bench.report import line, load_average
 from mainstem.apps.tables import table
 from mainstem.core.step import Int32s, Spans
 from mainstem.kernels import cpu
+from mainstem.kv.pool import PagePool
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("mainstem bench attention", description=__doc__)
+    made = argparse.ArgumentParser(
+        "mainstem bench attention",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     made.add_argument("--seqs", type=int, default=32)
     made.add_argument("--prefix", type=int, default=2048, help="a multiple of the page size")
     made.add_argument("--own", type=int, default=128)
@@ -23,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kv-heads", type=int, default=3)
     made.add_argument("--head-dim", type=int, default=64)
     made.add_argument("--page-size", type=int, default=16)
+    made.add_argument("--scattered", action="store_true", help="pages in random places")
     made.add_argument("--rounds", type=int, default=15)
     made.add_argument("--json", action="store_true")
     return made
@@ -41,20 +51,18 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     """Medians of interleaved rounds; the answers are compared before the clock starts."""
     load = load_average()
     generator = torch.Generator().manual_seed(0)
-    num_own_pages = -(-args.own // args.page_size)
-    num_pages = args.prefix // args.page_size + args.seqs * num_own_pages
-    shape = (num_pages, args.kv_heads, args.page_size, args.head_dim)
-    k_pages = torch.randn(shape, generator=generator)
-    v_pages = torch.randn(shape, generator=generator)
+    pages = lend_pages(args)
+    shape = (2, args.kv_heads, len(pages) * args.page_size, args.head_dim)
+    kv = torch.randn(shape, generator=generator)
     q = torch.randn(args.seqs, args.heads, args.head_dim, generator=generator)
-    spans = shared_spans(args, np.random.default_rng(0).permutation(num_pages).astype(np.int32))
+    spans = shared_spans(args, pages)
     scale = args.head_dim**-0.5
-    page_shape = cpu.PageShape(args.heads, args.kv_heads, args.page_size)
+    page_shape = cpu.PageShape(args.heads, args.kv_heads, len(pages), args.page_size)
     plan = cpu.plan(spans, args.seqs, page_shape, scale)
-    keys, values = contexts(spans, k_pages), contexts(spans, v_pages)
+    keys, values = contexts(spans, kv[0], args.page_size), contexts(spans, kv[1], args.page_size)
 
     def ours() -> Tensor:
-        return plan.run(q, k_pages, v_pages)
+        return plan.run(q, kv)
 
     def per_sequence() -> Tensor:
         """Contiguous K and V of each sequence, which it would have without pages."""
@@ -74,12 +82,21 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "seqs": args.seqs,
         "prefix": args.prefix,
         "own": args.own,
+        "scattered": args.scattered,
         "spans_ms": round(float(np.median(ours_ms)), 3),
         "sdpa_ms": round(float(np.median(sdpa_ms)), 3),
         "speedup": round(float(np.median(np.array(sdpa_ms) / np.array(ours_ms))), 2),
         "max_error": error,
         "load_before": load,
     }
+
+
+def lend_pages(args: argparse.Namespace) -> Int32s:
+    """The prefix's pages, then those of each sequence."""
+    counts = [args.prefix // args.page_size] + [-(-args.own // args.page_size)] * args.seqs
+    pool = PagePool(sum(counts))
+    pages = np.concatenate([pool.take(count) for count in counts])
+    return np.random.default_rng(0).permutation(pages) if args.scattered else pages
 
 
 def shared_spans(args: argparse.Namespace, pages: Int32s) -> Spans:
@@ -98,14 +115,15 @@ def shared_spans(args: argparse.Namespace, pages: Int32s) -> Spans:
     )
 
 
-def contexts(spans: Spans, pages: Tensor) -> Tensor:
-    """[seqs, kv_heads, tokens, dim]: every sequence's whole context, laid out for SDPA."""
+def contexts(spans: Spans, slots: Tensor, page_size: int) -> Tensor:
+    """[seqs, kv_heads, tokens, dim] from K or V [kv_heads, slots, dim]: every sequence's whole
+    context, laid out for SDPA."""
+    pages = slots.view(len(slots), -1, page_size, slots.shape[2])
     ids = torch.from_numpy(spans.page_ids.astype(np.int64))
     starts = spans.page_starts.tolist()
 
     def run(index: int) -> Tensor:
-        gathered = pages[ids[starts[index] : starts[index + 1]]]
-        tokens = gathered.transpose(0, 1).flatten(1, 2)
+        tokens = pages[:, ids[starts[index] : starts[index + 1]]].flatten(1, 2)
         return tokens[:, : int(spans.key_tokens[index])]
 
     return torch.stack([torch.cat([run(0), run(i)], dim=1) for i in range(1, len(spans))])
