@@ -11,6 +11,11 @@ BENCHES = {
     "plan": ("mainstem.apps.bench.plan", "seconds and memory of planning up to 1M prompts"),
     "serve": ("mainstem.apps.bench.serve", "load on any OpenAI-compatible server"),
     "valleys": ("mainstem.apps.bench.valleys", "tokens per step over a job, planner off and on"),
+    "offline": ("mainstem.apps.bench.offline", "a whole job on random weights against the limit"),
+    "soak": (
+        "mainstem.apps.bench.soak",
+        "random requests, aborts, preemptions: nothing is lost",
+    ),
     "kernel": ("mainstem.apps.bench.kernel", "span attention on a GPU against its floor"),
 }
 

@@ -34,6 +34,55 @@ def shuffled(prompts: list[list[int]], seed: int = 1) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
+class OfflineJob:
+    """Prompts in groups with a common head, each answered with `output` tokens."""
+
+    name: str
+    model_shape: str  # of core/shapes.py
+    kv_tokens: int  # the rivals' KV memory
+    groups: int
+    degree: int
+    prefix: int
+    distinct: int
+    output: int
+    num_requests: int | None = None  # None: all; otherwise the first so many, in whole groups first
+
+    def group_sizes(self) -> list[int]:
+        """Prompts of each group; only the last may be smaller than the others."""
+        left = self.groups * self.degree
+        if self.num_requests is not None:
+            left = min(left, self.num_requests)
+        return [self.degree] * (left // self.degree) + [left % self.degree] * (
+            left % self.degree > 0
+        )
+
+    def prompts(self, vocab: int, seed: int = 0) -> list[list[int]]:
+        """Group by group; a smaller job has the first prompts of a larger one. Ids stay below
+        30,000, as the rivals' did, or below `vocab` where that is less.
+        """
+        sizes = self.group_sizes()
+        most = min(vocab, 30_000)
+        made = shared(len(sizes), self.degree, self.prefix, self.distinct, seed, most)
+        return made[: sum(sizes)]
+
+
+OFFLINE_JOBS = {
+    job.name: job
+    for job in (
+        OfflineJob("b2000-sd16", "llama31-8b", 450_000, 100, 16, 2000, 200, 100),
+        OfflineJob("industry", "llama31-8b", 450_000, 667, 3, 1570, 30, 100),
+        OfflineJob("b16000-sd4", "llama31-8b", 450_000, 60, 4, 16000, 200, 100),
+        OfflineJob("b2000-1000-sd4", "llama31-8b", 450_000, 250, 4, 2000, 1000, 100),
+        OfflineJob("noshare-512", "llama31-8b", 450_000, 1000, 1, 512, 0, 128),
+        OfflineJob("relay-64", "llama2-7b", 160_000, 1, 1000, 64, 64, 128),
+        OfflineJob("relay-512", "llama2-7b", 160_000, 1, 1000, 512, 64, 128),
+        OfflineJob("relay-1024", "llama2-7b", 160_000, 1, 1000, 1024, 64, 128),
+        OfflineJob("relay-2048", "llama2-7b", 160_000, 1, 1000, 2048, 64, 128),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One span before it has pages: which tokens read how many keys."""
 

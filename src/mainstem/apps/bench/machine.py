@@ -1,0 +1,49 @@
+"""The device a benchmark runs on: its name, its rates, its memory."""
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mainstem.core.config import Device, EngineConfig
+from mainstem.plan.cost import GENERIC_CPU, H200, Card
+
+OS_PAGE_BYTES = resource.getpagesize()
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What an engine of a given config runs on."""
+
+    has_gpu: bool
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Machine":
+        return cls(config.model.device is not Device.CPU and torch.cuda.is_available())
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name() if self.has_gpu else "cpu"
+
+    @property
+    def card(self) -> Card | None:
+        """Its measured rates; None for a GPU nobody has measured."""
+        if not self.has_gpu:
+            return GENERIC_CPU
+        return H200 if "H200" in self.name else None
+
+    def peak_bytes(self) -> int:
+        """Most memory held at once: by tensors on the GPU, or by this process without one."""
+        if self.has_gpu:
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def held_bytes(self) -> int:
+        """Memory that tensors hold on the GPU; 0 without one."""
+        return torch.cuda.memory_allocated() if self.has_gpu else 0
+
+
+def process_bytes() -> int:
+    """Memory that this process holds at the moment."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * OS_PAGE_BYTES
