@@ -21,7 +21,7 @@ from mainstem.kv.pool import PagePool
 from mainstem.kv.tiers import Load, LowerTiers, Stored
 from mainstem.kv.transfer import LoadId
 
-WRITE_BUFFER = 4  # one device page in so many may be under a save
+WRITE_BUFFER = 2  # one device page in so many may be under a save
 DISK_PIECE = 32  # pages read from disk together go on to the device together
 
 

@@ -9,6 +9,7 @@ from mainstem.core.step import Step, StepResult
 from mainstem.models.decoder import Decoder, Gate, OpenGate
 from mainstem.models.layers import rotary_table
 from mainstem.runner.attention import AttentionPlan
+from mainstem.runner.gates import Loads
 from mainstem.runner.inputs import make_inputs
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.sampler import Sampler, start_logprobs
@@ -40,6 +41,7 @@ class CpuRunner:
         self._turns = rotary_table(decoder.spec.rope, max_positions)
         self._previous = torch.empty(0, dtype=torch.long)
         self._single = SingleTokenPass.make(decoder, pages, self._turns)
+        self._loads: Loads | None = None
         self.sampler = Sampler()
 
     @property
@@ -49,6 +51,10 @@ class CpuRunner:
     @property
     def pages(self) -> DevicePages:
         return self._pages
+
+    def attach(self, loads: Loads) -> None:
+        """Steps may name these loads from here on."""
+        self._loads = loads
 
     def launch(self, step: Step) -> Finished:
         """Run the step; see Runner in core.step."""
@@ -78,8 +84,9 @@ class CpuRunner:
     def _forward(self, step: Step) -> Tensor:
         """Hidden states of the sampled rows, then of the rows whose prompt logprobs are wanted."""
         inputs = make_inputs(step, self._previous)
+        gate = self._gate_for(step)
         if self._single is not None and self._single.can_run(step):
-            return self._single.run(step, inputs.token_ids, self._gate)
+            return self._single.run(step, inputs.token_ids, gate)
         turns = self._turns.index_select(0, inputs.positions)[:, None]
         attention = AttentionPlan(
             self._decoder.spec,
@@ -89,7 +96,13 @@ class CpuRunner:
             step.spans,
             inputs.copies,
         )
-        return self._decoder.forward(inputs.token_ids, inputs.hidden_rows, attention, self._gate)
+        return self._decoder.forward(inputs.token_ids, inputs.hidden_rows, attention, gate)
+
+    def _gate_for(self, step: Step) -> Gate:
+        if len(step.load_ids) == 0:
+            return self._gate
+        assert self._loads is not None, "a step waits for loads nobody knows"
+        return self._loads.gate(step.load_ids)
 
     def _sample(self, hidden: Tensor, step: Step) -> tuple[Tensor, dict[int, TokenLogprobs]]:
         logits = self._decoder.logits(hidden)

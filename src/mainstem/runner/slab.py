@@ -1,0 +1,51 @@
+"""A slab of host memory: equal slots of one page each, as files and devices like them.
+
+    slot  [layers][K or V][kv_heads, page_size, head_dim]  + nothing, up to the next 4 KiB
+
+The order does not depend on how a device keeps its pages, so a page saved by one can be loaded by
+another that computes the same.
+"""
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 4096
+
+
+class HostSlab:
+    """Owns the memory; `pages` is [slots, layers, 2, kv_heads, page_size, head_dim].
+
+    Pinned memory is what a GPU copies to and from by itself.
+    """
+
+    def __init__(
+        self, num_slots: int, page_shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool
+    ) -> None:
+        """`page_shape` is [layers, 2, kv_heads, page_size, head_dim]."""
+        self.num_slots = num_slots
+        num_elements = 1
+        for size in page_shape:
+            num_elements *= size
+        self.page_bytes = num_elements * dtype.itemsize
+        self.slot_bytes = slot_bytes(self.page_bytes)
+        room = num_slots * self.slot_bytes + ALIGNMENT
+        memory = torch.empty(room, dtype=torch.uint8, pin_memory=is_pinned)
+        first = -memory.data_ptr() % ALIGNMENT
+        aligned = memory[first : first + num_slots * self.slot_bytes]
+        self._bytes = memoryview(aligned.numpy().data)
+        used = aligned.view(num_slots, -1)[:, : self.page_bytes].view(dtype)
+        self.pages: Tensor = used.view(num_slots, *page_shape)
+
+    def slot(self, slot: int) -> memoryview:
+        """The bytes of a page in a slot."""
+        first = slot * self.slot_bytes
+        return self._bytes[first : first + self.page_bytes]
+
+    def layer(self, layer: int) -> Tensor:
+        """[slots, 2, kv_heads, page_size, dim]"""
+        return self.pages[:, layer]
+
+
+def slot_bytes(page_bytes: int) -> int:
+    """What a page takes in a slab."""
+    return -(-page_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,157 @@
+"""Copies of pages between a CPU's page tensors and a slab, on threads of their own.
+
+Loads and saves have a thread each, so a save never delays a load. The same contracts hold on a GPU
+with streams in the place of threads (`gpu_transfer.py`).
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Condition
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from mainstem.core.step import Int32s, Runner
+from mainstem.kv.transfer import LoadId, PageCopier
+from mainstem.models.decoder import Gate
+from mainstem.runner.pages import DevicePages
+from mainstem.runner.runner import CpuRunner
+from mainstem.runner.slab import HostSlab, slot_bytes
+
+
+class CpuTransfer:
+    """A copy made by a thread, layer by layer."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._num_done = 0
+        self._seconds = 0.0
+        self._error: BaseException | None = None
+        self._changed = Condition()
+
+    def run(self, copy_layer: Callable[[int], None]) -> None:
+        """Do the copy; on the thread that makes it."""
+        began_s = perf_counter()
+        try:
+            for layer in range(self._num_layers):
+                copy_layer(layer)
+                with self._changed:
+                    self._num_done += 1
+                    self._seconds = perf_counter() - began_s
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def num_layers_done(self) -> int:
+        """Raises what the copy raised: only a bug makes a copy of memory fail."""
+        if self._error is not None:
+            raise self._error
+        return self._num_done
+
+    def wait_for(self, num_layers: int) -> None:
+        """Return when so many layers are there."""
+        if self.num_layers_done() < num_layers:
+            with self._changed:
+                self._changed.wait_for(lambda: self.num_layers_done() >= num_layers)
+
+    def wait(self) -> None:
+        self.wait_for(self._num_layers)
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
+class CpuGate:
+    """Holds each layer of a step until its loads have that layer."""
+
+    def __init__(self, transfers: list[CpuTransfer]) -> None:
+        self._transfers = transfers
+
+    def before(self, layer: int) -> None:
+        for transfer in self._transfers:
+            transfer.wait_for(layer + 1)
+
+    def after(self, layer: int) -> None:
+        pass
+
+
+class CpuCopier:
+    """PageCopier over the page tensors of a CPU."""
+
+    def __init__(self, pages: DevicePages, host_bytes: int) -> None:
+        """A slab of `host_bytes`, at least two slots of it."""
+        self._layers = [pages.joint(layer) for layer in range(pages.num_layers)]
+        _, _, kv_heads, page_size, dim = self._layers[0].shape
+        shape = (len(self._layers), 2, kv_heads, page_size, dim)
+        page_bytes = self._layers[0][:, 0].nbytes * len(self._layers)
+        num_slots = max(2, host_bytes // slot_bytes(page_bytes))
+        self._slab = HostSlab(num_slots, shape, self._layers[0].dtype, is_pinned=False)
+        self._loads: dict[LoadId, CpuTransfer] = {}
+        self._load_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-load")
+        self._save_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
+
+    @property
+    def num_slots(self) -> int:
+        return self._slab.num_slots
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def page_bytes(self) -> int:
+        return self._slab.page_bytes
+
+    def slot(self, slot: int) -> memoryview:
+        return self._slab.slot(slot)
+
+    def save(self, pages: Int32s, slots: Int32s) -> CpuTransfer:
+        sources, targets = _index(pages), _index(slots)
+
+        def copy_layer(layer: int) -> None:
+            taken = self._layers[layer].index_select(1, sources).transpose(0, 1)
+            self._slab.layer(layer).index_copy_(0, targets, taken)
+
+        return self._start(self._save_thread, copy_layer)
+
+    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> CpuTransfer:
+        sources, targets = _index(slots), _index(pages)
+
+        def copy_layer(layer: int) -> None:
+            taken = self._slab.layer(layer).index_select(0, sources).transpose(0, 1)
+            self._layers[layer].index_copy_(1, targets, taken)
+
+        transfer = self._loads[load_id] = self._start(self._load_thread, copy_layer)
+        return transfer
+
+    def forget(self, load_id: LoadId) -> None:
+        self._loads.pop(load_id, None)
+
+    def gate(self, load_ids: Int32s) -> Gate:
+        """Of loads that are not forgotten; those that are have come to their end."""
+        known = (self._loads.get(LoadId(load_id)) for load_id in load_ids.tolist())
+        return CpuGate([transfer for transfer in known if transfer is not None])
+
+    def close(self) -> None:
+        self._load_thread.shutdown()
+        self._save_thread.shutdown()
+
+    def _start(self, thread: ThreadPoolExecutor, copy: Callable[[int], None]) -> CpuTransfer:
+        transfer = CpuTransfer(self.num_layers)
+        thread.submit(transfer.run, copy)
+        return transfer
+
+
+def connect(runner: Runner, host_bytes: int) -> PageCopier:
+    """A copier between the runner's pages and a slab of `host_bytes`."""
+    assert isinstance(runner, CpuRunner)
+    copier = CpuCopier(runner.pages, host_bytes)
+    runner.attach(copier)
+    return copier
+
+
+def _index(numbers: Int32s) -> Tensor:
+    return torch.from_numpy(numbers).long()
