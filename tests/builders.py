@@ -7,11 +7,12 @@ import numpy as np
 
 from mainstem.core.config import SchedConfig
 from mainstem.core.events import EventBus
-from mainstem.core.ids import RequestId
-from mainstem.core.request import Delivery, FinishReason, Output, Request, SamplingParams
+from mainstem.core.ids import RequestId, SessionId
+from mainstem.core.request import Delivery, FinishReason, Output, Overflow, Request, SamplingParams
 from mainstem.engine.engine import Engine
 from mainstem.kv.store import KVStore
 from mainstem.sched.scheduler import Scheduler
+from mainstem.sched.truncation import DEFAULT_RULES, TruncationRules
 from tests.fakes import FakeRunner
 
 VOCAB = 97
@@ -29,6 +30,9 @@ def a_request(  # noqa: PLR0917
     eos_ids: tuple[int, ...] = (),
     expected_tokens: int | None = None,
     plan_place: int | None = None,
+    session: str | None = None,
+    overflow: Overflow | None = None,
+    keep_tokens: int = 0,
 ) -> Request:
     return Request(
         request_id=RequestId(name or f"request-{next(_ids)}"),
@@ -40,6 +44,9 @@ def a_request(  # noqa: PLR0917
         eos_ids=eos_ids,
         expected_tokens=expected_tokens,
         plan_place=plan_place,
+        session=None if session is None else SessionId(session),
+        overflow=overflow,
+        keep_tokens=keep_tokens,
     )
 
 
@@ -50,11 +57,14 @@ def an_engine(
     can_overlap: bool = False,
     max_model_len: int = 10_000,
     bus: EventBus | None = None,
+    truncation: TruncationRules = DEFAULT_RULES,
 ) -> Engine:
     """An engine over FakeRunner."""
     bus = bus or EventBus()
     store = KVStore(num_pages, page_size, b"fake", bus)
-    scheduler = Scheduler(config or SchedConfig(), store, VOCAB, max_model_len, bus)
+    scheduler = Scheduler(
+        config or SchedConfig(), store, VOCAB, max_model_len, bus, truncation=truncation
+    )
     return Engine(scheduler, FakeRunner(num_pages, page_size, VOCAB, can_overlap), bus)
 
 

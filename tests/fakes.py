@@ -67,6 +67,7 @@ class FakeRunner:
         assert len(np.unique(step.write_slots)) == len(step.write_slots), "two writes to one slot"
         self._token_at[step.write_slots] = token_ids
         self._position_at[step.write_slots] = step.positions
+        self._move(step)
         assert not np.isin(step.copy_from, step.copy_to).any(), "a copied slot is copied on"
         assert not np.isin(step.copy_to, step.write_slots).any(), "a slot is copied and written"
         self._token_at[step.copy_to] = self._token_at[step.copy_from]
@@ -94,6 +95,21 @@ class FakeRunner:
 
     def close(self) -> None:
         self.steps.clear()
+
+    def _move(self, step: Step) -> None:
+        """Pages that outlived a truncation: the same tokens at other positions."""
+        assert not np.isin(step.move_from, step.move_to).any(), "a moved page is moved on"
+        assert len(np.unique(step.move_to)) == len(step.move_to), "two moves to one page"
+        offsets = np.arange(self._page_size)
+        source = (step.move_from.astype(np.int64)[:, None] * self._page_size + offsets).ravel()
+        target = (step.move_to.astype(np.int64)[:, None] * self._page_size + offsets).ravel()
+        assert not np.isin(target, step.write_slots).any(), "a slot is moved to and written"
+        assert not np.isin(source, step.copy_to).any(), "a slot is moved before it is copied"
+        assert (self._token_at[source] >= 0).all(), "a moved page was never filled"
+        self._token_at[target] = self._token_at[source]
+        self._position_at[target] = self._position_at[source] + np.repeat(
+            step.move_by, self._page_size
+        )
 
     def _contexts(self, step: Step) -> dict[int, dict[int, int]]:
         """For each packed token that is sampled: position -> token id, as its spans show it."""

@@ -22,6 +22,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+}
 _SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -43,6 +50,11 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "linear rope": (
         LlamaConfig,
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "yarn rope": (LlamaConfig, {"rope_parameters": YARN_ROPE}),
+    "yarn rope, other bounds": (
+        LlamaConfig,
+        {"rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0, "truncate": False}},
     ),
     "llama biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "smollm2 (tied)": (LlamaConfig, {"tie_word_embeddings": True}),

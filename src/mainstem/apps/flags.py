@@ -19,7 +19,14 @@ from mainstem.core.request import SamplingParams
 
 MODEL_FLAGS = ("model", "dtype", "device", "quantize", "threads")
 CACHE_FLAGS = ("page_size", "kv_tokens", "memory_share")
-SCHED_FLAGS = ("chunk_tokens", "share", "max_model_len", "span_levels")
+SCHED_FLAGS = (
+    "chunk_tokens",
+    "share",
+    "max_model_len",
+    "span_levels",
+    "truncation_ratio",
+    "sink_tokens",
+)
 
 STORE_FLAGS = {  # flag -> setting
     "host_gb": "host_gb",
@@ -70,6 +77,18 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="shared reads nested at most so deep (no limit)",
     )
     group.add_argument("--max-model-len", type=int, metavar="N", help="context (the model's own)")
+    group.add_argument(
+        "--truncation-ratio",
+        type=float,
+        metavar="X",
+        help="part of the context that is dropped when a conversation fills it (0.5)",
+    )
+    group.add_argument(
+        "--sink-tokens",
+        type=int,
+        metavar="N",
+        help="first tokens of a conversation that are never dropped (a page)",
+    )
     _add_store_flags(parser)
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from mainstem.core.errors import ConfigError
 
 # settings whose default does not show that they are not whole numbers
-FRACTIONS = frozenset({"memory_share", "host_gb", "disk_gb", "ttl_s"})
+FRACTIONS = frozenset({"memory_share", "host_gb", "disk_gb", "ttl_s", "truncation_ratio"})
 NAMES = frozenset({"disk_dir"})
 
 S = TypeVar("S", "ModelConfig", "CacheConfig", "SchedConfig", "StoreConfig")
@@ -114,6 +114,8 @@ class SchedConfig:
     max_model_len: int | None = None  # None: the model's own context window
     seed: int = 0  # for requests that bring none
     span_levels: int | None = None  # shared spans above one another; None: as the cost model says
+    truncation_ratio: float = 0.5  # part of the window that is dropped when a conversation fills it
+    sink_tokens: int | None = None  # first tokens that are never dropped; None: a page
 
     def __post_init__(self) -> None:
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
@@ -122,6 +124,12 @@ class SchedConfig:
             raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
         if self.span_levels is not None and self.span_levels < 1:
             raise ConfigError(f"span_levels must be at least 1, got {self.span_levels}")
+        if not 0.0 < self.truncation_ratio < 1.0:
+            raise ConfigError(
+                f"truncation_ratio must be between 0 and 1, got {self.truncation_ratio}"
+            )
+        if self.sink_tokens is not None and self.sink_tokens < 0:
+            raise ConfigError(f"sink_tokens must be at least 0, got {self.sink_tokens}")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must fit into 64 bits, got {self.seed}")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mainstem.core.ids import RequestId
-from mainstem.core.request import FinishReason
+from mainstem.core.request import FinishReason, Overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,24 @@ class SequenceFinished:
     index: int
     reason: FinishReason
     output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTruncated:
+    """A prompt was longer than the context window; `policy` says what becomes of the KV it left."""
+
+    request_id: RequestId
+    policy: Overflow
+    dropped_tokens: int
+    kept_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagesMoved:
+    """Pages that outlived a truncation are turned to their new positions."""
+
+    request_id: RequestId
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +151,8 @@ Event = (
     | SequenceResumed
     | SequencePreempted
     | SequenceFinished
+    | PromptTruncated
+    | PagesMoved
     | PagesEvicted
     | PagesSaved
     | SavesSkipped

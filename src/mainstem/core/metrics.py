@@ -8,8 +8,10 @@ from mainstem.core.events import (
     PagesEvicted,
     PagesLoaded,
     PagesLost,
+    PagesMoved,
     PagesPrefetched,
     PagesSaved,
+    PromptTruncated,
     RequestSubmitted,
     SavesSkipped,
     SequenceAdmitted,
@@ -41,6 +43,9 @@ class Counters:
     unsaved_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
     lost_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
     prefetched_pages: int = 0
+    truncated_prompts: int = 0
+    dropped_tokens: int = 0  # of truncated prompts
+    moved_pages: int = 0  # kept through a truncation
     steps: int = 0
     host_s: float = 0.0
     device_s: float = 0.0
@@ -56,6 +61,8 @@ class Counters:
         bus.subscribe(SavesSkipped, self._skipped)
         bus.subscribe(PagesLost, self._lost)
         bus.subscribe(PagesPrefetched, self._prefetched)
+        bus.subscribe(PromptTruncated, self._truncated)
+        bus.subscribe(PagesMoved, self._moved)
         bus.subscribe(StepFinished, self._stepped)
         return self
 
@@ -103,6 +110,13 @@ class Counters:
 
     def _prefetched(self, event: PagesPrefetched) -> None:
         self.prefetched_pages += event.num_pages
+
+    def _truncated(self, event: PromptTruncated) -> None:
+        self.truncated_prompts += 1
+        self.dropped_tokens += event.dropped_tokens
+
+    def _moved(self, event: PagesMoved) -> None:
+        self.moved_pages += event.num_pages
 
     def _stepped(self, event: StepFinished) -> None:
         self.steps += 1

@@ -163,6 +163,8 @@ class Grammar(Protocol):
 class Overflow(Enum):
     """What happens when a conversation outgrows the context window."""
 
+    KV = "kv"  # the oldest tokens go; the KV of the others is kept and moved to their new places
+    RECOMPUTE = "recompute"  # the oldest tokens go; the others are computed afresh
     ERROR = "error"
 
 
@@ -193,7 +195,8 @@ class Request:
     priority: int = 0  # lower goes first
     session: SessionId | None = None
     app: str | None = None
-    overflow: Overflow = Overflow.ERROR
+    overflow: Overflow | None = None  # None: KV in a session, ERROR without one
+    keep_tokens: int = 0  # leading tokens (the system prompt) that no truncation may drop
     delivery: Delivery = Delivery.EACH_STEP
     plan_place: int | None = None  # where it stands in the announced order of a known workload
     expected_tokens: int | None = None  # length of the answer, as far as the caller can tell
@@ -213,6 +216,16 @@ class Request:
         object.__setattr__(self, "prompt_ids", ids)
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
         _check_int("public_tokens", self.public_tokens, 0, len(ids))
+        _check_int("keep_tokens", self.keep_tokens, 0, 2**31 - 1)
+        if self.overflow is Overflow.KV and self.session is None:
+            raise InvalidRequest("overflow", "kv needs a session; recompute does not")
+
+    @property
+    def overflow_policy(self) -> Overflow:
+        """What happens if the prompt is longer than the context window."""
+        if self.overflow is not None:
+            return self.overflow
+        return Overflow.ERROR if self.session is None else Overflow.KV
 
     @property
     def must_see_each_token(self) -> bool:
@@ -252,3 +265,4 @@ class Output:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence
+    num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window

@@ -121,6 +121,12 @@ class Step:
     copy_to: Int64s = field(default_factory=_no_slots)
     # loads of pages this step reads: each layer waits until that layer of them is there
     load_ids: Int32s = field(default_factory=_no_rows)
+    # pages whose K is turned by `move_by` positions and written, with V, to another page: what
+    # outlived a truncation. In each layer after the writes, before the copies and before any read;
+    # a page may be the source of several moves, never both source and target
+    move_from: Int32s = field(default_factory=_no_rows)
+    move_to: Int32s = field(default_factory=_no_rows)
+    move_by: Int32s = field(default_factory=_no_rows)
 
     @property
     def num_tokens(self) -> int:

@@ -12,6 +12,7 @@ from mainstem.kv.store import KVStore
 from mainstem.plan.cost import GENERIC_CPU, H200, Heads, worth_sharing
 from mainstem.runner.load import Origin, RandomOrigin, folder_origin, load_runner
 from mainstem.sched.scheduler import Scheduler
+from mainstem.sched.truncation import TruncationRules
 
 
 def build_engine(folder: Path, config: EngineConfig, bus: EventBus | None = None) -> Engine:
@@ -47,6 +48,7 @@ def _build(origin: Origin, config: EngineConfig, bus: EventBus | None) -> Engine
         facts.vocab_size,
         facts.max_model_len,
         bus,
+        truncation=TruncationRules(facts.can_move_pages),
         worth_sharing=partial(worth_sharing, card, heads),
         max_step_tokens=facts.max_step_tokens,
     )

@@ -41,6 +41,20 @@ _MIN_SPLIT_KEYS = 256  # a shorter piece costs more in the merge than the other 
 _MIN_SPLIT_WORK = 1 << 16  # queries x keys below which nothing is worth splitting
 
 
+def move_pages(joint: Tensor, source: Tensor, target: Tensor, turns: Tensor) -> None:
+    """Write the pages `source` to the pages `target`, their keys turned; V goes along.
+
+    joint: [2, pages, kv_heads, page_size, dim], K first, the two dims of a rotary pair adjacent;
+    turns: [moves, 1, 1, rotary_dim / 2] complex. Pages are read before any is written.
+    """
+    moved = joint.index_select(1, source)
+    rotary_dim = 2 * turns.shape[-1]
+    part = moved[0, ..., :rotary_dim]
+    pairs = torch.view_as_complex(part.float().reshape(*part.shape[:-1], -1, 2))
+    part.copy_(torch.view_as_real(pairs * turns).flatten(-2))
+    joint.index_copy_(1, target, moved)
+
+
 @dataclass(frozen=True, slots=True)
 class PageShape:
     """What the plan must know of q and the pages."""

@@ -5,6 +5,7 @@ Anything else is refused by name: a field we do not know may change the answer.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -25,6 +26,7 @@ class RopeScaling(Enum):
     NONE = "default"
     LINEAR = "linear"  # all frequencies divided by `factor`
     LLAMA3 = "llama3"  # low frequencies divided, high ones kept, smooth in between
+    YARN = "yarn"  # likewise by dims, and all scores scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_positions: int = 0
+    beta_fast: float = 32.0  # yarn: turns in the original context above which a dim is kept ...
+    beta_slow: float = 1.0  # ... and below which it is divided
+    has_whole_bounds: bool = True  # yarn: these dims are rounded to whole numbers
+    score_factor: float = 1.0  # yarn: query and key are multiplied by it each
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,11 @@ class ModelSpec:
             raise UnsupportedModel(
                 f"{self.rope.rotary_dim} rotary dims do not fit a head of {self.head_dim}"
             )
+
+    @property
+    def softmax_scale(self) -> float:
+        """What scores are multiplied with."""
+        return float(self.head_dim**-0.5 * self.rope.score_factor**2)
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -282,6 +293,16 @@ def _rope(config: Mapping[str, object], head_dim: int, max_positions: int) -> Ro
             "high_freq_factor",
             "original_max_position_embeddings",
         },
+        RopeScaling.YARN: {
+            "factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+            "original_max_position_embeddings",
+        },
     }[scaling]
     if unknown := {name for name, value in table.items() if value is not None} - wanted:
         raise UnsupportedModel(f"rope_type {kind!r} does not know {sorted(unknown)}")
@@ -289,6 +310,8 @@ def _rope(config: Mapping[str, object], head_dim: int, max_positions: int) -> Ro
         return RopeSpec(theta=theta, rotary_dim=head_dim)
     if scaling is RopeScaling.LINEAR:
         return RopeSpec(theta, head_dim, scaling, factor=_float(table, "factor"))
+    if scaling is RopeScaling.YARN:
+        return _yarn(table, theta, head_dim, max_positions)
     return RopeSpec(
         theta=theta,
         rotary_dim=head_dim,
@@ -297,6 +320,32 @@ def _rope(config: Mapping[str, object], head_dim: int, max_positions: int) -> Ro
         low_freq_factor=_float(table, "low_freq_factor"),
         high_freq_factor=_float(table, "high_freq_factor"),
         original_positions=_int(table, "original_max_position_embeddings", max_positions),
+    )
+
+
+def _yarn(table: Mapping[str, object], theta: float, head_dim: int, max_positions: int) -> RopeSpec:
+    original = _int(table, "original_max_position_embeddings", max_positions)
+    factor = _float(table, "factor", max_positions / original)
+    has_whole_bounds = table.get("truncate")
+    if has_whole_bounds not in (None, True, False):
+        raise UnsupportedModel(f"config field truncate={has_whole_bounds!r} must be true or false")
+
+    def growth(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    score_factor = growth(1.0)
+    if table.get("mscale") and table.get("mscale_all_dim"):
+        score_factor = growth(_float(table, "mscale")) / growth(_float(table, "mscale_all_dim"))
+    return RopeSpec(
+        theta=theta,
+        rotary_dim=head_dim,
+        scaling=RopeScaling.YARN,
+        factor=factor,
+        original_positions=original,
+        beta_fast=_float(table, "beta_fast", 32.0),
+        beta_slow=_float(table, "beta_slow", 1.0),
+        has_whole_bounds=has_whole_bounds is not False,
+        score_factor=_float(table, "attention_factor", score_factor),
     )
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from mainstem.core.step import Spans
 from mainstem.kernels import cpu
 from mainstem.models.config import ModelSpec
+from mainstem.models.layers import turns_by
 from mainstem.runner.pages import DevicePages
 
 
@@ -20,9 +21,11 @@ class AttentionPlan:
         slots: Tensor,
         spans: Spans,
         copies: tuple[Tensor, Tensor] | None = None,
+        moves: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
         """`turns` [tokens, 1, rotary_dim / 2] rotate the tokens, `slots` are where K and V go,
-        `copies` are slots to copy from and to before anything is read."""
+        `copies` are slots to copy from and to, `moves` pages to move from and to and the positions
+        to move by, before anything is read."""
         self._pages = pages
         self._turns = turns
         self._rotary_dim = spec.rope.rotary_dim
@@ -34,8 +37,11 @@ class AttentionPlan:
         self._copies: tuple[Tensor, Tensor] | None = None
         if copies is not None:
             self._copies = (pages.write_rows(copies[0]), pages.write_rows(copies[1]))
+        self._moves: tuple[Tensor, Tensor, Tensor] | None = None
+        if moves is not None:
+            self._moves = (*moves[:2], turns_by(spec.rope, moves[2])[:, None, None])
         shape = cpu.PageShape(spec.num_heads, spec.num_kv_heads, pages.num_pages, pages.page_size)
-        self._spans = cpu.plan(spans, len(slots), shape, spec.head_dim**-0.5)
+        self._spans = cpu.plan(spans, len(slots), shape, spec.softmax_scale)
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """As Attention.run of the decoder."""
@@ -44,6 +50,8 @@ class AttentionPlan:
         self._rotate(heads[:, : self._num_turned])
         pages = self._pages
         pages.append(layer, self._write_rows, heads[:, self._num_heads :])
+        if self._moves is not None:
+            cpu.move_pages(pages.joint(layer), *self._moves)
         if self._copies is not None:
             pages.copy(layer, *self._copies)
         q = heads[:, : self._num_heads]

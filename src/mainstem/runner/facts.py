@@ -25,6 +25,7 @@ class RunnerFacts:
     chunk_tokens: int | None = None  # what keeps this device busy; None: the scheduler's default
     max_step_tokens: int | None = None  # what the buffers hold; None: any number
     max_span_levels: int | None = None  # shared spans above one another that fit the buffers
+    can_move_pages: bool = False  # whether the runner turns keys to other positions (Step.move_by)
 
     def on_device(self, name: str, chunk_tokens: int, max_span_levels: int) -> "RunnerFacts":
         """The same model on a device whose buffers hold steps of `chunk_tokens`."""

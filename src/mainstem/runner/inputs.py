@@ -17,6 +17,7 @@ class Inputs:
     positions: Tensor  # [tokens]
     write_slots: Tensor  # [tokens]
     copies: tuple[Tensor, Tensor] | None  # slots to copy from and to
+    moves: tuple[Tensor, Tensor, Tensor] | None  # pages to move from and to, positions to move by
     hidden_rows: Tensor | None  # packed tokens to carry to the end: samples, then prompt logprobs;
     # None: all of them in order, as in a step of decodes
 
@@ -32,10 +33,16 @@ def make_inputs(step: Step, previous: Tensor) -> Inputs:
     copies = None
     if len(step.copy_to):
         copies = (torch.from_numpy(step.copy_from), torch.from_numpy(step.copy_to))
+    moves = None
+    if len(step.move_to):
+        arrays = (step.move_from, step.move_to, step.move_by)
+        source, target, distance = (torch.from_numpy(array).long() for array in arrays)
+        moves = (source, target, distance)
     return Inputs(
         token_ids=token_ids,
         positions=torch.from_numpy(step.positions).long(),
         write_slots=torch.from_numpy(step.write_slots).long(),
         copies=copies,
+        moves=moves,
         hidden_rows=None if is_all else torch.from_numpy(rows).long(),
     )

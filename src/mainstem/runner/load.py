@@ -1,7 +1,7 @@
 """Weights -> a runner on the device they are to run on, its pages sized from what is free."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -157,6 +157,7 @@ def load_cpu_runner(origin: Origin, config: EngineConfig) -> tuple[CpuRunner, Ru
     budget = _page_budget(cache, available, kv_bytes)
     num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
     facts = make_facts(origin, config, dtype, context, num_pages, cpu.LAYOUT)
+    facts = replace(facts, can_move_pages=True)
     return CpuRunner(decoder, DevicePages(spec, num_pages, cache.page_size, dtype), context), facts
 
 

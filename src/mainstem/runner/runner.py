@@ -95,6 +95,7 @@ class CpuRunner:
             inputs.write_slots,
             step.spans,
             inputs.copies,
+            inputs.moves,
         )
         return self._decoder.forward(inputs.token_ids, inputs.hidden_rows, attention, gate)
 

@@ -53,7 +53,7 @@ class SingleTokenPass:
         self._turns = turns
         # queries are turned and scaled in one product, keys only turned
         self._stretch = torch.ones(heads + kv_heads, 1)
-        self._stretch[:heads] = dim**-0.5
+        self._stretch[:heads] = spec.softmax_scale
         self._floor = spec.hidden_size * spec.norm_eps
         self._qkv = torch.empty((heads + 2 * kv_heads) * dim)
         turned = self._qkv[: (heads + kv_heads) * dim].view(heads + kv_heads, dim // 2, 2)
@@ -88,6 +88,7 @@ class SingleTokenPass:
             and len(step.spans) == 1
             and len(step.sample_rows) == 1
             and len(step.copy_to) == 0
+            and len(step.move_to) == 0
             and len(step.prompt_logprob_rows) == 0
         )
 

@@ -30,6 +30,15 @@ class PageCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class PageMove:
+    """A page that outlived a truncation: its keys are turned by `distance` positions."""
+
+    source: int
+    target: int
+    distance: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """What goes into a step: decodes by slot, prompt chunks one by one."""
 
@@ -37,6 +46,7 @@ class Batch:
     chunks: list[Chunk]
     started: tuple[StartedSequence, ...]
     copies: list[PageCopy]
+    moves: list[PageMove]
     load_ids: Int32s
 
     @property
@@ -86,6 +96,9 @@ def build_step(
         num_decodes=len(decodes),
         copy_from=copy_from,
         copy_to=copy_to,
+        move_from=np.array([move.source for move in batch.moves], np.int32),
+        move_to=np.array([move.target for move in batch.moves], np.int32),
+        move_by=np.array([move.distance for move in batch.moves], np.int32),
         load_ids=batch.load_ids,
     )
     table.computed[slots] += counts

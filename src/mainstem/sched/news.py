@@ -32,6 +32,7 @@ class News:
                     sequence.index,
                     (token_id,),
                     num_cached_tokens=sequence.num_cached_tokens or 0,
+                    num_dropped_tokens=sequence.num_dropped_tokens,
                 )
             )
         return outputs
@@ -78,4 +79,5 @@ def make_output(sequence: Sequence, new: Int32s, reason: FinishReason | None) ->
         prompt_logprobs=prompt_logprobs,
         finish_reason=reason,
         num_cached_tokens=sequence.num_cached_tokens or 0,
+        num_dropped_tokens=sequence.num_dropped_tokens,
     )

@@ -18,6 +18,8 @@ from mainstem.core.config import SchedConfig, Share
 from mainstem.core.errors import InvalidRequest, OutOfPages
 from mainstem.core.events import (
     EventBus,
+    PagesMoved,
+    PromptTruncated,
     RequestSubmitted,
     SequenceAdmitted,
     SequenceFinished,
@@ -26,13 +28,13 @@ from mainstem.core.events import (
     StepFinished,
 )
 from mainstem.core.ids import PageKey, RequestId, SeqSlot
-from mainstem.core.request import FinishReason, Output, Request
+from mainstem.core.request import FinishReason, Output, Overflow, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s, StartedSequence, Step, StepId, StepResult
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import KVStore, Lookup, Match
 from mainstem.sched.admission import Admission, Outlook
-from mainstem.sched.batching import Batch, Chunk, PageCopy, build_step
+from mainstem.sched.batching import Batch, Chunk, PageCopy, PageMove, build_step
 from mainstem.sched.fetching import Fetching
 from mainstem.sched.lookahead import OutputLengths, PlannedOrder
 from mainstem.sched.news import News, make_output
@@ -42,6 +44,15 @@ from mainstem.sched.sequence import SeqState, Sequence, urgency
 from mainstem.sched.sharing import SharingTree
 from mainstem.sched.spans import SpanBuilder, WorthSharing, share_all, share_none
 from mainstem.sched.table import SeqTable
+from mainstem.sched.truncation import (
+    DEFAULT_RULES,
+    NO_MOVES,
+    Origins,
+    Truncation,
+    TruncationRules,
+    Truncator,
+    truncated_chain,
+)
 
 DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 64
@@ -52,7 +63,7 @@ REST_S = 0.0003
 class Scheduler:
     """Decides what runs next; owns the sequences and, through the store, their pages."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the parts it is joined from
         self,
         config: SchedConfig,
         store: KVStore,
@@ -62,6 +73,8 @@ class Scheduler:
         worth_sharing: WorthSharing = share_all,
         max_step_tokens: int | None = None,
         fetching: Fetching | None = None,
+        *,
+        truncation: TruncationRules = DEFAULT_RULES,
     ) -> None:
         """`max_step_tokens` is what the runner's buffers hold; None: any number. `fetching` decides
         what is loaded from tiers below the device; None: nothing."""
@@ -83,6 +96,7 @@ class Scheduler:
         policy = worth_sharing if config.share is Share.READS else share_none
         self._spans = SpanBuilder(store.page_size, policy, config.span_levels)
         self._admission = Admission(store.page_size)
+        self._truncator = Truncator(config, self.max_model_len, store.page_size, truncation)
         self._lengths = OutputLengths()
         self._order = PlannedOrder()
         self._running: Int32s = np.empty(0, np.int32)  # slots, in the order they started
@@ -90,7 +104,8 @@ class Scheduler:
         self._arrivals = count()
         self._step_ids = count()
         self._in_flight: Step | None = None
-        self._copy_sources: list[tuple[StepId, Int32s]] = []  # leased until that step commits
+        # pages that are copied or moved, leased until that step commits
+        self._copy_sources: list[tuple[StepId, Int32s]] = []
         self._leaving: list[SeqSlot] = []  # ended, but part of the step in flight
         self._outputs: list[Output] = []  # of sequences that ended outside a commit
         self._host_s = 0.0
@@ -102,28 +117,23 @@ class Scheduler:
         is_untold = any(output.request_id == request.request_id for output in self._outputs)
         if request.request_id in self._sequences or is_untold:
             raise InvalidRequest("request_id", f"{request.request_id!r} is already running")
-        num_prompt = len(request.prompt_ids)
         largest = int(request.prompt_ids.max())
         if largest >= self._vocab_size:
             raise InvalidRequest(
                 "prompt", f"token id {largest} is outside the vocabulary of {self._vocab_size}"
             )
-        if num_prompt >= self.max_model_len:
-            raise InvalidRequest(
-                "prompt",
-                f"{num_prompt} tokens leave no room for an answer in the context of "
-                f"{self.max_model_len}",
-            )
         sampling = request.sampling
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_ids("logit_bias", sampling.logit_bias or ())
-        room = self.max_model_len - num_prompt
-        max_output = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         if request.plan_place is not None and not 0 <= request.plan_place < len(self._order):
             raise InvalidRequest("plan_place", f"{request.plan_place} was not announced")
-        chain = None
-        if self._config.share is not Share.NONE:
-            chain = self._store.chain(request.prompt_ids, request.salt, request.public_tokens)
+        given = request
+        request, truncation = self._truncator.fit(given)
+        num_prompt = len(request.prompt_ids)
+        room = self.max_model_len - num_prompt
+        max_output = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        chain, origins = self._names(given, request, truncation)
+        num_dropped = 0 if truncation is None else truncation.num_dropped
         answers = []
         for index in range(sampling.n):
             arrival = next(self._arrivals)
@@ -131,12 +141,19 @@ class Scheduler:
             if index:
                 seed = _mix(seed, index)
             expected = request.expected_tokens
-            answers.append(Sequence(request, index, seed, arrival, max_output, expected, chain))
+            sequence = Sequence(
+                request, index, seed, arrival, max_output, expected, chain, origins, num_dropped
+            )
+            answers.append(sequence)
         self._sequences[request.request_id] = answers
         for sequence in answers:
             self._queue.push(sequence)
             self._expect(sequence)
         self._bus.publish(RequestSubmitted(request.request_id, num_prompt))
+        if truncation is not None:
+            self._bus.publish(
+                PromptTruncated(request.request_id, truncation.policy, num_dropped, num_prompt)
+            )
 
     def expect(self, shared_with_next: Int32s) -> int:
         """Announce a known workload in the order it will be submitted: how many leading tokens
@@ -184,14 +201,15 @@ class Scheduler:
         self._load_ahead(prompts)
         self._fill_prompts(prompts)
         load_ids = np.unique(np.concatenate([np.empty(0, np.int32), *prompts.loads]))
-        batch = Batch(decodes, prompts.chunks, tuple(prompts.started), prompts.copies, load_ids)
+        started = tuple(prompts.started)
+        batch = Batch(decodes, prompts.chunks, started, prompts.copies, prompts.moves, load_ids)
         if batch.num_seqs == 0:
             return None
         step = build_step(StepId(next(self._step_ids)), batch, self._table, self._tree, self._spans)
         self._store.launched(step.step_id)
-        if batch.copies:
-            sources = np.array([copy.source for copy in batch.copies], np.int32)
-            self._copy_sources.append((step.step_id, sources))
+        sources = [copy.source for copy in batch.copies] + [move.source for move in batch.moves]
+        if sources:
+            self._copy_sources.append((step.step_id, np.array(sources, np.int32)))
         self._in_flight = step
         self._host_s += perf_counter() - begin
         return step
@@ -388,12 +406,20 @@ class Scheduler:
             store.release(cached)
             return None
         awaited = self._load(sequence, chain, match, self._num_unfinished())
+        moves = NO_MOVES
+        if awaited is None and sequence.origins is not None:
+            wanted = range(len(cached), (num_known - 1) // page_size)
+            moves = sequence.origins.find(store, wanted, prompts.filled_pages)
+            awaited = moves.awaited
         if awaited is not None:
             store.release(cached)
             self._queue.park(self._queue.pop(), awaited)
             return None
         prompts.outlook = prompts.outlook.joined_by(num_new, to_come)
+        if len(moves.pages):
+            match = replace(match, similar_page=None, similar_tokens=0)  # it is moved as a whole
         similar = np.array([] if match.similar_page is None else [match.similar_page], np.int32)
+        num_moved = moves.lease(store, num_new)
         store.lease(similar)  # until the step that copies from it has run
         if store.num_takeable() < num_new:  # it is the page that was counted on
             store.release(similar)
@@ -405,10 +431,15 @@ class Scheduler:
             prompts.copies.append(copy)
         if chain is not None:
             store.reserve(chain, len(cached), fresh[: len(chain.keys) - len(cached)])
+        if num_moved:
+            sources = moves.pages[:num_moved].tolist()
+            places = zip(sources, fresh.tolist(), moves.distances, strict=False)
+            prompts.moves += [PageMove(*place) for place in places]
+            self._queue.unpark(store.commit(fresh[:num_moved]))
+            self._bus.publish(PagesMoved(sequence.request.request_id, num_moved))
         pages = np.concatenate([cached, fresh])
-        num_cached = len(cached) * page_size + match.similar_tokens
-        if match.loads is not None:
-            prompts.loads.append(match.loads)
+        num_cached = (len(cached) + num_moved) * page_size + match.similar_tokens
+        prompts.loads += [loads for loads in (match.loads, moves.loads) if loads is not None]
         store.dismiss(sequence.arrival)
         slot = self._table.enter(sequence, pages, num_cached, expected)
         self._tree.attach(slot, pages[: num_known // page_size])
@@ -614,6 +645,18 @@ class Scheduler:
         table.leave(slot)
         store.give_back(pages, num_wanted)
 
+    def _names(
+        self, given: Request, request: Request, truncation: Truncation | None
+    ) -> tuple[PageChain | None, Origins | None]:
+        """Names of a prompt's pages, and where those that outlive its truncation may be found."""
+        if self._config.share is Share.NONE:
+            return None, None
+        if truncation is None or truncation.policy is Overflow.RECOMPUTE:
+            return self._store.chain(request.prompt_ids, request.salt, request.public_tokens), None
+        whole = self._store.chain(given.prompt_ids, given.salt, given.public_tokens)
+        chain = truncated_chain(whole, given, truncation.cut)
+        return chain, Origins(whole, given, truncation)
+
     # --- tiers below the device -----------------------------------------------------------------
 
     def _expect(self, sequence: Sequence) -> None:
@@ -667,7 +710,13 @@ class _Prompts:
     loads: list[Int32s] = field(default_factory=list)
     started: list[StartedSequence] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
+    moves: list[PageMove] = field(default_factory=list)
     outlook: Outlook | None = None  # made when the first sequence wants to start
+
+    @property
+    def filled_pages(self) -> list[int]:
+        """Pages that get their content by copies and moves of this step."""
+        return [copy.target for copy in self.copies] + [move.target for move in self.moves]
 
 
 def _mix(seed: int, index: int) -> int:

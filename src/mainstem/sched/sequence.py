@@ -9,6 +9,7 @@ from mainstem.core.ids import SeqSlot
 from mainstem.core.request import Request, TokenLogprobs, TokenMask
 from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
+from mainstem.sched.truncation import Origins
 
 
 class SeqState(Enum):
@@ -30,6 +31,8 @@ class Sequence:
     max_output: int  # tokens it may produce at most
     expected_output: int | None  # tokens it will probably produce; None: nobody knows
     chain: PageChain | None  # names of the prompt's pages; None: nothing is shared
+    origins: Origins | None = None  # where pages that outlived a truncation are
+    num_dropped_tokens: int = 0  # of the prompt, by truncation
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting

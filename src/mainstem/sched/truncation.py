@@ -1,0 +1,257 @@
+"""Conversations longer than the context window: what is kept of them, and where its KV is found.
+
+    prompt   | sink |  dropped: k * step pages  |        rest        |
+    kept     | sink |        rest        |  the answer  ...  window
+
+The cut moves in steps of whole pages and depends on the prompt's length alone, so nothing has to be
+remembered between turns: a later turn of the conversation is cut at the same place, until it has
+outgrown the window by one more step, and finds the pages of the turn before.
+
+Under `recompute` the kept tokens are a prompt like any other. Under `kv` their keys are turned by
+the distance they move (AttentionStore 3.4). Such pages still depend on tokens that are gone, so
+their names are mixed with the session and with what was dropped: they serve nobody else.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+
+import numpy as np
+
+from mainstem.core.config import SchedConfig
+from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.ids import PageKey
+from mainstem.core.request import Overflow, Request
+from mainstem.core.step import Int32s
+from mainstem.kv.keys import PageChain
+from mainstem.kv.store import KVStore, Lookup
+
+# Of the pages [pages, page_size] of token ids that are to be dropped, the numbers of those to keep
+# after all, at most `limit`. Must answer the same to the same tokens: later turns ask again.
+ChooseKept = Callable[[Int32s, int], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class TruncationRules:
+    """What the model and its owner say to truncation."""
+
+    # False (positions are not in the keys, or not by fixed frequencies): `kv` is `recompute`
+    can_move_pages: bool = True
+    choose_kept: ChooseKept | None = None  # None: nothing but the sink is spared
+
+
+DEFAULT_RULES = TruncationRules()
+
+
+CHOSEN_SHARE = 8  # of the window's pages one in so many may be chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The pages of a prompt that are kept: some at its head, and all from `rest` on."""
+
+    head: tuple[int, ...]  # page numbers in the prompt: the sink, then the chosen ones
+    sink_pages: int  # how many of them lie where they lay
+    rest: int
+
+    def token_ids(self, prompt_ids: Int32s, page_size: int) -> Int32s:
+        """The prompt without what is dropped."""
+        pages = prompt_ids[: self.rest * page_size].reshape(-1, page_size)
+        head = pages[list(self.head)].reshape(-1)
+        return np.concatenate([head, prompt_ids[self.rest * page_size :]])
+
+    def place_before(self, number: int) -> int:
+        """Where in the prompt the kept page `number` was."""
+        if number < len(self.head):
+            return self.head[number]
+        return number - len(self.head) + self.rest
+
+    def place_after(self, number: int) -> int | None:
+        """Where the prompt's page `number` is among the kept ones; None: dropped."""
+        if number >= self.rest:
+            return number - self.rest + len(self.head)
+        return self.head.index(number) if number in self.head else None
+
+
+WHOLE = Cut(head=(), sink_pages=0, rest=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How a prompt was cut, and how that of earlier turns of its conversation was."""
+
+    policy: Overflow  # KV or RECOMPUTE
+    cut: Cut
+    cuts_before: tuple[Cut, ...]
+    num_dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """READY pages that hold, at other positions, what a sequence is about to need."""
+
+    pages: Int32s
+    distances: list[int]  # by how many positions each moves
+    awaited: PageKey | None = None  # a page that is on its way and must be waited for
+    loads: Int32s | None = None  # pages are on their way: a step must wait for these loads
+
+    def lease(self, store: KVStore, num_new: int) -> int:
+        """Lease the first pages, as many as leave `num_new` others available; returns how many."""
+        store.lease(self.pages)
+        count = len(self.pages)
+        while count and store.num_takeable() < num_new:
+            count -= 1
+            store.release(self.pages[count : count + 1])
+        return count
+
+
+NO_MOVES = Moves(np.empty(0, np.int32), [])
+
+
+class Origins:
+    """Where the KV of a truncated prompt may still be, under the names of earlier turns."""
+
+    def __init__(self, whole: PageChain, request: Request, truncation: Truncation) -> None:
+        self._whole = whole
+        self._request = request
+        self._truncation = truncation
+        self._earlier: list[tuple[Cut, PageChain]] = []  # named when first asked for
+
+    def find(self, store: KVStore, numbers: range, filled_pages: list[int]) -> Moves:
+        """Where to move the kept pages `numbers` from, up to the first that is nowhere.
+
+        `filled_pages` are copied or moved to by the step in the making: they cannot be moved on.
+        """
+        if numbers.start < self._truncation.cut.sink_pages:
+            return NO_MOVES  # the sink is computed, and so is all that follows
+        keys: list[PageKey] = []
+        distances: list[int] = []
+        for number in numbers:
+            found = next((c for c in self._candidates(number) if store.has(c[0])), None)
+            if found is None:
+                break
+            keys.append(found[0])
+            distances.append(found[1] * self._whole.page_size)
+        match = store.find(keys)
+        if match.outcome is Lookup.LOADING:
+            return replace(NO_MOVES, awaited=match.awaited)
+        is_late = np.isin(match.pages, filled_pages)
+        count = int(is_late.argmax()) if is_late.any() else len(match.pages)
+        return Moves(match.pages[:count], distances[:count], loads=match.loads)
+
+    def _candidates(self, number: int) -> Iterator[tuple[PageKey, int]]:
+        """Keys of pages that hold the kept page `number`, and by how many pages it moves.
+
+        The whole prompt's page comes first: keys that were never moved are rounded once.
+        """
+        if not self._earlier:
+            cuts = self._truncation.cuts_before
+            named = [(cut, truncated_chain(self._whole, self._request, cut)) for cut in cuts]
+            self._earlier = [(WHOLE, self._whole), *named]
+        before = self._truncation.cut.place_before(number)
+        for cut, chain in self._earlier:
+            place = cut.place_after(before)
+            if place is not None and place < len(chain.keys):
+                yield chain.keys[place], number - place
+
+
+class Truncator:
+    """Fits prompts into the window."""
+
+    def __init__(
+        self,
+        config: SchedConfig,
+        window: int,
+        page_size: int,
+        rules: TruncationRules,
+    ) -> None:
+        self._rules = rules
+        self._window = window
+        self._page_size = page_size
+        self._ratio = config.truncation_ratio
+        self._sink_tokens = page_size if config.sink_tokens is None else config.sink_tokens
+        is_choosing = rules.choose_kept is not None
+        self._max_chosen = window // page_size // CHOSEN_SHARE if is_choosing else 0
+
+    def fit(self, request: Request) -> tuple[Request, Truncation | None]:
+        """The request with as much of its prompt as the window holds, None if that is all of it.
+        InvalidRequest if its policy, or what it wants kept, does not allow a cut.
+
+        Room is made for the answer, too: for max_tokens, but not for more than half of what a cut
+        leaves apart from the sink.
+        """
+        num_prompt, window = len(request.prompt_ids), self._window
+        fits = num_prompt < window
+        too_long = InvalidRequest(
+            "prompt", f"{num_prompt} tokens leave no room for an answer in the context of {window}"
+        )
+        if request.overflow_policy is Overflow.ERROR:
+            if not fits:
+                raise too_long
+            return request, None
+        fixed = max(self._sink_tokens, request.keep_tokens)
+        sink_pages = -(-fixed // self._page_size)
+        free = window - (sink_pages + self._max_chosen) * self._page_size
+        if free < 2 * self._page_size:
+            if fits:
+                return request, None
+            raise InvalidRequest(
+                "keep_tokens",
+                f"a prompt of {num_prompt} tokens cannot be cut to the context of {window} "
+                f"while its first {fixed} tokens are kept",
+            )
+        step = max(1, int(self._ratio * free) // self._page_size)
+        room = max(1, int((1 - self._ratio) * free / 2))
+        if request.sampling.max_tokens is not None:
+            room = min(room, request.sampling.max_tokens)
+        if num_prompt + room <= window:
+            return request, None
+        if request.sampling.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs", f"{num_prompt} tokens must be cut to the context of {window}"
+            )
+        excess = num_prompt + room + self._max_chosen * self._page_size - window
+        num_steps = -(-excess // (step * self._page_size))
+        cut = self._cut(request.prompt_ids, sink_pages, num_steps * step)
+        kept_ids = cut.token_ids(request.prompt_ids, self._page_size)
+        # what an earlier turn computed has moved at most a window since
+        first = max(1, num_steps - window // (step * self._page_size) - 1)
+        before = (
+            self._cut(request.prompt_ids, sink_pages, number * step)
+            for number in range(first, num_steps)
+        )
+        policy = request.overflow_policy if self._rules.can_move_pages else Overflow.RECOMPUTE
+        public = min(request.public_tokens, sink_pages * self._page_size)
+        kept = replace(request, prompt_ids=kept_ids, public_tokens=public)
+        return kept, Truncation(policy, cut, tuple(before), num_prompt - len(kept_ids))
+
+    def _cut(self, prompt_ids: Int32s, sink_pages: int, dropped: int) -> Cut:
+        rest = sink_pages + dropped
+        chosen: list[int] = []
+        choose_kept = self._rules.choose_kept
+        if choose_kept is not None:
+            pages = prompt_ids[: rest * self._page_size].reshape(-1, self._page_size)[sink_pages:]
+            chosen = sorted({int(number) for number in choose_kept(pages, self._max_chosen)})
+            if len(chosen) > self._max_chosen or not set(chosen) <= set(range(len(pages))):
+                raise ConfigError(
+                    f"choose_kept must name at most {self._max_chosen} of {len(pages)} pages, "
+                    f"got {chosen}"
+                )
+        head = (*range(sink_pages), *(sink_pages + number for number in chosen))
+        return Cut(head, sink_pages, rest)
+
+
+def truncated_chain(whole: PageChain, request: Request, cut: Cut) -> PageChain:
+    """The sink keeps its common names; what follows belongs to the session and to this cut."""
+    digest = sha256(b"truncated")
+    parts = (
+        str(request.session).encode(),
+        request.salt,
+        np.array(cut.head, np.int64).tobytes(),
+        whole.parent(cut.rest),  # names every token that was dropped
+    )
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    branch = whole.branched(cut.sink_pages, digest.digest())
+    return branch.extended(cut.token_ids(whole.token_ids, whole.page_size))

@@ -1,0 +1,97 @@
+"""Pages that outlived a truncation: keys turned to other positions on real (tiny) models."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mainstem.core.config import CacheConfig, EngineConfig
+from mainstem.core.step import Step
+from mainstem.runner.load import folder_origin, load_cpu_runner
+from mainstem.runner.runner import CpuRunner
+from tests.models.checkpoints import CONFIGS, VOCAB, make_checkpoint
+from tests.runner.steps import Seq, Work, a_step, run
+
+pytestmark = pytest.mark.torch
+
+PAGE = 4
+KINDS = ["llama", "llama3 rope", "linear rope", "yarn rope", "qwen3"]
+
+
+def a_runner(folder: Path) -> CpuRunner:
+    cache = CacheConfig(page_size=PAGE, kv_tokens=64 * PAGE)
+    runner, facts = load_cpu_runner(folder_origin(folder), EngineConfig(cache=cache))
+    assert facts.can_move_pages
+    for layer in range(3):
+        runner.pages.joint(layer).fill_(float("nan"))
+    return runner
+
+
+def filled(runner: CpuRunner, token_ids: list[int], pages: list[int]) -> Seq:
+    seq = Seq(slot=0, token_ids=token_ids, pages=pages)
+    works = [Work(seq, len(token_ids), has_sample=False)]
+    run(runner, a_step(works, PAGE, VOCAB), works)
+    return seq
+
+
+def moving(step: Step, source: list[int], target: list[int], by: list[int]) -> Step:
+    arrays = [np.array(values, np.int32) for values in (source, target, by)]
+    return replace(step, move_from=arrays[0], move_to=arrays[1], move_by=arrays[2])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_moved_keys_are_those_of_the_other_position(name: str, tmp_path: Path) -> None:
+    """The first layer's keys and values depend on token and position alone: moved pages must be
+    what the same tokens give there."""
+    assert name in CONFIGS
+    make_checkpoint(name, tmp_path)
+    runner = a_runner(tmp_path)
+    ids = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 64)]
+    filled(runner, ids, list(range(16)))
+    again = filled(runner, ids[48:56], [40, 41])  # the same tokens at positions 0 to 7
+    one = Seq(slot=1, token_ids=[5], pages=[30])
+    step = a_step([Work(one, 1)], PAGE, VOCAB)
+    runner.launch(moving(step, [12, 13], [20, 21], [-48, -48])).wait()
+    assert again.pages == [40, 41]
+    for read in (runner.pages.keys, runner.pages.values):
+        layer = read(0)
+        assert torch.allclose(layer[[20, 21]], layer[[40, 41]], atol=2e-5)
+    for layer in range(3):
+        assert torch.equal(runner.pages.values(layer)[[20, 21]], runner.pages.values(layer)[12:14])
+        assert not torch.allclose(runner.pages.keys(layer)[20], runner.pages.keys(layer)[12])
+        assert runner.pages.keys(layer)[22].isnan().all(), "something else was written"
+
+
+def test_a_move_there_and_back_gives_the_keys_back(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    runner = a_runner(tmp_path)
+    ids = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 16)]
+    filled(runner, ids, [0, 1, 2, 3])
+    for source, target, by in ((3, 20, -12), (20, 21, 12)):
+        one = Seq(slot=1, token_ids=[5], pages=[30])
+        step = a_step([Work(one, 1)], PAGE, VOCAB)
+        runner.launch(moving(step, [source], [target], [by])).wait()
+    for layer in range(3):
+        keys = runner.pages.keys(layer)
+        assert torch.allclose(keys[21], keys[3], atol=1e-5)
+
+
+def test_a_step_reads_what_it_has_moved(tmp_path: Path) -> None:
+    """A page that this step writes is moved in this step and read in it, in every layer."""
+    make_checkpoint("llama", tmp_path)
+    ids = [int(i) for i in np.random.default_rng(2).integers(3, VOCAB, 8)]
+    answers = []
+    for at_once in (True, False):
+        runner = a_runner(tmp_path)
+        writer, reader = Seq(0, ids[:PAGE], [0]), Seq(1, [*ids[:PAGE], 7], [20, 21], num_done=PAGE)
+        if at_once:
+            works = [Work(writer, PAGE, has_sample=False), Work(reader, 1)]
+            step = moving(a_step(works, PAGE, VOCAB), [0], [20], [0])
+            answers.append(run(runner, step, works).token_ids.tolist())
+        else:
+            filled(runner, ids[:PAGE], [20])
+            works = [Work(reader, 1)]
+            answers.append(run(runner, a_step(works, PAGE, VOCAB), works).token_ids.tolist())
+    assert answers[0] == answers[1]
