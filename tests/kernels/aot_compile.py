@@ -34,7 +34,7 @@ TARGETS = {
 }
 INT_POINTERS = (
     "plan_ptr", "barrier_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr",
-    "arrived_ptr", "top_k_ptr",
+    "arrived_ptr", "top_k_ptr", "few_ids_ptr",
 )  # fmt: skip
 LONG_POINTERS = ("slots_ptr", "best_ptr")
 FLOAT_POINTERS = (
@@ -98,7 +98,8 @@ def _other_jobs(target: str) -> Iterator[Job]:
         yield Job(_quantize_kernel, row, fp8)
     ids = {"out_ptr": "*i64"}
     yield Job(_argmax_kernel, {"BLOCK": 4096}, ids)
-    yield Job(_sample_kernel, {"BLOCK": 4096}, {**ids, "logits_ptr": "*fp32"}, {"num_warps": 16})
+    wide = {"logits_ptr": "*fp32", "few_ptr": "*fp32"}
+    yield Job(_sample_kernel, {"FEW": 4096, "BLOCK": 4096}, {**ids, **wide}, {"num_warps": 16})
     tile = {"TILE_ROWS": 128, "TILE_COLUMNS": 128, "TILE_K": 64, "GROUP": 8, "IS_EVEN": True}
     yield Job(
         _matmul_kernel,

@@ -79,7 +79,7 @@ def test_argmax_of_parts_knows_signs_and_infinities() -> None:
 def test_a_draw_is_the_sorted_draw(name: str) -> None:
     """Masses differ from the sorted path's in the seventh digit, so a random number would have to
     lie that close to a token's edge; these seeds do not."""
-    rows, vocab = 5, 500
+    rows, vocab = 2, 500
     logits = some_logits(rows, vocab, seed=len(name))
     uniform = (np.arange(rows) + 0.37) / rows
     settings = [SETTINGS[name]] * rows
@@ -102,19 +102,43 @@ def test_rows_with_different_settings_do_not_mix() -> None:
 
 
 def test_equals_are_taken_in_the_order_of_ids() -> None:
-    logits = torch.zeros(8, 5000)
+    logits = torch.zeros(3, 5000)
     logits[:, :3] = 1e-3 * torch.arange(3)
-    uniform = (np.arange(8) + 0.5) / 8
-    ids = draw(logits, [SamplingParams(top_k=2003)] * 8, uniform)
+    uniform = (np.arange(3) + 0.5) / 3
+    ids = draw(logits, [SamplingParams(top_k=2003)] * 3, uniform)
     # 2, 1, 0 and then 3, 4, ... 2002
     assert ids.tolist() == [int(u * 2003) for u in uniform]
 
 
+@pytest.mark.parametrize("name", ["top_k 4500", "top_p 0.95", "both"])
+def test_an_answer_may_lie_beyond_the_likeliest(name: str) -> None:
+    """Nearly flat: 4,096 tokens are neither enough for 0.95 nor for rank 4,500."""
+    sampling = {
+        "top_k 4500": SamplingParams(top_k=4500),
+        "top_p 0.95": SamplingParams(top_p=0.95),
+        "both": SamplingParams(top_k=4500, top_p=0.99),
+    }[name]
+    logits = torch.linspace(1.0, 0.0, 5000).expand(2, -1).contiguous()
+    uniform = np.array([0.3, 0.995])
+    found = draw(logits, [sampling] * 2, uniform)
+    assert found.tolist() == sorted_draw(logits, [sampling] * 2, uniform).tolist()
+    assert int(found[1]) > 4096
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rows_that_are_not_numbers_stay_within_the_vocabulary() -> None:
+    logits = torch.full((3, 600), float("nan"))
+    logits[1] = float("-inf")
+    logits[2, 5] = float("inf")
+    found = draw(logits, [SamplingParams(top_p=0.5)] * 3, np.array([0.1, 0.5, 0.9]))
+    assert bool(((found >= 0) & (found < 600)).all())
+
+
 def test_a_draw_gives_the_distribution() -> None:
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(60, -1).contiguous()
-    uniform = (np.arange(60) + 0.5) / 60
-    ids = draw(logits, [SamplingParams(top_p=0.65)] * 60, uniform)
-    assert torch.bincount(ids, minlength=4).tolist() == [34, 26, 0, 0]
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(7, -1).contiguous()
+    uniform = (np.arange(7) + 0.5) / 7
+    ids = draw(logits, [SamplingParams(top_p=0.65)] * 7, uniform)
+    assert torch.bincount(ids, minlength=4).tolist() == [4, 3, 0, 0]
 
 
 def test_the_ends_of_the_unit_interval_draw_possible_tokens() -> None:
@@ -131,8 +155,8 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens() -> None:
 
 
 def test_bf16_logits_are_those_numbers() -> None:
-    logits = some_logits(4, 300).bfloat16()
-    settings, uniform = [SamplingParams(top_p=0.9)] * 4, np.array([0.1, 0.4, 0.6, 0.9])
+    logits = some_logits(2, 300).bfloat16()
+    settings, uniform = [SamplingParams(top_p=0.9)] * 2, np.array([0.4, 0.9])
     assert (
         draw(logits, settings, uniform).tolist() == draw(logits.float(), settings, uniform).tolist()
     )

@@ -10,8 +10,10 @@ running sum passes a target?
     top_p   the sum is probability mass,    target just below top_p of the whole
     draw    the sum is probability mass,    target `uniform` of what is left
 
-The sum down to a threshold needs no order, so the threshold is searched: each pass over the row
-cuts the bracket around it in four. Tokens of equal key are taken in the order of their ids.
+The sum down to a threshold needs no order, so the threshold is searched: each pass cuts the bracket
+around it in four. Tokens of equal key are taken in the order of their ids. A search looks at the
+likeliest few thousand tokens, which are collected once per row, and at the whole row only where the
+answer lies beyond them.
 
 Keys and masses are whole numbers, so a sum has the same bits in whatever order it is taken:
 
@@ -33,7 +35,12 @@ KEY_STEPS = tl.constexpr(33554432.0)  # 2^25
 LOWEST = tl.constexpr(-46.0)  # below 2^-44 a token has no mass
 LOWEST_KEY = tl.constexpr(-46 * 2**25)
 MASS_STEPS = tl.constexpr(17592186044416.0)  # 2^44: 2^18 tokens still fit in 62 bits
+# candidates for where the likeliest tokens end: 2, 5, 9, 14, 20 bits below the likeliest
+CUT_1, CUT_2 = tl.constexpr(-2 * 2**25), tl.constexpr(-5 * 2**25)
+CUT_3, CUT_4 = tl.constexpr(-9 * 2**25), tl.constexpr(-14 * 2**25)
+CUT_5 = tl.constexpr(-20 * 2**25)
 NO_KEY = tl.constexpr(2147483647)
+MAX_ROUNDS = tl.constexpr(32)  # half are enough; a row of NaN must not keep the card
 EMPTY = tl.constexpr(-(2**63))
 
 _MAX_VOCAB = 1 << 18
@@ -41,6 +48,7 @@ _ARGMAX_BLOCK = 4096
 _SPLIT_ROWS = 1024  # more rows fill the card without being split
 _PROGRAMS = 1024  # about as many as run at once on a large card
 _DRAW_BLOCK = 4096
+_FEW = 4096
 
 
 @triton.jit
@@ -83,9 +91,14 @@ def _argmax_kernel(logits_ptr, out_ptr, best_ptr, arrived_ptr, stride_row, vocab
 
 
 @triton.jit
-def _keys(x_ptr, ids, vocab, top, scale):
-    x = tl.load(x_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+def _key(x, top, scale):
     return (tl.maximum((x - top) * scale, LOWEST) * KEY_STEPS).to(tl.int32)
+
+
+@triton.jit
+def _keys(x_ptr, places, size, top, scale):
+    x = tl.load(x_ptr + places, mask=places < size, other=float("-inf"))
+    return _key(x.to(tl.float32), top, scale)
 
 
 @triton.jit
@@ -95,25 +108,68 @@ def _mass(key, min_p):
 
 
 @triton.jit
-def _mass_above(x_ptr, vocab, top, scale, min_p, key, BLOCK: tl.constexpr):
+def _mass_above(x_ptr, size, top, scale, min_p, key, BLOCK: tl.constexpr):
     """Mass of all tokens of larger keys."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, vocab, BLOCK):
-        keys = _keys(x_ptr, start + lanes, vocab, top, scale)
+    for start in range(0, size, BLOCK):
+        keys = _keys(x_ptr, start + lanes, size, top, scale)
         total += tl.where(keys > key, _mass(keys, min_p), 0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _measure(key, is_token, min_p, BY_COUNT: tl.constexpr):
-    if BY_COUNT:
-        return is_token.to(tl.int64)
-    return _mass(key, min_p)
+def _survey(x_ptr, vocab, top, scale, min_p, FEW: tl.constexpr, BLOCK: tl.constexpr):
+    """The row's mass; the lowest cut that at most FEW tokens reach and how many those are."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int64)
+    zero = tl.zeros([BLOCK], tl.int32)
+    at_1, at_2, at_3, at_4, at_5 = zero, zero, zero, zero, zero
+    for start in range(0, vocab, BLOCK):
+        key = _keys(x_ptr, start + lanes, vocab, top, scale)
+        total += _mass(key, min_p)
+        at_1 += (key >= CUT_1).to(tl.int32)
+        at_2 += (key >= CUT_2).to(tl.int32)
+        at_3 += (key >= CUT_3).to(tl.int32)
+        at_4 += (key >= CUT_4).to(tl.int32)
+        at_5 += (key >= CUT_5).to(tl.int32)
+    cut, few = _lower(CUT_1, tl.sum(at_1, 0), NO_KEY, 0, FEW)
+    cut, few = _lower(CUT_2, tl.sum(at_2, 0), cut, few, FEW)
+    cut, few = _lower(CUT_3, tl.sum(at_3, 0), cut, few, FEW)
+    cut, few = _lower(CUT_4, tl.sum(at_4, 0), cut, few, FEW)
+    cut, few = _lower(CUT_5, tl.sum(at_5, 0), cut, few, FEW)
+    return tl.sum(total, 0), cut, few
 
 
 @triton.jit
-def _search(x_ptr, vocab, top, scale, min_p, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _lower(cut, count, old_cut, old_count, FEW: tl.constexpr):
+    return tl.where(count <= FEW, cut, old_cut), tl.where(count <= FEW, count, old_count)
+
+
+@triton.jit
+def _collect(x_ptr, few_ptr, few_ids_ptr, vocab, top, scale, min_p, cut, BLOCK: tl.constexpr):
+    """Copy the tokens whose key reaches `cut`, in the order of ids; returns their mass."""
+    lanes = tl.arange(0, BLOCK)
+    num_before = tl.zeros([], tl.int32)
+    mass = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, vocab, BLOCK):
+        ids = start + lanes
+        x = tl.load(x_ptr + ids, mask=ids < vocab, other=float("-inf"))
+        key = _key(x.to(tl.float32), top, scale)
+        is_in = (key >= cut) & (ids < vocab)
+        count = tl.sum(is_in.to(tl.int32), 0)
+        if count > 0:
+            place = num_before + tl.cumsum(is_in.to(tl.int32), 0) - 1
+            tl.store(few_ptr + place, x, mask=is_in)
+            tl.store(few_ids_ptr + place, ids, mask=is_in)
+        mass += tl.where(is_in, _mass(key, min_p), 0)
+        num_before += count
+    tl.debug_barrier()  # what some threads stored, others read
+    return tl.sum(mass, 0)
+
+
+@triton.jit
+def _search(x_ptr, size, top, scale, min_p, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The key at which the sum over tokens, likeliest first, passes `target`, and the sum over all
     tokens of larger keys.
 
@@ -123,7 +179,9 @@ def _search(x_ptr, vocab, top, scale, min_p, target, BY_COUNT: tl.constexpr, BLO
     low = tl.full([], LOWEST_KEY, tl.int32)
     high = tl.full([], 1, tl.int32)
     above = tl.zeros([], tl.int64)
-    while high - low > 1:
+    rounds = tl.zeros([], tl.int32)
+    while (high - low > 1) & (rounds < MAX_ROUNDS):
+        rounds += 1
         step = tl.maximum((high - low) // 4, 1)
         first, second, third = low + step, low + 2 * step, low + 3 * step
         sum_1, sum_2, sum_3 = (
@@ -131,13 +189,15 @@ def _search(x_ptr, vocab, top, scale, min_p, target, BY_COUNT: tl.constexpr, BLO
         )  # fmt: skip
         least = tl.full([BLOCK], NO_KEY, tl.int32)
         most = tl.full([BLOCK], -NO_KEY, tl.int32)
-        for start in range(0, vocab, BLOCK):
-            ids = start + lanes
-            key = _keys(x_ptr, ids, vocab, top, scale)
-            is_in = (ids < vocab) & (key >= low) & (key < high)
+        for start in range(0, size, BLOCK):
+            places = start + lanes
+            key = _keys(x_ptr, places, size, top, scale)
+            is_in = (places < size) & (key >= low) & (key < high)
             least = tl.minimum(least, tl.where(is_in, key, NO_KEY))
             most = tl.maximum(most, tl.where(is_in, key, -NO_KEY))
-            measure = tl.where(is_in, _measure(key, ids < vocab, min_p, BY_COUNT), 0)
+            measure = is_in.to(tl.int64)
+            if not BY_COUNT:
+                measure = tl.where(is_in, _mass(key, min_p), 0)
             sum_1 += tl.where(key >= first, measure, 0)
             sum_2 += tl.where(key >= second, measure, 0)
             sum_3 += tl.where(key >= third, measure, 0)
@@ -159,21 +219,40 @@ def _search(x_ptr, vocab, top, scale, min_p, target, BY_COUNT: tl.constexpr, BLO
 
 
 @triton.jit
-def _place_of(x_ptr, vocab, top, scale, wanted, skipped, BLOCK: tl.constexpr):
-    """The id of the token of key `wanted` that has `skipped` such tokens before it."""
+def _place_of(x_ptr, size, top, scale, wanted, skipped, BLOCK: tl.constexpr):
+    """The place of the token of key `wanted` that has `skipped` such tokens before it."""
     lanes = tl.arange(0, BLOCK)
     start = tl.zeros([], tl.int32)
     place = tl.full([], -1, tl.int32)
-    while (place < 0) & (start < vocab):
-        ids = start + lanes
-        is_tie = (_keys(x_ptr, ids, vocab, top, scale) == wanted) & (ids < vocab)
+    while (place < 0) & (start < size):
+        places = start + lanes
+        is_tie = (_keys(x_ptr, places, size, top, scale) == wanted) & (places < size)
         count = tl.sum(is_tie.to(tl.int32), 0)
         if skipped < count:
             rank = tl.cumsum(is_tie.to(tl.int32), 0)
-            place = tl.min(tl.where(is_tie & (rank == skipped + 1), ids, NO_KEY), 0)
+            place = tl.min(tl.where(is_tie & (rank == skipped + 1), places, NO_KEY), 0)
         skipped -= count
         start += BLOCK
-    return place
+    return tl.maximum(place, 0)
+
+
+@triton.jit
+def _source(x_ptr, vocab, few_ptr, few, is_among_few):
+    """Where to search."""
+    source, size = x_ptr, vocab
+    if is_among_few:
+        source, size = few_ptr, few
+    return source, size
+
+
+@triton.jit
+def _mass_of_top_k(
+    x_ptr, vocab, few_ptr, few, top, scale, min_p, top_k, BLOCK: tl.constexpr
+):  # fmt: skip
+    source, size = _source(x_ptr, vocab, few_ptr, few, top_k <= few)
+    key, above = _search(source, size, top, scale, min_p, top_k - 1, True, BLOCK)
+    mass = _mass_above(source, size, top, scale, min_p, key, BLOCK)
+    return mass + (top_k - above) * _mass(key, min_p)
 
 
 @triton.jit
@@ -192,47 +271,56 @@ def _place_by_id(x_ptr, vocab, top, scale, min_p, target, BLOCK: tl.constexpr):
             place = tl.min(tl.where(reached > target, ids, NO_KEY), 0)
         before += total
         start += BLOCK
-    return place
+    return tl.maximum(place, 0)
 
 
 @triton.jit
 def _sample_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, uniform_ptr, out_ptr,
-    stride_row, vocab, BLOCK: tl.constexpr,
+    logits_ptr, few_ptr, few_ids_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, uniform_ptr, out_ptr,
+    stride_row, vocab, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr = logits_ptr + row * stride_row
     temperature = tl.load(temperature_ptr + row)
-    top, place = _likeliest(x_ptr, 0, vocab, BLOCK)
+    top, token_id = _likeliest(x_ptr, 0, vocab, BLOCK)
     if temperature > 0.0:
         top_k = tl.load(top_k_ptr + row).to(tl.int64)
         top_p = tl.load(top_p_ptr + row).to(tl.float64)
         min_p = tl.load(min_p_ptr + row)
         uniform = tl.load(uniform_ptr + row).to(tl.float64)
         scale = LOG2_E / temperature
-        if top_k < vocab:
-            key, above = _search(x_ptr, vocab, top, scale, min_p, top_k - 1, True, BLOCK)
-            ties = top_k - above
-            mass = _mass_above(x_ptr, vocab, top, scale, min_p, key, BLOCK)
-            mass += ties * _mass(key, min_p)
+        mass, cut, few = _survey(x_ptr, vocab, top, scale, min_p, FEW, BLOCK)
+        if (top_k >= vocab) & (top_p >= 1.0):
+            target = (uniform * mass.to(tl.float64)).to(tl.int64)
+            token_id = _place_by_id(x_ptr, vocab, top, scale, min_p, target, BLOCK)
         else:
-            mass = _mass_above(x_ptr, vocab, top, scale, min_p, LOWEST_KEY, BLOCK)
-        if top_p < 1.0:
-            share = top_p * mass.to(tl.float64)
-            last = share.to(tl.int64)
-            last = tl.maximum(tl.where(last.to(tl.float64) < share, last, last - 1), 0)
-            key, above = _search(x_ptr, vocab, top, scale, min_p, last, False, BLOCK)
-            each = _mass(key, min_p)
-            mass = above + ((last - above) // each + 1) * each
-        target = (uniform * mass.to(tl.float64)).to(tl.int64)
-        if (top_k < vocab) | (top_p < 1.0):
-            key, above = _search(x_ptr, vocab, top, scale, min_p, target, False, BLOCK)
-            skipped = (target - above) // _mass(key, min_p)
-            place = _place_of(x_ptr, vocab, top, scale, key, skipped.to(tl.int32), BLOCK)
-        else:
-            place = _place_by_id(x_ptr, vocab, top, scale, min_p, target, BLOCK)
-    tl.store(out_ptr + row, place.to(tl.int64))
+            few_ptr += row * FEW
+            few_ids_ptr += row * FEW
+            few_mass = _collect(
+                x_ptr, few_ptr, few_ids_ptr, vocab, top, scale, min_p, cut, BLOCK
+            )  # fmt: skip
+            if top_k < vocab:
+                mass = _mass_of_top_k(
+                    x_ptr, vocab, few_ptr, few, top, scale, min_p, top_k, BLOCK
+                )  # fmt: skip
+            if top_p < 1.0:
+                share = top_p * mass.to(tl.float64)
+                last = share.to(tl.int64)
+                last = tl.maximum(tl.where(last.to(tl.float64) < share, last, last - 1), 0)
+                source, size = _source(x_ptr, vocab, few_ptr, few, last < few_mass)
+                key, above = _search(source, size, top, scale, min_p, last, False, BLOCK)
+                each = _mass(key, min_p)
+                mass = above + ((last - above) // each + 1) * each
+            target = (uniform * mass.to(tl.float64)).to(tl.int64)
+            source, size = _source(x_ptr, vocab, few_ptr, few, target < few_mass)
+            key, above = _search(source, size, top, scale, min_p, target, False, BLOCK)
+            skipped = ((target - above) // _mass(key, min_p)).to(tl.int32)
+            token_id = _place_of(source, size, top, scale, key, skipped, BLOCK)
+            if target < few_mass:
+                token_id = tl.load(few_ids_ptr + token_id)
+    tl.store(out_ptr + row, token_id.to(tl.int64))
 
 
 def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
@@ -281,9 +369,12 @@ def sample(
                               f"got {setting.dtype} {tuple(setting.shape)}")  # fmt: skip
     out = _check_ids(logits, out)
     if rows:
+        few = logits.new_empty(rows, _FEW)
+        few_ids = torch.empty(rows, _FEW, dtype=torch.int32, device=logits.device)
         _sample_kernel[(rows,)](
-            logits, temperature, top_k, top_p, min_p, uniform, out, logits.stride(0), vocab,
-            BLOCK=_DRAW_BLOCK, num_warps=16,
+            logits, few, few_ids, temperature, top_k, top_p, min_p, uniform, out,
+            logits.stride(0), vocab,
+            FEW=_FEW, BLOCK=min(triton.next_power_of_2(vocab), _DRAW_BLOCK), num_warps=16,
         )  # fmt: skip
     return out
 
