@@ -23,11 +23,14 @@ class PagePool:
         return self._num_free
 
     def take(self, count: int) -> Int32s:
-        """Lend `count` pages with one holder each, or raise OutOfPages and lend none."""
+        """Lend `count` pages with one holder each, in order, or raise OutOfPages and lend none.
+
+        Neighbours are read faster than scattered pages, so what can be a run is one.
+        """
         if count > self._num_free:
             raise OutOfPages(wanted=count, free=self._num_free)
         top = self._num_free
-        pages = self._free[top - count : top][::-1].copy()
+        pages = np.sort(self._free[top - count : top])
         self._num_free = top - count
         self.holders[pages] = 1
         return pages
