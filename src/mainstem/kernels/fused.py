@@ -2,8 +2,8 @@
 # ruff: noqa: PLR0917
 """Norm, residual, activation and fp8 quantization between the products, one pass over memory each.
 
-Every kernel has one program per token (or per token and head) and a block that depends on the row's
-length alone, so a row's bits do not depend on the rows beside it. Rounding is that of Hugging
+Every kernel gives a program one token, or a part of it, in blocks that depend on the row's length
+alone, so a row's bits do not depend on the rows beside it. Rounding is that of Hugging
 Face's models: sums in fp32, the normed row rounded to its dtype, then multiplied by the gain.
 
 The `_fp8` variants answer (values, scales) with values * scales = the row, scales [tokens, 1]: a
@@ -26,17 +26,16 @@ from mainstem.kernels.ops import LayoutError
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HIDDEN = 16384
 MAX_MLP = 32768
+_SILU_BLOCK = 2048
 FP8_MAX = tl.constexpr(448.0)
 MIN_PEAK = tl.constexpr(1e-12)  # a row of zeros must not divide by zero
 
 
 @triton.jit
 def _store_row(
-    row, out_ptr, scales_ptr, token, stride_out, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    IS_FP8: tl.constexpr,
-):  # fmt: skip
+    row, lanes, out_ptr, scales_ptr, token, stride_out, SIZE: tl.constexpr, IS_FP8: tl.constexpr
+):
     """A row that is rounded to the model's dtype already; as it is, or with its scale."""
-    lanes = tl.arange(0, BLOCK)
     if IS_FP8:
         wide = row.to(tl.float32)
         peak = tl.maximum(tl.max(tl.abs(wide), 0), MIN_PEAK)
@@ -73,7 +72,7 @@ def _norm_kernel(
         tl.store(residual_ptrs, rounded, mask=is_lane)
         row = rounded.to(tl.float32)
     row = _normed(row, gain, eps, SIZE, element).to(element)
-    _store_row(row, out_ptr, scales_ptr, token, stride_out, SIZE, BLOCK, IS_FP8)
+    _store_row(row, lanes, out_ptr, scales_ptr, token, stride_out, SIZE, IS_FP8)
 
 
 @triton.jit
@@ -103,15 +102,15 @@ def _silu_mul_kernel(
     x_ptr, out_ptr, scales_ptr, stride_x, stride_out,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
-    """One program per token; the whole row at once, since fp8 needs its peak."""
+    """One program per token and block; fp8 needs the row's peak, so there one block is the row."""
     token = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_lane = lanes < SIZE
     element = x_ptr.dtype.element_ty
     gate = tl.load(x_ptr + token * stride_x + lanes, mask=is_lane, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + token * stride_x + SIZE + lanes, mask=is_lane, other=0.0)
-    row = (gate * tl.sigmoid(gate)).to(element).to(tl.float32) * up.to(tl.float32)
-    _store_row(row.to(element), out_ptr, scales_ptr, token, stride_out, SIZE, BLOCK, IS_FP8)
+    up = tl.load(x_ptr + token * stride_x + SIZE + lanes, mask=is_lane, other=0.0).to(tl.float32)
+    row = ((gate * tl.sigmoid(gate)).to(element).to(tl.float32) * up).to(element)
+    _store_row(row, lanes, out_ptr, scales_ptr, token, stride_out, SIZE, IS_FP8)
 
 
 @triton.jit
@@ -122,7 +121,7 @@ def _quantize_kernel(
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     row = tl.load(x_ptr + token * stride_x + lanes, mask=lanes < SIZE, other=0.0)
-    _store_row(row, out_ptr, scales_ptr, token, stride_out, SIZE, BLOCK, True)
+    _store_row(row, lanes, out_ptr, scales_ptr, token, stride_out, SIZE, True)
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -237,9 +236,12 @@ def _silu_mul(gate_up: Tensor, out: Tensor, scales: Tensor | None) -> None:
     _check_out(out, len(gate_up), size, gate_up.dtype if scales is None else None)
     if len(gate_up) == 0:
         return
-    _silu_mul_kernel[(len(gate_up),)](
+    options = _row_options(size)
+    if scales is None and options["BLOCK"] > _SILU_BLOCK:
+        options = {"SIZE": size, "BLOCK": _SILU_BLOCK, "num_warps": 4}
+    _silu_mul_kernel[(len(gate_up), triton.cdiv(size, options["BLOCK"]))](
         gate_up, out, gate_up if scales is None else scales, gate_up.stride(0), out.stride(0),
-        IS_FP8=scales is not None, **_row_options(size),
+        IS_FP8=scales is not None, **options,
     )  # fmt: skip
 
 
