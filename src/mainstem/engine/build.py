@@ -7,9 +7,12 @@ from pathlib import Path
 from mainstem.core.config import DType, EngineConfig
 from mainstem.core.events import EventBus
 from mainstem.core.shapes import ModelShape
+from mainstem.core.step import Runner
 from mainstem.engine.engine import Engine
+from mainstem.engine.tiers import make_fetching, make_tiers
 from mainstem.kv.store import KVStore
 from mainstem.plan.cost import GENERIC_CPU, H200, Heads, worth_sharing
+from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.load import Origin, RandomOrigin, folder_origin, load_runner
 from mainstem.sched.scheduler import Scheduler
 from mainstem.sched.truncation import TruncationRules
@@ -31,9 +34,13 @@ def build_random_engine(
 
 
 def _build(origin: Origin, config: EngineConfig, bus: EventBus | None) -> Engine:
-    bus = bus or EventBus()
-    runner, facts = load_runner(origin, config)
-    store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus)
+    return join(*load_runner(origin, config), config, bus or EventBus())
+
+
+def join(runner: Runner, facts: RunnerFacts, config: EngineConfig, bus: EventBus) -> Engine:
+    """An engine around a loaded runner."""
+    tiers = make_tiers(runner, facts.identity, config.store, bus)
+    store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers)
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)
     card = GENERIC_CPU if facts.device_name == "cpu" else H200
@@ -48,8 +55,11 @@ def _build(origin: Origin, config: EngineConfig, bus: EventBus | None) -> Engine
         facts.vocab_size,
         facts.max_model_len,
         bus,
-        truncation=TruncationRules(facts.can_move_pages),
+        truncation=TruncationRules(),
         worth_sharing=partial(worth_sharing, card, heads),
         max_step_tokens=facts.max_step_tokens,
+        fetching=None
+        if tiers is None
+        else make_fetching(card, facts.num_params, config.store, store),
     )
     return Engine(scheduler, runner, bus)

@@ -94,6 +94,12 @@ class ModelSpec:
         """Numbers of K and V that one token keeps over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    @property
+    def num_layer_params(self) -> int:
+        """Weights of the products in all layers."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
     def check_context(self, num_tokens: int) -> None:
         """Raise UnsupportedModel where a context of this length would be windowed."""
         if self.sliding_window is not None and self.sliding_window < num_tokens:

@@ -16,6 +16,7 @@ class RunnerFacts:
     identity: bytes  # weights, dtype, quantization and page layout: part of every PageKey
     eos_ids: tuple[int, ...]
     kv_bytes_per_token: int
+    num_params: int  # of the products in the layers
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -25,7 +26,6 @@ class RunnerFacts:
     chunk_tokens: int | None = None  # what keeps this device busy; None: the scheduler's default
     max_step_tokens: int | None = None  # what the buffers hold; None: any number
     max_span_levels: int | None = None  # shared spans above one another that fit the buffers
-    can_move_pages: bool = False  # whether the runner turns keys to other positions (Step.move_by)
 
     def on_device(self, name: str, chunk_tokens: int, max_span_levels: int) -> "RunnerFacts":
         """The same model on a device whose buffers hold steps of `chunk_tokens`."""

@@ -1,7 +1,7 @@
 """Weights -> a runner on the device they are to run on, its pages sized from what is free."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -157,7 +157,6 @@ def load_cpu_runner(origin: Origin, config: EngineConfig) -> tuple[CpuRunner, Ru
     budget = _page_budget(cache, available, kv_bytes)
     num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
     facts = make_facts(origin, config, dtype, context, num_pages, cpu.LAYOUT)
-    facts = replace(facts, can_move_pages=True)
     return CpuRunner(decoder, DevicePages(spec, num_pages, cache.page_size, dtype), context), facts
 
 
@@ -179,6 +178,7 @@ def make_facts(
         identity=_identity(origin, dtype, config.model.quantize, layout),
         eos_ids=spec.eos_ids,
         kv_bytes_per_token=spec.kv_elements_per_token * dtype.itemsize,
+        num_params=spec.num_layer_params,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

@@ -1,0 +1,273 @@
+"""GpuRunner: a Step in, a StepResult out, on a GPU; launched steps run while the host goes on.
+
+    launch   plan attention, send the arrays, queue forward pass, sampling and the copy back
+    wait     until the copy is there
+
+Sampled ids stay on the device for the next step. Steps of decodes alone, small enough that
+launching would take longer than computing, are replayed as CUDA graphs.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mainstem.core.errors import OutOfDeviceMemory
+from mainstem.core.request import TokenLogprobs
+from mainstem.core.step import Spans, Step, StepResult
+from mainstem.kernels.append import rope_append
+from mainstem.kernels.copy import copy_slots
+from mainstem.kernels.ops import SpanAttention
+from mainstem.kernels.rotate import rerotate
+from mainstem.kernels.sample import argmax
+from mainstem.models.config import ModelSpec
+from mainstem.models.decoder import Gate, OpenGate
+from mainstem.models.device import DeviceDecoder, Workspace
+from mainstem.models.layers import inverse_frequencies
+from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers
+from mainstem.runner.gpu_pages import GpuPages
+from mainstem.runner.graphs import DecodeGraphs
+from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs
+
+_LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
+_PROMPT_LOGPROB_ROWS = 64  # likewise for prompt logprobs, which need fp32
+_NUM_RESULTS = 3  # steps whose ids may be on their way to the host
+
+
+class GpuAttention:
+    """Rotates, appends and attends; what the decoder calls per layer."""
+
+    def __init__(
+        self, spec: ModelSpec, pages: GpuPages, spans: SpanAttention, space: Workspace
+    ) -> None:
+        self._pages = pages
+        self._spans = spans
+        self._mixed = space.mixed
+        self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
+        self._head_dim = spec.head_dim
+        self._frequencies = inverse_frequencies(spec.rope).to(space.mixed.device)
+        self._inputs: GpuInputs | None = None
+
+    def plan(self, spans: Spans) -> None:
+        """Describe the next step."""
+        self._spans.plan(spans)
+
+    def bind(self, inputs: GpuInputs) -> None:
+        """Where the next step's tokens stand and go."""
+        self._inputs = inputs
+
+    def run(self, layer: int, qkv: Tensor) -> Tensor:
+        """As Attention.run of the decoder."""
+        assert self._inputs is not None
+        inputs, tokens, heads = self._inputs, len(qkv), self._num_heads
+        parts = qkv.view(tokens, -1, self._head_dim)
+        q = parts[:, :heads]
+        k, v = parts[:, heads : heads + self._num_kv_heads], parts[:, heads + self._num_kv_heads :]
+        k_pages, v_pages = self._pages.keys(layer), self._pages.values(layer)
+        rope_append(
+            q, k, v, k_pages, v_pages, inputs.positions, inputs.write_slots, self._frequencies
+        )
+        if inputs.moves is not None:
+            rerotate(k_pages, v_pages, *inputs.moves, self._frequencies)
+        if inputs.copies is not None:
+            copy_slots(self._pages.joint(layer), *inputs.copies)
+        mixed = self._mixed[:tokens]
+        self._spans.run(q, k_pages, v_pages, out=mixed.view(tokens, heads, self._head_dim))
+        return mixed
+
+
+class GpuStep:
+    """A launched step."""
+
+    def __init__(self, finish: Callable[[], StepResult]) -> None:
+        self._finish = finish
+
+    def wait(self) -> StepResult:
+        return self._finish()
+
+
+class GpuRunner:
+    """Runs steps in launch order on the current stream. Owns weights, pages and sampler."""
+
+    def __init__(
+        self,
+        decoder: DeviceDecoder,
+        pages: GpuPages,
+        attention: GpuAttention,
+        max_tokens: int,
+        device: torch.device,
+        gate: Gate | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self._pages = pages
+        self._attention = attention
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._gate = OpenGate() if gate is None else gate
+        self._inputs = InputBuffers(max_tokens, device)
+        self._previous = torch.empty(0, dtype=torch.int64, device=device)
+        rows = min(_LOGIT_ROWS, max_tokens)
+        size = (rows, decoder.spec.vocab_size)
+        self._logits = torch.empty(size, dtype=decoder.dtype, device=device)
+        self._results = [
+            torch.empty(max_tokens, dtype=torch.int64, pin_memory=self._is_cuda)
+            for _ in range(_NUM_RESULTS)
+        ]
+        self._num_launched = 0
+        self._graphs: DecodeGraphs | None = None
+        self.sampler = Sampler(device)
+
+    @property
+    def can_overlap(self) -> bool:
+        return self._is_cuda
+
+    @property
+    def pages(self) -> GpuPages:
+        return self._pages
+
+    @torch.inference_mode()
+    def warm_up(self, graph_sizes: tuple[int, ...]) -> None:
+        """Compile every kernel, touch the largest step's memory, capture the graphs."""
+        if not self._is_cuda:
+            return
+        self._inputs.clear()
+        attention, decoder = self._attention, self._decoder
+        max_tokens = len(self._results[0])
+        for tokens in {max_tokens, min(17, max_tokens), 1}:  # kernels know 1 and multiples of 16
+            inputs = self._inputs.views(tokens)
+            attention.plan(_one_key_each(tokens))
+            attention.bind(inputs)
+            hidden = decoder.forward(inputs.token_ids, None, attention, self._gate)
+            rows = min(tokens, len(self._logits))
+            argmax(decoder.logits(hidden[:rows], self._logits[:rows]))
+        self._graphs = DecodeGraphs(graph_sizes, self._capture)
+        torch.cuda.synchronize(self._device)
+
+    def launch(self, step: Step) -> GpuStep:
+        """Queue the step; see Runner in core.step."""
+        try:
+            with torch.inference_mode():
+                return self._launch(step)
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(str(error)) from error
+
+    def close(self) -> None:
+        """Wait for what runs and drop the references."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+        self._graphs = None
+        self._previous = torch.empty(0, dtype=torch.int64, device=self._device)
+
+    def _launch(self, step: Step) -> GpuStep:
+        begin = self._mark()
+        for started in step.started:
+            self.sampler.start(started)
+        num_rows = len(step.sample_rows)
+        graph = self._graphs.size_for(step) if self._graphs is not None else None
+        self._attention.plan(step.spans)
+        inputs = self._inputs.send(step, self._previous, graph or step.num_tokens)
+        logprobs: LogprobRows | None = None
+        prompt_logprobs: list[LogprobRows] = []
+        if graph is not None:
+            assert self._graphs is not None
+            self._graphs.replay(graph)
+            ids, logprobs = self._sample(self._logits[:num_rows], step)
+        else:
+            self._attention.bind(inputs)
+            hidden = self._decoder.forward(
+                inputs.token_ids, inputs.hidden_rows, self._attention, self._gate
+            )
+            ids, logprobs = self._sample_hidden(hidden[:num_rows], step)
+            prompt_logprobs = self._prompt_logprobs(hidden[num_rows:], step)
+        self._previous = ids
+        host_ids = self._results[self._num_launched % _NUM_RESULTS][:num_rows]
+        self._num_launched += 1
+        host_ids.copy_(ids, non_blocking=True)
+        end = self._mark()
+
+        def finish() -> StepResult:
+            device_s = None
+            if end is not None:
+                assert begin is not None
+                end.synchronize()
+                device_s = begin.elapsed_time(end) * 1e-3
+            records: dict[int, TokenLogprobs] = {}
+            if logprobs is not None:
+                wanted = np.flatnonzero(step.sampling.wants_logprobs).tolist()
+                records = dict(zip(wanted, logprobs.resolve(), strict=True))
+            return StepResult(
+                token_ids=host_ids.numpy().astype(np.int32),
+                logprobs=records,
+                prompt_logprobs=tuple(r for rows in prompt_logprobs for r in rows.resolve()),
+                device_s=device_s,
+            )
+
+        return GpuStep(finish)
+
+    def _mark(self) -> "torch.cuda.Event | None":
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _capture(self, size: int) -> None:
+        """What a graph of `size` decodes holds: everything from the ids to the logits."""
+        inputs = self._inputs.views(size)
+        self._attention.bind(inputs)
+        hidden = self._decoder.forward(inputs.token_ids, None, self._attention, self._gate)
+        self._decoder.logits(hidden, self._logits[:size])
+
+    def _sample_hidden(self, hidden: Tensor, step: Step) -> tuple[Tensor, LogprobRows | None]:
+        rows, limit = len(hidden), len(self._logits)
+        if rows == 0:
+            return torch.empty(0, dtype=torch.int64, device=self._device), None
+        if rows <= limit:
+            return self._sample(self._decoder.logits(hidden, self._logits[:rows]), step)
+        if step.sampling.is_greedy:
+            parts = [
+                argmax(self._decoder.logits(part, self._logits[: len(part)]))
+                for part in torch.split(hidden, limit)
+            ]
+            return torch.cat(parts), None
+        logits = torch.empty((rows, self._logits.shape[1]), dtype=hidden.dtype, device=self._device)
+        return self._sample(self._decoder.logits(hidden, logits), step)
+
+    def _sample(self, logits: Tensor, step: Step) -> tuple[Tensor, LogprobRows | None]:
+        if step.sampling.is_greedy:
+            return argmax(logits), None
+        wide = logits.float() if logits.dtype != torch.float32 else logits
+        wanted = np.flatnonzero(step.sampling.wants_logprobs)
+        raw = None
+        if len(wanted):
+            # the sampler edits in place, and logprobs are of the model's own distribution
+            rows = torch.from_numpy(wanted).to(self._device)
+            raw = wide[rows]
+        ids = self.sampler.sample(wide, step)
+        if raw is None:
+            return ids, None
+        return ids, start_logprobs(raw, ids[rows], step.sampling.num_logprobs[wanted])
+
+    def _prompt_logprobs(self, hidden: Tensor, step: Step) -> list[LogprobRows]:
+        targets = torch.from_numpy(step.prompt_logprob_targets).long().to(self._device)
+        records = []
+        for first in range(0, len(hidden), _PROMPT_LOGPROB_ROWS):
+            rows = slice(first, first + _PROMPT_LOGPROB_ROWS)
+            part = hidden[rows]
+            logits = self._decoder.logits(part, self._logits[: len(part)]).float()
+            records.append(start_logprobs(logits, targets[rows], step.num_prompt_logprobs[rows]))
+        return records
+
+
+def _one_key_each(tokens: int) -> Spans:
+    """A step in which every token reads the first slot of page 0."""
+    one_each = np.arange(tokens + 1, dtype=np.int32)
+    return Spans(
+        query_starts=one_each,
+        query_rows=one_each[:-1],
+        page_starts=one_each,
+        page_ids=np.zeros(tokens, np.int32),
+        key_tokens=np.ones(tokens, np.int32),
+        is_causal=np.zeros(tokens, np.bool_),
+    )

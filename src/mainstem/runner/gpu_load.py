@@ -1,0 +1,98 @@
+"""Weights -> a GpuRunner. Everything a step needs is allocated here; pages take the rest."""
+
+import torch
+
+from mainstem.core.config import DType, EngineConfig, ModelConfig
+from mainstem.core.errors import ConfigError
+from mainstem.kernels.ops import PAGE_SIZES, Limits, SpanAttention
+from mainstem.models.config import ModelSpec
+from mainstem.models.device import Workspace, load_device_decoder
+from mainstem.runner.facts import RunnerFacts
+from mainstem.runner.gpu import GpuAttention, GpuRunner
+from mainstem.runner.gpu_pages import GpuPages
+from mainstem.runner.graphs import GRAPH_SIZES
+from mainstem.runner.load import Origin, context_of, make_facts
+
+LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
+CHUNK_TOKENS = 8192  # a step this large runs its products at full speed
+DETERMINISTIC_PAGE = 64  # keys: a span's cuts then lie where its pages begin
+_MEMORY_SHARE = 0.9  # of the card, for weights and pages
+_RESERVE = 1 << 30  # graphs, library workspaces
+_SAMPLING_ROWS = 1024  # whose logits may be held in fp32, with copies
+_MAX_SPAN_LEVELS = 6
+_SPAN_PAGES = 1 << 22  # page ids over all spans of a step
+
+
+def load_gpu_runner(
+    origin: Origin, config: EngineConfig, device: torch.device
+) -> tuple[GpuRunner, RunnerFacts]:
+    """Load weights and allocate pages; without `cache.kv_tokens` weights and pages together take
+    `cache.memory_share` of the card (0.9).
+
+    A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
+    model, cache, spec = config.model, config.cache, origin.spec
+    _check(config, spec)
+    context = context_of(spec, config.sched.max_model_len)
+    dtype = _dtype(model, spec)
+    max_tokens = config.sched.chunk_tokens or CHUNK_TOKENS
+    space = Workspace.make(spec, max_tokens, dtype, device)
+    decoder = load_device_decoder(
+        origin.open(dtype, device),
+        spec,
+        space,
+        quantize=model.quantize,
+        is_deterministic=model.deterministic,
+    )
+    spans = SpanAttention(
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=cache.page_size,
+        dtype=dtype,
+        device=device,
+        limits=Limits(
+            max_tokens=max_tokens,
+            max_pages=_SPAN_PAGES,
+            max_entries=(_MAX_SPAN_LEVELS + 1) * max_tokens,
+        ),
+        scale=spec.softmax_scale,
+        deterministic_keys=DETERMINISTIC_PAGE if model.deterministic else None,
+    )
+    page_bytes = spec.kv_elements_per_token * dtype.itemsize * cache.page_size
+    free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
+    num_pages = cache.num_pages(free_bytes, page_bytes)
+    pages = GpuPages(spec, num_pages, cache.page_size, dtype, device)
+    attention = GpuAttention(spec, pages, spans, space)
+    runner = GpuRunner(decoder, pages, attention, max_tokens, device)
+    runner.warm_up(tuple(size for size in GRAPH_SIZES if size <= max_tokens))
+    facts = make_facts(origin, config, dtype, context, num_pages, LAYOUT)
+    return runner, facts.on_device(
+        name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
+        chunk_tokens=max_tokens,
+        max_span_levels=_MAX_SPAN_LEVELS,
+    )
+
+
+def _check(config: EngineConfig, spec: ModelSpec) -> None:
+    page_size = config.cache.page_size
+    if page_size not in PAGE_SIZES:
+        raise ConfigError(f"page_size on a GPU must be one of {PAGE_SIZES}, got {page_size}")
+    if config.model.deterministic and page_size != DETERMINISTIC_PAGE:
+        raise ConfigError(f"deterministic needs page_size={DETERMINISTIC_PAGE}, got {page_size}")
+
+
+def _dtype(model: ModelConfig, spec: ModelSpec) -> torch.dtype:
+    wanted = spec.dtype if model.dtype is DType.AUTO else model.dtype
+    dtype: torch.dtype = getattr(torch, wanted.value)
+    return dtype
+
+
+def _free_bytes(config: EngineConfig, spec: ModelSpec, device: torch.device) -> int:
+    """What the card has left for pages, the peak of sampling set aside."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = config.cache.memory_share or _MEMORY_SHARE
+    sampling = 3 * 4 * _SAMPLING_ROWS * spec.vocab_size
+    budget = free - int(total * (1 - share)) - sampling - _RESERVE
+    if budget <= 0:
+        raise ConfigError(f"memory_share={share} leaves no room for KV on this card")
+    return budget

@@ -1,0 +1,39 @@
+"""Device pages on a GPU: [layer][K or V][pages, kv_heads, page_size, head_dim]."""
+
+import torch
+from torch import Tensor
+
+from mainstem.models.config import ModelSpec
+
+
+class GpuPages:
+    """Owns the page tensors; who may use which page is the control plane's business."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        shape = (2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
+        self._layers = [
+            torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)
+        ]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def joint(self, layer: int) -> Tensor:
+        """[2, pages, kv_heads, page_size, head_dim], K first."""
+        return self._layers[layer]
+
+    def keys(self, layer: int) -> Tensor:
+        return self._layers[layer][0]
+
+    def values(self, layer: int) -> Tensor:
+        return self._layers[layer][1]

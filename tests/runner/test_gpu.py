@@ -1,0 +1,120 @@
+"""The GPU runner under Triton's interpreter: the same tokens as the CPU runner."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedConfig, Share
+from mainstem.core.errors import ConfigError
+from mainstem.core.events import EventBus
+from mainstem.core.ids import RequestId
+from mainstem.core.request import Request, SamplingParams
+from mainstem.core.shapes import ModelShape
+from mainstem.engine.build import join
+from mainstem.engine.engine import Engine
+from mainstem.runner.load import RandomOrigin, load_cpu_runner
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SHAPE = ModelShape("test", 32, 48, 1, 2, 1, 64, 96, 10_000.0, 512)
+interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=2, ignore_eos=True)
+EDITED = SamplingParams(
+    temperature=0.0, repetition_penalty=1.5, max_tokens=2, logprobs=2, ignore_eos=True
+)
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+@pytest.mark.skipif(IS_INTERPRETED, reason="they run directly")
+def test_gpu_runner_passes_its_tests_under_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def a_config(share: Share = Share.READS, page_size: int = 16) -> EngineConfig:
+    return EngineConfig(
+        ModelConfig(dtype=DType.FP32),
+        CacheConfig(page_size=page_size, kv_tokens=512),
+        SchedConfig(chunk_tokens=24, share=share),
+    )
+
+
+def on_gpu(config: EngineConfig) -> Engine:
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    runner, facts = load_gpu_runner(RandomOrigin(SHAPE, 0), config, torch.device("cpu"))
+    return join(runner, facts, config, EventBus())
+
+
+def on_cpu(config: EngineConfig) -> Engine:
+    runner, facts = load_cpu_runner(RandomOrigin(SHAPE, 0), config)
+    return join(runner, facts, config, EventBus())
+
+
+def answers(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
+    for index, ids in enumerate(prompts):
+        engine.submit(Request(RequestId(str(index)), np.array(ids, np.int32), sampling))
+    found: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for output in engine.step():
+            found[int(output.request_id)] += output.token_ids
+    engine.check()
+    return found
+
+
+def prompts() -> list[list[int]]:
+    """Two share a page and a part of the next; one is alone."""
+    rng = np.random.default_rng(5)
+    head = rng.integers(3, SHAPE.vocab, 19).tolist()
+    tails = [rng.integers(3, SHAPE.vocab, 5).tolist() for _ in range(2)]
+    return [*(head + tail for tail in tails), rng.integers(3, SHAPE.vocab, 9).tolist()]
+
+
+@interpreted
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, EDITED], ids=["greedy", "drawn", "edited"])
+def test_same_tokens_as_on_the_cpu(sampling: SamplingParams) -> None:
+    assert answers(on_gpu(a_config()), prompts(), sampling) == answers(
+        on_cpu(a_config()), prompts(), sampling
+    )
+
+
+@interpreted
+def test_same_tokens_without_sharing() -> None:
+    shared = answers(on_gpu(a_config()), prompts(), GREEDY)
+    assert answers(on_gpu(a_config(Share.NONE)), prompts(), GREEDY) == shared
+
+
+@interpreted
+def test_page_sizes_the_kernel_does_not_have_are_refused() -> None:
+    with pytest.raises(ConfigError, match="page_size"):
+        on_gpu(a_config(page_size=8))
+
+
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    from mainstem.core.config import Device, Quantize  # noqa: PLC0415
+    from mainstem.runner.load import choose_device  # noqa: PLC0415
+
+    with pytest.raises(ConfigError, match="device=cuda"):
+        choose_device(ModelConfig(device=Device.CUDA))
+    with pytest.raises(ConfigError, match="fp8"):
+        choose_device(ModelConfig(quantize=Quantize.FP8))
+    with pytest.raises(ConfigError, match="deterministic"):
+        choose_device(ModelConfig(deterministic=True))
