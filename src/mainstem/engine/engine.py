@@ -1,5 +1,6 @@
 """The engine: schedule, run, commit. Token ids in, token ids out; any runner."""
 
+from dataclasses import dataclass
 from time import perf_counter
 
 from mainstem.core.errors import OutOfDeviceMemory
@@ -21,7 +22,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler, runner: Runner, bus: EventBus) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._in_flight: tuple[Step, InFlight, float] | None = None
+        self._in_flight: _Launched | None = None
         self.bus = bus
 
     @property
@@ -78,22 +79,24 @@ class Engine:
         if self._in_flight is None and launched is None and not outputs:
             self._scheduler.rest()
         if self._in_flight is not None:
-            done, handle, began_s = self._in_flight
-            result = self._wait(handle)
+            done = self._in_flight
+            result = self._wait(done.handle)
             device_s = result.device_s
             if device_s is None:
-                device_s = perf_counter() - began_s
-            outputs += self._scheduler.commit(done, result, device_s)
+                device_s = perf_counter() - done.began_s
+            outputs += self._scheduler.commit(done.step, result, device_s, done.launch_s)
         self._in_flight = launched
         return outputs
 
-    def _launch(self, step: Step) -> tuple[Step, InFlight, float]:
+    def _launch(self, step: Step) -> "_Launched":
         began_s = perf_counter()
         try:
-            return step, self._runner.launch(step), began_s
+            handle = self._runner.launch(step)
         except BaseException:
             self._recover()
             raise
+        launch_s = perf_counter() - began_s if self._runner.can_overlap else 0.0
+        return _Launched(step, handle, began_s, launch_s)
 
     def _wait(self, handle: InFlight) -> StepResult:
         try:
@@ -130,7 +133,17 @@ class Engine:
     def close(self) -> None:
         """Drop everything that runs and free the device."""
         if self._in_flight is not None:
-            self._in_flight[1].wait()
+            self._in_flight.handle.wait()
             self._in_flight = None
         self._scheduler.close()
         self._runner.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that runs."""
+
+    step: Step
+    handle: InFlight
+    began_s: float
+    launch_s: float  # the host's part in it; 0 where launching is running

@@ -214,9 +214,12 @@ class Scheduler:
         self._host_s += perf_counter() - begin
         return step
 
-    def commit(self, step: Step, result: StepResult, device_s: float = 0.0) -> list[Output]:
-        """Take in a step's tokens; returns what callers should hear."""
-        begin = perf_counter()
+    def commit(
+        self, step: Step, result: StepResult, device_s: float = 0.0, launch_s: float = 0.0
+    ) -> list[Output]:
+        """Take in a step's tokens; returns what callers should hear. `launch_s` is what the host
+        spent on launching it."""
+        begin = perf_counter() - launch_s
         table = self._table
         if self._in_flight is step:
             self._in_flight = None
