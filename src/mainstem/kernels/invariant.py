@@ -22,7 +22,9 @@ _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for t
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class Tile:
+    """What one program computes of the output, and how."""
+
     rows: int
     columns: int
     k: int
@@ -30,9 +32,9 @@ class _Tile:
     stages: int
 
 
-_SMALL = _Tile(rows=64, columns=64, k=64, warps=4, stages=5)
-_LARGE = _Tile(rows=128, columns=128, k=64, warps=8, stages=4)
-_FULL_PRECISION = _Tile(rows=64, columns=64, k=32, warps=4, stages=3)
+_SMALL = Tile(rows=64, columns=64, k=64, warps=4, stages=5)
+_LARGE = Tile(rows=128, columns=128, k=64, warps=8, stages=4)
+_FULL_PRECISION = Tile(rows=64, columns=64, k=32, warps=4, stages=3)
 _FEW_ROWS = 64
 
 
@@ -102,7 +104,17 @@ def matmul(
         raise LayoutError(f"out must be [{tokens}, {num_out}], got {tuple(out.shape)}")
     if tokens == 0:
         return out
-    tile = _tile(x.dtype, tokens)
+    return _launch(x, weight, bias, out, _tile(x.dtype, tokens))
+
+
+def multiply(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+    """matmul with a tile of one's choice; to compare speed and bits."""
+    return _launch(x, weight, None, x.new_empty(len(x), len(weight)), tile)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> Tensor:
+    tokens, num_in = x.shape
+    num_out = len(weight)
     grid = (triton.cdiv(tokens, tile.rows) * triton.cdiv(num_out, tile.columns),)
     _matmul_kernel[grid](
         x, weight, x if bias is None else bias, out, tokens, num_out, num_in,
@@ -115,7 +127,7 @@ def matmul(
     return out
 
 
-def _tile(dtype: torch.dtype, tokens: int) -> _Tile:
+def _tile(dtype: torch.dtype, tokens: int) -> Tile:
     if dtype == torch.float32:
         return _FULL_PRECISION
     return _SMALL if tokens <= _FEW_ROWS else _LARGE

@@ -1,0 +1,375 @@
+# ruff: noqa: B023
+"""Kernels around attention on a card: checked against torch, then timed at Llama-8B's shapes.
+
+`PYTHONPATH=src:. python -m tests.gpu.bench_fused [--checks-only] [--json FILE]`
+
+Prints one JSON line per figure, microseconds; inputs rotate so that weights come from memory.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mainstem.core.request import SamplingParams
+from mainstem.core.step import SampleBatch, StartedSequence
+from mainstem.kernels import fused, invariant
+from mainstem.kernels.fp8 import Fp8Linear, quantize_weight
+from mainstem.kernels.sample import argmax, sample
+from mainstem.runner.sampler import Sampler, choice_of, choose, start_logprobs
+from tests.runner.steps import Seq, Work, a_sample_batch, a_step
+
+EPS = 1e-5
+HIDDEN, MLP, VOCAB = 4096, 14336, 128256
+LINEARS = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096),
+           "down": (4096, 14336)}  # fmt: skip
+TOKENS = (16, 256, 1024, 4096)
+COPY_BYTES_PER_US = 4.3e6
+
+
+def some(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def a_norm(x: Tensor, gain: Tensor) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return gain * normed.to(x.dtype)
+
+
+def off_by(found: Tensor, right: Tensor) -> float:
+    """Norm of the difference over the norm of what is right."""
+    return float((found.double() - right.double()).norm() / right.double().norm())
+
+
+def check_fused() -> None:
+    """One rounding may fall otherwise where a sum's order differs: 2^-9 of few elements."""
+    for tokens, size in ((1, 576), (37, 4096), (300, 5120), (3, 16384)):
+        for dtype, limit in ((torch.bfloat16, 1e-3), (torch.float16, 1e-4), (torch.float32, 1e-6)):
+            x, residual = some(tokens, size, dtype=dtype), some(tokens, size, dtype=dtype, seed=1)
+            gain = some(size, dtype=dtype, seed=2)
+            assert off_by(fused.rms_norm(x, gain, EPS), a_norm(x, gain)) < limit
+            total = x + residual
+            found = fused.add_rms_norm(x, residual, gain, EPS)
+            assert torch.equal(residual, total)
+            assert off_by(found, a_norm(total, gain)) < limit
+            gate_up = some(tokens, 2 * size, dtype=dtype, seed=3)
+            gate, up = gate_up.chunk(2, dim=1)
+            assert off_by(fused.silu_mul(gate_up), F.silu(gate) * up) < limit
+    qkv, q_gain, k_gain = some(50, 48 * 128), some(128, seed=1), some(128, seed=2)
+    right = qkv.view(50, 48, 128).clone()
+    right[:, :32], right[:, 32:40] = a_norm(right[:, :32], q_gain), a_norm(right[:, 32:40], k_gain)
+    fused.head_norm_(qkv, q_gain, k_gain, EPS, 32, 8, 128)
+    assert off_by(qkv.view(50, 48, 128), right) < 1e-3
+
+
+def check_fp8_rows() -> None:
+    """What the fused kernels quantize is what torch makes of their plain answer."""
+    x, gain, gate_up = some(100, HIDDEN), some(HIDDEN, seed=1), some(100, 2 * MLP)
+    residual = some(100, HIDDEN, seed=2)
+    other = residual.clone()
+    for found, plain in (
+        (fused.quantize_rows(x), x),
+        (fused.rms_norm_fp8(x, gain, EPS), fused.rms_norm(x, gain, EPS)),
+        (fused.add_rms_norm_fp8(x, residual, gain, EPS), fused.add_rms_norm(x, other, gain, EPS)),
+        (fused.silu_mul_fp8(gate_up), fused.silu_mul(gate_up)),
+    ):
+        values, scale = quantize_weight(plain)
+        assert torch.equal(found[0].float(), values.float())
+        assert torch.equal(found[1][:, 0], scale)
+    assert torch.equal(residual, other)
+
+
+def check_fp8_linear() -> None:
+    for num_out, num_in in ((6144, 4096), (1000, 584)):
+        weight, bias = some(num_out, num_in), some(num_out, seed=1)
+        linear = Fp8Linear(weight, bias)
+        emulated = Fp8Linear(weight.cpu(), bias.cpu())
+        for tokens in (1, 17, 200):
+            x = some(tokens, num_in, seed=tokens)
+            assert off_by(linear(x).cpu(), emulated(x.cpu())) < 5e-3
+            assert torch.equal(linear(fused.quantize_rows(x)), linear(x))
+
+
+def check_rows_are_independent() -> None:
+    """Bits of a row alone, in a batch of 200 and of 3,000, in all kernels of deterministic mode."""
+    x, weight, gain = some(3000, HIDDEN), some(6144, HIDDEN, seed=1), some(HIDDEN, seed=2)
+    bias = some(6144, seed=3)
+    runs: dict[str, Callable[[Tensor], Tensor]] = {
+        "rms_norm": lambda x: fused.rms_norm(x, gain, EPS),
+        "add_rms_norm": lambda x: fused.add_rms_norm(x, x * 0.5, gain, EPS),
+        "silu_mul": fused.silu_mul,
+        "matmul": lambda x: invariant.matmul(x, weight, bias),
+    }
+    for name, run in runs.items():
+        whole = run(x)
+        for first, last in ((0, 1), (5, 21), (100, 300), (2990, 3000)):
+            assert torch.equal(run(x[first:last]), whole[first:last]), name
+    wide, wide_weight = x[:300].float(), weight[:500].float()
+    whole = invariant.matmul(wide, wide_weight)
+    assert torch.equal(invariant.matmul(wide[7:8], wide_weight), whole[7:8])
+
+
+def check_matmul() -> None:
+    for dtype, limit in ((torch.bfloat16, 3e-3), (torch.float16, 1e-3), (torch.float32, 1e-6)):
+        for tokens, num_out, num_in in ((1, 6144, 4096), (200, 1000, 584), (1000, 4096, 1536)):
+            x, weight = some(tokens, num_in, dtype=dtype), some(num_out, num_in, dtype=dtype)
+            bias = some(num_out, dtype=dtype, seed=2)
+            right = x.double() @ weight.double().t() + bias
+            assert off_by(invariant.matmul(x, weight, bias), right) < limit
+
+
+def check_argmax() -> None:
+    for rows, vocab in ((1, VOCAB), (7, 49152), (100, VOCAB), (1500, 32000), (3, 50)):
+        for dtype in (torch.bfloat16, torch.float32):
+            logits = some(rows, vocab, dtype=dtype, seed=rows)
+            for _ in range(2):
+                assert torch.equal(argmax(logits).cpu(), logits.cpu().argmax(dim=-1))
+
+
+SETTINGS = [
+    SamplingParams(), SamplingParams(temperature=0.3), SamplingParams(top_p=0.9),
+    SamplingParams(top_k=50), SamplingParams(top_k=50, top_p=0.8, temperature=0.7),
+    SamplingParams(min_p=0.05), SamplingParams(top_p=0.99, temperature=1.5),
+    SamplingParams(top_k=20000, top_p=0.98), SamplingParams(temperature=0.0),
+    SamplingParams(top_k=5, min_p=0.2, top_p=0.95),
+]  # fmt: skip
+
+
+def check_sample() -> None:
+    """The sorted draw on the CPU and the search on the card round exponents otherwise; of 400 draws
+    one may fall on the other side of an edge."""
+    for spread in (0.5, 3.0):
+        settings = SETTINGS * 20
+        logits = some(len(settings), VOCAB, dtype=torch.float32) * spread
+        uniform = np.random.default_rng(0).random(len(settings), np.float32)
+        batch = a_sample_batch(settings, VOCAB, uniform)
+        draw = _drawer(batch)
+        found = draw(logits)
+        drawn = torch.from_numpy(np.flatnonzero(batch.temperature > 0))
+        right = logits.cpu().argmax(dim=-1)
+        right[drawn] = choose(logits.cpu()[drawn], choice_of(batch).of(drawn))
+        different = int((found.cpu() != right).sum())
+        assert different <= 1, f"{different} of {len(settings)} draws differ at spread {spread}"
+        assert torch.equal(found, draw(logits))
+
+
+def _drawer(batch: SampleBatch) -> Callable[[Tensor], Tensor]:
+    """`sample` with settings that are on the card already."""
+    columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
+    settings = [torch.from_numpy(column).cuda() for column in columns]
+    return lambda logits: sample(logits, *settings)
+
+
+def check_sampler_does_not_wait() -> None:
+    """Penalties, bias, masks and draws: tokens of the CPU's sampler, and no synchronisation."""
+    vocab, rows = 5000, 40
+    settings = [
+        SamplingParams(
+            max_tokens=100,
+            temperature=0.0 if row % 3 else 0.7,
+            repetition_penalty=1.2 if row % 2 else 1.0,
+            frequency_penalty=0.3,
+            min_tokens=5 if row % 4 == 0 else 0,
+            logit_bias={row: 2.0},
+        )
+        for row in range(rows)
+    ]
+    samplers = Sampler(), Sampler(torch.device("cuda"))
+    for row in range(rows):
+        prompt, empty = np.arange(row, row + 30, dtype=np.int32), np.empty(0, np.int32)
+        for sampler in samplers:
+            sampler.start(StartedSequence(row, settings[row], prompt, empty, (2,)))
+    step = a_step([Work(Seq(row, [1], [row], sampling=settings[row]), 1) for row in range(rows)],
+                  4, vocab)  # fmt: skip
+    for index in range(12):
+        logits = some(rows, vocab, dtype=torch.float32, seed=index)
+        torch.cuda.synchronize()
+        right = samplers[0].sample(logits.cpu(), step)
+        torch.cuda.set_sync_debug_mode("error" if index else "default")
+        ids = samplers[1].sample(logits, step)
+        raw = logits[:4].clone()
+        records = start_logprobs(raw, ids[:4], np.array([3, 0, 5, 1], np.int32))
+        torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(ids.cpu(), right)
+        plain = start_logprobs(raw.cpu(), right[:4], np.array([3, 0, 5, 1], np.int32))
+        for mine, theirs in zip(records.resolve(), plain.resolve(), strict=True):
+            assert (mine.token_id, mine.rank, mine.top_ids) == (
+                theirs.token_id, theirs.rank, theirs.top_ids,
+            )  # fmt: skip
+            assert abs(mine.logprob - theirs.logprob) < 1e-4
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    name.removeprefix("check_"): value
+    for name, value in list(globals().items())
+    if name.startswith("check_")
+}
+
+
+def time_us(runs: Sequence[Callable[[], object]], replays: int = 7) -> float:
+    """Median time of one of `runs`, captured together as a graph; outputs are thrown away."""
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    times: list[float] = []
+    for _ in range(replays + 2):
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(runs))
+    return statistics.median(times[2:])
+
+
+class Report:
+    """Prints figures and keeps them."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, name: str, tokens: int, **figures: float) -> None:
+        rounded = {key: float(f"{value:.4g}") for key, value in figures.items()}
+        self.lines.append(json.dumps({"name": name, "tokens": tokens, **rounded}))
+        print(self.lines[-1], flush=True)
+
+
+def over(inputs: Sequence[Tensor], run: Callable[[Tensor], object]) -> list[Callable[[], object]]:
+    return [lambda x=x: run(x) for x in inputs]  # type: ignore[misc]
+
+
+def time_rows(report: Report) -> None:
+    gain = some(HIDDEN)
+    for tokens in TOKENS:
+        copies = 8 if tokens <= 256 else 4
+        xs = [some(tokens, HIDDEN, seed=seed) for seed in range(copies)]
+        residual, out = some(tokens, HIDDEN), torch.empty(tokens, HIDDEN, device="cuda")
+        out = out.bfloat16()
+        floor = 4 * residual.nbytes / COPY_BYTES_PER_US
+        report(
+            "add_rms_norm", tokens, floor=floor,
+            ours=time_us(over(xs, lambda x: fused.add_rms_norm(x, residual, gain, EPS, out))),
+            fp8=time_us(over(xs, lambda x: fused.add_rms_norm_fp8(x, residual, gain, EPS))),
+            torch=time_us(over(xs, lambda x: F.rms_norm(residual.add_(x), (HIDDEN,), gain, EPS))),
+        )  # fmt: skip
+        qkvs = [some(tokens, 6144, seed=seed) for seed in range(copies)]
+        q_gain = some(128)
+        report("head_norm", tokens, floor=2 * 40 / 48 * qkvs[0].nbytes / COPY_BYTES_PER_US,
+               ours=time_us(over(qkvs, lambda x: fused.head_norm_(x, q_gain, q_gain, EPS, 32, 8,
+                                                                  128))))  # fmt: skip
+        gates = [some(tokens, 2 * MLP, seed=seed) for seed in range(copies)]
+        out = torch.empty(tokens, MLP, device="cuda").bfloat16()
+        report(
+            "silu_mul", tokens, floor=3 * out.nbytes / COPY_BYTES_PER_US,
+            ours=time_us(over(gates, lambda x: fused.silu_mul(x, out))),
+            fp8=time_us(over(gates, fused.silu_mul_fp8)),
+            torch=time_us(over(gates, lambda x: F.silu(x[:, :MLP]) * x[:, MLP:])),
+        )  # fmt: skip
+
+
+def time_sampling(report: Report) -> None:
+    for rows in (1, 16, 256, 1000):
+        logits = [some(rows, VOCAB, seed=seed) for seed in range(2)]
+        report("argmax", rows, floor=logits[0].nbytes / COPY_BYTES_PER_US,
+               ours=time_us(over(logits, argmax)),
+               torch=time_us(over(logits, lambda x: x.argmax(dim=-1))))  # fmt: skip
+        for spread in (0.7, 3.0):
+            wide = [some(rows, VOCAB, dtype=torch.float32, seed=seed) * spread for seed in range(2)]
+            figures = {}
+            for name, sampling in (
+                ("plain", SamplingParams()), ("top_k", SamplingParams(top_k=50)),
+                ("top_p", SamplingParams(top_p=0.9)),
+            ):  # fmt: skip
+                uniform = np.random.default_rng(0).random(rows, np.float32)
+                batch = a_sample_batch([sampling] * rows, VOCAB, uniform)
+                figures[name] = time_us(over(wide, _drawer(batch)))
+            if rows <= 256 and spread > 1:
+                figures["torch_sort"] = time_us(over(wide, lambda x: x.sort(dim=-1)))
+            report(f"sample spread {spread}", rows, floor=wide[0].nbytes / COPY_BYTES_PER_US,
+                   **figures)  # fmt: skip
+
+
+def time_products(report: Report) -> None:
+    for name, (num_out, num_in) in LINEARS.items():
+        weights = [some(num_out, num_in, seed=seed) for seed in range(3)]
+        linears = [Fp8Linear(weight) for weight in weights]
+        for tokens in TOKENS:
+            x = some(tokens, num_in)
+            rows = fused.quantize_rows(x)
+            figures = {"cublas": time_us(over(weights, lambda w: F.linear(x, w)))}
+            for fast in (True, False):
+                runs = [
+                    lambda linear=linear: torch._scaled_mm(
+                        rows[0], linear.values.t(), scale_a=rows[1], scale_b=linear.scale[None, :],
+                        out_dtype=torch.bfloat16, use_fast_accum=fast)
+                    for linear in linears
+                ]  # fmt: skip
+                figures["fp8_fast" if fast else "fp8_slow"] = time_us(runs)
+            for tile in TILES:
+                if (tile.rows > 64) == (tokens > 64):
+                    label = f"tile_{tile.rows}x{tile.columns}x{tile.k}_{tile.warps}w{tile.stages}"
+                    figures[label] = time_us(
+                        over(weights, lambda w: invariant.multiply(x, w, tile))
+                    )
+            figures["ours"] = time_us(over(weights, lambda w: invariant.matmul(x, w)))
+            report(f"linear {name}", tokens, **figures)
+
+
+TILES = [
+    invariant.Tile(64, 32, 64, 4, 6), invariant.Tile(64, 64, 64, 4, 5),
+    invariant.Tile(64, 64, 128, 4, 4), invariant.Tile(64, 128, 64, 4, 5),
+    invariant.Tile(128, 128, 64, 8, 4), invariant.Tile(128, 128, 64, 4, 3),
+    invariant.Tile(128, 256, 64, 8, 3), invariant.Tile(128, 256, 64, 8, 4),
+    invariant.Tile(256, 128, 64, 8, 3),
+]  # fmt: skip
+
+
+def check_tiles_agree() -> None:
+    """Whatever its tile, a row has the same bits."""
+    x, weight = some(300, HIDDEN), some(6144, HIDDEN, seed=1)
+    right = invariant.matmul(x, weight)
+    for tile in TILES:
+        assert torch.equal(invariant.multiply(x, weight, tile), right), tile
+
+
+CHECKS["tiles_agree"] = check_tiles_agree
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checks-only", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    failed = 0
+    for name, check in CHECKS.items():
+        try:
+            check()
+            print(f"check {name}: right", flush=True)
+        except Exception as error:  # the others are worth knowing too
+            failed += 1
+            print(f"check {name}: {type(error).__name__} {error}", flush=True)
+    report = Report()
+    if not arguments.checks_only:
+        with torch.inference_mode():
+            for part in (time_rows, time_sampling, time_products):
+                part(report)
+    if arguments.json:
+        arguments.json.write_text("\n".join(report.lines) + "\n")
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()
