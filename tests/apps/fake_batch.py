@@ -30,7 +30,7 @@ TEMPLATE = (
 Row = dict[str, Any]
 
 
-def a_tokenizer() -> Tokenizer:
+def a_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     """One token per byte: printable ASCII is 0 to 94, the line end 95, the end token 96.
 
     Other bytes come after that, outside the vocabulary of the fake model.
@@ -43,13 +43,16 @@ def a_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
-    return Tokenizer(backend, frozenset({EOS_ID}), {}, {"default": TEMPLATE})
+    return Tokenizer(backend, frozenset({EOS_ID}), {}, {"default": template})
 
 
 class FakeEngines:
     """Makes engines as `main` asks for them; keeps the last config and engine to look at."""
 
-    def __init__(self, num_pages: int = 256, max_model_len: int = 400) -> None:
+    def __init__(
+        self, num_pages: int = 256, max_model_len: int = 400, template: str = TEMPLATE
+    ) -> None:
+        self._template = template
         self._num_pages = num_pages
         self._max_model_len = max_model_len
         self.config: EngineConfig | None = None
@@ -65,7 +68,7 @@ class FakeEngines:
             max_model_len=config.sched.max_model_len or self._max_model_len,
             bus=bus,
         )
-        self.config, self.engine = config, TextEngine(engine, a_tokenizer())
+        self.config, self.engine = config, TextEngine(engine, a_tokenizer(self._template))
         return self.engine
 
     def _stepped(self, event: StepFinished) -> None:

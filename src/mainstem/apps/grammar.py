@@ -26,7 +26,7 @@ MAX_FORM_CHARS = 1 << 16
 MAX_CHOICES = 1024
 FORMS_KEPT = 256  # compiled, by their text
 FIELD = "response_format"
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAX_SYMBOLS = 100_000  # of a grammar
 _MAX_STATES = 50_000  # of its lexer, 1 to 2 kB each
 
@@ -38,7 +38,7 @@ def json_form(schema: object) -> str:
     """JSON that a schema describes."""
     if not isinstance(schema, dict):
         raise InvalidRequest(FIELD, f"a JSON schema must be an object, got {schema!r}")
-    return _form({"json_schema": schema | {"x-guidance": _SPACING}})
+    return _form({"json_schema": schema | {"x-guidance": JSON_SPACING}})
 
 
 def regex_form(pattern: str) -> str:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import tokenizers
@@ -133,9 +134,19 @@ class Tokenizer:
         """
         if not self._templates:
             raise InvalidRequest("messages", "this model has no chat template; send a prompt")
-        with_tools = "tool_use" if tools and "tool_use" in self._templates else "default"
-        template = self._templates.get(with_tools) or next(iter(self._templates.values()))
+        template = self._template("tool_use" if tools else "default")
         return template.render(messages, tools, add_generation_prompt, template_args or {})
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the template that chats with tools go through; None: it has no tools."""
+        template = self._template("tool_use") if self._templates else None
+        return template.source if template is not None and template.reads_tools else None
+
+    def _template(self, name: str) -> "ChatTemplate":
+        """The template of this name, else the default one, else the first."""
+        templates = self._templates
+        return templates.get(name) or templates.get("default") or next(iter(templates.values()))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; ids that the vocabulary lacks give nothing."""
@@ -273,8 +284,11 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
+        self.source = source
         try:
             self._template = environment.from_string(source)
+            variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            self.reads_tools = "tools" in variables
         except jinja2.TemplateError as error:
             raise ModelNotFound(f"the model's chat template is not valid: {error}") from error
 

@@ -213,7 +213,6 @@ def test_a_harmless_field_is_accepted_and_documented(server: Running, name: str)
         ("modalities", ["text", "audio"]),
         ("session_id", "s"),
         ("best_of", 2),
-        ("prompt_logprobs", 1),
         ("no_such_field", 1),
         ("echo", True),
     ],
@@ -378,3 +377,18 @@ def test_the_openapi_document_names_every_route(server: Running) -> None:
     paths = server.get("/openapi.json").json()["paths"]
     for path in ("/v1/chat/completions", "/v1/completions", "/admin/apps/{name}", "/live"):
         assert path in paths
+
+
+def test_prompt_logprobs_come_in_vllms_form(server: Running) -> None:
+    ids = [5, 6, 7]
+    reply = server.complete(ids, max_tokens=1, prompt_logprobs=0)
+    places = reply["choices"][0]["prompt_logprobs"]
+    assert places[0] is None
+    assert [list(place) for place in places[1:]] == [["6"], ["7"]]
+    assert places[1]["6"] == {"logprob": -2.0, "rank": 1, "decoded_token": "&"}
+    chat = {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}
+    answer = server.post("/v1/chat/completions", chat).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    for fields in ({"stream": True}, {"echo": True, "logprobs": 1}):
+        body = {"prompt": "x", "prompt_logprobs": 1} | fields
+        assert server.post("/v1/completions", body).json()["error"]["param"] == "prompt_logprobs"

@@ -1,18 +1,15 @@
-"""Answers as OpenAI writes them: the rows of a batch output, completion objects, logprobs."""
+"""Answers as OpenAI writes them: the rows of a batch output."""
 
-import codecs
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from mainstem.apps.answers import TextOutput
 from mainstem.apps.jobs.rows import Kind, Row, RowError
+from mainstem.apps.logprobs import Offsets, chat_logprobs, completion_logprobs, prompt_logprobs
 from mainstem.apps.text import Tokenizer
 from mainstem.core.request import FinishReason, SamplingParams, TokenLogprobs
 
 Json = dict[str, object]
-
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 @dataclass(slots=True)
@@ -71,10 +68,7 @@ def answer_row(row: Row, answers: Answers, model: str, tokenizer: Tokenizer, now
         "usage": _usage(answers),
     }
     if answers.sampling.prompt_logprobs is not None:
-        body["prompt_logprobs"] = [
-            None if entry is None else _prompt_place(entry, tokenizer)
-            for entry in answers.prompt_logprobs
-        ]
+        body["prompt_logprobs"] = prompt_logprobs(answers.prompt_logprobs, tokenizer)
     response = {"status_code": 200, "request_id": f"req-{name}", "body": body}
     return {
         "id": f"batch_req_{name}",
@@ -123,75 +117,14 @@ def _choice(kind: Kind, index: int, answers: Answers, tokenizer: Tokenizer) -> J
     if kind is Kind.CHAT:
         choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
         if has_logprobs:
-            logprobs = {"content": [_chat_place(entry, tokenizer) for entry in answer.logprobs]}
-            logprobs["refusal"] = None
+            logprobs = chat_logprobs(answer.logprobs, tokenizer)
     else:
         choice["text"] = answer.text
         if has_logprobs:
-            logprobs = _completion_logprobs(answer.logprobs, answer.text, tokenizer)
+            offsets = Offsets(tokenizer, answers.sampling.skip_special_tokens)
+            places = [(entry.token_id, entry) for entry in answer.logprobs]
+            logprobs = completion_logprobs(places, offsets, len(answer.text), tokenizer)
     choice["logprobs"] = logprobs
     choice["finish_reason"] = answer.finish_reason.value if answer.finish_reason else None
     choice["stop_reason"] = answer.stop_reason  # as vLLM: the stop string or token id
     return choice
-
-
-# --- logprobs ------------------------------------------------------------------------------------
-
-
-def token_text(token_id: int, tokenizer: Tokenizer) -> str:
-    """A token for people; one that is not whole characters as bytes:\\x.., as OpenAI does."""
-    data = tokenizer.token_bytes(token_id)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> Json:
-    return {
-        "token": token_text(token_id, tokenizer),
-        "logprob": max(logprob, LEAST_LOGPROB),
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
-
-
-def _chat_place(entry: TokenLogprobs, tokenizer: Tokenizer) -> Json:
-    pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-    top = [_chat_token(token_id, logprob, tokenizer) for token_id, logprob in pairs]
-    return _chat_token(entry.token_id, entry.logprob, tokenizer) | {"top_logprobs": top}
-
-
-def _completion_logprobs(entries: Sequence[TokenLogprobs], text: str, tokenizer: Tokenizer) -> Json:
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    offsets, end = [], 0
-    for entry in entries:
-        offsets.append(min(end, len(text)))
-        end += len(decoder.decode(tokenizer.token_bytes(entry.token_id)))
-    tops = []
-    for entry in entries:
-        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        top = {token_text(token_id, tokenizer): max(p, LEAST_LOGPROB) for token_id, p in pairs}
-        top.setdefault(token_text(entry.token_id, tokenizer), max(entry.logprob, LEAST_LOGPROB))
-        tops.append(top)
-    return {
-        "tokens": [token_text(entry.token_id, tokenizer) for entry in entries],
-        "token_logprobs": [max(entry.logprob, LEAST_LOGPROB) for entry in entries],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
-
-
-def _prompt_place(entry: TokenLogprobs, tokenizer: Tokenizer) -> Json:
-    """One place of a prompt in vLLM's form: token id -> its logprob, rank and text."""
-    places = {entry.token_id: (entry.logprob, entry.rank)}
-    pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-    for rank, (token_id, logprob) in enumerate(pairs, start=1):
-        places.setdefault(token_id, (logprob, rank))
-    return {
-        str(token_id): {
-            "logprob": max(logprob, LEAST_LOGPROB),
-            "rank": rank,
-            "decoded_token": token_text(token_id, tokenizer),
-        }
-        for token_id, (logprob, rank) in places.items()
-    }

@@ -10,7 +10,7 @@ accepted. `null` is the same as leaving a field out, as in OpenAI's API.
 
 import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias, TypeVar
@@ -129,6 +129,7 @@ class Chat:
     messages: list[Message]
     add_generation_prompt: bool = True
     template_args: Json = field(default_factory=dict)
+    tools: Sequence[Json] | None = None
 
 
 Prompt: TypeAlias = "str | array[int] | Chat"
@@ -404,6 +405,8 @@ def _message(index: int, message: object) -> Message:
     """A message whose content is one text: parts are joined, other parts than text refused."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequest("messages", f"message {index} must be an object with a role")
+    if message.get("tool_calls") is not None:
+        message = message | {"tool_calls": _past_calls(index, message["tool_calls"])}
     content = message.get("content")
     if content is None or isinstance(content, str):
         return message
@@ -415,3 +418,21 @@ def _message(index: int, message: object) -> Message:
             raise InvalidRequest("messages", reason)
         texts.append(part["text"])
     return message | {"content": "\n".join(texts)}
+
+
+def _past_calls(index: int, calls: object) -> list[Json]:
+    """Tool calls of an earlier answer, their arguments as objects: what chat templates expect."""
+    reason = f"tool_calls of message {index} must be functions whose arguments are JSON"
+    found: list[Json] = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+            raise InvalidRequest("messages", reason)
+        function = call["function"]
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                raise InvalidRequest("messages", reason) from None
+        found.append(call | {"function": function | {"arguments": arguments}})
+    return found

@@ -62,6 +62,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, app: App | None) -> list
         messages = prompt.messages if app is None else app.messages(prompt.messages)
         return tokenizer.encode_chat(
             messages,
+            prompt.tools,
             add_generation_prompt=prompt.add_generation_prompt,
             template_args=prompt.template_args,
         )

@@ -11,7 +11,7 @@ from time import monotonic, time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mainstem.apps.jobs.rows import Kind, RowParser
+from mainstem.apps.jobs.rows import Kind
 from mainstem.apps.server.apps_registry import App, AppRegistry, encode_prompt
 from mainstem.apps.server.auth import Access, Tenant
 from mainstem.apps.server.body import Json, read_json
@@ -22,9 +22,10 @@ from mainstem.apps.server.limits import Gate, Limits
 from mainstem.apps.server.live import Live, Record, RequestState
 from mainstem.apps.server.metrics import RequestTiming, ServerMetrics
 from mainstem.apps.server.replies import Heading, Reply, event
-from mainstem.apps.server.schema import Ask, parse_ask
+from mainstem.apps.server.schema import Ask, AskParser
 from mainstem.apps.server.stream import ClientLeft, EventStream, while_connected
 from mainstem.apps.server.worker import Answering, EngineFault, EngineRequest, Ticket, Worker
+from mainstem.apps.tools import tool_format
 from mainstem.core.errors import InvalidRequest
 
 INLINE_CHARS = 1 << 12  # a longer prompt is encoded on another thread
@@ -65,7 +66,7 @@ class Gateway:
         self.filler = AppFiller(worker, apps)
         self.is_ready = False  # the apps are filled
         self.is_draining = False
-        self._parser = RowParser({})
+        self._parser = AskParser(limits, tool_format(worker.tokenizer))
         self._ids = unique_ids()
         worker.on_tokens = live.rate.add
         worker.on_recovered = self._refill
@@ -88,7 +89,7 @@ class Gateway:
         """The reply to a completion, whole or as a stream."""
         tenant: Tenant = request.state.tenant
         self.gate.allow(tenant)
-        ask = parse_ask(await read_json(request, self.limits), kind, self._parser, self.limits)
+        ask = self._parser.parse(await read_json(request, self.limits), kind)
         model, app = self._resolve(ask)
         if self.is_draining:
             raise unavailable("the server is going down")
@@ -212,7 +213,7 @@ class Gateway:
     async def tokenize(self, body: Json) -> Json:
         """Ids of a text (`prompt`) or of a conversation (`messages`)."""
         kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
-        ask = parse_ask(body, kind, self._parser, self.limits)
+        ask = self._parser.parse(body, kind)
         _, app = self._resolve(ask)
         ids = (await self._encode(ask, app))[0]
         return {"tokens": ids, "count": len(ids), "max_model_len": self.worker.max_model_len}

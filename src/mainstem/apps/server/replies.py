@@ -1,21 +1,27 @@
 """Answers as OpenAI writes them: whole, and as the chunks of a stream."""
 
 import asyncio
-import codecs
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mainstem.apps.answers import TextOutput
-from mainstem.apps.jobs.replies import LEAST_LOGPROB, Answers, token_text
+from mainstem.apps.jobs.replies import Answer, Answers
 from mainstem.apps.jobs.rows import Kind
+from mainstem.apps.logprobs import (
+    Offsets,
+    Place,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from mainstem.apps.server.schema import Ask
 from mainstem.apps.server.worker import Answering
 from mainstem.apps.text import Tokenizer
-from mainstem.core.request import TokenLogprobs
+from mainstem.apps.tools import ToolCall, ToolReader
+from mainstem.core.request import FinishReason
 
 Json = dict[str, object]
-Place = tuple[int, TokenLogprobs | None]  # a token, and what is known of its probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +33,14 @@ class Heading:
     created: int  # seconds since 1970
 
 
-class _Offsets:
-    """Where each token's text begins, for the logprobs of completions."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._end = 0
-
-    def next(self, token_id: int, tokenizer: Tokenizer, skips_special: bool) -> int:
-        """The start of the next token."""
-        start = self._end
-        if not (skips_special and token_id in tokenizer.special_ids):
-            self._end += len(self._decoder.decode(tokenizer.token_bytes(token_id)))
-        return start
-
-
 @dataclass(slots=True)
 class _Choice:
     """How far a stream has told one answer."""
 
+    offsets: Offsets
+    tools: ToolReader | None
     has_begun: bool = False
     num_chars: int = 0
-    offsets: _Offsets = field(default_factory=_Offsets)
 
 
 class Reply:
@@ -86,6 +78,8 @@ class Reply:
         ]
         kind = "chat.completion" if self._is_chat else "text_completion"
         whole = self._object(kind, choices) | {"usage": self.usage()}
+        if self._is_chat and self._ask.sampling.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = self._prompt_logprobs(0)
         return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
 
     def _whole_choice(self, place: int, index: int) -> Json:
@@ -94,10 +88,12 @@ class Reply:
         choice: Json = {"index": place * self._ask.sampling.n + index}
         has_logprobs = self._ask.sampling.logprobs is not None
         logprobs: Json | None = None
+        reason = _reason(answer.finish_reason)
         if self._is_chat:
-            choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
+            choice["message"], has_calls = self._message(answer)
+            reason = "tool_calls" if has_calls and reason == "stop" else reason
             if has_logprobs:
-                logprobs = self._chat_logprobs(answer.logprobs)
+                logprobs = chat_logprobs(answer.logprobs, self._tokenizer)
         else:
             echo = self._echo(place)
             choice["text"] = echo + ("" if self._ask.is_scoring else answer.text)
@@ -106,13 +102,29 @@ class Reply:
                 places: list[Place] = [(entry.token_id, entry) for entry in shown]
                 if self._ask.has_echo:
                     places = [*self._prompt_places(place), *places]
-                logprobs = self._completion_logprobs(places, _Offsets(), len(str(choice["text"])))
+                num_chars = len(str(choice["text"]))
+                logprobs = completion_logprobs(places, self._offsets(), num_chars, self._tokenizer)
+            if self._ask.wants_prompt_logprobs:
+                choice["prompt_logprobs"] = self._prompt_logprobs(place)
         choice["logprobs"] = logprobs
-        choice["finish_reason"] = answer.finish_reason.value if answer.finish_reason else None
+        choice["finish_reason"] = reason
         choice["stop_reason"] = answer.stop_reason  # as vLLM: the stop string or token id
         if self._ask.is_scoring:
             choice |= {"finish_reason": "length", "stop_reason": None}
         return choice
+
+    def _message(self, answer: Answer) -> tuple[Json, bool]:
+        """A chat's answer, and whether it calls tools."""
+        message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
+        if self._ask.tools is None:
+            return message, False
+        reader = ToolReader(self._ask.tools.format)
+        parts = [*reader.push(answer.text), *reader.finish()]
+        calls = [part.to_json() for part in parts if isinstance(part, ToolCall)]
+        if calls:
+            text = "".join(part for part in parts if isinstance(part, str)).strip()
+            message |= {"content": text or None, "tool_calls": calls}
+        return message, bool(calls)
 
     def usage(self) -> Json:
         """Tokens so far, of all prompts and answers."""
@@ -134,7 +146,11 @@ class Reply:
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
         """Server-sent events: chunks, usage where asked for, and the end mark."""
-        choices = [_Choice() for _ in range(self._ask.num_answers)]
+        tools = self._ask.tools
+        choices = [
+            _Choice(self._offsets(), None if tools is None else ToolReader(tools.format))
+            for _ in range(self._ask.num_answers)
+        ]
         async for news in answering:
             lines = []
             for place, output in news:
@@ -150,7 +166,7 @@ class Reply:
 
     def _chunk_choices(self, place: int, output: TextOutput, told: _Choice) -> Iterator[Json]:
         """What one piece of news adds to the stream, as choices without their index."""
-        reason = output.finish_reason.value if output.finish_reason else None
+        reason = _reason(output.finish_reason)
         ending: Json = {"finish_reason": reason, "stop_reason": output.stop_reason}
         text, entries = output.text, output.logprobs
         if self._ask.is_scoring:
@@ -161,9 +177,10 @@ class Reply:
             if is_first:
                 delta: Json = {"role": "assistant", "content": ""}
                 yield {"delta": delta, "logprobs": None, "finish_reason": None}
-            if text or entries:
-                logprobs = self._chat_logprobs(entries) if entries else None
-                yield {"delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
+            if text or entries or reason is not None:
+                yield from self._chat_chunks(text, output, told)
+            if reason == "stop" and told.tools is not None and told.tools.num_calls:
+                ending["finish_reason"] = "tool_calls"
             if reason is not None:
                 yield {"delta": {}, "logprobs": None, **ending}
             return
@@ -176,8 +193,30 @@ class Reply:
         if text or places or reason is not None:
             logprobs = None
             if places:
-                logprobs = self._completion_logprobs(places, told.offsets, told.num_chars)
+                logprobs = completion_logprobs(
+                    places, told.offsets, told.num_chars, self._tokenizer
+                )
             yield {"text": text, "logprobs": logprobs, **ending}
+
+    def _chat_chunks(self, text: str, output: TextOutput, told: _Choice) -> Iterator[Json]:
+        """Text and tool calls that are certain now; logprobs go with the first chunk."""
+        logprobs = chat_logprobs(output.logprobs, self._tokenizer) if output.logprobs else None
+        parts: list[str | ToolCall] = [text] if text else []
+        first_call = 0
+        if told.tools is not None:
+            first_call = told.tools.num_calls
+            parts = told.tools.push(text)
+            if output.finish_reason is not None:
+                parts += told.tools.finish()
+        if not parts and logprobs is not None:
+            parts = [""]
+        for part in parts:
+            delta: Json = {"content": part}
+            if isinstance(part, ToolCall):
+                delta = {"tool_calls": [{"index": first_call} | part.to_json()]}
+                first_call += 1
+            yield {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+            logprobs = None
 
     def _event(self, choices: list[Json], usage: Json | None = None) -> bytes:
         chunk = self._object(
@@ -209,54 +248,19 @@ class Reply:
         skips_special = self._ask.sampling.skip_special_tokens
         return self._tokenizer.decode(self._prompt_ids[place], skips_special)
 
+    def _offsets(self) -> Offsets:
+        return Offsets(self._tokenizer, self._ask.sampling.skip_special_tokens)
+
+    def _prompt_logprobs(self, place: int) -> list[Json | None]:
+        return prompt_logprobs(self._answers[place].prompt_logprobs, self._tokenizer)
+
     def _prompt_places(self, place: int) -> list[Place]:
         ids = self._prompt_ids[place]
         return [*zip(ids, self._answers[place].prompt_logprobs, strict=True)]
 
-    def _chat_logprobs(self, entries: Sequence[TokenLogprobs]) -> Json:
-        content = []
-        for entry in entries:
-            pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-            top = [self._chat_token(token_id, logprob) for token_id, logprob in pairs]
-            content.append(self._chat_token(entry.token_id, entry.logprob) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
 
-    def _chat_token(self, token_id: int, logprob: float) -> Json:
-        return {
-            "token": token_text(token_id, self._tokenizer),
-            "logprob": max(logprob, LEAST_LOGPROB),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-        }
-
-    def _completion_logprobs(
-        self,
-        places: Sequence[Place],
-        offsets: _Offsets,
-        num_chars: int,
-    ) -> Json:
-        """`num_chars`: length of the text so far, which a stop string may have cut."""
-        tokenizer = self._tokenizer
-        skips_special = self._ask.sampling.skip_special_tokens
-        starts = [
-            min(offsets.next(token_id, tokenizer, skips_special), num_chars)
-            for token_id, _ in places
-        ]
-        return {
-            "tokens": [token_text(token_id, tokenizer) for token_id, _ in places],
-            "token_logprobs": [
-                None if entry is None else max(entry.logprob, LEAST_LOGPROB) for _, entry in places
-            ],
-            "top_logprobs": [None if entry is None else self._top(entry) for _, entry in places],
-            "text_offset": starts,
-        }
-
-    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        pairs = [*zip(entry.top_ids, entry.top_logprobs, strict=True)]
-        pairs.append((entry.token_id, entry.logprob))
-        top: dict[str, float] = {}
-        for token_id, logprob in pairs:
-            top.setdefault(token_text(token_id, self._tokenizer), max(logprob, LEAST_LOGPROB))
-        return top
+def _reason(reason: FinishReason | None) -> str | None:
+    return None if reason is None else reason.value
 
 
 def event(value: Json) -> bytes:

@@ -4,24 +4,24 @@ Beyond a batch row a request may stream, echo its prompt, bring several prompts 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mainstem.apps.jobs.rows import HARMLESS as HARMLESS_IN_ROWS
-from mainstem.apps.jobs.rows import Kind, Prompt, RowError, RowParser
-from mainstem.apps.server.faults import ApiError, from_row
+from mainstem.apps.jobs.rows import Chat, Kind, Prompt, RowError, RowParser
+from mainstem.apps.server.faults import ApiError, from_invalid, from_row
 from mainstem.apps.server.limits import Limits
+from mainstem.apps.tools import ToolFormat, ToolUse, read_tools
+from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import SamplingParams
 
 Json = Mapping[str, object]
 
 # accepted and without effect on the answer, beyond what rows accept; docs/serve.md lists them
 HARMLESS = (HARMLESS_IN_ROWS | {"prompt_cache_retention"}) - {"model", "stream_options"}
-OWN_FIELDS = frozenset({"app", "echo", "stream", "stream_options"})
+OWN_FIELDS = frozenset({"app", "echo", "stream", "stream_options", "tool_choice", "tools"})
 STREAM_OPTIONS = frozenset({"include_obfuscation", "include_usage"})
 # values of fields we lack that say what happens anyway
 EMPTY_VALUES: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "suffix": ("",),
 }
@@ -42,14 +42,50 @@ class Ask:
     includes_usage: bool = False
     has_echo: bool = False
     is_scoring: bool = False  # echo with max_tokens 0: the prompt's logprobs and no answer
+    wants_prompt_logprobs: bool = False  # in vLLM's form, not OpenAI's echo
+    tools: ToolUse | None = None
 
     @property
     def num_answers(self) -> int:
         return len(self.prompts) * self.sampling.n
 
 
-def parse_ask(body: Json, kind: Kind, parser: RowParser, limits: Limits) -> Ask:
-    """Read a body; raises ApiError 400 that names the field."""
+@dataclass(frozen=True, slots=True)
+class AskParser:
+    """Reads bodies for one model; `tool_format` is how it writes tool calls, if it does."""
+
+    limits: Limits
+    tool_format: ToolFormat | None
+    rows: RowParser = field(default_factory=lambda: RowParser({}))
+
+    def parse(self, body: Json, kind: Kind) -> Ask:
+        """Raises ApiError 400 that names the field."""
+        ask = _parse_ask(body, kind, self.rows, self.limits)
+        try:
+            return _with_tools(ask, body, self.tool_format)
+        except InvalidRequest as error:
+            raise from_invalid(error) from None
+
+
+def _with_tools(ask: Ask, body: Json, format: ToolFormat | None) -> Ask:
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if tools is None and choice is None:
+        return ask
+    use = read_tools([] if tools is None else tools, choice, format)
+    if use is None:
+        return ask
+    if ask.kind is not Kind.CHAT:
+        raise InvalidRequest("tools", "are for chats")
+    sampling = ask.sampling
+    if use.form is not None:
+        if sampling.grammar is not None:
+            raise InvalidRequest("response_format", "cannot be combined with a required tool call")
+        sampling = replace(sampling, grammar=use.form)
+    chats = [replace(chat, tools=use.tools) for chat in ask.prompts if isinstance(chat, Chat)]
+    return replace(ask, prompts=tuple(chats), sampling=sampling, tools=use)
+
+
+def _parse_ask(body: Json, kind: Kind, parser: RowParser, limits: Limits) -> Ask:
     options = {name: body[name] for name in OWN_FIELDS if body.get(name) is not None}
     rest = {
         name: value
@@ -67,9 +103,10 @@ def parse_ask(body: Json, kind: Kind, parser: RowParser, limits: Limits) -> Ask:
         raise ApiError(400, "the field 'echo' is not supported in a chat", "echo", "unknown_field")
     if is_scoring:
         rest["max_tokens"] = 1  # runs as the least there is, and is dropped
-    if rest.get("prompt_logprobs") is not None:
-        message = "prompt_logprobs: is not supported; use echo with logprobs"
-        raise ApiError(400, message, "prompt_logprobs", "unknown_field")
+    wants_prompt_logprobs = rest.get("prompt_logprobs") is not None
+    if wants_prompt_logprobs and (is_streaming or has_echo):
+        message = "prompt_logprobs: cannot be combined with stream or echo"
+        raise ApiError(400, message, "prompt_logprobs", "invalid_value")
     if has_echo and rest.get("logprobs") is not None:
         rest["prompt_logprobs"] = rest["logprobs"]
     _check_stop(rest.get("stop"), limits)
@@ -92,6 +129,7 @@ def parse_ask(body: Json, kind: Kind, parser: RowParser, limits: Limits) -> Ask:
         includes_usage=includes_usage,
         has_echo=has_echo,
         is_scoring=is_scoring,
+        wants_prompt_logprobs=wants_prompt_logprobs,
     )
 
 
