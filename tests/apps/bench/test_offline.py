@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.plan import Prompts
 from mainstem.core.shapes import ModelShape
+from mainstem.core.step import InFlight, Step
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from tests.builders import VOCAB, an_engine
-from tests.fakes import fake_answer
+from tests.fakes import FakeRunner, fake_answer
 
 SMALL = [
     "--workload", "relay-64", "--model-shape", "tiny", "--requests", "6", "--output", "4",
@@ -86,6 +88,24 @@ def test_steps_are_never_short_of_waiting_prompts() -> None:
         return run_job(engine, prompts, 4, True, ahead_tokens=ahead_tokens).steps.num_steps
 
     assert num_steps(2 * 64) == num_steps(1 << 30)
+
+
+@pytest.mark.parametrize("can_overlap", [True, False])
+def test_host_time_includes_launching_where_steps_overlap(
+    can_overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they do not, launching is running: the device's time."""
+    launch, launch_s = FakeRunner.launch, 0.05  # far above what the rest takes
+
+    def slow_launch(runner: FakeRunner, step: Step) -> InFlight:
+        sleep(launch_s)
+        return launch(runner, step)
+
+    monkeypatch.setattr(FakeRunner, "launch", slow_launch)
+    engine = an_engine(num_pages=256, can_overlap=can_overlap)
+    steps = run_job(engine, some_prompts(1), 4, True).steps
+    assert (steps.host_s >= steps.num_steps * launch_s) == can_overlap
+    assert steps.device_s >= steps.num_steps * launch_s
 
 
 # --- checks and reports ---------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from mainstem.engine.engine import Engine
 FP8_FLOPS_PER_S = 1297e12  # GEMM on an H200, sustained
 WARM_SEED = 99  # prompts of the warm-up are none of the job's
 WARM_TOKENS = 50_000  # computed in mixed steps
-WARM_SEQS = 1024  # decoding at once
+WARM_SEQS = 512  # decoding at once
 CHECKED_TOKENS = 8
 NESTED = ("settings", "profile")  # only in JSON; the profile has tables of its own
 
