@@ -1,15 +1,22 @@
 """The cost of attention over a span, and Eq. 10 of RelayAttention."""
 
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mainstem.core.errors import ConfigError
 from mainstem.core.step import Spans
 from mainstem.plan.cost import (
+    DATASHEETS,
+    GENERIC_CPU,
     H200,
     Heads,
+    card_for,
     relay_speedup,
+    save_card,
     shared_s,
     span_floor_s,
     unshared_s,
@@ -93,3 +100,35 @@ def test_floor_counts_each_key_once_and_causal_pairs_half() -> None:
     floor = span_floor_s(H200, spans, heads=32, kv_heads=8, head_dim=128)
     moved = 15 * 4096 + 2 * 2 * 32 * 128 * 2
     assert floor == pytest.approx(moved / H200.bytes_per_s)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_calibrated_card_goes_before_the_built_in_one(cache: Path) -> None:
+    assert card_for("NVIDIA H200") == H200
+    assert card_for("cpu") == GENERIC_CPU
+    measured = replace(H200, bytes_per_s=1e12)
+    save_card(measured)
+    save_card(replace(GENERIC_CPU, flops_per_s=1.0))
+    assert card_for("NVIDIA H200") == measured
+    assert card_for("cpu").flops_per_s == 1.0
+
+
+def test_an_unknown_card_is_estimated_from_its_name(cache: Path) -> None:
+    h100, other = card_for("NVIDIA H100 80GB HBM3"), card_for("Some GPU")
+    assert H200.bytes_per_s > h100.bytes_per_s > other.bytes_per_s
+    assert h100.name == "NVIDIA H100 80GB HBM3"
+    # the estimate of a card that was measured is not far off
+    assert 0.9 < 0.9 * DATASHEETS["H200"][0] / H200.bytes_per_s < 1.1
+    assert 0.9 < DATASHEETS["H200"][1] * 2 / 3 / H200.flops_per_s < 1.1
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"cpu": {"name": "cpu"}}', '{"cpu": 3}'])
+def test_a_damaged_file_of_cards_is_named(cache: Path, text: str) -> None:
+    (cache / "cards.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"cards\.json"):
+        card_for("cpu")

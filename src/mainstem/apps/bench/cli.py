@@ -17,6 +17,7 @@ BENCHES = {
         "random requests, aborts, preemptions: nothing is lost",
     ),
     "kernel": ("mainstem.apps.bench.kernel", "span attention on a GPU against its floor"),
+    "calibrate": ("mainstem.apps.bench.calibrate", "rates of this device, for the cost model"),
 }
 
 
