@@ -7,11 +7,12 @@ import numpy as np
 
 from mainstem.apps.grammar import Grammars
 from mainstem.apps.text import TextStream, Tokenizer
-from mainstem.core.ids import RequestId
+from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.request import (
     Delivery,
     FinishReason,
     Output,
+    Overflow,
     Request,
     SamplingParams,
     TokenLogprobs,
@@ -33,6 +34,7 @@ class TextOutput:
     finish_reason: FinishReason | None
     stop_reason: str | int | None  # the stop string or token that ended it
     num_cached_tokens: int
+    num_dropped_tokens: int = 0  # of the prompt, because it was longer than the context window
 
 
 @dataclass(slots=True)
@@ -73,8 +75,15 @@ class TextEngine:
         plan_place: int | None = None,
         expected_tokens: int | None = None,
         public_tokens: int = 0,
+        session: str | None = None,
+        overflow: Overflow | None = None,
+        keep_tokens: int = 0,
     ) -> None:
-        """Queue a prompt; raises InvalidRequest if it can never run."""
+        """Queue a prompt; raises InvalidRequest if it can never run.
+
+        `overflow` says what becomes of a prompt that is longer than the context window; by default
+        that of a `session` is truncated, all but its first `keep_tokens`, and any other refused.
+        """
         if sampling.stop_strings:
             delivery = Delivery.EACH_STEP  # each token may complete a stop string
         request = Request(
@@ -89,6 +98,9 @@ class TextEngine:
             delivery=delivery,
             plan_place=plan_place,
             expected_tokens=expected_tokens,
+            session=None if session is None else SessionId(session),
+            overflow=overflow,
+            keep_tokens=keep_tokens,
         )
         self.engine.submit(request)
         streams = {
@@ -144,6 +156,7 @@ class TextEngine:
             finish_reason=reason,
             stop_reason=stop,
             num_cached_tokens=output.num_cached_tokens,
+            num_dropped_tokens=output.num_dropped_tokens,
         )
 
     def _stop_token(self, request: Request, token_id: int) -> int | None:

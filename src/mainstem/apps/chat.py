@@ -7,6 +7,7 @@ from time import perf_counter
 
 from mainstem.apps.flags import add_engine_flags, add_sampling_flags, engine_config, sampling_params
 from mainstem.apps.llm import LLM
+from mainstem.apps.text import Tokenizer
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import SamplingParams
 
@@ -29,6 +30,7 @@ def main(argv: list[str]) -> int:
     sampling = sampling_params(args)
     llm = LLM.from_config(engine_config(args))
     start = [{"role": "system", "content": args.system}] if args.system else []
+    num_fixed = _common_tokens(llm.tokenizer, start)
     messages = list(start)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -51,7 +53,7 @@ def main(argv: list[str]) -> int:
             continue
         messages.append({"role": "user", "content": line})
         try:
-            answer = _answer(llm, messages, sampling, args.stats)
+            answer = _answer(llm, messages, num_fixed, sampling, args.stats)
         except InvalidRequest as error:
             print(f"({error}; /reset starts a new conversation)")
             messages.pop()
@@ -61,27 +63,40 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _common_tokens(tokenizer: Tokenizer, start: list[dict[str, str]]) -> int:
+    """How many tokens every conversation with this beginning has in common."""
+    a, b = (tokenizer.encode_chat([*start, {"role": "user", "content": said}]) for said in "ab")
+    return next(number for number, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
 def _answer(
-    llm: LLM, messages: list[dict[str, str]], sampling: SamplingParams, shows_stats: bool
+    llm: LLM,
+    messages: list[dict[str, str]],
+    num_fixed: int,
+    sampling: SamplingParams,
+    shows_stats: bool,
 ) -> str:
     """Stream one answer; Ctrl-C keeps what has come so far."""
     engine = llm.text_engine
     ids = llm.tokenizer.encode_chat(messages)
     began_s, first_s = perf_counter(), 0.0
-    engine.submit("chat", ids, sampling)
+    engine.submit("chat", ids, sampling, session="chat", keep_tokens=num_fixed)
     text: list[str] = []
-    num_tokens, num_cached = 0, 0
+    num_tokens, num_cached, num_dropped = 0, 0, 0
     while engine.has_work:
         try:
             for output in engine.step():
                 first_s = first_s or perf_counter() - began_s
                 num_tokens += len(output.token_ids)
                 num_cached = output.num_cached_tokens
+                num_dropped = output.num_dropped_tokens
                 text.append(output.text)
                 print(output.text, end="", flush=True)
         except KeyboardInterrupt:
             engine.abort("chat")
     print()
+    if num_dropped:
+        print(f"(the first part of this conversation, {num_dropped} tokens, is out of the window)")
     if shows_stats:
         seconds = perf_counter() - began_s
         rate = (num_tokens - 1) / max(seconds - first_s, 1e-9)

@@ -24,7 +24,7 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
-from mainstem.core.request import Delivery, SamplingParams, TokenLogprobs
+from mainstem.core.request import ChooseKept, Delivery, Overflow, SamplingParams, TokenLogprobs
 from mainstem.engine.build import build_engine
 from mainstem.plan.planner import plan_prompts
 
@@ -59,6 +59,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    num_dropped_tokens: int = 0  # of a prompt that was longer than the context window
 
     @property
     def finished(self) -> bool:
@@ -90,18 +91,24 @@ class LLM:
         max_model_len: int | None = None,
         threads: int | None = None,
         seed: int = 0,
+        truncation_ratio: float = 0.5,
+        sink_tokens: int | None = None,
+        choose_kept: ChooseKept | None = None,
     ) -> None:
+        """`truncation_ratio`, `sink_tokens` and `choose_kept` say what a session keeps that has
+        outgrown the context window: see docs/design/truncation.md."""
         weights: dict[str, object] = {"model": str(model), "dtype": dtype, "device": device}
         weights |= {"quantize": quantize, "threads": threads}
         memory: dict[str, object] = {"page_size": page_size, "kv_tokens": kv_tokens}
         steps: dict[str, object] = {"chunk_tokens": chunk_tokens, "share": share}
         steps |= {"max_model_len": max_model_len, "seed": seed}
+        steps |= {"truncation_ratio": truncation_ratio, "sink_tokens": sink_tokens}
         config = EngineConfig(
             model=update_section(ModelConfig(), weights, "LLM"),
             cache=update_section(CacheConfig(), memory, "LLM"),
             sched=update_section(SchedConfig(), steps, "LLM"),
         )
-        self._connect(config)
+        self._connect(config, choose_kept)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "LLM":
@@ -110,12 +117,13 @@ class LLM:
         llm._connect(config)
         return llm
 
-    def _connect(self, config: EngineConfig) -> None:
+    def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
         with StageBar() as bar:
             folder = resolve_model(config.model.model, bar)
         bus = EventBus()
         self.counters = Counters().attach(bus)
-        self.text_engine = TextEngine(build_engine(folder, config, bus), Tokenizer.load(folder))
+        engine = build_engine(folder, config, bus, choose_kept=choose_kept)
+        self.text_engine = TextEngine(engine, Tokenizer.load(folder))
         self._request_ids = count()
         self._shares = config.sched.share is not Share.NONE
 
@@ -128,29 +136,43 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        sessions: Sequence[str] | None = None,
+        overflow: Overflow | str | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, given as text or token ids; results in the order of the prompts.
 
-        Raises InvalidRequest before anything runs if one of them cannot be answered.
+        `sessions` names the conversation each prompt continues. `overflow` says what becomes of a
+        prompt longer than the context window: "kv" (the default in sessions), "recompute" or
+        "error". Raises InvalidRequest before anything runs if one of them cannot be answered.
         """
         listed = _listed_prompts(prompts)
         texts = [prompt for prompt in listed if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_batch(texts))
         ids = [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in listed]
         shown = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        return self._run(shown, ids, _listed_params(sampling_params, len(listed)), use_tqdm)
+        params = _listed_params(sampling_params, len(listed))
+        window = _window_rules(sessions, overflow, len(listed))
+        return self._run(shown, ids, params, window, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        sessions: Sequence[str] | None = None,
+        overflow: Overflow | str | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the model's chat template."""
+        """Answer one conversation or several, through the model's chat template; `sessions` and
+        `overflow` as in `generate`."""
         conversations = _listed_conversations(messages)
         texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
         ids = [self.tokenizer.encode_plain(text) for text in texts]
-        return self._run(texts, ids, _listed_params(sampling_params, len(texts)), use_tqdm)
+        params = _listed_params(sampling_params, len(texts))
+        return self._run(
+            texts, ids, params, _window_rules(sessions, overflow, len(texts)), use_tqdm
+        )
 
     def close(self) -> None:
         """Stop whatever runs. The memory goes with the last reference to the LLM."""
@@ -167,6 +189,7 @@ class LLM:
         prompts: Sequence[str | None],
         ids: Sequence[list[int]],
         params: Sequence[SamplingParams],
+        window: "_WindowRules",
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
@@ -177,7 +200,13 @@ class LLM:
         try:
             for index, place in self._order(ids):
                 self.text_engine.submit(
-                    request_ids[index], ids[index], params[index], Delivery.AT_END, plan_place=place
+                    request_ids[index],
+                    ids[index],
+                    params[index],
+                    Delivery.AT_END,
+                    plan_place=place,
+                    session=window.sessions[index],
+                    overflow=window.overflow,
                 )
             self._drain(results, use_tqdm)
         except BaseException:
@@ -237,6 +266,7 @@ def add_output(result: RequestOutput, output: TextOutput) -> None:
         result.prompt_logprobs = list(output.prompt_logprobs)
     if output.index == 0:
         result.num_cached_tokens = output.num_cached_tokens
+        result.num_dropped_tokens = output.num_dropped_tokens
     if output.finish_reason is not None:
         answer.finish_reason = output.finish_reason.value
         answer.stop_reason = output.stop_reason
@@ -278,6 +308,27 @@ def _listed_params(
     if len(params) != number:
         raise InvalidRequest("sampling_params", f"{len(params)} given for {number} prompts")
     return list(params)
+
+
+@dataclass(frozen=True, slots=True)
+class _WindowRules:
+    """What becomes of prompts that are longer than the context window."""
+
+    sessions: Sequence[str | None]
+    overflow: Overflow | None
+
+
+def _window_rules(
+    sessions: Sequence[str] | None, overflow: Overflow | str | None, number: int
+) -> _WindowRules:
+    if sessions is not None and len(sessions) != number:
+        raise InvalidRequest("sessions", f"{len(sessions)} given for {number} prompts")
+    if isinstance(overflow, str):
+        known = [policy.value for policy in Overflow]
+        if overflow not in known:
+            raise InvalidRequest("overflow", f"must be one of {known}, got {overflow!r}")
+        overflow = Overflow(overflow)
+    return _WindowRules([None] * number if sessions is None else sessions, overflow)
 
 
 def _listed_conversations(

@@ -1,7 +1,7 @@
 """What a caller asks for and what comes back; token ids only, text lives in apps."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -166,6 +166,12 @@ class Overflow(Enum):
     KV = "kv"  # the oldest tokens go; the KV of the others is kept and moved to their new places
     RECOMPUTE = "recompute"  # the oldest tokens go; the others are computed afresh
     ERROR = "error"
+
+
+# Of the pages [pages, page_size] of token ids that a truncation is about to drop, the numbers of
+# those to spare, as many as the second argument at most. The same tokens must get the same answer:
+# later turns of a conversation ask again.
+ChooseKept = Callable[[NDArray[np.int32], int], Sequence[int]]
 
 
 class Delivery(Enum):

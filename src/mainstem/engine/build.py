@@ -1,11 +1,13 @@
 """Config -> Engine: the only place where parts are chosen and joined."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from mainstem.core.config import DType, EngineConfig
 from mainstem.core.events import EventBus
+from mainstem.core.request import ChooseKept
 from mainstem.core.shapes import ModelShape
 from mainstem.core.step import Runner
 from mainstem.engine.engine import Engine
@@ -13,31 +15,45 @@ from mainstem.engine.tiers import make_fetching, make_tiers
 from mainstem.kv.store import KVStore
 from mainstem.plan.cost import GENERIC_CPU, H200, Heads, worth_sharing
 from mainstem.runner.facts import RunnerFacts
-from mainstem.runner.load import Origin, RandomOrigin, folder_origin, load_runner
+from mainstem.runner.load import RandomOrigin, folder_origin, load_runner
 from mainstem.sched.scheduler import Scheduler
 from mainstem.sched.truncation import TruncationRules
 
 
-def build_engine(folder: Path, config: EngineConfig, bus: EventBus | None = None) -> Engine:
+def build_engine(
+    folder: Path,
+    config: EngineConfig,
+    bus: EventBus | None = None,
+    *,
+    choose_kept: ChooseKept | None = None,
+    around: Callable[[Runner], Runner] | None = None,
+) -> Engine:
     """Load the model in `folder` and put an engine around it.
 
-    Raises UnsupportedModel for a checkpoint we cannot run, ConfigError for impossible settings.
+    `choose_kept` names pages that truncation should spare; `around` lets a benchmark watch the
+    steps. Raises UnsupportedModel for a checkpoint we cannot run, ConfigError for impossible
+    settings.
     """
-    return _build(folder_origin(folder), config, bus)
+    runner, facts = load_runner(folder_origin(folder), config)
+    if around is not None:
+        runner = around(runner)
+    return join(runner, facts, config, bus or EventBus(), choose_kept)
 
 
 def build_random_engine(
     shape: ModelShape, config: EngineConfig, bus: EventBus | None = None, seed: int = 0
 ) -> Engine:
     """An engine around random weights of a known shape, for measuring speed."""
-    return _build(RandomOrigin(shape, seed), config, bus)
+    return join(*load_runner(RandomOrigin(shape, seed), config), config, bus or EventBus())
 
 
-def _build(origin: Origin, config: EngineConfig, bus: EventBus | None) -> Engine:
-    return join(*load_runner(origin, config), config, bus or EventBus())
-
-
-def join(runner: Runner, facts: RunnerFacts, config: EngineConfig, bus: EventBus) -> Engine:
+def join(
+    runner: Runner,
+    facts: RunnerFacts,
+    config: EngineConfig,
+    bus: EventBus,
+    choose_kept: ChooseKept | None = None,
+) -> Engine:
     """An engine around a loaded runner."""
     tiers = make_tiers(runner, facts.identity, config.store, bus)
     store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers)
@@ -55,7 +71,7 @@ def join(runner: Runner, facts: RunnerFacts, config: EngineConfig, bus: EventBus
         facts.vocab_size,
         facts.max_model_len,
         bus,
-        truncation=TruncationRules(),
+        truncation=TruncationRules(facts.can_move_pages, choose_kept),
         worth_sharing=partial(worth_sharing, card, heads),
         max_step_tokens=facts.max_step_tokens,
         fetching=None

@@ -45,6 +45,17 @@ class RopeSpec:
     has_whole_bounds: bool = True  # yarn: these dims are rounded to whole numbers
     score_factor: float = 1.0  # yarn: query and key are multiplied by it each
 
+    @property
+    def has_fixed_frequencies(self) -> bool:
+        """Whether a key can be turned to another position: it is not for kinds of scaling that
+        depend on the length of the context (dynamic, longrope)."""
+        return self.scaling in (
+            RopeScaling.NONE,
+            RopeScaling.LINEAR,
+            RopeScaling.LLAMA3,
+            RopeScaling.YARN,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:

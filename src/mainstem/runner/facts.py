@@ -22,6 +22,7 @@ class RunnerFacts:
     head_dim: int
     dtype: DType  # computed in
     quantize: Quantize
+    can_move_pages: bool  # whether keys can be turned to other positions
     device_name: str = "cpu"
     chunk_tokens: int | None = None  # what keeps this device busy; None: the scheduler's default
     max_step_tokens: int | None = None  # what the buffers hold; None: any number

@@ -184,6 +184,7 @@ def make_facts(
         head_dim=spec.head_dim,
         dtype=DType(str(dtype).removeprefix("torch.")),
         quantize=config.model.quantize,
+        can_move_pages=spec.rope.has_fixed_frequencies,
     )
 
 

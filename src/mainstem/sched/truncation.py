@@ -12,7 +12,7 @@ the distance they move (AttentionStore 3.4). Such pages still depend on tokens t
 their names are mixed with the session and with what was dropped: they serve nobody else.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
@@ -21,14 +21,10 @@ import numpy as np
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.ids import PageKey
-from mainstem.core.request import Overflow, Request
+from mainstem.core.request import ChooseKept, Overflow, Request
 from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import KVStore, Lookup
-
-# Of the pages [pages, page_size] of token ids that are to be dropped, the numbers of those to keep
-# after all, at most `limit`. Must answer the same to the same tokens: later turns ask again.
-ChooseKept = Callable[[Int32s, int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
