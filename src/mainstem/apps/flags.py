@@ -17,7 +17,7 @@ from mainstem.core.config import (
 )
 from mainstem.core.request import SamplingParams
 
-MODEL_FLAGS = ("model", "dtype", "device", "quantize", "threads")
+MODEL_FLAGS = ("model", "dtype", "device", "quantize", "threads", "deterministic")
 CACHE_FLAGS = ("page_size", "kv_tokens", "memory_share")
 SCHED_FLAGS = (
     "chunk_tokens",
@@ -54,6 +54,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", choices=_values(Device), help="where to run (auto)")
     group.add_argument("--quantize", choices=_values(Quantize), help="smaller weights (none)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (all cores)")
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        default=None,
+        help="answers to the bit the same whatever runs beside them (GPU, with --page-size 64)",
+    )
     group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
     group.add_argument("--kv-tokens", type=int, metavar="N", help="KV memory (from free memory)")
     group.add_argument(
@@ -64,7 +70,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="share of the memory for weights and KV together, where --kv-tokens is not given; "
         "on a CPU, of the memory that is available",
     )
-    group.add_argument("--chunk-tokens", type=int, metavar="N", help="most tokens in a step (512)")
+    group.add_argument("--chunk-tokens", type=int, metavar="N", help="most tokens in a step (by device)")
     group.add_argument(
         "--share",
         choices=_values(Share),

@@ -90,6 +90,7 @@ class LLM:
         share: str = "reads",
         max_model_len: int | None = None,
         threads: int | None = None,
+        deterministic: bool = False,
         seed: int = 0,
         truncation_ratio: float = 0.5,
         sink_tokens: int | None = None,
@@ -98,7 +99,7 @@ class LLM:
         """`truncation_ratio`, `sink_tokens` and `choose_kept` say what a session keeps that has
         outgrown the context window: see docs/design/truncation.md."""
         weights: dict[str, object] = {"model": str(model), "dtype": dtype, "device": device}
-        weights |= {"quantize": quantize, "threads": threads}
+        weights |= {"quantize": quantize, "threads": threads, "deterministic": deterministic}
         memory: dict[str, object] = {"page_size": page_size, "kv_tokens": kv_tokens}
         steps: dict[str, object] = {"chunk_tokens": chunk_tokens, "share": share}
         steps |= {"max_model_len": max_model_len, "seed": seed}

@@ -94,7 +94,7 @@ class DeviceLayer:
     qkv: DeviceLinear | Fp8Linear
     q_gain: Tensor | None
     k_gain: Tensor | None
-    out: DeviceLinear
+    out: DeviceLinear | Fp8Linear
     mlp_gain: Tensor
     gate_up: DeviceLinear | Fp8Linear
     down: DeviceLinear | Fp8Linear
@@ -140,7 +140,7 @@ class DeviceDecoder:
                 mixed, x, tokens = mixed[rows], x[rows], len(rows)
                 if tokens == 0:
                     return x
-            delta = layer.out(mixed, space.delta[:tokens])
+            delta = _product(layer.out, mixed, space.delta[:tokens])
             normed = self._add_norm(delta, x, layer.mlp_gain, isinstance(layer.gate_up, Fp8Linear))
             gate_up = _product(layer.gate_up, normed, space.gate_up[:tokens])
             act = self._activate(gate_up, isinstance(layer.down, Fp8Linear))
@@ -153,6 +153,22 @@ class DeviceDecoder:
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """[rows, vocab] in the model's dtype, into `out`."""
         return self._head(hidden, out)
+
+    def touch(self, tokens: int) -> None:
+        """Run a layer's products over so many rows: the vendor's library loads the kernel it
+        chooses for a shape when it is first asked for, and the device stands still meanwhile."""
+        space, layer = self._space, self._layers[0]
+        normed = self._add_norm(
+            space.delta[:tokens],
+            space.residual[:tokens],
+            layer.mlp_gain,
+            isinstance(layer.qkv, Fp8Linear),
+        )
+        _product(layer.qkv, normed, space.qkv[:tokens])
+        _product(layer.out, space.mixed[:tokens], space.delta[:tokens])
+        gate_up = _product(layer.gate_up, normed, space.gate_up[:tokens])
+        act = self._activate(gate_up, isinstance(layer.down, Fp8Linear))
+        _product(layer.down, act, space.delta[:tokens])
 
     def _first_norm(self, x: Tensor) -> Tensor | Fp8:
         eps = self.spec.norm_eps
@@ -195,8 +211,8 @@ def load_device_decoder(
 ) -> DeviceDecoder:
     """Take the weights of `source`, which puts them on the device.
 
-    With fp8 the QKV, gate/up and down products are quantized; the out product and the LM head stay,
-    for what they would gain is small and what they would lose is not.
+    With fp8 the products of the layers are quantized; the LM head stays, for what it would gain is
+    small and what it would lose is not.
     """
     dense = InvariantLinear if is_deterministic else PlainLinear
     size = (spec.vocab_size, spec.hidden_size)
@@ -235,8 +251,10 @@ def _load_layer(
         bias = None
         if has_bias:
             bias = torch.cat([take(f"{n}.bias", r) for n, r in zip(names, rows, strict=True)])
-        weight = torch.cat(weights)
-        return Fp8Linear(weight, bias) if is_fp8 else dense(weight, bias)
+        return linear(torch.cat(weights), bias)
+
+    def linear(weight: Tensor, bias: Tensor | None) -> DeviceLinear | Fp8Linear:
+        return Fp8Linear(weight, bias, weight.dtype) if is_fp8 else dense(weight, bias)
 
     attention_gain = take("input_layernorm.weight", hidden)
     qkv_names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -245,10 +263,9 @@ def _load_layer(
     if spec.has_qk_norm:
         q_gain, k_gain = (take(f"self_attn.{x}_norm.weight", dim) for x in "qk")
     out_bias = take("self_attn.o_proj.bias", hidden) if spec.has_out_bias else None
-    out = dense(take("self_attn.o_proj.weight", hidden, q_rows), out_bias)
+    out = linear(take("self_attn.o_proj.weight", hidden, q_rows), out_bias)
     mlp_gain = take("post_attention_layernorm.weight", hidden)
     gate_up = fused(("mlp.gate_proj", "mlp.up_proj"), (size, size), spec.has_mlp_bias)
     down_bias = take("mlp.down_proj.bias", hidden) if spec.has_mlp_bias else None
-    down_weight = take("mlp.down_proj.weight", hidden, size)
-    down = Fp8Linear(down_weight, down_bias) if is_fp8 else dense(down_weight, down_bias)
+    down = linear(take("mlp.down_proj.weight", hidden, size), down_bias)
     return DeviceLayer(attention_gain, qkv, q_gain, k_gain, out, mlp_gain, gate_up, down)

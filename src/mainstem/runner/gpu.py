@@ -32,6 +32,7 @@ from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs
 
 _LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
 _PROMPT_LOGPROB_ROWS = 64  # likewise for prompt logprobs, which need fp32
+_TOUCH = 16  # rows between the batch sizes whose products are tried beforehand
 _NUM_RESULTS = 3  # steps whose ids may be on their way to the host
 
 
@@ -134,6 +135,8 @@ class GpuRunner:
         self._inputs.clear()
         attention, decoder = self._attention, self._decoder
         max_tokens = len(self._results[0])
+        size = (len(self._logits), decoder.spec.hidden_size)
+        hidden_rows = torch.zeros(size, dtype=decoder.dtype, device=self._device)
         for tokens in {max_tokens, min(17, max_tokens), 1}:  # kernels know 1 and multiples of 16
             inputs = self._inputs.views(tokens)
             attention.plan(_one_key_each(tokens))
@@ -141,6 +144,11 @@ class GpuRunner:
             hidden = decoder.forward(inputs.token_ids, None, attention, self._gate)
             rows = min(tokens, len(self._logits))
             argmax(decoder.logits(hidden[:rows], self._logits[:rows]))
+        for tokens in (*range(1, 1024, _TOUCH), *range(1024, max_tokens, 4 * _TOUCH)):
+            if tokens <= max_tokens:
+                decoder.touch(tokens)
+            if tokens <= len(self._logits):
+                decoder.logits(hidden_rows[:tokens], self._logits[:tokens])
         self._graphs = DecodeGraphs(graph_sizes, self._capture)
         torch.cuda.synchronize(self._device)
 

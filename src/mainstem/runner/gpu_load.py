@@ -1,10 +1,13 @@
 """Weights -> a GpuRunner. Everything a step needs is allocated here; pages take the rest."""
 
+from dataclasses import replace
+
 import torch
 
 from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.kernels.ops import PAGE_SIZES, Limits, SpanAttention
+from mainstem.kernels.tuning import Tiles, choose_tiles
 from mainstem.models.config import ModelSpec
 from mainstem.models.device import Workspace, load_device_decoder
 from mainstem.runner.facts import RunnerFacts
@@ -57,6 +60,7 @@ def load_gpu_runner(
         ),
         scale=spec.softmax_scale,
         deterministic_keys=DETERMINISTIC_PAGE if model.deterministic else None,
+        tiles=_tiles(model, dtype, device),
     )
     page_bytes = spec.kv_elements_per_token * dtype.itemsize * cache.page_size
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
@@ -79,6 +83,13 @@ def _check(config: EngineConfig, spec: ModelSpec) -> None:
         raise ConfigError(f"page_size on a GPU must be one of {PAGE_SIZES}, got {page_size}")
     if config.model.deterministic and page_size != DETERMINISTIC_PAGE:
         raise ConfigError(f"deterministic needs page_size={DETERMINISTIC_PAGE}, got {page_size}")
+
+
+def _tiles(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tiles:
+    tiles = choose_tiles(device, dtype)
+    if not model.deterministic:
+        return tiles
+    return replace(tiles, large_k=min(tiles.large_k, DETERMINISTIC_PAGE))
 
 
 def _dtype(model: ModelConfig, spec: ModelSpec) -> torch.dtype:
