@@ -70,7 +70,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="share of the memory for weights and KV together, where --kv-tokens is not given; "
         "on a CPU, of the memory that is available",
     )
-    group.add_argument("--chunk-tokens", type=int, metavar="N", help="most tokens in a step (by device)")
+    group.add_argument(
+        "--chunk-tokens", type=int, metavar="N", help="most tokens in a step (by device)"
+    )
     group.add_argument(
         "--share",
         choices=_values(Share),

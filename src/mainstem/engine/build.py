@@ -13,7 +13,7 @@ from mainstem.core.step import Runner
 from mainstem.engine.engine import Engine
 from mainstem.engine.tiers import make_fetching, make_tiers
 from mainstem.kv.store import KVStore
-from mainstem.plan.cost import GENERIC_CPU, H200, Heads, worth_sharing
+from mainstem.plan.cost import Heads, card_for, worth_sharing
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.load import RandomOrigin, folder_origin, load_runner
 from mainstem.sched.scheduler import Scheduler
@@ -59,7 +59,7 @@ def join(
     store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers)
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)
-    card = GENERIC_CPU if facts.device_name == "cpu" else H200
+    card = card_for(facts.device_name)
     sched = config.sched
     scheduler = Scheduler(
         replace(
