@@ -15,7 +15,8 @@ from mainstem.core.request import Delivery, FinishReason, Request, SamplingParam
 from mainstem.engine.engine import Engine
 from mainstem.plan.planner import plan_prompts
 
-LARGEST_CHUNK_TOKENS = 16_384  # of any step whose size the engine chooses itself
+CHUNK_TOKENS = 8192  # at least what a step takes where the engine chooses its size itself
+LEAST_NEW_TOKENS = 16  # of a prompt whose prefix may be cached or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,18 @@ class Order:
         return cls(plan.members.astype(np.int64), shared_with_next(plan))
 
     def new_tokens(self, prompts: Prompts) -> Int64s:
-        """[places] tokens of each prompt that the one before it does not share."""
+        """[places] tokens of each prompt that the one before it does not share, or the least that
+        may be left of it to compute where that is not known.
+        """
         lengths = prompts.num_tokens[self.members]
-        if self.shared_with_next is not None:
-            lengths[1:] -= self.shared_with_next[:-1]
+        if self.shared_with_next is None:
+            return np.minimum(lengths, LEAST_NEW_TOKENS)
+        lengths[1:] -= self.shared_with_next[:-1]
         return lengths
 
 
 class Feed:
-    """Submits a job's prompts in order, as far ahead as the next two steps can use.
+    """Submits a job's prompts in order, a little ahead of need.
 
     What a step takes is counted in tokens to compute, so that is what is kept waiting. Submitting
     a prompt hashes its pages: all of a job at once would keep the device idle at the start, a few
@@ -140,12 +144,12 @@ def run_job(
     prompts: Prompts,
     output: int,
     is_planned: bool,
-    ahead_tokens: int = 2 * LARGEST_CHUNK_TOKENS,
+    chunk_tokens: int = CHUNK_TOKENS,
     after_step: Callable[[Counters], None] = lambda _: None,
 ) -> JobRun:
     """Answer every prompt with `output` tokens, greedily. Planning and submitting are in the time.
 
-    `ahead_tokens` to compute are kept waiting: two steps' worth.
+    Prompts for one step wait before the first, for two steps of `chunk_tokens` from then on.
     Raises AssertionError if an answer is missing or short.
     """
     counters = Counters().attach(engine.bus)
@@ -156,7 +160,7 @@ def run_job(
     run.steps = StepLog.attach(engine)
     while not feed.is_empty or engine.has_work:
         submitting_s = perf_counter()
-        feed.top_up(ahead_tokens)
+        feed.top_up(2 * chunk_tokens if run.steps.num_steps else chunk_tokens)
         run.submit_s += perf_counter() - submitting_s
         for news in engine.step():
             assert news.finish_reason is FinishReason.LENGTH, f"{news.request_id} ended early"
