@@ -34,7 +34,7 @@ K = TypeVar("K", bound=Hashable)
 
 HEADROOM = 0.05  # share of the host tier that is kept free for saves and loads
 WAITED_FOR = 1 << 100  # worth of a queued page is this less its `when`: above every rank
-SPARE_ITEMS = 64  # outdated heap items that are not worth a clean-up
+SPARE_ITEMS = 4096  # outdated heap items that are not worth a clean-up
 
 
 class PolicyKind(Enum):
@@ -120,8 +120,9 @@ class _Entry:
 class TierPolicy(Generic[K]):
     """Decides for every stored page in which tier it lives, and when it goes.
 
-    Call order per request: `expect` when it is queued, `admit` with all its pages when they are in
-    hand (used and new ones), `dismiss` after that; `make_headroom` and `choose_prefetch` whenever
+    Call order per request: `expect` when it is queued; `dismiss` when it is served, and only then
+    `admit` with all its pages, used and new ones (or `finish`, which is both): as long as a request
+    waits, its pages are worth more than all others. `make_headroom` and `choose_prefetch` whenever
     there is time. All cost O(log n) a page; nothing scans a tier.
 
     Invariant: a tier never holds more than its pages, every entry is in a tier, and every page that
@@ -140,6 +141,7 @@ class TierPolicy(Generic[K]):
         self._clock = 0  # the next rank
         self._by_use: dict[K, None] = {}  # least recently used first; filled only with a TTL
         self._window: QueueWindow[K] = QueueWindow(config.host_pages - config.headroom_pages)
+        self._next_use = self._window.next_use
         self._wanted: list[tuple[int, K]] = []  # heap of (when, key): near, and only on disk
 
     # -- what is where -------------------------------------------------------------------------
@@ -196,6 +198,7 @@ class TierPolicy(Generic[K]):
             entry = entries.get(key)
             if entry is not None:
                 self._file(key, entry)
+        self._clean()
 
     def dismiss(self, ticket: Hashable) -> None:
         """The request no longer waits: it was served, or given up."""
@@ -204,6 +207,7 @@ class TierPolicy(Generic[K]):
             entry = entries.get(key)
             if entry is not None:
                 self._file(key, entry)
+        self._clean()
 
     # -- pages come ----------------------------------------------------------------------------
 
@@ -213,6 +217,7 @@ class TierPolicy(Generic[K]):
             entry = self._entries.get(key)
             if entry is not None:
                 self._touch(key, entry, now)
+        self._clean()
 
     def admit(self, keys: Sequence[K], now: float) -> Moves[K]:
         """A chain, whose pages are all in hand, is used and wants to be in the host tier.
@@ -238,7 +243,18 @@ class TierPolicy(Generic[K]):
                 self._enter_host(key, entry)
             elif not entry.on_disk:
                 self._write_or_drop(key, entry, moves)
+        self._clean()
         return moves.settled()
+
+    def finish(self, ticket: Hashable, keys: Sequence[K], now: float) -> Moves[K]:
+        """`dismiss` and `admit` for a request that was served; its pages are filed only once."""
+        waited_for = self._window.leave(ticket)
+        if keys[: len(waited_for)] != waited_for:
+            for key in waited_for:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    self._file(key, entry)
+        return self.admit(keys, now)
 
     def recover(self, keys: Iterable[K], now: float) -> Moves[K]:
         """Pages found on disk at the start, least recently used first."""
@@ -255,6 +271,7 @@ class TierPolicy(Generic[K]):
             else:
                 self._remove(key)
                 moves.drop.append(key)
+        self._clean()
         return moves
 
     def back_up(self, keys: Sequence[K]) -> Moves[K]:
@@ -290,7 +307,7 @@ class TierPolicy(Generic[K]):
             when, key = wanted[0]
             entry = entries.get(key)
             is_due = entry is not None and not entry.in_host and self._window.is_near(key)
-            if not is_due or self._window.next_use(key) != when:
+            if not is_due or self._next_use.get(key) != when:
                 heappop(wanted)
                 if is_due:
                     self._want(key)
@@ -339,7 +356,7 @@ class TierPolicy(Generic[K]):
             entry = self._entries[key]
             if entry.used_s + ttl_s > now:
                 break
-            if entry.pins or self._window.next_use(key) is not None:
+            if entry.pins or self._next_use.get(key) is not None:
                 del self._by_use[key]
                 self._by_use[key] = None
                 entry.used_s = now
@@ -367,12 +384,13 @@ class TierPolicy(Generic[K]):
                 entry.pins -= 1
                 if not entry.pins:
                     self._file(key, entry)
+        self._clean()
 
     # -- inside --------------------------------------------------------------------------------
 
     def _worth(self, key: K, entry: _Entry) -> int:
         """What decides who leaves: the smallest goes first."""
-        when = self._window.next_use(key)
+        when = self._next_use.get(key)
         return entry.rank if when is None else WAITED_FOR - when
 
     def _touch(self, key: K, entry: _Entry, now: float) -> None:
@@ -383,21 +401,26 @@ class TierPolicy(Generic[K]):
         if self.config.kind is not PolicyKind.FIFO:
             self._clock += 1
             entry.rank = self._clock
-            if self._window.next_use(key) is None:
+            if self._next_use.get(key) is None:
                 self._file(key, entry)
 
     def _file(self, key: K, entry: _Entry) -> None:
         """Put an item of the page's present worth into the heap of the tier it may leave."""
         if entry.pins:
             return
+        when = self._next_use.get(key)
+        worth = entry.rank if when is None else WAITED_FOR - when
         if entry.in_host:
-            heappush(self._host, (self._worth(key, entry), key))
-            if len(self._host) > 4 * self._num_host + SPARE_ITEMS:
-                self._host = self._cleaned(TierKind.HOST)
+            heappush(self._host, (worth, key))
         elif entry.on_disk:
-            heappush(self._disk, (self._worth(key, entry), key))
-            if len(self._disk) > 4 * self._num_disk + SPARE_ITEMS:
-                self._disk = self._cleaned(TierKind.DISK)
+            heappush(self._disk, (worth, key))
+
+    def _clean(self) -> None:
+        """Rebuild a heap that has become mostly outdated items."""
+        if len(self._host) > 4 * self._num_host + SPARE_ITEMS:
+            self._host = self._cleaned(TierKind.HOST)
+        if len(self._disk) > 4 * self._num_disk + SPARE_ITEMS:
+            self._disk = self._cleaned(TierKind.DISK)
 
     def _cleaned(self, tier: TierKind) -> list[tuple[int, K]]:
         """A heap without outdated items."""
@@ -515,7 +538,7 @@ class TierPolicy(Generic[K]):
             self._want(key)
 
     def _want(self, key: K) -> None:
-        when = self._window.next_use(key)
+        when = self._next_use.get(key)
         assert when is not None, "near pages are waited for"
         heappush(self._wanted, (when, key))
 

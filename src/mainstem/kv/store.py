@@ -249,9 +249,15 @@ class KVStore:
         if self._traffic is not None:
             self._traffic.tiers.dismiss(ticket)
 
+    def flush(self) -> None:
+        """Return when everything that was to be saved is saved."""
+        if self._traffic is not None:
+            self._traffic.flush()
+
     def close(self) -> None:
         """Finish saving what was to be saved."""
         if self._traffic is not None:
+            self._traffic.flush()
             self._traffic.tiers.close()
 
     def _startable(self, pages: list[int], num_ready: int) -> Int32s | None:

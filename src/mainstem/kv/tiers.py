@@ -296,7 +296,6 @@ class LowerTiers:
         """Return when everything that was saved is where it belongs, on disk included."""
         for save in self._saves:
             save.transfer.wait()
-        self.poll()
         if self._disk is None:
             return
         while self._to_back_up or self._disk.num_writes_pending:

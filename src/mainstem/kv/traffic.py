@@ -42,6 +42,7 @@ class Traffic:
         self._load_ids = count()
         self._load_of: dict[int, Load] = {}  # by device page
         self._loads: dict[LoadId, Load] = {}
+        self._postponed: dict[PageKey, int] = {}  # to be saved when the write buffer has room
         self._max_saving = max(1, pool.num_pages // WRITE_BUFFER)
 
     @property
@@ -89,19 +90,25 @@ class Traffic:
         """Save those of `pages` that are named, filled and not stored."""
         named = self._index.named(pages[~self._is_filling[pages]])
         wanted = [item for item in named if not self.tiers.has(item[1])]
+        room = max(self._max_saving - self.tiers.num_pages_saving, 0)
+        self._postponed.update((key, page) for page, key, _ in wanted[room:])
+        wanted = wanted[:room]
         if not wanted:
             return
-        room = self._max_saving - self.tiers.num_pages_saving
-        if len(wanted) > room:
-            room = max(room, 0)
-            self._bus.publish(SavesSkipped(len(wanted) - room, "host", "write buffer full"))
-            wanted = wanted[:room]
-            if not wanted:
-                return
         numbers = np.array([page for page, _, _ in wanted], np.int32)
         keys = [key for _, key, _ in wanted]
         copied = self.tiers.save(numbers, keys, [token_ids for _, _, token_ids in wanted])
         self._hold(copied)
+
+    def _save_postponed(self) -> None:
+        """The write buffer has room again: save what is still on the device."""
+        waiting, self._postponed = self._postponed, {}
+        pages = np.array(list(waiting.values()), np.int32)
+        still = [page for page, key, _ in self._index.named(pages) if waiting.get(key) == page]
+        if len(still) < len(waiting):
+            gone = len(waiting) - len(still)
+            self._bus.publish(SavesSkipped(gone, "host", "write buffer full"))
+        self.save(np.array(still, np.int32))
 
     def note_use(self, pages: Int32s) -> None:
         """A sequence ends with these pages, in chain order: what is not stored yet is saved."""
@@ -151,6 +158,8 @@ class Traffic:
         arrivals = self.tiers.poll()
         for pages in arrivals.saved:
             self._let_go(pages)
+        if arrivals.saved and self._postponed:
+            self._save_postponed()
         for load in arrivals.startable:
             news += load.keys
         for load in arrivals.loaded:
@@ -163,6 +172,14 @@ class Traffic:
             self._finish(load)
             news += load.keys
         return news
+
+    def flush(self) -> None:
+        """Return when everything that was to be saved is saved."""
+        self.tiers.flush()
+        self.poll()
+        while self._postponed:
+            self.tiers.flush()
+            self.poll()
 
     def check(self) -> None:
         """Raise if a copy's page was lost."""

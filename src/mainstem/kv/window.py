@@ -24,7 +24,8 @@ class QueueWindow(Generic[K]):
     A page's `when` orders page uses: by the place of the request in the queue, then by the depth of
     the page in its chain. Coming and going cost time in proportion to the chain, not to the queue.
 
-    Invariant: `whens` of a key has one number per queued chain that holds it, smallest first.
+    Invariant: `next_use` has the smallest `when` of every page that a queued request wants, and
+    `_later` the others, sorted.
     """
 
     def __init__(self, near_pages: int) -> None:
@@ -32,7 +33,8 @@ class QueueWindow(Generic[K]):
         self._chains: dict[Hashable, tuple[int, Sequence[K]]] = {}  # ticket -> place, keys
         self._places: list[int] = []
         self._tickets: list[Hashable] = []  # in the order of _places
-        self._whens: dict[K, deque[int]] = {}
+        self.next_use: dict[K, int] = {}  # to be read by all, written only here
+        self._later: dict[K, deque[int]] = {}
         self._num_near = 0  # leading requests that are near
         self._near: dict[K, int] = {}  # key -> near requests that want it
         self._news: list[K] = []
@@ -42,11 +44,6 @@ class QueueWindow(Generic[K]):
 
     def __contains__(self, ticket: Hashable) -> bool:
         return ticket in self._chains
-
-    def next_use(self, key: K) -> int | None:
-        """The `when` of the first queued request that wants `key`; None: nobody waits for it."""
-        whens = self._whens.get(key)
-        return whens[0] if whens else None
 
     def is_near(self, key: K) -> bool:
         return key in self._near
@@ -78,15 +75,7 @@ class QueueWindow(Generic[K]):
         place, keys = self._chains.pop(ticket)
         index = bisect_left(self._places, place)
         del self._places[index], self._tickets[index]
-        when = place * MAX_DEPTH
-        for depth, key in enumerate(keys):
-            whens = self._whens[key]
-            if whens[0] == when + depth:
-                whens.popleft()
-            else:
-                whens.remove(when + depth)
-            if not whens:
-                del self._whens[key]
+        self._remove(keys, place * MAX_DEPTH)
         if index < self._num_near:
             self._num_near -= 1
             self._part(keys)
@@ -100,16 +89,37 @@ class QueueWindow(Generic[K]):
 
     def _add(self, key: K, when: int) -> bool:
         """File one use; tells whether it is the next one."""
-        whens = self._whens.get(key)
-        if whens is None:
-            self._whens[key] = deque((when,))
+        first = self.next_use.get(key)
+        if first is None:
+            self.next_use[key] = when
             return True
-        if when > whens[-1]:
-            whens.append(when)
-            return False
-        index = bisect_left(whens, when)
-        whens.insert(index, when)
-        return index == 0
+        is_next = when < first
+        if is_next:
+            self.next_use[key], when = when, first
+        later = self._later.get(key)
+        if later is None:
+            self._later[key] = deque((when,))
+        elif when > later[-1]:
+            later.append(when)
+        else:
+            later.insert(bisect_left(later, when), when)
+        return is_next
+
+    def _remove(self, keys: Sequence[K], when: int) -> None:
+        """Take out the uses of a chain whose head has `when`."""
+        next_use, all_later = self.next_use, self._later
+        for key in keys:
+            later = all_later.get(key)
+            if later is None:
+                del next_use[key]
+            else:
+                if next_use[key] == when:
+                    next_use[key] = later.popleft()
+                else:
+                    later.remove(when)
+                if not later:
+                    del all_later[key]
+            when += 1
 
     def _advance(self) -> None:
         """Let requests become near while there is room for a page; the last may overshoot."""
@@ -148,12 +158,14 @@ class QueueWindow(Generic[K]):
         near: dict[K, int] = {}
         assert len(self._places) == len(self._tickets) == len(self._chains), "a request was lost"
         for index, (place, ticket) in enumerate(zip(self._places, self._tickets, strict=True)):
-            filed, keys = self._chains[ticket]
-            assert filed == place, "a request is at another place"
+            own_place, keys = self._chains[ticket]
+            assert own_place == place, "a request is at another place"
             for depth, key in enumerate(keys):
                 whens.setdefault(key, []).append(place * MAX_DEPTH + depth)
                 if index < self._num_near:
                     near[key] = near.get(key, 0) + 1
         assert self._places == sorted(self._places), "the queue is out of order"
-        assert whens == {key: list(found) for key, found in self._whens.items()}, "uses differ"
+        filed = {key: [when, *self._later.get(key, ())] for key, when in self.next_use.items()}
+        assert whens == filed, "uses differ"
+        assert self._later.keys() <= filed.keys(), "a page is wanted later and not next"
         assert near == self._near, "near pages differ"

@@ -1,0 +1,57 @@
+"""Segment files that fail when told to."""
+
+import errno
+from collections import deque
+from pathlib import Path
+from time import sleep
+
+from mainstem.kv.bytes.segments import SegmentFiles
+
+SLOW_S = 0.02
+
+
+class FaultyFiles(SegmentFiles):
+    """Each read or write takes the next planned fault, if there is one: see FAULTS."""
+
+    reads: deque[str] = deque()
+    writes: deque[str] = deque()
+    READ_FAULTS = ("eio", "flip", "short", "gone", "slow")
+    WRITE_FAULTS = ("eio", "full", "flip", "slow")
+
+    def __init__(self, folder: Path, page_bytes: int) -> None:
+        super().__init__(folder, page_bytes)
+
+    def read(self, record: int, buffer: memoryview) -> None:
+        fault = self.reads.popleft() if self.reads else None
+        _raise(fault)
+        super().read(record, buffer)
+        if fault == "flip":
+            buffer[0] ^= 1
+
+    def write(self, record: int, buffer: memoryview) -> None:
+        fault = self.writes.popleft() if self.writes else None
+        _raise(fault)
+        if fault == "flip":  # the disk takes something else than it was given
+            damaged = bytearray(buffer)
+            damaged[-1] ^= 1
+            super().write(record, memoryview(damaged))
+        else:
+            super().write(record, buffer)
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.reads.clear()
+        cls.writes.clear()
+
+
+def _raise(fault: str | None) -> None:
+    if fault == "eio":
+        raise OSError(errno.EIO, "input/output error")
+    if fault == "full":
+        raise OSError(errno.ENOSPC, "no space left on device")
+    if fault == "short":
+        raise EOFError("the file ends too early")
+    if fault == "gone":
+        raise FileNotFoundError(errno.ENOENT, "no such file")
+    if fault == "slow":
+        sleep(SLOW_S)

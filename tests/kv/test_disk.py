@@ -1,0 +1,258 @@
+"""The disk store as files: what survives which accident."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import sleep
+from zlib import crc32
+
+import pytest
+
+from mainstem.core.errors import StoreError
+from mainstem.core.ids import PageKey
+from mainstem.kv.bytes.disk import DiskTier, Read, ReadJob, WriteJob, Written
+from mainstem.kv.bytes.page_index import FILE
+
+PAGE = 8192
+ROOM = 16 * PAGE
+
+
+def open_tier(folder: Path, room: int = ROOM, identity: str = "model") -> DiskTier:
+    return DiskTier(folder, PAGE, room, identity)
+
+
+def key(number: int) -> PageKey:
+    return PageKey(number.to_bytes(32, "little"))
+
+
+def contents(number: int) -> memoryview:
+    """A page that says which it is, at an address that O_DIRECT accepts."""
+    import mmap  # noqa: PLC0415  # page-aligned memory
+
+    buffer = mmap.mmap(-1, PAGE)
+    buffer[:] = number.to_bytes(4, "little") * (PAGE // 4)
+    return memoryview(buffer)
+
+
+def write(tier: DiskTier, *numbers: int) -> None:
+    for number in numbers:
+        record = tier.take_record()
+        assert record is not None
+        tier.write(WriteJob(key(number), record, b"tokens", contents(number)))
+    tier.flush()
+    done = list(tier.poll())
+    assert [item.problem for item in done if isinstance(item, Written)] == [None] * len(numbers)
+
+
+def read_all(tier: DiskTier) -> dict[int, str | None]:
+    """Every page of the index: what is wrong with it; a page that reads well must be itself."""
+    buffers = {row.key: contents(0) for row in tier.rows}
+    for row in tier.rows:
+        tier.read(ReadJob(row.key, row.record, row.crc32, buffers[row.key]))
+    found: dict[int, str | None] = {}
+    while len(found) < len(buffers):
+        for done in tier.poll():
+            assert isinstance(done, Read)
+            number = int.from_bytes(done.key, "little")
+            found[number] = done.problem
+            if done.problem is None:
+                assert buffers[done.key] == contents(number), "another page's bytes"
+        sleep(0.001)
+    return found
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Path]:
+    """A folder with pages 1 to 5, closed."""
+    tier = open_tier(tmp_path)
+    write(tier, 1, 2, 3, 4, 5)
+    tier.close()
+    yield tmp_path
+
+
+def test_pages_survive_a_restart(stored: Path) -> None:
+    tier = open_tier(stored)
+    assert read_all(tier) == dict.fromkeys(range(1, 6))
+    assert tier.found is None
+    tier.close()
+
+
+def test_the_folder_is_private(stored: Path) -> None:
+    assert stored.stat().st_mode & 0o777 == 0o700
+    assert all(not path.stat().st_mode & 0o077 for path in stored.glob("*.pages"))
+
+
+def test_a_second_process_is_told_who_has_the_folder(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from mainstem.kv.bytes.disk import DiskTier\n"
+        f"DiskTier(Path({str(tmp_path)!r}), {PAGE}, {ROOM}, 'model')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode != 0
+    told = done.stderr.decode()
+    assert str(tmp_path) in told
+    assert f"process {os.getpid()}" in told
+    tier.close()
+    open_tier(tmp_path).close()
+
+
+def test_a_flipped_bit_is_found(stored: Path) -> None:
+    path = stored / "0000.pages"
+    raw = bytearray(path.read_bytes())
+    raw[2 * PAGE + 100] ^= 4
+    path.write_bytes(raw)
+    tier = open_tier(stored)
+    assert read_all(tier) == {1: None, 2: None, 3: "checksum", 4: None, 5: None}
+    tier.close()
+
+
+def test_a_truncated_segment_loses_its_end_only(stored: Path) -> None:
+    os.truncate(stored / "0000.pages", 3 * PAGE + 100)
+    tier = open_tier(stored)
+    assert read_all(tier) == {1: None, 2: None, 3: None, 4: "truncated", 5: "truncated"}
+    tier.close()
+
+
+def test_a_missing_segment_is_told_and_made_again(stored: Path) -> None:
+    (stored / "0000.pages").unlink()
+    tier = open_tier(stored)
+    assert set(read_all(tier).values()) == {"missing"}
+    tier.delete([row.key for row in tier.rows])
+    for row in tier.rows:
+        tier.give_back_record(row.record)
+    write(tier, 7, 8)
+    tier.close()
+    tier = open_tier(stored)
+    assert read_all(tier) == {7: None, 8: None}
+    tier.close()
+
+
+def test_without_its_index_the_store_starts_empty_and_says_so(stored: Path) -> None:
+    (stored / FILE).unlink()
+    tier = open_tier(stored)
+    assert tier.rows == []
+    assert tier.found is not None
+    assert "no index" in tier.found
+    write(tier, 1)
+    tier.close()
+
+
+def test_a_damaged_index_is_replaced_and_told(stored: Path) -> None:
+    (stored / FILE).write_bytes(b"not a database" * 1000)
+    tier = open_tier(stored)
+    assert tier.rows == []
+    assert tier.found is not None
+    assert "index damaged" in tier.found
+    write(tier, 1)
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("format", "99"), ("identity", "another model"), ("page_bytes", "1")]
+)
+def test_what_is_not_ours_is_refused_by_name(stored: Path, name: str, value: str) -> None:
+    database = sqlite3.connect(stored / FILE)
+    with database:
+        database.execute("UPDATE about SET value = ? WHERE name = ?", (value, name))
+    database.close()
+    with pytest.raises(StoreError, match=f"{name} {value}"):
+        open_tier(stored)
+
+
+def test_a_smaller_bound_drops_what_lies_beyond_it(stored: Path) -> None:
+    tier = open_tier(stored, room=3 * PAGE)
+    assert read_all(tier) == {1: None, 2: None, 3: None}
+    assert tier.take_record() is None
+    tier.close()
+
+
+def test_records_are_used_again(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, room=2 * PAGE)
+    write(tier, 1, 2)
+    assert tier.take_record() is None
+    tier.delete([key(1)])
+    tier.give_back_record(0)
+    write(tier, 3)
+    tier.close()
+    tier = open_tier(tmp_path, room=2 * PAGE)
+    assert read_all(tier) == {2: None, 3: None}
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.pages")) == 2 * PAGE
+    tier.close()
+
+
+WRITER = """
+import mmap, sys
+from pathlib import Path
+from mainstem.core.ids import PageKey
+from mainstem.kv.bytes.disk import DiskTier, WriteJob
+PAGE = {page}
+tier = DiskTier(Path(sys.argv[1]), PAGE, {room}, "model")
+live = {{row.record: row.key for row in tier.rows}}
+number = 1 + max((int.from_bytes(row.key, "little") for row in tier.rows), default=0)
+while True:
+    for _ in range(5):
+        record = tier.take_record()
+        if record is None:  # full: the oldest goes
+            record = min(live, key=lambda r: int.from_bytes(live[r], "little"))
+            tier.delete([live[record]])
+        buffer = mmap.mmap(-1, PAGE)
+        buffer[:] = number.to_bytes(4, "little") * (PAGE // 4)
+        live[record] = PageKey(number.to_bytes(32, "little"))
+        tier.write(WriteJob(live[record], record, b"tokens", memoryview(buffer)))
+        number += 1
+    tier.flush()
+    print(number - 1, flush=True)
+"""
+
+
+@pytest.mark.parametrize("delay_ms", [0, 3, 11, 29, 53])
+def test_kill_9_leaves_what_was_committed(tmp_path: Path, delay_ms: int) -> None:
+    """Whatever the moment: all that was flushed and not replaced is there, and all of it right."""
+    code = WRITER.format(page=PAGE, room=ROOM)
+    for _ in range(2):  # the second run begins where the first was killed
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            flushed = int(process.stdout.readline())
+            sleep(delay_ms / 1000)
+            process.send_signal(signal.SIGKILL)
+            told = process.stdout.read().split()
+        flushed = max([flushed, *map(int, told)])
+        tier = open_tier(tmp_path)
+        assert tier.found is None
+        found = read_all(tier)
+        assert all(problem is None for problem in found.values())
+        # 16 records: of those flushed, at most the next batch of 5 was under way of being replaced
+        assert set(range(max(1, flushed - 10), flushed + 1)) <= found.keys()
+        tier.close()
+
+
+def test_a_full_disk_is_told_and_not_asked_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    record = tier.take_record()
+    assert record is not None
+    tier.write(WriteJob(key(1), record, b"tokens", contents(1)))
+    tier.flush()
+    assert list(tier.poll()) == [Written(key(1), 0, "disk full")]
+    assert tier.take_record() is None
+    monkeypatch.undo()
+    tier.give_back_record(record)
+    write(tier, 2)
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert read_all(tier) == {2: None}
+    assert tier.rows[0].crc32 == crc32(contents(2))
+    tier.close()

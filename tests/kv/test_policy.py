@@ -1,0 +1,447 @@
+"""Which pages stay, move and go: by rule, against a plain model, and in any order of calls."""
+
+from collections.abc import Sequence
+from itertools import count
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mainstem.core.errors import ConfigError
+from mainstem.kv.policy import PolicyConfig, PolicyKind, TierKind, TierPolicy
+
+SEEING = [PolicyKind.LOOKAHEAD, PolicyKind.BELADY]
+BLIND = [PolicyKind.LRU, PolicyKind.FIFO]
+
+
+def a_policy(
+    host: int, disk: int = 0, kind: PolicyKind = PolicyKind.LOOKAHEAD, ttl_s: float | None = None
+) -> TierPolicy[str]:
+    return TierPolicy(PolicyConfig(host, disk, kind, headroom=0.0, ttl_s=ttl_s))
+
+
+def tiers(policy: TierPolicy[str], keys: Sequence[str]) -> str:
+    """A letter a page: h, d, or a dot for gone."""
+    letter = {TierKind.HOST: "h", TierKind.DISK: "d", None: "."}
+    return "".join(letter[policy.tier_of(key)] for key in keys)
+
+
+@pytest.mark.parametrize("kind", PolicyKind)
+def test_a_chain_leaves_from_its_tail(kind: PolicyKind) -> None:
+    policy = a_policy(4, kind=kind)
+    policy.admit("abcd", 0)
+    assert policy.choose_victims(TierKind.HOST, 2).drop == ["d", "c"]
+    assert tiers(policy, "abcd") == "hh.."
+
+
+@pytest.mark.parametrize("kind", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
+def test_without_a_queue_the_least_recent_goes(kind: PolicyKind) -> None:
+    policy = a_policy(3, kind=kind)
+    for now, key in enumerate("abca"):
+        policy.admit(key, now)
+    assert policy.admit("x", 9).drop == ["b"]
+
+
+def test_fifo_does_not_care_about_use() -> None:
+    policy = a_policy(3, kind=PolicyKind.FIFO)
+    for now, key in enumerate("abca"):
+        policy.admit(key, now)
+    assert policy.admit("x", 9).drop == ["a"]
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_pages_that_are_waited_for_are_exempt(kind: PolicyKind) -> None:
+    policy = a_policy(3, kind=kind)
+    policy.admit("a", 0)
+    policy.expect("job", "a")
+    policy.admit("b", 1)
+    policy.admit("c", 2)
+    assert policy.admit("x", 3).drop == ["b"]
+    assert policy.admit("y", 4).drop == ["c"]
+    assert tiers(policy, "axy") == "hhh"
+
+
+@pytest.mark.parametrize("kind", BLIND)
+def test_lru_and_fifo_do_not_see_the_queue(kind: PolicyKind) -> None:
+    policy = a_policy(1, kind=kind)
+    policy.admit("a", 0)
+    policy.expect("job", "a")
+    assert policy.admit("b", 1).drop == ["a"]
+    assert policy.num_queued == 0
+
+
+def test_of_pages_waited_for_the_tail_of_the_queue_goes_first() -> None:
+    """The paper's figure 9: host and disk are full of waiting jobs' pages."""
+    policy = a_policy(2, 2)
+    for now, key in enumerate("3412"):
+        policy.admit(key, now)
+    for job in "1234":
+        policy.expect(job, job)
+    policy.choose_prefetch(10)
+    assert tiers(policy, "1234") == "hhdd"
+    moves = policy.choose_victims(TierKind.HOST, 1)  # 2 is wanted later than 1, sooner than 3, 4
+    assert moves.write == ["2"]
+    assert moves.drop == ["4"]
+    assert tiers(policy, "1234") == "hdd."
+
+
+def test_what_is_worth_less_than_all_there_is_refused() -> None:
+    policy = a_policy(2)
+    policy.admit("ab", 0)
+    policy.expect("job", "ab")
+    assert policy.admit("xy", 1).drop == ["x", "y"]
+    assert tiers(policy, "abxy") == "hh.."
+
+
+def test_what_has_no_place_in_the_host_goes_straight_to_disk() -> None:
+    policy = a_policy(2, 2)
+    policy.admit("ab", 0)
+    policy.expect("job", "ab")
+    assert policy.admit("xy", 1).write == ["x", "y"]
+    assert tiers(policy, "abxy") == "hhdd"
+
+
+def test_a_chain_longer_than_the_host_keeps_its_head_there() -> None:
+    policy = a_policy(2, 3)
+    assert policy.admit("abcdef", 0).drop == ["f"]
+    assert tiers(policy, "abcdef") == "hhddd."
+
+
+def test_prefetch_brings_the_soonest_first_and_keeps_the_disk_copy() -> None:
+    policy = a_policy(2, 10)
+    for now, key in enumerate("abcdef"):
+        policy.admit(key, now)
+    assert tiers(policy, "abcdef") == "ddddhh"
+    policy.expect("later", "b")
+    policy.expect("sooner", "a", place=-5)
+    moves = policy.choose_prefetch(1)
+    assert moves.load == ["a"]
+    assert policy.choose_prefetch(9).load == ["b"]
+    assert policy.is_on_disk("a")
+    assert tiers(policy, "abcdef") == "hhdddd"
+
+
+def test_prefetch_stops_at_what_the_host_holds() -> None:
+    policy = a_policy(2, 10)
+    for now, key in enumerate("abcdef"):
+        policy.admit(key, now)
+    for job in "abcd":
+        policy.expect(job, job)
+    assert policy.choose_prefetch(9).load == ["a", "b"]
+    policy.dismiss("a")
+    assert policy.choose_prefetch(9).load == ["c"]
+    policy.check()
+
+
+def test_prefetch_leaves_the_headroom_free() -> None:
+    policy: TierPolicy[int] = TierPolicy(PolicyConfig(10, 100, headroom=0.2))
+    policy.admit(range(30), 0)
+    policy.choose_victims(TierKind.HOST, 10)
+    policy.expect("job", range(30))
+    assert len(policy.choose_prefetch(99).load) == 8
+    policy.admit(range(40, 42), 1)
+    assert policy.num_host == 10
+    policy.make_headroom()
+    assert policy.num_host == 8
+
+
+def test_a_near_page_that_was_pushed_out_is_brought_back() -> None:
+    policy = a_policy(2, 4)
+    policy.admit("ab", 0)
+    policy.expect("job", "ab")
+    policy.choose_prefetch(9)
+    policy.choose_victims(TierKind.HOST, 1)
+    assert tiers(policy, "ab") == "hd"
+    assert policy.choose_prefetch(9).load == ["b"]
+
+
+def test_a_page_with_a_disk_copy_is_released_without_a_write() -> None:
+    policy = a_policy(1, 2)
+    policy.admit("a", 0)
+    assert policy.back_up("a").write == ["a"]
+    moves = policy.admit("b", 1)
+    assert moves.release == ["a"]
+    assert not moves.write
+
+
+def test_copies_of_host_pages_make_room_on_disk_first() -> None:
+    policy = a_policy(2, 1)
+    policy.admit("a", 0)
+    policy.back_up("a")
+    policy.admit("b", 1)
+    policy.note_use("a", 2)
+    moves = policy.admit("c", 3)
+    assert (moves.forget, moves.write, moves.drop) == (["a"], ["b"], [])
+    assert tiers(policy, "abc") == "hdh"
+
+
+def test_pinned_pages_stay() -> None:
+    policy = a_policy(2)
+    policy.admit("ab", 0)
+    policy.pin("ab")
+    policy.pin("b")
+    assert policy.admit("c", 1).drop == ["c"]
+    policy.unpin("ab")
+    assert policy.admit("c", 2).drop == ["a"]
+    policy.check()
+
+
+def test_unused_pages_expire_and_those_in_use_do_not() -> None:
+    policy = a_policy(9, ttl_s=10)
+    for key in "abcd":
+        policy.admit(key, 0)
+    policy.note_use("b", 5)
+    policy.pin("c")
+    policy.expect("job", "d")
+    assert policy.expire(9.9) == []
+    assert policy.expire(10) == ["a"]
+    assert policy.expire(15) == ["b"]
+    policy.unpin("c")
+    policy.dismiss("job")
+    assert policy.expire(19.9) == []
+    assert sorted(policy.expire(20)) == ["c", "d"]
+
+
+def test_a_request_given_up_leaves_the_recency_of_its_pages() -> None:
+    policy = a_policy(2)
+    policy.admit("a", 0)
+    policy.admit("b", 1)
+    policy.expect("job", "a")
+    policy.dismiss("job")
+    policy.dismiss("job")
+    assert policy.admit("c", 2).drop == ["a"]
+
+
+def test_pages_found_at_the_start_are_on_disk_in_their_order() -> None:
+    policy = a_policy(1, 2)
+    moves = policy.recover("abc", 0)
+    assert moves.drop == ["a"]
+    assert tiers(policy, "abc") == ".dd"
+
+
+def test_the_window_is_capacity_over_mean_size() -> None:
+    assert PolicyConfig(100, 900).window_length(25.0) == 40
+    assert PolicyConfig(0, 0).window_length(25.0) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host_pages": -1},
+        {"host_pages": 1, "disk_pages": -1},
+        {"host_pages": 1, "headroom": 1.0},
+        {"host_pages": 1, "ttl_s": 0.0},
+    ],
+)
+def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        PolicyConfig(**wrong)  # type: ignore[arg-type]
+
+
+# -- against a model that looks at everything ------------------------------------------------------
+
+
+def random_chains(seed: int, length: int) -> list[list[int]]:
+    """Prompts that share prefixes: paths from the root of a random tree."""
+    random, parents = Random(seed), {0: -1}
+    chains = []
+    for new in count(1):
+        if len(chains) == length:
+            return chains
+        at = random.choice(list(parents)[-40:])
+        if random.random() < 0.6:
+            parents[new] = at
+            at = new
+        chain = []
+        while at >= 0:
+            chain.append(at)
+            at = parents[at]
+        chains.append(chain[::-1])
+    raise AssertionError
+
+
+def hits_of_policy(chains: list[list[int]], config: PolicyConfig, known: int) -> int:
+    policy: TierPolicy[int] = TierPolicy(config)
+    hits = num_known = 0
+    for index, chain in enumerate(chains):
+        for ahead in range(num_known, min(index + 1 + known, len(chains))):
+            policy.expect(ahead, chains[ahead])
+            num_known = ahead + 1
+        policy.choose_prefetch(10**9)
+        hits += policy.match(chain)
+        policy.finish(index, chain, index)
+        policy.make_headroom()
+        policy.check()
+    return hits
+
+
+def hits_of_model(chains: list[list[int]], capacity: int, known: int) -> int:
+    """Belady that scans the queue and the store, for one tier: furthest next use goes first."""
+    stored: dict[int, int] = {}  # page -> last use
+    hits = 0
+    for index, chain in enumerate(chains):
+        hits += next((i for i, key in enumerate(chain) if key not in stored), len(chain))
+        stored.update(dict.fromkeys(chain, index))
+        ahead = chains[index + 1 : index + 1 + known]
+
+        def keep_first(
+            key: int, ahead: list[list[int]] = ahead, depths: dict[int, int] = stored
+        ) -> tuple[int, int, int]:
+            wanted = next((i for i, later in enumerate(ahead) if key in later), None)
+            depth = next(c.index(key) for c in chains if key in c)
+            return (0, wanted, depth) if wanted is not None else (1, -depths[key], depth)
+
+        for key in sorted(stored, key=keep_first)[capacity:]:
+            del stored[key]
+    return hits
+
+
+@pytest.mark.parametrize("known", [0, 3, 30])
+@pytest.mark.parametrize("capacity", [3, 12, 40])
+def test_belady_hits_what_a_full_search_would(capacity: int, known: int) -> None:
+    chains = random_chains(capacity, 120)
+    config = PolicyConfig(capacity, kind=PolicyKind.BELADY)
+    assert hits_of_policy(chains, config, known) == hits_of_model(chains, capacity, known)
+
+
+def test_two_tiers_hit_what_one_of_their_size_would() -> None:
+    """All but a page now and then: one that moves up has its disk place until it has arrived."""
+    chains = random_chains(7, 200)
+    for kind in (PolicyKind.LOOKAHEAD, PolicyKind.LRU):
+        one = hits_of_policy(chains, PolicyConfig(30, kind=kind), 20)
+        two = hits_of_policy(chains, PolicyConfig(10, 20, kind, headroom=0.0), 20)
+        assert one == pytest.approx(two, rel=0.01), kind
+
+
+def test_knowing_more_of_the_queue_does_not_hit_less() -> None:
+    chains = random_chains(3, 400)
+    config = PolicyConfig(10, 20, headroom=0.0)
+    hits = [hits_of_policy(chains, config, known) for known in (0, 5, 20, 100, 400)]
+    assert hits == sorted(hits)
+    assert hits[0] < hits[-1]
+
+
+# -- any order of calls ----------------------------------------------------------------------------
+
+KEYS = st.integers(0, 30)
+CHAIN = st.builds(lambda start, size: range(start, start + size), KEYS, st.integers(1, 6))
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """Any order of calls keeps the tiers whole, and the moves say what happened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy: TierPolicy[int] = TierPolicy(PolicyConfig(6, 9, headroom=0.2, ttl_s=20))
+        self.host: set[int] = set()  # where a store that carries out every move has its bytes
+        self.disk: set[int] = set()
+        self.pins: list[int] = []
+        self.tickets: list[int] = []
+        self.now = 0.0
+        self.names = count()
+
+    def carry_out(self, moves: object, in_hand: Sequence[int] = ()) -> None:
+        """Do as a store would: pages in hand are those just computed."""
+        load, write = getattr(moves, "load"), getattr(moves, "write")  # noqa: B009
+        release, forget = getattr(moves, "release"), getattr(moves, "forget")  # noqa: B009
+        drop = getattr(moves, "drop")  # noqa: B009
+        lists = [*load, *write, *release, *forget, *drop]
+        assert len(set(lists)) == len(lists), "a page is moved twice"
+        self.host |= {key for key in in_hand if self.policy.tier_of(key) is TierKind.HOST}
+        assert set(write) <= self.host | set(in_hand), "bytes to write are not at hand"
+        self.disk |= set(write)
+        assert set(load) <= self.disk, "bytes to load are not there"
+        assert set(release) <= self.disk | set(in_hand)
+        self.host |= set(load)
+        self.host -= {*write, *release, *drop}
+        self.disk -= {*forget, *drop}
+
+    @rule(keys=CHAIN)
+    def admit(self, keys: range) -> None:
+        self.now += 1
+        self.carry_out(self.policy.admit(keys, self.now), keys)
+
+    @rule(keys=CHAIN, data=st.data())
+    def finish(self, keys: range, data: st.DataObject) -> None:
+        if self.tickets:
+            index = data.draw(st.integers(0, len(self.tickets) - 1))
+            ticket = self.tickets.pop(index)
+            self.carry_out(self.policy.finish(ticket, keys, self.now), keys)
+
+    @rule(keys=CHAIN)
+    def use(self, keys: range) -> None:
+        self.policy.note_use(keys, self.now)
+
+    @rule(keys=CHAIN, place=st.none() | st.integers(-1000, 1000))
+    def expect(self, keys: range, place: int | None) -> None:
+        ticket = next(self.names)
+        if place is not None:
+            place = place * 10_000 + ticket  # no two alike
+        self.policy.expect(ticket, keys, place)
+        self.tickets.append(ticket)
+
+    @rule(data=st.data())
+    def dismiss(self, data: st.DataObject) -> None:
+        if self.tickets:
+            index = data.draw(st.integers(0, len(self.tickets) - 1))
+            self.policy.dismiss(self.tickets.pop(index))
+
+    @rule(limit=st.integers(0, 8))
+    def prefetch(self, limit: int) -> None:
+        moves = self.policy.choose_prefetch(limit)
+        assert len(moves.load) <= limit
+        self.carry_out(moves)
+
+    @rule(tier=st.sampled_from(TierKind), num=st.integers(0, 5))
+    def victims(self, tier: TierKind, num: int) -> None:
+        self.carry_out(self.policy.choose_victims(tier, num))
+
+    @rule()
+    def headroom(self) -> None:
+        self.carry_out(self.policy.make_headroom())
+
+    @rule(key=KEYS)
+    def lose(self, key: int) -> None:
+        self.policy.drop([key])
+        self.host.discard(key)
+        self.disk.discard(key)
+
+    @rule(key=KEYS)
+    def pin(self, key: int) -> None:
+        if key in self.policy and len(self.pins) < 4:
+            self.policy.pin([key])
+            self.pins.append(key)
+
+    @rule()
+    def unpin(self) -> None:
+        if self.pins:
+            self.policy.unpin([self.pins.pop()])
+
+    @rule(keys=CHAIN)
+    def back_up(self, keys: range) -> None:
+        moves = self.policy.back_up(keys)
+        assert set(moves.write) <= self.host
+        self.disk |= set(moves.write)
+        self.disk -= set(moves.drop)
+
+    @rule(seconds=st.integers(0, 30))
+    def expire(self, seconds: int) -> None:
+        self.now += seconds
+        gone = set(self.policy.expire(self.now))
+        self.host -= gone
+        self.disk -= gone
+
+    @invariant()
+    def policy_is_whole(self) -> None:
+        self.policy.check()
+        stored = self.host | self.disk
+        assert len(self.policy) == len(stored)
+        for key in stored:
+            assert (self.policy.tier_of(key) is TierKind.HOST) == (key in self.host)
+            assert self.policy.is_on_disk(key) == (key in self.disk)
+
+
+TestPolicyMachine = PolicyMachine.TestCase
+TestPolicyMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

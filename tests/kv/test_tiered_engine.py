@@ -1,0 +1,156 @@
+"""The engine over tiers: what was evicted comes back, and the answers stay the same."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mainstem.core.events import EventBus, PagesLost, SavesSkipped, StoreOpened
+from mainstem.core.metrics import Counters
+from mainstem.kv.policy import PolicyKind
+from tests.builders import VOCAB, a_request, run_all
+from tests.fakes import fake_answer
+from tests.kv.faulty import FaultyFiles
+from tests.kv.tiered import Tiered, a_tiered_engine
+
+RNG = np.random.default_rng(0)
+CHATS = [[first, *RNG.integers(0, VOCAB, 29).tolist()] for first in range(6)]
+
+
+def ask(tiered: Tiered, prompts: list[list[int]], max_tokens: int = 4) -> list[int]:
+    """Answer prompts at once, all right; returns cached tokens of each."""
+    requests = [a_request(prompt, max_tokens) for prompt in prompts]
+    got = run_all(tiered.engine, requests)
+    cached = {str(output.request_id): output.num_cached_tokens for output in got.outputs}
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert got.tokens[str(request.request_id), 0] == fake_answer(prompt, max_tokens, VOCAB)
+    return [cached[str(request.request_id)] for request in requests]
+
+
+@pytest.mark.parametrize("can_overlap", [False, True])
+@pytest.mark.parametrize("preload", ["auto", "all", "0", "1"])
+@pytest.mark.parametrize("patience", [0, 3])
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_what_the_device_gave_up_comes_back(
+    can_overlap: bool, preload: str, patience: int, has_disk: bool, tmp_path: Path
+) -> None:
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    tiered = a_tiered_engine(
+        num_pages=24,
+        num_slots=80,
+        disk_dir=tmp_path if has_disk else None,
+        bus=bus,
+        can_overlap=can_overlap,
+        preload=preload,
+    )
+    tiered.copier.patience = patience
+    for chat in CHATS:
+        assert ask(tiered, [chat]) == [0]
+        tiered.store.flush()
+    turns = [[*chat, *fake_answer(chat, 4, VOCAB), 7, 7] for chat in CHATS]
+    for turn in turns:
+        # 30 tokens and 3 of the 4 answered: 8 full pages of 4
+        assert ask(tiered, [turn]) == [32]
+    assert counters.loaded_pages["host"] >= 8 * 4
+    tiered.engine.close()
+
+
+@pytest.mark.parametrize("policy", [PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO])
+def test_many_at_once_start_one_by_one_as_they_load(policy: PolicyKind, tmp_path: Path) -> None:
+    tiered = a_tiered_engine(
+        num_pages=40, num_slots=40, disk_dir=tmp_path, num_records=200, policy=policy
+    )
+    for chat in CHATS:
+        ask(tiered, [chat])
+    cached = ask(tiered, [[*chat, 1, 2, 3] for chat in CHATS])
+    assert sum(cached) > 0
+    ask(tiered, [[*CHATS[0], *CHATS[1]], [*CHATS[0], *CHATS[2]], CHATS[3]])
+    tiered.engine.close()
+
+
+def test_pages_outlive_the_engine_on_disk(tmp_path: Path) -> None:
+    tiered = a_tiered_engine(disk_dir=tmp_path)
+    for chat in CHATS[:3]:
+        ask(tiered, [chat])
+    tiered.engine.close()
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    opened: list[StoreOpened] = []
+    bus.subscribe(StoreOpened, opened.append)
+    again = a_tiered_engine(disk_dir=tmp_path, bus=bus)
+    assert opened == [StoreOpened(str(tmp_path), 3 * 8, None)]
+    for chat in CHATS[:3]:
+        assert ask(again, [chat]) == [28]
+    assert counters.loaded_pages["disk"] + counters.prefetched_pages >= 3 * 7
+    again.engine.close()
+
+
+@pytest.mark.parametrize("fault", FaultyFiles.READ_FAULTS)
+def test_a_page_that_cannot_be_read_is_computed(fault: str, tmp_path: Path) -> None:
+    FaultyFiles.reset()
+    tiered = a_tiered_engine(disk_dir=tmp_path, files=FaultyFiles)
+    ask(tiered, [CHATS[0]])
+    tiered.engine.close()
+    bus = EventBus()
+    lost: list[PagesLost] = []
+    bus.subscribe(PagesLost, lost.append)
+    again = a_tiered_engine(disk_dir=tmp_path, files=FaultyFiles, bus=bus)
+    FaultyFiles.reads.extend([fault] * 2)
+    ask(again, [CHATS[0]])
+    expected = {"eio": "EIO", "flip": "checksum", "short": "truncated", "gone": "missing"}
+    if fault == "slow":
+        assert lost == []
+    else:
+        assert lost == [PagesLost(1, "disk", expected[fault])] * 2
+    ask(again, CHATS[1:4])
+    assert ask(again, [CHATS[0]]) == [28], "the lost pages were saved again"
+    again.engine.close()
+    FaultyFiles.reset()
+
+
+@pytest.mark.parametrize("fault", FaultyFiles.WRITE_FAULTS)
+def test_a_page_that_cannot_be_written_stays_in_host_memory(fault: str, tmp_path: Path) -> None:
+    FaultyFiles.reset()
+    FaultyFiles.writes.extend([fault] * 3)
+    bus = EventBus()
+    skipped: list[SavesSkipped] = []
+    bus.subscribe(SavesSkipped, skipped.append)
+    tiered = a_tiered_engine(disk_dir=tmp_path, files=FaultyFiles, bus=bus, num_slots=80)
+    for chat in CHATS[:4]:
+        ask(tiered, [chat])
+    assert ask(tiered, [CHATS[0]]) == [28]
+    tiered.store.flush()
+    reasons = {"eio": {"EIO"}, "full": {"disk full", "no room on disk"}, "flip": set(), "slow": set()}
+    assert {event.reason for event in skipped if event.tier == "disk"} == reasons[fault]
+    tiered.engine.close()
+    FaultyFiles.reset()
+    again = a_tiered_engine(disk_dir=tmp_path, files=FaultyFiles)
+    for chat in CHATS[:4]:
+        ask(again, [chat])
+    again.engine.close()
+
+
+def test_clearing_forgets_every_tier(tmp_path: Path) -> None:
+    tiered = a_tiered_engine(disk_dir=tmp_path)
+    ask(tiered, [CHATS[0]])
+    tiered.store.flush()
+    assert tiered.tiers.num_host_pages == tiered.tiers.num_disk_pages == 8
+    tiered.engine.clear_cache()
+    assert tiered.tiers.num_host_pages == tiered.tiers.num_disk_pages == 0
+    assert ask(tiered, [CHATS[0]]) == [0]
+    tiered.engine.close()
+
+
+def test_unused_pages_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiered = a_tiered_engine(disk_dir=tmp_path, ttl_s=100.0)
+    ask(tiered, [CHATS[0]])
+    tiered.store.flush()
+    from mainstem.kv import tiers  # noqa: PLC0415
+
+    later = tiers.monotonic() + 1000.0
+    monkeypatch.setattr(tiers, "monotonic", lambda: later)
+    tiered.store.poll()
+    assert tiered.tiers.num_host_pages == tiered.tiers.num_disk_pages == 0
+    tiered.engine.check()
+    tiered.engine.close()

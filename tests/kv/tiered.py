@@ -1,0 +1,179 @@
+"""Tiers below FakeRunner: slots hold what its pages hold, copies end when the test says so."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from mainstem.core.config import Fetch, SchedConfig, StoreConfig
+from mainstem.core.events import EventBus
+from mainstem.core.step import InFlight, Int32s, Step
+from mainstem.engine.engine import Engine
+from mainstem.kv.bytes.disk import DiskTier
+from mainstem.kv.bytes.segments import SegmentFiles
+from mainstem.kv.policy import PolicyKind
+from mainstem.kv.store import KVStore
+from mainstem.kv.tiers import LowerTiers
+from mainstem.kv.transfer import LoadId
+from mainstem.sched.fetching import Fetching
+from mainstem.sched.scheduler import Scheduler
+from tests.builders import VOCAB
+from tests.fakes import FakeRunner
+
+NUM_LAYERS = 2  # token ids and positions: a page that is half there shows
+
+
+class FakeTransfer:
+    """Copies one layer each time it is asked how far it is, after `patience` idle questions."""
+
+    def __init__(self, copier: "FakeCopier", layers: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        self._copier = copier
+        self._layers = layers
+        self._done = 0
+        self._asked = 0
+        self._lock = Lock()  # the disk's writer waits for saves on a thread of its own
+
+    def num_layers_done(self) -> int:
+        self._asked += 1
+        if self._asked > self._copier.patience and self._done < NUM_LAYERS:
+            self._copy()
+        return self._done
+
+    def wait(self) -> None:
+        for _ in range(NUM_LAYERS):
+            self._copy()
+
+    def seconds(self) -> float:
+        return 1e-6
+
+    def _copy(self) -> None:
+        with self._lock:
+            if self._done < NUM_LAYERS:
+                target, source = self._layers[self._done]
+                target[...] = source[...]
+                self._done += 1
+
+
+class _View:
+    """Some rows of an array, read and written when they are used."""
+
+    def __init__(self, rows: np.ndarray, places: Int32s) -> None:
+        self._rows = rows
+        self._places = places.copy()
+
+    def __getitem__(self, _: object) -> np.ndarray:
+        return np.asarray(self._rows[self._places])
+
+    def __setitem__(self, _: object, values: np.ndarray) -> None:
+        self._rows[self._places] = values
+
+
+class FakeCopier:
+    """PageCopier over the memory of a FakeRunner."""
+
+    def __init__(self, runner: "TieredRunner", num_slots: int) -> None:
+        self._runner = runner
+        page_size = runner.page_size
+        self._slab = np.zeros((num_slots, NUM_LAYERS, page_size), np.int64)
+        self._bytes = memoryview(self._slab.reshape(-1).view(np.uint8).data)
+        self._loads: dict[LoadId, FakeTransfer] = {}
+        self.num_slots = num_slots
+        self.num_layers = NUM_LAYERS
+        self.page_bytes = NUM_LAYERS * page_size * 8
+        self.patience = 0
+
+    def slot(self, slot: int) -> memoryview:
+        return self._bytes[slot * self.page_bytes : (slot + 1) * self.page_bytes]
+
+    def save(self, pages: Int32s, slots: Int32s) -> FakeTransfer:
+        layers = [
+            (_View(self._slab[:, layer], slots), _View(memory, pages))
+            for layer, memory in enumerate(self._runner.memory())
+        ]
+        return FakeTransfer(self, layers)  # type: ignore[arg-type]  # views stand for arrays
+
+    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> FakeTransfer:
+        layers = [
+            (_View(memory, pages), _View(self._slab[:, layer], slots))
+            for layer, memory in enumerate(self._runner.memory())
+        ]
+        transfer = FakeTransfer(self, layers)  # type: ignore[arg-type]
+        self._loads[load_id] = transfer
+        return transfer
+
+    def forget(self, load_id: LoadId) -> None:
+        self._loads.pop(load_id, None)
+
+    def finish(self, load_ids: Iterable[int]) -> None:
+        """What a gate does: the step reads the pages, so the loads must be there."""
+        for load_id in load_ids:
+            if (transfer := self._loads.get(LoadId(load_id))) is not None:
+                transfer.wait()
+
+    def close(self) -> None:
+        pass
+
+
+class TieredRunner(FakeRunner):
+    """FakeRunner whose pages can be copied, and whose steps wait for loads."""
+
+    def __init__(self, num_pages: int, page_size: int, can_overlap: bool) -> None:
+        super().__init__(num_pages, page_size, VOCAB, can_overlap)
+        self.page_size = page_size
+        self.copier: FakeCopier | None = None
+
+    def memory(self) -> list[np.ndarray]:
+        """Token ids and positions by page."""
+        return [
+            self._token_at.reshape(-1, self.page_size),
+            self._position_at.reshape(-1, self.page_size),
+        ]
+
+    def launch(self, step: Step) -> InFlight:
+        assert self.copier is not None
+        self.copier.finish(step.load_ids.tolist())
+        return super().launch(step)
+
+
+@dataclass
+class Tiered:
+    """An engine over FakeRunner with tiers below it, and its parts."""
+
+    engine: Engine
+    store: KVStore
+    tiers: LowerTiers
+    copier: FakeCopier
+    runner: TieredRunner
+
+
+def a_tiered_engine(
+    num_pages: int = 16,
+    page_size: int = 4,
+    num_slots: int = 32,
+    disk_dir: Path | None = None,
+    num_records: int = 64,
+    files: type[SegmentFiles] = SegmentFiles,
+    bus: EventBus | None = None,
+    can_overlap: bool = False,
+    policy: PolicyKind = PolicyKind.LOOKAHEAD,
+    ttl_s: float | None = None,
+    preload: str = "auto",
+    chunk_tokens: int = 64,
+) -> Tiered:
+    bus = bus or EventBus()
+    runner = TieredRunner(num_pages, page_size, can_overlap)
+    copier = FakeCopier(runner, num_slots)
+    runner.copier = copier
+    disk = None
+    if disk_dir is not None:
+        record_bytes = files(disk_dir, copier.page_bytes).record_bytes
+        disk = DiskTier(disk_dir, copier.page_bytes, num_records * record_bytes, "fake", files)
+    tiers = LowerTiers(copier, policy, ttl_s, disk, bus)
+    store = KVStore(num_pages, page_size, b"fake", bus, tiers)
+    config = StoreConfig(host_gb=1.0, fetch=Fetch.ALWAYS, preload=preload)
+    fetching = Fetching(config, tiers, page_size, token_s=1e-3)
+    sched = SchedConfig(chunk_tokens=chunk_tokens)
+    scheduler = Scheduler(sched, store, VOCAB, 10_000, bus, fetching=fetching)
+    return Tiered(Engine(scheduler, runner, bus), store, tiers, copier, runner)
