@@ -17,12 +17,12 @@ from mainstem.runner.graphs import GRAPH_SIZES
 from mainstem.runner.load import Origin, context_of, make_facts
 
 LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
-CHUNK_TOKENS = 8192  # a step this large runs its products at full speed
+CHUNK_TOKENS = 4096  # a step this large runs its products at full speed
 DETERMINISTIC_PAGE = 64  # keys: a span's cuts then lie where its pages begin
 _MEMORY_SHARE = 0.9  # of the card, for weights and pages
 _RESERVE = 1 << 30  # graphs, library workspaces
 _SAMPLING_ROWS = 1024  # whose logits may be held in fp32, with copies
-_MAX_SPAN_LEVELS = 6
+_MAX_SPAN_LEVELS = 4  # each costs a token a Partial, 16 KB in a model of 32 heads of 128
 _SPAN_PAGES = 1 << 22  # page ids over all spans of a step
 
 
@@ -57,6 +57,7 @@ def load_gpu_runner(
             max_tokens=max_tokens,
             max_pages=_SPAN_PAGES,
             max_entries=(_MAX_SPAN_LEVELS + 1) * max_tokens,
+            max_partials=(_MAX_SPAN_LEVELS + 1) * max_tokens,
         ),
         scale=spec.softmax_scale,
         deterministic_keys=DETERMINISTIC_PAGE if model.deterministic else None,
