@@ -6,12 +6,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mainstem.core.config import SchedConfig, Share
+from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import EventBus, SequenceResumed
 from mainstem.core.metrics import Counters
-from mainstem.core.request import Delivery, FinishReason, SamplingParams
+from mainstem.core.request import Delivery, FinishReason, Overflow, SamplingParams
 from mainstem.engine.engine import Engine
 from mainstem.sched.admission import peak_need
 from mainstem.sched.random import uniforms
+from mainstem.sched.truncation import TruncationRules, Truncator
 from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import fake_answer
 
@@ -28,6 +30,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         share=st.sampled_from(Share),
         can_overlap=st.booleans(),
         span_levels=st.sampled_from([None, 1, 2]),
+        max_model_len=st.sampled_from([10_000, 24, 12]),
+        truncation_ratio=st.sampled_from([0.2, 0.5, 0.8]),
     )
     def start(
         self,
@@ -37,9 +41,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         share: Share,
         can_overlap: bool,
         span_levels: int | None,
+        max_model_len: int,
+        truncation_ratio: float,
     ) -> None:
-        config = SchedConfig(chunk_tokens=chunk_tokens, share=share, span_levels=span_levels)
-        self.engine = an_engine(num_pages, page_size, config, can_overlap)
+        config = SchedConfig(
+            chunk_tokens=chunk_tokens,
+            share=share,
+            span_levels=span_levels,
+            truncation_ratio=truncation_ratio,
+        )
+        self.engine = an_engine(num_pages, page_size, config, can_overlap, max_model_len)
+        self.truncator = Truncator(config, self.engine.max_model_len, page_size, TruncationRules())
+        self.said: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.limits: dict[str, int] = {}
         self.cut: set[str] = set()
@@ -82,6 +95,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.prompts[name] = prompt
         self.limits[name] = min(max_tokens, limit - len(prompt))
+
+    @rule(
+        session=st.sampled_from("ab"),
+        new=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        max_tokens=st.integers(1, 4),
+        n=st.integers(1, 2),
+        overflow=st.sampled_from([None, Overflow.KV, Overflow.RECOMPUTE]),
+    )
+    def take_turn(
+        self, session: str, new: list[int], max_tokens: int, n: int, overflow: Overflow | None
+    ) -> None:
+        """A conversation goes on, with the answers as far as they have come, past the window."""
+        name = f"r{len(self.prompts)}"
+        prompt = [*self.said.get(session, ()), *new]
+        sampling = SamplingParams(n=n, temperature=0.0, max_tokens=max_tokens)
+        request = a_request(
+            prompt, name=name, sampling=sampling, session=session, overflow=overflow
+        )
+        try:
+            kept, _ = self.truncator.fit(request)
+        except InvalidRequest:
+            return  # the window does not hold the sink and two pages
+        self.engine.submit(request)
+        self.prompts[name] = kept.prompt_ids.tolist()
+        self.limits[name] = min(max_tokens, self.engine.max_model_len - len(kept.prompt_ids))
+        self.said[session] = prompt + fake_answer(self.prompts[name], 2, VOCAB)[:max_tokens]
 
     @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:
