@@ -60,9 +60,10 @@ TestTree.settings = settings(max_examples=80, stateful_step_count=40, deadline=N
 @given(
     st.lists(st.tuples(chains, st.integers(1, 9), st.integers(0, 8)), min_size=1, max_size=8),
     st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 3]),
 )
 def test_spans_show_each_sequence_its_own_context_once(
-    seqs: list[tuple[Int32s, int, int]], page_size: int
+    seqs: list[tuple[Int32s, int, int]], page_size: int, align_pages: int
 ) -> None:
     """Each query sees every key of its own context up to itself, once, and no other."""
     tree = SharingTree()
@@ -80,7 +81,8 @@ def test_spans_show_each_sequence_its_own_context_once(
     starts = starts_of(np.array(counts, np.int32))
     slots = np.arange(len(seqs), dtype=np.int32)
     num_before = np.array(firsts, np.int32)
-    spans = SpanBuilder(page_size, share_all).build(tree, slots, starts, num_before, table)
+    builder = SpanBuilder(page_size, share_all, align_tokens=align_pages * page_size)
+    spans = builder.build(tree, slots, starts, num_before, table)
     seen: dict[int, list[tuple[int, int]]] = {row: [] for row in range(int(starts[-1]))}
     for i in range(len(spans)):
         rows = spans.query_rows[spans.query_starts[i] : spans.query_starts[i + 1]]
@@ -149,3 +151,19 @@ def test_levels_can_be_limited() -> None:
 
 def test_ragged_arange() -> None:
     assert ragged_arange(np.array([2, 0, 3], np.int32)).tolist() == [0, 1, 0, 1, 2]
+
+
+def test_aligned_spans_begin_at_multiples_only() -> None:
+    """Two sequences share 7 pages of 4 tokens; spans may begin at multiples of 16 tokens."""
+    tree = SharingTree()
+    table = np.zeros((2, 9), np.int32)
+    table[:, :7] = np.arange(7)
+    table[0, 7:], table[1, 7:] = (10, 11), (20, 21)
+    for slot in range(2):
+        tree.attach(slot, table[slot])
+    ones = np.ones(2, np.int32)
+    builder = SpanBuilder(4, share_all, align_tokens=16)
+    spans = builder.build(tree, np.arange(2, dtype=np.int32), starts_of(ones), ones * 33, table)
+    assert spans.key_tokens.tolist() == [16, 18, 18]
+    assert spans.page_ids[:4].tolist() == [0, 1, 2, 3]
+    assert spans.page_ids[4:9].tolist() == [4, 5, 6, 10, 11]

@@ -58,7 +58,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--deterministic",
         action="store_true",
         default=None,
-        help="answers to the bit the same whatever runs beside them (GPU, with --page-size 64)",
+        help="answers to the bit the same whatever runs beside them (GPU; up to 2x slower)",
     )
     group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
     group.add_argument("--kv-tokens", type=int, metavar="N", help="KV memory (from free memory)")

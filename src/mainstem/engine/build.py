@@ -74,6 +74,7 @@ def join(
         truncation=TruncationRules(facts.can_move_pages, choose_kept),
         worth_sharing=partial(worth_sharing, card, heads),
         max_step_tokens=facts.max_step_tokens,
+        span_align_tokens=facts.span_align_tokens,
         fetching=None
         if tiers is None
         else make_fetching(card, facts.num_params, config.store, store),

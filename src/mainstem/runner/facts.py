@@ -27,8 +27,11 @@ class RunnerFacts:
     chunk_tokens: int | None = None  # what keeps this device busy; None: the scheduler's default
     max_step_tokens: int | None = None  # what the buffers hold; None: any number
     max_span_levels: int | None = None  # shared spans above one another that fit the buffers
+    span_align_tokens: int | None = None  # where spans may begin in a sequence; None: at any page
 
-    def on_device(self, name: str, chunk_tokens: int, max_span_levels: int) -> "RunnerFacts":
+    def on_device(
+        self, name: str, chunk_tokens: int, max_span_levels: int, span_align_tokens: int | None
+    ) -> "RunnerFacts":
         """The same model on a device whose buffers hold steps of `chunk_tokens`."""
         return replace(
             self,
@@ -36,4 +39,5 @@ class RunnerFacts:
             chunk_tokens=chunk_tokens,
             max_step_tokens=chunk_tokens,
             max_span_levels=max_span_levels,
+            span_align_tokens=span_align_tokens,
         )

@@ -1,13 +1,10 @@
 """Weights -> a GpuRunner. Everything a step needs is allocated here; pages take the rest."""
 
-from dataclasses import replace
-
 import torch
 
 from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.kernels.ops import PAGE_SIZES, Limits, SpanAttention
-from mainstem.kernels.tuning import Tiles, choose_tiles
 from mainstem.models.config import ModelSpec
 from mainstem.models.device import Workspace, load_device_decoder
 from mainstem.runner.facts import RunnerFacts
@@ -18,7 +15,8 @@ from mainstem.runner.load import Origin, context_of, make_facts
 
 LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
 CHUNK_TOKENS = 4096  # a step this large runs its products at full speed
-DETERMINISTIC_PAGE = 64  # keys: a span's cuts then lie where its pages begin
+DETERMINISTIC_CHUNK_TOKENS = 1024  # each token has a Partial per cut
+DETERMINISTIC_KEYS = 512  # between the cuts of a span, the same for every batch
 _MEMORY_SHARE = 0.9  # of the card, for weights and pages
 _RESERVE = 1 << 30  # graphs, library workspaces
 _SAMPLING_ROWS = 1024  # whose logits may be held in fp32, with copies
@@ -34,10 +32,14 @@ def load_gpu_runner(
 
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
     model, cache, spec = config.model, config.cache, origin.spec
-    _check(config, spec)
+    _check(config)
     context = context_of(spec, config.sched.max_model_len)
     dtype = _dtype(model, spec)
-    max_tokens = config.sched.chunk_tokens or CHUNK_TOKENS
+    default_tokens = DETERMINISTIC_CHUNK_TOKENS if model.deterministic else CHUNK_TOKENS
+    max_tokens = config.sched.chunk_tokens or default_tokens
+    partials = _MAX_SPAN_LEVELS + 1
+    if model.deterministic:
+        partials = -(-context // DETERMINISTIC_KEYS)
     space = Workspace.make(spec, max_tokens, dtype, device)
     decoder = load_device_decoder(
         origin.open(dtype, device),
@@ -57,11 +59,10 @@ def load_gpu_runner(
             max_tokens=max_tokens,
             max_pages=_SPAN_PAGES,
             max_entries=(_MAX_SPAN_LEVELS + 1) * max_tokens,
-            max_partials=(_MAX_SPAN_LEVELS + 1) * max_tokens,
+            max_partials=partials * max_tokens,
         ),
         scale=spec.softmax_scale,
-        deterministic_keys=DETERMINISTIC_PAGE if model.deterministic else None,
-        tiles=_tiles(model, dtype, device),
+        deterministic_keys=DETERMINISTIC_KEYS if model.deterministic else None,
     )
     page_bytes = spec.kv_elements_per_token * dtype.itemsize * cache.page_size
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
@@ -75,22 +76,14 @@ def load_gpu_runner(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
         chunk_tokens=max_tokens,
         max_span_levels=_MAX_SPAN_LEVELS,
+        span_align_tokens=DETERMINISTIC_KEYS if model.deterministic else None,
     )
 
 
-def _check(config: EngineConfig, spec: ModelSpec) -> None:
+def _check(config: EngineConfig) -> None:
     page_size = config.cache.page_size
     if page_size not in PAGE_SIZES:
         raise ConfigError(f"page_size on a GPU must be one of {PAGE_SIZES}, got {page_size}")
-    if config.model.deterministic and page_size != DETERMINISTIC_PAGE:
-        raise ConfigError(f"deterministic needs page_size={DETERMINISTIC_PAGE}, got {page_size}")
-
-
-def _tiles(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tiles:
-    tiles = choose_tiles(device, dtype)
-    if not model.deterministic:
-        return tiles
-    return replace(tiles, large_k=min(tiles.large_k, DETERMINISTIC_PAGE))
 
 
 def _dtype(model: ModelConfig, spec: ModelSpec) -> torch.dtype:

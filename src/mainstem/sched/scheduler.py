@@ -75,6 +75,7 @@ class Scheduler:
         fetching: Fetching | None = None,
         *,
         truncation: TruncationRules = DEFAULT_RULES,
+        span_align_tokens: int | None = None,
     ) -> None:
         """`max_step_tokens` is what the runner's buffers hold; None: any number. `fetching` decides
         what is loaded from tiers below the device; None: nothing."""
@@ -94,7 +95,7 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._tree = SharingTree()
         policy = worth_sharing if config.share is Share.READS else share_none
-        self._spans = SpanBuilder(store.page_size, policy, config.span_levels)
+        self._spans = SpanBuilder(store.page_size, policy, config.span_levels, span_align_tokens)
         self._admission = Admission(store.page_size)
         self._truncator = Truncator(config, self.max_model_len, store.page_size, truncation)
         self._lengths = OutputLengths()

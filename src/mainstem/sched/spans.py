@@ -41,10 +41,16 @@ class SpanBuilder:
     """
 
     def __init__(
-        self, page_size: int, worth_sharing: WorthSharing, max_levels: int | None = None
+        self,
+        page_size: int,
+        worth_sharing: WorthSharing,
+        max_levels: int | None = None,
+        align_tokens: int | None = None,
     ) -> None:
-        """`max_levels` limits how many shared spans may lie above one another; the topmost stay."""
+        """`max_levels` limits how many shared spans may lie above one another; the topmost stay.
+        Spans begin at multiples of `align_tokens` in their sequences (a page unless given)."""
         self.page_size = page_size
+        self._align_pages = 1 if align_tokens is None else align_tokens // page_size
         self._max_levels = max_levels
         self._worth_sharing = worth_sharing
         self._kept: tuple[tuple[int, bytes, bytes, bytes], _Shared] | None = None
@@ -100,26 +106,35 @@ class SpanBuilder:
         first = np.flatnonzero(np.r_[True, stems[1:] != stems[:-1]])
         unique = stems[first]
         readers = np.diff(np.r_[first, len(stems)]).astype(np.int32)
-        ends = tree.end[unique]
-        length = (ends - tree.end[tree.parent[unique]]) * self.page_size
+        ends = self._aligned(tree.end[unique])
+        length = (ends - self._aligned(tree.end[tree.parent[unique]])) * self.page_size
         chosen = self._worth_sharing(readers, length) & (readers >= 2)
         if self._max_levels is not None:
             chosen &= _num_chosen_above(tree, unique, chosen) < self._max_levels
         if not chosen.any():
             return nothing
-        begin = _nearest_chosen_end(tree, unique, chosen)[chosen]
+        begin = self._aligned(_nearest_chosen_end(tree, unique, chosen))
+        chosen &= begin < ends  # one that is shorter than the alignment has nothing left
+        if not chosen.any():
+            return nothing
+        begin = begin[chosen]
         members = seqs[np.repeat(chosen, readers)]
         unique, ends, readers = unique[chosen], ends[chosen], readers[chosen]
         np.maximum.at(own_first, members, np.repeat(ends, readers))
         counts = np.diff(seq_starts)[members]
-        bounds = zip(unique.tolist(), begin.tolist(), strict=True)
+        bounds = zip(unique.tolist(), begin.tolist(), (ends - begin).tolist(), strict=True)
         return _Shared(
             query_counts=np.add.reduceat(counts, starts_of(readers)[:-1]),
             query_rows=np.repeat(seq_starts[members], counts) + ragged_arange(counts),
             page_counts=ends - begin,
-            page_ids=np.concatenate([tree.pages(stem, page) for stem, page in bounds]),
+            page_ids=np.concatenate(
+                [tree.pages(stem, page)[:count] for stem, page, count in bounds]
+            ),
             own_first=own_first,
         )
+
+    def _aligned(self, pages: Int32s) -> Int32s:
+        return pages // self._align_pages * self._align_pages
 
 
 def _ancestry(tree: SharingTree, slots: Int32s, num_readable: Int32s) -> tuple[Int32s, Int32s]:
