@@ -71,7 +71,8 @@ def check_fused() -> None:
 
 
 def check_fp8_rows() -> None:
-    """What the fused kernels quantize is what torch makes of their plain answer."""
+    """What the fused kernels quantize is what torch makes of their plain answer. Torch multiplies
+    by reciprocals where the kernels divide: a step of fp8 (1/8) may differ, rarely."""
     x, gain, gate_up = some(100, HIDDEN), some(HIDDEN, seed=1), some(100, 2 * MLP)
     residual = some(100, HIDDEN, seed=2)
     other = residual.clone()
@@ -82,8 +83,10 @@ def check_fp8_rows() -> None:
         (fused.silu_mul_fp8(gate_up), fused.silu_mul(gate_up)),
     ):
         values, scale = quantize_weight(plain)
-        assert torch.equal(found[0].float(), values.float())
-        assert torch.equal(found[1][:, 0], scale)
+        apart = (found[0].float() - values.float()).abs()
+        assert float((apart > 0).float().mean()) < 1e-3
+        assert bool((apart <= values.float().abs() / 7 + 2**-8).all())
+        torch.testing.assert_close(found[1][:, 0], scale, rtol=1e-6, atol=0)
     assert torch.equal(residual, other)
 
 
@@ -118,7 +121,9 @@ def check_rows_are_independent() -> None:
 
 
 def check_matmul() -> None:
-    for dtype, limit in ((torch.bfloat16, 3e-3), (torch.float16, 1e-3), (torch.float32, 1e-6)):
+    """16 bits round the output; fp32 sums thousands of terms one after the other. TF32 would be off
+    by 3e-4."""
+    for dtype, limit in ((torch.bfloat16, 3e-3), (torch.float16, 1e-3), (torch.float32, 1e-5)):
         for tokens, num_out, num_in in ((1, 6144, 4096), (200, 1000, 584), (1000, 4096, 1536)):
             x, weight = some(tokens, num_in, dtype=dtype), some(num_out, num_in, dtype=dtype)
             bias = some(num_out, dtype=dtype, seed=2)
@@ -319,7 +324,7 @@ def time_products(report: Report) -> None:
                 ]  # fmt: skip
                 figures["fp8_fast" if fast else "fp8_slow"] = time_us(runs)
             for tile in TILES:
-                if (tile.rows > 64) == (tokens > 64):
+                if (tile.rows > 64) == (tokens > 64) or 64 < tokens <= 256:
                     label = f"tile_{tile.rows}x{tile.columns}x{tile.k}_{tile.warps}w{tile.stages}"
                     figures[label] = time_us(
                         over(weights, lambda w: invariant.multiply(x, w, tile))
@@ -329,11 +334,10 @@ def time_products(report: Report) -> None:
 
 
 TILES = [
-    invariant.Tile(64, 32, 64, 4, 6), invariant.Tile(64, 64, 64, 4, 5),
-    invariant.Tile(64, 64, 128, 4, 4), invariant.Tile(64, 128, 64, 4, 5),
-    invariant.Tile(128, 128, 64, 8, 4), invariant.Tile(128, 128, 64, 4, 3),
-    invariant.Tile(128, 256, 64, 8, 3), invariant.Tile(128, 256, 64, 8, 4),
-    invariant.Tile(256, 128, 64, 8, 3),
+    invariant.Tile(64, 32, 128, 4, 4), invariant.Tile(64, 64, 128, 4, 4),
+    invariant.Tile(64, 128, 64, 4, 5), invariant.Tile(64, 64, 256, 4, 2),
+    invariant.Tile(128, 128, 64, 8, 4), invariant.Tile(128, 128, 64, 4, 4),
+    invariant.Tile(128, 64, 128, 4, 3), invariant.Tile(256, 128, 64, 8, 3),
 ]  # fmt: skip
 
 

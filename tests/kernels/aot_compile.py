@@ -23,7 +23,13 @@ from mainstem.kernels.fused import (
 from mainstem.kernels.invariant import _matmul_kernel
 from mainstem.kernels.merge import _merge_kernel
 from mainstem.kernels.rotate import _rerotate_kernel
-from mainstem.kernels.sample import _argmax_kernel, _sample_kernel
+from mainstem.kernels.sample import (
+    _argmax_kernel,
+    _collect_kernel,
+    _finish_kernel,
+    _survey_kernel,
+    _tops_kernel,
+)
 from mainstem.kernels.span import _span_kernel
 from mainstem.kernels.tuning import FALLBACK, HOPPER, Tiles
 
@@ -34,12 +40,12 @@ TARGETS = {
 }
 INT_POINTERS = (
     "plan_ptr", "barrier_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr",
-    "arrived_ptr", "top_k_ptr", "few_ids_ptr",
+    "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr",
 )  # fmt: skip
-LONG_POINTERS = ("slots_ptr", "best_ptr")
+LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr")
 FLOAT_POINTERS = (
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "inv_freq_ptr", "lse_a_ptr", "lse_b_ptr",
-    "scales_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "uniform_ptr",
+    "scales_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "uniform_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
 
@@ -99,7 +105,11 @@ def _other_jobs(target: str) -> Iterator[Job]:
     ids = {"out_ptr": "*i64"}
     yield Job(_argmax_kernel, {"BLOCK": 4096}, ids)
     wide = {"logits_ptr": "*fp32", "few_ptr": "*fp32"}
-    yield Job(_sample_kernel, {"FEW": 4096, "BLOCK": 4096}, {**ids, **wide}, {"num_warps": 16})
+    block, few = {"BLOCK": 2048}, {"FEW": 4096, "BLOCK": 2048}
+    yield Job(_tops_kernel, block, {"logits_ptr": "*fp32"})
+    yield Job(_survey_kernel, block, {"logits_ptr": "*fp32"})
+    yield Job(_collect_kernel, few, wide)
+    yield Job(_finish_kernel, few, {**ids, **wide}, {"num_warps": 8})
     tile = {"TILE_ROWS": 128, "TILE_COLUMNS": 128, "TILE_K": 64, "GROUP": 8, "IS_EVEN": True}
     yield Job(
         _matmul_kernel,

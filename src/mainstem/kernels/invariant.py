@@ -5,8 +5,8 @@
 cuBLAS picks a kernel by the number of rows and may split the sum over K, so the same token gets
 other bits in another batch. Here every output is one sum over K, in steps of TILE_K from first to
 last, by the same matrix instruction, in fp32. How many rows and columns a tile has decides only
-which program computes an output, not how: few rows take a narrower tile so that more programs share
-the weights' reading (`tests/gpu/bench_fused.py` compares the bits on a card).
+which program computes an output, not how: small products take smaller tiles so that more programs
+share the reading (`tests/gpu/bench_fused.py` compares the bits of many tiles on a card).
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ class Tile:
     stages: int
 
 
-_SMALL = Tile(rows=64, columns=64, k=64, warps=4, stages=5)
+_SMALL = Tile(rows=64, columns=64, k=128, warps=4, stages=4)
 _LARGE = Tile(rows=128, columns=128, k=64, warps=8, stages=4)
 _FULL_PRECISION = Tile(rows=64, columns=64, k=32, warps=4, stages=3)
-_FEW_ROWS = 64
+_FULL_CARD = 128  # large tiles that give each multiprocessor something to do
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def matmul(
         raise LayoutError(f"out must be [{tokens}, {num_out}], got {tuple(out.shape)}")
     if tokens == 0:
         return out
-    return _launch(x, weight, bias, out, _tile(x.dtype, tokens))
+    return _launch(x, weight, bias, out, _tile(x.dtype, tokens, num_out))
 
 
 def multiply(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
@@ -127,7 +127,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: T
     return out
 
 
-def _tile(dtype: torch.dtype, tokens: int) -> Tile:
+def _tile(dtype: torch.dtype, tokens: int, num_out: int) -> Tile:
     if dtype == torch.float32:
         return _FULL_PRECISION
-    return _SMALL if tokens <= _FEW_ROWS else _LARGE
+    num_large = triton.cdiv(tokens, _LARGE.rows) * triton.cdiv(num_out, _LARGE.columns)
+    return _LARGE if tokens > _SMALL.rows and num_large >= _FULL_CARD else _SMALL

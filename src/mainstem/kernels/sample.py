@@ -11,11 +11,17 @@ running sum passes a target?
     draw    the sum is probability mass,    target `uniform` of what is left
 
 The sum down to a threshold needs no order, so the threshold is searched: each pass cuts the bracket
-around it in four. Tokens of equal key are taken in the order of their ids. A search looks at the
-likeliest few thousand tokens, which are collected once per row, and at the whole row only where the
-answer lies beyond them.
+around it in four. Tokens of equal key are taken in the order of their ids. Four launches:
 
-Keys and masses are whole numbers, so a sum has the same bits in whatever order it is taken:
+    tops     the largest logit of each part of a row
+    survey   mass of each part, and how many of its tokens lie within 1, 3, 6, 10, 15, 21 bits of
+             the likeliest
+    collect  the likeliest tokens, as many as these bounds allow
+    finish   the searches, among the collected tokens or, where the answer lies beyond them, in the
+             whole row
+
+Keys and masses are whole numbers, so a sum has the same bits in whatever order it is taken, and
+however many parts a row has:
 
     key   log2 of the probability relative to the likeliest token, in steps of 2^-25, 0 at most
     mass  the probability relative to the likeliest token, in steps of 2^-44
@@ -35,10 +41,11 @@ KEY_STEPS = tl.constexpr(33554432.0)  # 2^25
 LOWEST = tl.constexpr(-46.0)  # below 2^-44 a token has no mass
 LOWEST_KEY = tl.constexpr(-46 * 2**25)
 MASS_STEPS = tl.constexpr(17592186044416.0)  # 2^44: 2^18 tokens still fit in 62 bits
-# candidates for where the likeliest tokens end: 2, 5, 9, 14, 20 bits below the likeliest
-CUT_1, CUT_2 = tl.constexpr(-2 * 2**25), tl.constexpr(-5 * 2**25)
-CUT_3, CUT_4 = tl.constexpr(-9 * 2**25), tl.constexpr(-14 * 2**25)
-CUT_5 = tl.constexpr(-20 * 2**25)
+CUT_1, CUT_2 = tl.constexpr(-1 * 2**25), tl.constexpr(-3 * 2**25)
+CUT_3, CUT_4 = tl.constexpr(-6 * 2**25), tl.constexpr(-10 * 2**25)
+CUT_5, CUT_6 = tl.constexpr(-15 * 2**25), tl.constexpr(-21 * 2**25)
+SURVEY = tl.constexpr(8)  # numbers kept of each part: its mass and six counts
+MAX_PARTS = tl.constexpr(64)
 NO_KEY = tl.constexpr(2147483647)
 MAX_ROUNDS = tl.constexpr(32)  # half are enough; a row of NaN must not keep the card
 EMPTY = tl.constexpr(-(2**63))
@@ -46,8 +53,8 @@ EMPTY = tl.constexpr(-(2**63))
 _MAX_VOCAB = 1 << 18
 _ARGMAX_BLOCK = 4096
 _SPLIT_ROWS = 1024  # more rows fill the card without being split
-_PROGRAMS = 1024  # about as many as run at once on a large card
-_DRAW_BLOCK = 4096
+_PROGRAMS = 2048  # about as many as run at once on a large card
+_PART_BLOCK = 2048
 _FEW = 4096
 
 
@@ -119,53 +126,130 @@ def _mass_above(x_ptr, size, top, scale, min_p, key, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _survey(x_ptr, vocab, top, scale, min_p, FEW: tl.constexpr, BLOCK: tl.constexpr):
-    """The row's mass; the lowest cut that at most FEW tokens reach and how many those are."""
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.int64)
-    zero = tl.zeros([BLOCK], tl.int32)
-    at_1, at_2, at_3, at_4, at_5 = zero, zero, zero, zero, zero
-    for start in range(0, vocab, BLOCK):
-        key = _keys(x_ptr, start + lanes, vocab, top, scale)
-        total += _mass(key, min_p)
-        at_1 += (key >= CUT_1).to(tl.int32)
-        at_2 += (key >= CUT_2).to(tl.int32)
-        at_3 += (key >= CUT_3).to(tl.int32)
-        at_4 += (key >= CUT_4).to(tl.int32)
-        at_5 += (key >= CUT_5).to(tl.int32)
-    cut, few = _lower(CUT_1, tl.sum(at_1, 0), NO_KEY, 0, FEW)
-    cut, few = _lower(CUT_2, tl.sum(at_2, 0), cut, few, FEW)
-    cut, few = _lower(CUT_3, tl.sum(at_3, 0), cut, few, FEW)
-    cut, few = _lower(CUT_4, tl.sum(at_4, 0), cut, few, FEW)
-    cut, few = _lower(CUT_5, tl.sum(at_5, 0), cut, few, FEW)
-    return tl.sum(total, 0), cut, few
+def _part(vocab, BLOCK: tl.constexpr):
+    """Program (row, part) has the tokens [begin, end), which may be none."""
+    length = tl.cdiv(tl.cdiv(vocab, tl.num_programs(1)), BLOCK) * BLOCK
+    begin = tl.program_id(1) * length
+    return begin, tl.minimum(begin + length, vocab)
 
 
 @triton.jit
-def _lower(cut, count, old_cut, old_count, FEW: tl.constexpr):
-    return tl.where(count <= FEW, cut, old_cut), tl.where(count <= FEW, count, old_count)
+def _tops_kernel(
+    logits_ptr, tops_ptr, top_ids_ptr, stride_row, vocab, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = _part(vocab, BLOCK)
+    top, place = _likeliest(logits_ptr + row * stride_row, begin, end, BLOCK)
+    here = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(tops_ptr + here, top)
+    tl.store(top_ids_ptr + here, place)
 
 
 @triton.jit
-def _collect(x_ptr, few_ptr, few_ids_ptr, vocab, top, scale, min_p, cut, BLOCK: tl.constexpr):
-    """Copy the tokens whose key reaches `cut`, in the order of ids; returns their mass."""
-    lanes = tl.arange(0, BLOCK)
-    num_before = tl.zeros([], tl.int32)
-    mass = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, vocab, BLOCK):
-        ids = start + lanes
-        x = tl.load(x_ptr + ids, mask=ids < vocab, other=float("-inf"))
-        key = _key(x.to(tl.float32), top, scale)
-        is_in = (key >= cut) & (ids < vocab)
-        count = tl.sum(is_in.to(tl.int32), 0)
-        if count > 0:
-            place = num_before + tl.cumsum(is_in.to(tl.int32), 0) - 1
-            tl.store(few_ptr + place, x, mask=is_in)
-            tl.store(few_ids_ptr + place, ids, mask=is_in)
-        mass += tl.where(is_in, _mass(key, min_p), 0)
-        num_before += count
-    tl.debug_barrier()  # what some threads stored, others read
-    return tl.sum(mass, 0)
+def _top_of(tops_ptr, top_ids_ptr, row, parts):
+    """The row's largest logit and its first place."""
+    lanes = tl.arange(0, MAX_PARTS)
+    here = row * parts + lanes
+    tops = tl.load(tops_ptr + here, mask=lanes < parts, other=float("-inf"))
+    places = tl.load(top_ids_ptr + here, mask=lanes < parts, other=NO_KEY)
+    top = tl.max(tops, 0)
+    return top, tl.min(tl.where(tops == top, places, NO_KEY), 0)
+
+
+@triton.jit
+def _survey_kernel(
+    logits_ptr, tops_ptr, top_ids_ptr, survey_ptr, temperature_ptr, min_p_ptr, stride_row, vocab,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.num_programs(1)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0.0:
+        min_p = tl.load(min_p_ptr + row)
+        scale = LOG2_E / temperature
+        top, _ = _top_of(tops_ptr, top_ids_ptr, row, parts)
+        begin, end = _part(vocab, BLOCK)
+        lanes = tl.arange(0, BLOCK)
+        mass = tl.zeros([BLOCK], tl.int64)
+        zero = tl.zeros([BLOCK], tl.int32)
+        at_1, at_2, at_3, at_4, at_5, at_6 = zero, zero, zero, zero, zero, zero
+        for start in range(begin, end, BLOCK):
+            key = _keys(logits_ptr + row * stride_row, start + lanes, end, top, scale)
+            mass += _mass(key, min_p)
+            at_1 += (key >= CUT_1).to(tl.int32)
+            at_2 += (key >= CUT_2).to(tl.int32)
+            at_3 += (key >= CUT_3).to(tl.int32)
+            at_4 += (key >= CUT_4).to(tl.int32)
+            at_5 += (key >= CUT_5).to(tl.int32)
+            at_6 += (key >= CUT_6).to(tl.int32)
+        here = survey_ptr + (row * parts + tl.program_id(1)) * SURVEY
+        tl.store(here, tl.sum(mass, 0))
+        tl.store(here + 1, tl.sum(at_1, 0).to(tl.int64))
+        tl.store(here + 2, tl.sum(at_2, 0).to(tl.int64))
+        tl.store(here + 3, tl.sum(at_3, 0).to(tl.int64))
+        tl.store(here + 4, tl.sum(at_4, 0).to(tl.int64))
+        tl.store(here + 5, tl.sum(at_5, 0).to(tl.int64))
+        tl.store(here + 6, tl.sum(at_6, 0).to(tl.int64))
+
+
+@triton.jit
+def _lower(survey_ptr, parts, part, index, key, cut, few, before, FEW: tl.constexpr):
+    """Take cut number `index`, of this key, if at most FEW tokens reach it."""
+    lanes = tl.arange(0, MAX_PARTS)
+    counts = tl.load(survey_ptr + lanes * SURVEY + index, mask=lanes < parts, other=0)
+    count = tl.sum(counts, 0)
+    is_few = count <= FEW
+    earlier = tl.sum(tl.where(lanes < part, counts, 0), 0)
+    return (
+        tl.where(is_few, key, cut), tl.where(is_few, count, few),
+        tl.where(is_few, earlier, before),
+    )  # fmt: skip
+
+
+@triton.jit
+def _cut(survey_ptr, parts, part, FEW: tl.constexpr):
+    """The lowest cut that at most FEW tokens reach, how many those are, and how many of them lie
+    in earlier parts."""
+    cut = tl.full([], NO_KEY, tl.int32)
+    few = tl.zeros([], tl.int64)
+    before = tl.zeros([], tl.int64)
+    cut, few, before = _lower(survey_ptr, parts, part, 1, CUT_1, cut, few, before, FEW)
+    cut, few, before = _lower(survey_ptr, parts, part, 2, CUT_2, cut, few, before, FEW)
+    cut, few, before = _lower(survey_ptr, parts, part, 3, CUT_3, cut, few, before, FEW)
+    cut, few, before = _lower(survey_ptr, parts, part, 4, CUT_4, cut, few, before, FEW)
+    cut, few, before = _lower(survey_ptr, parts, part, 5, CUT_5, cut, few, before, FEW)
+    cut, few, before = _lower(survey_ptr, parts, part, 6, CUT_6, cut, few, before, FEW)
+    return cut, few.to(tl.int32), before.to(tl.int32)
+
+
+@triton.jit
+def _collect_kernel(
+    logits_ptr, tops_ptr, top_ids_ptr, survey_ptr, few_ptr, few_ids_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, stride_row, vocab,
+    FEW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy the tokens that reach the cut, in the order of their ids."""
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.num_programs(1)
+    temperature = tl.load(temperature_ptr + row)
+    has_limit = (tl.load(top_k_ptr + row) < vocab) | (tl.load(top_p_ptr + row) < 1.0)
+    if (temperature > 0.0) & has_limit:
+        part = tl.program_id(1)
+        cut, _, place = _cut(survey_ptr + row * parts * SURVEY, parts, part, FEW)
+        scale = LOG2_E / temperature
+        top, _ = _top_of(tops_ptr, top_ids_ptr, row, parts)
+        begin, end = _part(vocab, BLOCK)
+        lanes = tl.arange(0, BLOCK)
+        for start in range(begin, end, BLOCK):
+            ids = start + lanes
+            x = tl.load(logits_ptr + row * stride_row + ids, mask=ids < end, other=float("-inf"))
+            is_in = (_key(x.to(tl.float32), top, scale) >= cut) & (ids < end)
+            count = tl.sum(is_in.to(tl.int32), 0)
+            if count > 0:
+                places = row * FEW + place + tl.cumsum(is_in.to(tl.int32), 0) - 1
+                tl.store(few_ptr + places, x, mask=is_in)
+                tl.store(few_ids_ptr + places, ids, mask=is_in)
+            place += count
 
 
 @triton.jit
@@ -256,12 +340,18 @@ def _mass_of_top_k(
 
 
 @triton.jit
-def _place_by_id(x_ptr, vocab, top, scale, min_p, target, BLOCK: tl.constexpr):
+def _place_by_id(
+    x_ptr, survey_ptr, vocab, parts, top, scale, min_p, target, BLOCK: tl.constexpr
+):  # fmt: skip
     """The first id at which the mass, in the order of ids, passes `target`."""
-    lanes = tl.arange(0, BLOCK)
-    start = tl.zeros([], tl.int32)
+    lanes = tl.arange(0, MAX_PARTS)
+    masses = tl.load(survey_ptr + lanes * SURVEY, mask=lanes < parts, other=0)
+    is_before = tl.cumsum(masses, 0) <= target  # whole parts
+    before = tl.sum(tl.where(is_before, masses, 0), 0)
+    length = tl.cdiv(tl.cdiv(vocab, parts), BLOCK) * BLOCK
+    start = tl.sum((is_before & (lanes < parts)).to(tl.int32), 0) * length
     place = tl.full([], -1, tl.int32)
-    before = tl.zeros([], tl.int64)
+    lanes = tl.arange(0, BLOCK)
     while (place < 0) & (start < vocab):
         ids = start + lanes
         mass = _mass(_keys(x_ptr, ids, vocab, top, scale), min_p)
@@ -275,32 +365,35 @@ def _place_by_id(x_ptr, vocab, top, scale, min_p, target, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sample_kernel(
-    logits_ptr, few_ptr, few_ids_ptr,
+def _finish_kernel(
+    logits_ptr, tops_ptr, top_ids_ptr, survey_ptr, few_ptr, few_ids_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, uniform_ptr, out_ptr,
-    stride_row, vocab, FEW: tl.constexpr, BLOCK: tl.constexpr,
+    stride_row, vocab, parts, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr = logits_ptr + row * stride_row
     temperature = tl.load(temperature_ptr + row)
-    top, token_id = _likeliest(x_ptr, 0, vocab, BLOCK)
+    top, token_id = _top_of(tops_ptr, top_ids_ptr, row, parts)
     if temperature > 0.0:
         top_k = tl.load(top_k_ptr + row).to(tl.int64)
         top_p = tl.load(top_p_ptr + row).to(tl.float64)
         min_p = tl.load(min_p_ptr + row)
         uniform = tl.load(uniform_ptr + row).to(tl.float64)
         scale = LOG2_E / temperature
-        mass, cut, few = _survey(x_ptr, vocab, top, scale, min_p, FEW, BLOCK)
+        survey_ptr += row * parts * SURVEY
+        lanes = tl.arange(0, MAX_PARTS)
+        mass = tl.sum(tl.load(survey_ptr + lanes * SURVEY, mask=lanes < parts, other=0), 0)
         if (top_k >= vocab) & (top_p >= 1.0):
             target = (uniform * mass.to(tl.float64)).to(tl.int64)
-            token_id = _place_by_id(x_ptr, vocab, top, scale, min_p, target, BLOCK)
+            token_id = _place_by_id(
+                x_ptr, survey_ptr, vocab, parts, top, scale, min_p, target, BLOCK
+            )  # fmt: skip
         else:
             few_ptr += row * FEW
             few_ids_ptr += row * FEW
-            few_mass = _collect(
-                x_ptr, few_ptr, few_ids_ptr, vocab, top, scale, min_p, cut, BLOCK
-            )  # fmt: skip
+            _, few, _ = _cut(survey_ptr, parts, 0, FEW)
+            few_mass = _mass_above(few_ptr, few, top, scale, min_p, LOWEST_KEY, BLOCK)
             if top_k < vocab:
                 mass = _mass_of_top_k(
                     x_ptr, vocab, few_ptr, few, top, scale, min_p, top_k, BLOCK
@@ -368,14 +461,29 @@ def sample(
             raise LayoutError(f"{name} must be contiguous {dtype} [{rows}], "
                               f"got {setting.dtype} {tuple(setting.shape)}")  # fmt: skip
     out = _check_ids(logits, out)
-    if rows:
-        few = logits.new_empty(rows, _FEW)
-        few_ids = torch.empty(rows, _FEW, dtype=torch.int32, device=logits.device)
-        _sample_kernel[(rows,)](
-            logits, few, few_ids, temperature, top_k, top_p, min_p, uniform, out,
-            logits.stride(0), vocab,
-            FEW=_FEW, BLOCK=min(triton.next_power_of_2(vocab), _DRAW_BLOCK), num_warps=16,
-        )  # fmt: skip
+    if rows == 0:
+        return out
+    parts = min(triton.cdiv(vocab, _PART_BLOCK), max(_PROGRAMS // rows, 1), MAX_PARTS.value)
+    tops = logits.new_empty(rows, parts, dtype=torch.float32)
+    top_ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    survey = torch.empty(rows, parts, SURVEY.value, dtype=torch.int64, device=logits.device)
+    few = logits.new_empty(rows, _FEW)
+    few_ids = torch.empty(rows, _FEW, dtype=torch.int32, device=logits.device)
+    grid, stride = (rows, parts), logits.stride(0)
+    block = min(triton.next_power_of_2(vocab), _PART_BLOCK)
+    _tops_kernel[grid](logits, tops, top_ids, stride, vocab, BLOCK=block, num_warps=4)
+    _survey_kernel[grid](
+        logits, tops, top_ids, survey, temperature, min_p, stride, vocab, BLOCK=block, num_warps=4
+    )
+    _collect_kernel[grid](
+        logits, tops, top_ids, survey, few, few_ids, temperature, top_k, top_p, stride, vocab,
+        FEW=_FEW, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    _finish_kernel[(rows,)](
+        logits, tops, top_ids, survey, few, few_ids, temperature, top_k, top_p, min_p, uniform,
+        out, stride, vocab, parts,
+        FEW=_FEW, BLOCK=block, num_warps=8,
+    )  # fmt: skip
     return out
 
 
