@@ -249,8 +249,9 @@ class TierPolicy(Generic[K]):
     def finish(self, ticket: Hashable, keys: Sequence[K], now: float) -> Moves[K]:
         """`dismiss` and `admit` for a request that was served; its pages are filed only once."""
         waited_for = self._window.leave(ticket)
-        if keys[: len(waited_for)] != waited_for:
-            for key in waited_for:
+        will_be_filed = keys[: len(waited_for)] == waited_for
+        for key in waited_for:
+            if key in self._next_use or not will_be_filed:
                 entry = self._entries.get(key)
                 if entry is not None:
                     self._file(key, entry)
@@ -301,7 +302,7 @@ class TierPolicy(Generic[K]):
         entries, wanted = self._entries, self._wanted
         for key in self._window.take_news():
             entry = entries.get(key)
-            if entry is not None and not entry.in_host:
+            if entry is not None and not entry.in_host and self._window.is_near(key):
                 self._want(key)
         while wanted and len(moves.load) < limit:
             when, key = wanted[0]
