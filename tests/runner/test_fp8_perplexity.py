@@ -1,0 +1,88 @@
+"""What fp8 costs on real text, from the CPU's emulation of the card's rounding."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from mainstem.kernels.fp8 import Fp8Linear
+from mainstem.models.config import read_spec
+from mainstem.models.decoder import Decoder, load_decoder
+from mainstem.models.layers import DenseLinear, Linear, norm_scale
+from mainstem.models.weights import Checkpoint
+from mainstem.runner.perplexity import perplexity
+
+TEXT = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"
+QUANTIZED = ("qkv", "gate_up", "down")  # as on a card
+
+
+def emulated(decoder: Decoder, folder: Path, names: Collection[str] = QUANTIZED) -> Decoder:
+    """A copy with these products in fp8. The fp32 decoder has its norms' gains folded into the
+    weights; a card has not, and rounds the weights alone."""
+    checkpoint = Checkpoint(folder, torch.float32)
+
+    def rounded(name: str, linear: Linear) -> Linear:
+        return _in_fp8(linear) if name in names else linear
+
+    def scale_of(layer: int, norm: str) -> torch.Tensor:
+        name = f"model.layers.{layer}.{norm}.weight"
+        return norm_scale(checkpoint.take(name, (decoder.spec.hidden_size,)))
+
+    layers = []
+    for index, layer in enumerate(decoder.layers):
+        first, second = (
+            scale_of(index, "input_layernorm"),
+            scale_of(index, "post_attention_layernorm"),
+        )
+        layers.append(
+            replace(
+                layer,
+                attention_norm=layer.attention_norm.scaled(first),
+                qkv=rounded("qkv", _unfolded(layer.qkv, first)),
+                out=rounded("out", layer.out),
+                mlp_norm=layer.mlp_norm.scaled(second),
+                gate_up=rounded("gate_up", _unfolded(layer.gate_up, second)),
+                down=rounded("down", layer.down),
+            )
+        )
+    head = rounded("head", decoder.head)
+    return Decoder(decoder.spec, decoder.embedding, layers, decoder.norm, head)
+
+
+def _unfolded(linear: Linear, scale: torch.Tensor) -> DenseLinear:
+    dense = _dense(linear)
+    return DenseLinear(dense.weight / scale, dense.bias)
+
+
+def _dense(linear: Linear) -> DenseLinear:
+    assert isinstance(linear, DenseLinear)
+    return linear
+
+
+def _in_fp8(linear: Linear) -> Linear:
+    dense = _dense(linear)
+    fp8: Linear = Fp8Linear(dense.weight, dense.bias, out_dtype=torch.float32)
+    return fp8
+
+
+def cost(folder: Path, text: str, num_tokens: int, names: Collection[str]) -> tuple[float, float]:
+    """Perplexity before and after."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = np.array(tokenizer.encode(text).ids[:num_tokens], np.int32)
+    dense = load_decoder(folder, read_spec(folder), torch.float32)
+    window = min(1024, num_tokens)
+    before = perplexity(dense, ids, window, window)
+    return before, perplexity(emulated(dense, folder, names), ids, window, window)
+
+
+@pytest.mark.slow
+def test_fp8_costs_at_most_two_percent_on_real_text(smollm2_folder: Path) -> None:
+    """A few hundred tokens of WikiText-2; docs/log/gpu.md has 4,096."""
+    before, after = cost(smollm2_folder, TEXT.read_text(), 512, QUANTIZED)
+    assert 5 < before < 40
+    assert before != after
+    assert after < 1.02 * before
