@@ -37,7 +37,7 @@ def some_prompts(groups: int = 6, degree: int = 3) -> Prompts:
 
 def test_new_tokens_are_those_the_prompt_before_does_not_share() -> None:
     prompts = some_prompts()
-    order = Order.planned(prompts, 4)
+    order = Order.planned(prompts, np.full(len(prompts), 4))
     new = order.new_tokens(prompts)
     assert sorted(new.tolist()) == [5] * 12 + [29] * 6
     assert Order.as_given(prompts).new_tokens(prompts).tolist() == [16] * 18  # nothing is known
@@ -46,7 +46,7 @@ def test_new_tokens_are_those_the_prompt_before_does_not_share() -> None:
 def test_feed_keeps_what_the_next_steps_need_and_no_more() -> None:
     prompts = some_prompts()
     engine = an_engine(num_pages=256)
-    feed = Feed(engine, prompts, Order.planned(prompts, 4), 4)
+    feed = Feed(engine, prompts, Order.planned(prompts, np.full(len(prompts), 4)), 4)
     feed.top_up(40)
     assert engine.num_waiting == 4  # 29 + 5 + 5 + 29: a group's prefix counts once
     feed.top_up(40)

@@ -31,8 +31,9 @@ class Order:
         return cls(np.arange(len(prompts)), None)
 
     @classmethod
-    def planned(cls, prompts: Prompts, output: int) -> "Order":
-        plan = plan_prompts(prompts, max_tokens=np.full(len(prompts), output, np.int64))
+    def planned(cls, prompts: Prompts, outputs: Int64s) -> "Order":
+        """`outputs` [prompts]: tokens that each will be answered with."""
+        plan = plan_prompts(prompts, max_tokens=outputs)
         return cls(plan.members.astype(np.int64), shared_with_next(plan))
 
     def new_tokens(self, prompts: Prompts) -> Int64s:
@@ -154,7 +155,10 @@ def run_job(
     """
     counters = Counters().attach(engine.bus)
     began_s = perf_counter()
-    order = Order.planned(prompts, output) if is_planned else Order.as_given(prompts)
+    if is_planned:
+        order = Order.planned(prompts, np.full(len(prompts), output))
+    else:
+        order = Order.as_given(prompts)
     feed = Feed(engine, prompts, order, output)
     run = JobRun(plan_s=perf_counter() - began_s, counters=counters)
     run.steps = StepLog.attach(engine)

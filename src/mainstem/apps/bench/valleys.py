@@ -1,19 +1,24 @@
 """Tokens per step over a job, planner off and on: the valleys of BatchLLM's Fig. 2 and 9.
 
-The real scheduler and store run a workload against the clock of a cost model (an 8B model on an
-H200) instead of a device. Off: prompts in the order they come, pages kept by LRU. On: planned.
+The real scheduler and store run a workload against the clock of a cost model (an H200) instead of
+a device. Off: prompts in the order they come, pages kept by LRU. On: planned. With --spread 0 all
+answers are equally long, and the result is compared with the limit of the card: what is missing
+there, the scheduler lost.
 """
 
 import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from mainstem.apps.bench.feed import Order
+from mainstem.apps.bench.limit import ModelCost, job_floor
 from mainstem.apps.bench.report import line
-from mainstem.apps.jobs.ordering import shared_with_next
+from mainstem.apps.bench.workloads import OFFLINE_JOBS, OfflineJob, shuffled
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
@@ -21,14 +26,14 @@ from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
 from mainstem.core.request import Delivery, Request, SamplingParams
-from mainstem.core.step import Int32s, StepResult
+from mainstem.core.shapes import SHAPES
+from mainstem.core.step import Int32s, Step, StepResult
 from mainstem.kv.store import KVStore
-from mainstem.plan.cost import H200, LLAMA_8B, step_s
-from mainstem.plan.planner import plan_prompts
+from mainstem.plan.cost import H200, span_floor_s, step_s, worth_sharing
 from mainstem.sched.scheduler import Scheduler
 
-VOCAB = 30_000
 PAGE_SIZE = 16
+ELEMENT_BYTES = 2  # bf16
 
 
 @dataclass(slots=True)
@@ -61,12 +66,14 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "mainstem bench valleys", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    made.add_argument("--groups", type=int, default=667)
-    made.add_argument("--degree", type=int, default=3)
-    made.add_argument("--prefix", type=int, default=1570)
-    made.add_argument("--distinct", type=int, default=30)
-    made.add_argument("--output", type=int, default=100, help="mean tokens out; half to double")
-    made.add_argument("--kv-tokens", type=int, default=450_000)
+    made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="industry")
+    made.add_argument("--groups", type=int, metavar="N", help="(the workload's own)")
+    made.add_argument("--output", type=int, metavar="N", help="mean tokens out (likewise)")
+    made.add_argument(
+        "--spread", type=float, default=0.5, metavar="X",
+        help="outputs are shorter or longer by up to so much of the mean (%(default)s)",
+    )  # fmt: skip
+    made.add_argument("--kv-tokens", type=int, metavar="N", help="(the workload's own)")
     made.add_argument("--chunk-tokens", type=int, default=4096)
     made.add_argument("--plot", type=Path, metavar="FILE.png")
     made.add_argument("--json", action="store_true", help="the only form there is")
@@ -75,33 +82,60 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    prompts = Prompts.from_lists(_shuffled_prompts(args))
+    if not 0 <= args.spread < 1:
+        raise ConfigError(f"--spread must be at least 0 and below 1, got {args.spread}")
+    job = OFFLINE_JOBS[args.workload]
+    job = replace(
+        job,
+        groups=args.groups or job.groups,
+        output=args.output or job.output,
+        kv_tokens=args.kv_tokens or job.kv_tokens,
+    )
+    model = ModelCost.of(SHAPES[job.model_shape], ELEMENT_BYTES)
+    prompts = Prompts.from_lists(shuffled(job.prompts(SHAPES[job.model_shape].vocab)))
     rng = random.Random(2)
-    outputs = [round(args.output * rng.uniform(0.5, 1.5)) for _ in range(len(prompts))]
-    traces = [run(args, prompts, outputs, is_planned) for is_planned in (False, True)]
+    low, high = 1 - args.spread, 1 + args.spread
+    outputs = [round(job.output * rng.uniform(low, high)) for _ in range(len(prompts))]
+    traces = [
+        run(job, model, prompts, outputs, args.chunk_tokens, is_planned)
+        for is_planned in (False, True)
+    ]
     for trace in traces:
-        print(line("valleys", trace.summary(len(prompts))))
+        result = {"workload": job.name, **trace.summary(len(prompts))}
+        if args.spread == 0:
+            limit_s = job_floor(H200, model, job, job.kv_tokens).total_s
+            result["share_of_limit"] = round(limit_s / trace.ends_s[-1], 4)
+        print(line("valleys", result))
     if args.plot is not None:
         plot(traces, args.plot)
     return 0
 
 
 def run(
-    args: argparse.Namespace, prompts: Prompts, outputs: Sequence[int], is_planned: bool
+    job: OfflineJob,
+    model: ModelCost,
+    prompts: Prompts,
+    outputs: Sequence[int],
+    chunk_tokens: int,
+    is_planned: bool,
 ) -> Trace:
     """The whole job in virtual time."""
     bus = EventBus()
     counters = Counters().attach(bus)
-    store = KVStore(args.kv_tokens // PAGE_SIZE, PAGE_SIZE, b"valleys", bus)
-    config = SchedConfig(chunk_tokens=args.chunk_tokens)
-    scheduler = Scheduler(config, store, VOCAB, args.kv_tokens, bus)
-    order: Sequence[int] = range(len(prompts))
+    store = KVStore(job.kv_tokens // PAGE_SIZE, PAGE_SIZE, b"valleys", bus)
+    scheduler = Scheduler(
+        SchedConfig(chunk_tokens=chunk_tokens),
+        store,
+        SHAPES[job.model_shape].vocab,
+        job.kv_tokens,
+        bus,
+        worth_sharing=partial(worth_sharing, H200, model.heads),
+    )
+    order = Order.planned(prompts, np.array(outputs)) if is_planned else Order.as_given(prompts)
     first: int | None = None
-    if is_planned:
-        plan = plan_prompts(prompts, max_tokens=np.array(outputs))
-        order = plan.members.tolist()
-        first = scheduler.expect(shared_with_next(plan))
-    for place, index in enumerate(order):
+    if order.shared_with_next is not None:
+        first = scheduler.expect(order.shared_with_next)
+    for place, index in enumerate(order.members.tolist()):
         sampling = SamplingParams(temperature=0.0, max_tokens=outputs[index], ignore_eos=True)
         request = Request(
             RequestId(str(index)),
@@ -109,22 +143,30 @@ def run(
             sampling,
             delivery=Delivery.AT_END,
             plan_place=None if first is None else first + place,
+            expected_tokens=job.output,
         )
         scheduler.submit(request)
     trace = Trace("on" if is_planned else "off")
     now_s = 0.0
     while (step := scheduler.next_step()) is not None:
-        read = int(step.spans.key_tokens.sum())
-        num_samples = len(step.sample_rows)
-        now_s += step_s(H200, LLAMA_8B, step.num_tokens, num_samples, read)
+        now_s += virtual_s(model, step)
         trace.ends_s.append(now_s)
         trace.num_tokens.append(step.num_tokens)
         trace.num_decodes.append(step.num_decodes)
-        tokens: Int32s = np.full(num_samples, 7, np.int32)
+        tokens: Int32s = np.full(len(step.sample_rows), 7, np.int32)
         scheduler.commit(step, StepResult(tokens, {}, ()))
     scheduler.check()
     trace.saving_ratio, trace.preemptions = counters.saving_ratio, counters.preemptions
     return trace
+
+
+def virtual_s(model: ModelCost, step: Step) -> float:
+    """Seconds of a step by the cost model: products and elementwise work, then attention."""
+    heads = model.heads
+    attention_s = model.num_layers * span_floor_s(
+        H200, step.spans, heads=heads.heads, kv_heads=heads.kv_heads, head_dim=heads.head_dim
+    )
+    return step_s(H200, model.size, step.num_tokens, len(step.sample_rows), 0) + attention_s
 
 
 def plot(traces: list[Trace], path: Path) -> None:
@@ -147,18 +189,7 @@ def plot(traces: list[Trace], path: Path) -> None:
             fontsize=10,
         )
     rows[0].legend(loc="lower right", fontsize=8)
-    rows[-1].set_xlabel("seconds (cost model of an H200, 8B)")
+    rows[-1].set_xlabel("seconds (cost model of an H200)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _shuffled_prompts(args: argparse.Namespace) -> list[list[int]]:
-    rng = random.Random(0)
-    prompts = []
-    for _ in range(args.groups):
-        head = [rng.randrange(10, VOCAB) for _ in range(args.prefix)]
-        for _ in range(args.degree):
-            prompts.append(head + [rng.randrange(10, VOCAB) for _ in range(args.distinct)])
-    random.Random(1).shuffle(prompts)
-    return prompts
