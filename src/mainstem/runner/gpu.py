@@ -25,14 +25,13 @@ from mainstem.models.config import ModelSpec
 from mainstem.models.decoder import Gate, OpenGate
 from mainstem.models.device import DeviceDecoder, Workspace
 from mainstem.models.layers import inverse_frequencies
-from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers
+from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import DecodeGraphs
 from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs
 
 _LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
 _PROMPT_LOGPROB_ROWS = 64  # likewise for prompt logprobs, which need fp32
-_TOUCH = 16  # rows between the batch sizes whose products are tried beforehand
 _NUM_RESULTS = 3  # steps whose ids may be on their way to the host
 
 
@@ -144,11 +143,10 @@ class GpuRunner:
             hidden = decoder.forward(inputs.token_ids, None, attention, self._gate)
             rows = min(tokens, len(self._logits))
             argmax(decoder.logits(hidden[:rows], self._logits[:rows]))
-        for tokens in (*range(1, 1024, _TOUCH), *range(1024, max_tokens, 4 * _TOUCH)):
-            if tokens <= max_tokens:
-                decoder.touch(tokens)
-            if tokens <= len(self._logits):
-                decoder.logits(hidden_rows[:tokens], self._logits[:tokens])
+        for rows in all_sizes(max_tokens):
+            decoder.touch(rows)
+            if rows <= len(self._logits):
+                decoder.logits(hidden_rows[:rows], self._logits[:rows])
         self._graphs = DecodeGraphs(graph_sizes, self._capture)
         torch.cuda.synchronize(self._device)
 
@@ -174,7 +172,7 @@ class GpuRunner:
         num_rows = len(step.sample_rows)
         graph = self._graphs.size_for(step) if self._graphs is not None else None
         self._attention.plan(step.spans)
-        inputs = self._inputs.send(step, self._previous, graph or step.num_tokens)
+        inputs = self._inputs.send(step, self._previous, graph or self._padded(step.num_tokens))
         logprobs: LogprobRows | None = None
         prompt_logprobs: list[LogprobRows] = []
         if graph is not None:
@@ -186,8 +184,9 @@ class GpuRunner:
             hidden = self._decoder.forward(
                 inputs.token_ids, inputs.hidden_rows, self._attention, self._gate
             )
-            ids, logprobs = self._sample_hidden(hidden[:num_rows], step)
-            prompt_logprobs = self._prompt_logprobs(hidden[num_rows:], step)
+            ids, logprobs = self._sample_hidden(hidden, step)
+            end_row = num_rows + len(step.prompt_logprob_rows)
+            prompt_logprobs = self._prompt_logprobs(hidden[num_rows:end_row], step)
         self._previous = ids
         host_ids = self._results[self._num_launched % _NUM_RESULTS][:num_rows]
         self._num_launched += 1
@@ -228,19 +227,23 @@ class GpuRunner:
         self._decoder.logits(hidden, self._logits[:size])
 
     def _sample_hidden(self, hidden: Tensor, step: Step) -> tuple[Tensor, LogprobRows | None]:
-        rows, limit = len(hidden), len(self._logits)
+        rows, limit = len(step.sample_rows), len(self._logits)
         if rows == 0:
             return torch.empty(0, dtype=torch.int64, device=self._device), None
-        if rows <= limit:
-            return self._sample(self._decoder.logits(hidden, self._logits[:rows]), step)
+        if (padded := self._padded(rows)) <= min(limit, len(hidden)):
+            logits = self._decoder.logits(hidden[:padded], self._logits[:padded])
+            return self._sample(logits[:rows], step)
         if step.sampling.is_greedy:
             parts = [
                 argmax(self._decoder.logits(part, self._logits[: len(part)]))
-                for part in torch.split(hidden, limit)
+                for part in torch.split(hidden[:rows], limit)
             ]
             return torch.cat(parts), None
         logits = torch.empty((rows, self._logits.shape[1]), dtype=hidden.dtype, device=self._device)
-        return self._sample(self._decoder.logits(hidden, logits), step)
+        return self._sample(self._decoder.logits(hidden[:rows], logits), step)
+
+    def _padded(self, rows: int) -> int:
+        return min(padded_size(rows), len(self._results[0]))
 
     def _sample(self, logits: Tensor, step: Step) -> tuple[Tensor, LogprobRows | None]:
         if step.sampling.is_greedy:

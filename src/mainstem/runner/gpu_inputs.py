@@ -11,6 +11,20 @@ from mainstem.core.step import Int32s, Step
 
 _ROWS = 6  # token ids, positions, slots, hidden rows, carry to, carry from
 _NUM_STAGING = 3  # steps that may be on their way to the device
+FEW_ROWS = 1024
+FINE_ROWS, COARSE_ROWS = 16, 64
+
+
+def padded_size(rows: int) -> int:
+    """So many rows are computed: products know few shapes, all tried before the first step."""
+    grain = FINE_ROWS if rows <= FEW_ROWS else COARSE_ROWS
+    return -(-rows // grain) * grain
+
+
+def all_sizes(max_rows: int) -> list[int]:
+    """Every size that `padded_size` answers for up to `max_rows` rows."""
+    few = range(FINE_ROWS, min(FEW_ROWS, max_rows) + 1, FINE_ROWS)
+    return [*few, *range(FEW_ROWS + COARSE_ROWS, max_rows + 1, COARSE_ROWS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +34,7 @@ class GpuInputs:
     token_ids: Tensor  # [padded]
     positions: Tensor  # [padded]
     write_slots: Tensor  # [padded]; -1 in the padding, which is not written
-    hidden_rows: Tensor | None  # as Inputs.hidden_rows
+    hidden_rows: Tensor | None  # as Inputs.hidden_rows, padded
     copies: tuple[Tensor, Tensor] | None
     moves: tuple[Tensor, Tensor, Tensor] | None
 
@@ -87,8 +101,10 @@ class InputBuffers:
         rows = np.concatenate((step.sample_rows, step.prompt_logprob_rows))
         if np.array_equal(rows, np.arange(tokens)):
             return None
+        padded = min(padded_size(len(rows)), num_padded)
         ints[3, : len(rows)] = rows
-        return len(rows)
+        ints[3, len(rows) : padded] = 0  # any row: nobody looks at the answer
+        return padded
 
     def _copies(self, step: Step) -> tuple[Tensor, Tensor] | None:
         if len(step.copy_to) == 0:

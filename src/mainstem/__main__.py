@@ -1,0 +1,8 @@
+"""`python -m mainstem` is `mainstem`."""
+
+import sys
+
+from mainstem.apps.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
