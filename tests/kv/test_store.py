@@ -157,6 +157,9 @@ def test_public_pages_are_found_by_all_and_what_follows_by_its_owner() -> None:
     match = store.lookup(bob, 8)
     assert len(match.pages) == 2
     assert match.similar_page is None
+    compute(store, store.chain(ids(1, 1, 2, 2, 3, 9), b""))  # the app, its last page filled up
+    match = store.lookup(bob, 8)
+    assert (len(match.pages), match.similar_tokens) == (2, 1), "more than the public part"
     assert len(store.lookup(store.chain(tokens, b"bob"), 8).pages) == 0
 
 

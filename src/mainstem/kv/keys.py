@@ -36,6 +36,7 @@ class PageChain:
     token_ids: Int32s
     keys: tuple[PageKey, ...]
     branches: tuple[tuple[int, PageKey], ...] = ()  # page number, the key before it
+    public_tokens: int = 0  # leading tokens that anybody may find, the last page's included
 
     @classmethod
     def of(cls, root: PageKey, page_size: int, token_ids: Int32s) -> "PageChain":
@@ -65,6 +66,10 @@ class PageChain:
         for number, key in self.branches:
             if number == depth:
                 return key
+        return self.parent_unbranched(depth)
+
+    def parent_unbranched(self, depth: int) -> PageKey:
+        """The key before page number `depth` of a chain that does not branch there."""
         return self.keys[depth - 1] if depth else self.root
 
     def page_tokens(self, depth: int) -> Int32s:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -99,7 +99,8 @@ class KVStore:
             return PageChain.of(root, self.page_size, token_ids)
         root = root_key(self._identity, self.page_size, b"")
         public = PageChain.of(root, self.page_size, token_ids[: num_public * self.page_size])
-        return public.branched(num_public, salt).extended(token_ids)
+        chain = public.branched(num_public, salt).extended(token_ids)
+        return replace(chain, public_tokens=public_tokens)
 
     def pin(self, chain: PageChain) -> list[PageKey]:
         """Keep the READY pages of a chain, and the one that begins like its unfinished last page,
@@ -123,12 +124,25 @@ class KVStore:
         if self._traffic is not None and num_ready < len(keys):
             stored = self._traffic.find(keys[num_ready:])
         rest = chain.token_ids[num_ready * self.page_size : num_tokens]
-        similar = self._index.best_follower(chain.parent(num_ready), rest)
+        similar = self._similar(chain, num_ready, rest)
         outcome = Lookup.READY if len(rest) == 0 else Lookup.MISS
         page, num_tokens = similar or (None, 0)
         return Match(
             match.pages, outcome, similar_page=page, similar_tokens=num_tokens, stored=stored
         )
+
+    def _similar(self, chain: PageChain, depth: int, rest: Int32s) -> tuple[int, int] | None:
+        """A page that begins like the tokens after page number `depth`, and for how many.
+
+        Where the public part ends inside a page, that part may be found under its public name.
+        """
+        own = self._index.best_follower(chain.parent(depth), rest)
+        num_public = chain.public_tokens - depth * self.page_size
+        if not 0 < num_public < self.page_size:
+            return own
+        public = self._index.best_follower(chain.parent_unbranched(depth), rest[:num_public])
+        found = [match for match in (own, public) if match is not None]
+        return max(found, key=lambda match: match[1], default=None)
 
     def has(self, key: PageKey) -> bool:
         """Whether a page is there or on its way."""
