@@ -162,6 +162,11 @@ class Tokenizer:
             return _ByteSpeller(self._alphabet.token_bytes)
         return _WindowSpeller(self.decode_all, self._alphabet.is_byte, context)
 
+    @property
+    def can_continue(self) -> bool:
+        """Whether the ids of a text and of what follows it may be encoded one after the other."""
+        return self._alphabet.is_byte_level and self.decode_all(self.encode_plain("x")) == "x"
+
     def to_json(self) -> str:
         """The tokenizer as tokenizer.json says it, for libraries that read that format."""
         return self._backend.to_str()

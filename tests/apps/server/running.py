@@ -21,6 +21,7 @@ from mainstem.apps.server.live import Live
 from mainstem.apps.server.metrics import ServerMetrics
 from mainstem.apps.server.serve import Server
 from mainstem.apps.server.worker import Worker
+from mainstem.apps.sessions import SessionLimits, Sessions
 from mainstem.core.config import EngineConfig
 from mainstem.core.metrics import Counters
 from tests.apps.fake_batch import FakeEngines
@@ -140,6 +141,7 @@ def a_server(
         limits or Limits(),
         Live("fake", Counters().attach(bus)),
         ServerMetrics(bus, "fake"),
+        Sessions(SessionLimits()),
     )
     server = Server(gateway, shutdown_s)
     listener = socket.socket()

@@ -97,7 +97,7 @@ def test_an_apps_prefix_is_computed_once_for_all_tenants_and_what_follows_for_ea
             return cached_tokens(reply), computed() - before
 
         assert computed() < 2 * (len(POLITE.prompt) + len("<system>\n<user>")), "filled per tenant"
-        num_public = len(POLITE.prompt) // 4 * 4
+        num_public = len(POLITE.prompt)
         num_prompt = len(POLITE.prompt + own)
         assert ask(ALICE) == (num_public, num_prompt - num_public)
         assert ask(BOB) == (num_public, num_prompt - num_public)

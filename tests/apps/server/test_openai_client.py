@@ -199,6 +199,27 @@ def test_answers_have_the_form_that_was_asked_for(client: OpenAI) -> None:
         assert choice.finish_reason == "stop"
 
 
+def test_a_session_finds_every_token_of_its_turns(client: OpenAI) -> None:
+    messages: list[dict[str, str]] = []
+    totals: list[tuple[int, int]] = []
+    for question in ("Tell me about the river Rhine, please.", "And now something else."):
+        messages.append({"role": "user", "content": question})
+        reply = client.chat.completions.create(
+            model="smol",
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=40,
+            temperature=1.5,  # odd words, which are cut into odd tokens
+            seed=5,
+            extra_body={"session_id": "rhine", "top_k": 50},
+        )
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens_details is not None
+        cached = reply.usage.prompt_tokens_details.cached_tokens or 0
+        totals.append((cached, reply.usage.total_tokens))
+    assert totals[1][0] >= totals[0][1] - 16, "the answer's own pages were not found"
+
+
 def test_penalties_bias_and_extra_fields(client: OpenAI) -> None:
     reply = client.completions.create(
         model="smol",

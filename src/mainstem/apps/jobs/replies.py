@@ -32,6 +32,7 @@ class Answers:
     answers: list[Answer] = field(init=False)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = (None,)  # that of a prompt of one token
     cached_tokens: int = 0
+    dropped_tokens: int = 0  # of a prompt that was longer than the context window
 
     def __post_init__(self) -> None:
         self.answers = [Answer() for _ in range(self.sampling.n)]
@@ -52,6 +53,7 @@ class Answers:
             self.prompt_logprobs = output.prompt_logprobs
         if output.index == 0:
             self.cached_tokens = output.num_cached_tokens
+            self.dropped_tokens = output.num_dropped_tokens
 
 
 def answer_row(row: Row, answers: Answers, model: str, tokenizer: Tokenizer, now: int) -> Json:

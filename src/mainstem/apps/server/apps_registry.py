@@ -58,17 +58,26 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, app: App | None) -> list
 
     Raises InvalidRequest when the chat template refuses it.
     """
+    if isinstance(prompt, array):
+        return [*(tokenizer.encode(app.prompt) if app else ()), *prompt]
+    text = prompt_text(tokenizer, prompt, app)
+    assert text is not None
+    return tokenizer.encode_plain(text) if isinstance(prompt, Chat) else tokenizer.encode(text)
+
+
+def prompt_text(tokenizer: Tokenizer, prompt: Prompt, app: App | None) -> str | None:
+    """A prompt as the model reads it; None where it is token ids. Raises as `encode_prompt`."""
     if isinstance(prompt, Chat):
         messages = prompt.messages if app is None else app.messages(prompt.messages)
-        return tokenizer.encode_chat(
+        return tokenizer.render_chat(
             messages,
             prompt.tools,
             add_generation_prompt=prompt.add_generation_prompt,
             template_args=prompt.template_args,
         )
     if isinstance(prompt, array):
-        return [*(tokenizer.encode(app.prompt) if app else ()), *prompt]
-    return tokenizer.encode(app.prompt + prompt if app else prompt)
+        return None
+    return app.prompt + prompt if app else prompt
 
 
 def shared_prefixes(tokenizer: Tokenizer, app: App) -> list[list[int]]:

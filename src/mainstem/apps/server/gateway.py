@@ -24,9 +24,12 @@ from mainstem.apps.server.metrics import RequestTiming, ServerMetrics
 from mainstem.apps.server.replies import Heading, Reply, event
 from mainstem.apps.server.schema import Ask, AskParser
 from mainstem.apps.server.stream import ClientLeft, EventStream, while_connected
+from mainstem.apps.server.turns import Turn
 from mainstem.apps.server.worker import Answering, EngineFault, EngineRequest, Ticket, Worker
+from mainstem.apps.sessions import Sessions
 from mainstem.apps.tools import tool_format
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.request import Overflow
 
 INLINE_CHARS = 1 << 12  # a longer prompt is encoded on another thread
 CLIENT_LEFT = 499  # nobody hears it; for logs and metrics
@@ -54,6 +57,7 @@ class Gateway:
         limits: Limits,
         live: Live,
         metrics: ServerMetrics,
+        sessions: Sessions,
     ) -> None:
         self.worker = worker
         self.model = model
@@ -62,6 +66,7 @@ class Gateway:
         self.limits = limits
         self.live = live
         self.metrics = metrics
+        self.sessions = sessions
         self.gate = Gate(limits)
         self.filler = AppFiller(worker, apps)
         self.is_ready = False  # the apps are filled
@@ -97,12 +102,17 @@ class Gateway:
         heading = Heading(f"{prefix}-{next(self._ids)}", model, int(time()))
         with ExitStack() as held:
             held.enter_context(self.gate.enter(tenant, ask.num_answers))
-            prompt_ids = await self._encode(ask, app)
+            turn = self._turn(ask, tenant)
+            prompt_ids = await self._encode(ask, app, turn)
             await self._compile(ask)
-            answering = await self._submit(ask, prompt_ids, heading.reply_id, tenant, app)
+            requests = [
+                self._request(ask, f"{heading.reply_id}-{place}", ids, tenant, app, turn)
+                for place, ids in enumerate(prompt_ids)
+            ]
+            answering = await self._submit(requests, kind)
             exchange = _Exchange(self, answering, heading, request, app)
             held.push(exchange)
-            reply = Reply(ask, heading, prompt_ids, self.worker.tokenizer)
+            reply = Reply(ask, heading, prompt_ids, self.worker.tokenizer, turn)
             if ask.is_streaming:
                 events = reply.events(answering)
                 return EventStream(events, exchange.last_words, held.pop_all(), self.limits.write_s)
@@ -139,10 +149,17 @@ class Gateway:
             raise ApiError(400, "echo: cannot be used with an app", "echo", "invalid_value")
         return f"{base}:{app_name}", app
 
-    async def _encode(self, ask: Ask, app: App | None) -> list[list[int]]:
+    def _turn(self, ask: Ask, tenant: Tenant) -> Turn | None:
+        if ask.session_id is None:
+            return None
+        return Turn(self.sessions, tenant, ask.session_id, self.worker.tokenizer)
+
+    async def _encode(self, ask: Ask, app: App | None, turn: Turn | None) -> list[list[int]]:
         tokenizer = self.worker.tokenizer
 
         def encode() -> list[list[int]]:
+            if turn is not None:
+                return [turn.encode(ask.prompts[0], app)]
             return [encode_prompt(tokenizer, prompt, app) for prompt in ask.prompts]
 
         sizes = [len(prompt) if isinstance(prompt, str) else INLINE_CHARS for prompt in ask.prompts]
@@ -160,34 +177,40 @@ class Gateway:
         except InvalidRequest as error:
             raise from_invalid(error) from None
 
-    async def _submit(
+    def _request(
         self,
         ask: Ask,
-        prompt_ids: Sequence[Sequence[int]],
-        reply_id: str,
+        request_id: str,
+        ids: Sequence[int],
         tenant: Tenant,
         app: App | None,
-    ) -> Answering:
-        salt = tenant.page_salt(ask.cache_salt)
-        for ids in prompt_ids:
-            if len(ids) >= self.worker.max_model_len:
+        turn: Turn | None,
+    ) -> EngineRequest:
+        """The app's prompt is public, and is kept when a conversation outgrows the context."""
+        public_tokens = self.filler.public_tokens(app, ids)
+        return EngineRequest(
+            request_id,
+            ids,
+            ask.sampling,
+            salt=tenant.page_salt(ask.cache_salt),
+            priority=ask.priority,
+            public_tokens=public_tokens,
+            session=None if turn is None else turn.engine_id,
+            overflow=ask.overflow,
+            keep_tokens=public_tokens,
+        )
+
+    async def _submit(self, requests: Sequence[EngineRequest], kind: Kind) -> Answering:
+        for request in requests:
+            num_tokens = len(request.prompt_ids)
+            is_long = num_tokens >= self.worker.max_model_len
+            if is_long and request.overflow is Overflow.ERROR:
                 message = (
-                    f"the prompt has {len(ids)} tokens and leaves no room for an answer in the "
+                    f"the prompt has {num_tokens} tokens and leaves no room for an answer in the "
                     f"context of {self.worker.max_model_len}"
                 )
-                param = "messages" if ask.kind is Kind.CHAT else "prompt"
+                param = "messages" if kind is Kind.CHAT else "prompt"
                 raise ApiError(400, message, param, "context_length_exceeded")
-        requests = [
-            EngineRequest(
-                f"{reply_id}-{place}",
-                ids,
-                ask.sampling,
-                salt,
-                ask.priority,
-                public_tokens=self.filler.public_tokens(app, ids),
-            )
-            for place, ids in enumerate(prompt_ids)
-        ]
         try:
             return await self.worker.submit(requests)
         except InvalidRequest as error:
@@ -215,7 +238,7 @@ class Gateway:
         kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
         ask = self._parser.parse(body, kind)
         _, app = self._resolve(ask)
-        ids = (await self._encode(ask, app))[0]
+        ids = (await self._encode(ask, app, None))[0]
         return {"tokens": ids, "count": len(ids), "max_model_len": self.worker.max_model_len}
 
     def detokenize(self, body: Json) -> Json:

@@ -37,6 +37,20 @@ _SAMPLING: Json = {
     "min_tokens": {"type": "integer", "minimum": 0},
     "cache_salt": {"type": "string"},
     "priority": {"type": "integer"},
+    "session_id": {"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"},
+    "context_overflow": {"type": "string", "enum": ["error", "recompute", "kv"]},
+    "response_format": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"type": "string", "enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}},
+        },
+    },
+    "guided_json": {"type": "object"},
+    "guided_regex": {"type": "string"},
+    "guided_choice": {"type": "array", "items": {"type": "string"}},
+    "prompt_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
     "user": {"type": "string"},
 }
 _MESSAGE: Json = {
@@ -45,6 +59,18 @@ _MESSAGE: Json = {
     "properties": {
         "role": {"type": "string", "enum": ["system", "user", "assistant"]},
         "content": {"type": "string"},
+    },
+}
+_TOOL: Json = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"type": "string", "enum": ["function"]},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string"}, "parameters": {"type": "object"}},
+        },
     },
 }
 _CHAT: Json = {
@@ -57,6 +83,8 @@ _CHAT: Json = {
         "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
         "add_generation_prompt": {"type": "boolean"},
         "chat_template_kwargs": {"type": "object"},
+        "tools": {"type": "array", "items": _TOOL},
+        "tool_choice": {"anyOf": [{"type": "string"}, _TOOL]},
     },
 }
 _COMPLETION: Json = {
@@ -103,6 +131,9 @@ _ERROR: Json = {
 _NAME: Json = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
+_SESSION_ID: Json = _NAME | {"name": "session_id"}
+
+
 def document() -> Json:
     """The whole document."""
     paths: Json = {
@@ -110,6 +141,10 @@ def document() -> Json:
         "/v1/models/{name}": {"get": _operation("One of them", parameters=[_NAME])},
         "/v1/chat/completions": {"post": _operation("Answer a conversation", _CHAT)},
         "/v1/completions": {"post": _operation("Continue prompts", _COMPLETION)},
+        "/v1/sessions": {"get": _operation("The sessions of this key")},
+        "/v1/sessions/{session_id}": {
+            "delete": _operation("Forget a session", parameters=[_SESSION_ID])
+        },
         "/tokenize": {"post": _operation("Token ids of a text or conversation", _TOKENIZE)},
         "/detokenize": {"post": _operation("Text of token ids", _DETOKENIZE)},
         "/health": {"get": _operation("Whether the engine can answer")},

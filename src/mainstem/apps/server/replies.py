@@ -16,6 +16,7 @@ from mainstem.apps.logprobs import (
     prompt_logprobs,
 )
 from mainstem.apps.server.schema import Ask
+from mainstem.apps.server.turns import Turn
 from mainstem.apps.server.worker import Answering
 from mainstem.apps.text import Tokenizer
 from mainstem.apps.tools import ToolCall, ToolReader
@@ -47,12 +48,19 @@ class Reply:
     """Turns news of a request's answers into JSON. Answer i of prompt p is choice p * n + i."""
 
     def __init__(
-        self, ask: Ask, heading: Heading, prompt_ids: Sequence[Sequence[int]], tokenizer: Tokenizer
+        self,
+        ask: Ask,
+        heading: Heading,
+        prompt_ids: Sequence[Sequence[int]],
+        tokenizer: Tokenizer,
+        turn: Turn | None,
     ) -> None:
+        """`turn` hears of the answer before the client does, so that the next turn finds it."""
         self._ask = ask
         self._heading = heading
         self._prompt_ids = prompt_ids
         self._tokenizer = tokenizer
+        self._turn = turn
         self._answers = [Answers(len(ids), ask.sampling) for ids in prompt_ids]
 
     @property
@@ -66,6 +74,7 @@ class Reply:
         async for news in answering:
             for place, output in news:
                 self._answers[place].add(output)
+        self._end_turn()
         if self._ask.num_answers == 1 and self._ask.sampling.logprobs is None:
             return self._render_whole()
         return await asyncio.to_thread(self._render_whole)  # may be many megabytes
@@ -134,12 +143,14 @@ class Reply:
         )
         if self._ask.is_scoring:
             completion_tokens = 0
-        cached_tokens = sum(answers.cached_tokens for answers in self._answers)
+        details = {"cached_tokens": sum(answers.cached_tokens for answers in self._answers)}
+        if num_dropped := sum(answers.dropped_tokens for answers in self._answers):
+            details["dropped_tokens"] = num_dropped
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "prompt_tokens_details": details,
         }
 
     # --- streamed -------------------------------------------------------------------------------
@@ -155,6 +166,8 @@ class Reply:
             lines = []
             for place, output in news:
                 self._answers[place].add(output)
+                if output.finish_reason is not None:
+                    self._end_turn()
                 number = place * self._ask.sampling.n + output.index
                 for choice in self._chunk_choices(place, output, choices[number]):
                     lines.append(self._event([{"index": number} | choice]))
@@ -225,6 +238,10 @@ class Reply:
         if self._ask.includes_usage:
             chunk["usage"] = usage
         return event(chunk)
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.end(self._answers[0].answers[0].token_ids)
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
         heading = self._heading

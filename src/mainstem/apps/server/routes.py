@@ -25,7 +25,9 @@ from mainstem.apps.server.gateway import Gateway
 from mainstem.apps.server.ids import unique_ids
 from mainstem.apps.server.metrics import CONTENT_TYPE
 from mainstem.apps.server.openapi import document
+from mainstem.apps.server.turns import owner_of
 from mainstem.apps.server.worker import EngineFault, WorkerState
+from mainstem.apps.sessions import Session
 from mainstem.core.errors import InvalidRequest
 
 PAGE = files("mainstem.apps.server") / "page"
@@ -48,6 +50,8 @@ class Routes:
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/sessions", self.list_sessions, methods=["GET"]),
+            Route("/v1/sessions/{session_id}", self.delete_session, methods=["DELETE"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health, methods=["GET"]),
@@ -104,6 +108,21 @@ class Routes:
         gateway = self._gateway
         gateway.gate.allow(request.state.tenant)
         return JSONResponse(gateway.detokenize(await read_json(request, gateway.limits)))
+
+    # --- sessions -------------------------------------------------------------------------------
+
+    async def list_sessions(self, request: Request) -> Response:
+        sessions = self._gateway.sessions.listed(owner_of(request.state.tenant))
+        return JSONResponse({"object": "list", "data": [_session(item) for item in sessions]})
+
+    async def delete_session(self, request: Request) -> Response:
+        """Forget a conversation's ids; its pages go when room is needed."""
+        session_id = request.path_params["session_id"]
+        owner = owner_of(request.state.tenant)
+        if self._gateway.sessions.remove(owner, session_id) is None:
+            message = f"there is no session {session_id!r}"
+            raise ApiError(404, message, "session_id", "session_not_found")
+        return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
 
     # --- how it is ------------------------------------------------------------------------------
 
@@ -190,6 +209,17 @@ class Routes:
 
     async def asset(self, request: Request) -> Response:
         return _file(request.path_params["name"])
+
+
+def _session(session: Session) -> dict[str, object]:
+    return {
+        "id": session.session_id,
+        "object": "session",
+        "created": int(session.created_s),
+        "last_used": int(session.used_s),
+        "turns": session.num_turns,
+        "tokens": len(session.token_ids),
+    }
 
 
 def _file(name: str) -> Response:

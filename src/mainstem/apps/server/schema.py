@@ -3,6 +3,7 @@
 Beyond a batch row a request may stream, echo its prompt, bring several prompts and name an app.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -12,13 +13,25 @@ from mainstem.apps.server.faults import ApiError, from_invalid, from_row
 from mainstem.apps.server.limits import Limits
 from mainstem.apps.tools import ToolFormat, ToolUse, read_tools
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.request import SamplingParams
+from mainstem.core.request import Overflow, SamplingParams
 
 Json = Mapping[str, object]
 
 # accepted and without effect on the answer, beyond what rows accept; docs/serve.md lists them
 HARMLESS = (HARMLESS_IN_ROWS | {"prompt_cache_retention"}) - {"model", "stream_options"}
-OWN_FIELDS = frozenset({"app", "echo", "stream", "stream_options", "tool_choice", "tools"})
+OWN_FIELDS = frozenset(
+    [
+        "app",
+        "context_overflow",
+        "echo",
+        "session_id",
+        "stream",
+        "stream_options",
+        "tool_choice",
+        "tools",
+    ]
+)
+SESSION_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 STREAM_OPTIONS = frozenset({"include_obfuscation", "include_usage"})
 # values of fields we lack that say what happens anyway
 EMPTY_VALUES: dict[str, tuple[object, ...]] = {
@@ -44,6 +57,8 @@ class Ask:
     is_scoring: bool = False  # echo with max_tokens 0: the prompt's logprobs and no answer
     wants_prompt_logprobs: bool = False  # in vLLM's form, not OpenAI's echo
     tools: ToolUse | None = None
+    session_id: str | None = None
+    overflow: Overflow = Overflow.ERROR
 
     @property
     def num_answers(self) -> int:
@@ -62,9 +77,29 @@ class AskParser:
         """Raises ApiError 400 that names the field."""
         ask = _parse_ask(body, kind, self.rows, self.limits)
         try:
-            return _with_tools(ask, body, self.tool_format)
+            return _in_session(_with_tools(ask, body, self.tool_format), body)
         except InvalidRequest as error:
             raise from_invalid(error) from None
+
+
+def _in_session(ask: Ask, body: Json) -> Ask:
+    session_id, overflow = body.get("session_id"), body.get("context_overflow")
+    if session_id is not None:
+        if not isinstance(session_id, str) or not SESSION_ID.fullmatch(session_id):
+            reason = "1 to 128 letters, digits, '_', '-', ':' or '.'"
+            raise InvalidRequest("session_id", reason)
+        if ask.num_answers != 1 or ask.is_scoring:
+            raise InvalidRequest("session_id", "a session has one prompt and one answer at a time")
+    policies = [policy.value for policy in Overflow]
+    if overflow is None:
+        policy = Overflow.ERROR if session_id is None else Overflow.KV
+    elif overflow not in policies:
+        raise InvalidRequest("context_overflow", f"must be one of {policies}, got {overflow!r}")
+    else:
+        policy = Overflow(overflow)
+    if policy is Overflow.KV and session_id is None:
+        raise InvalidRequest("context_overflow", "kv needs a session_id; recompute does not")
+    return replace(ask, session_id=session_id, overflow=policy)
 
 
 def _with_tools(ask: Ask, body: Json, format: ToolFormat | None) -> Ask:

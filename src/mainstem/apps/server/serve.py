@@ -25,12 +25,14 @@ from mainstem.apps.server.logs import LEVELS, set_up_logs
 from mainstem.apps.server.metrics import ServerMetrics
 from mainstem.apps.server.routes import make_app
 from mainstem.apps.server.worker import Worker, WorkerState
+from mainstem.apps.sessions import SessionLimits, Sessions, tokenizer_identity
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.metrics import Counters
 
 MIB = 1 << 20
 GRACE_S = 5.0  # after the deadline, for last words to be sent
+SESSIONS_FILE = "sessions.sqlite"
 SWITCH_S = 0.001  # the engine gives the interpreter up so often while HTTP waits for it
 
 log = logging.getLogger("mainstem.server")
@@ -54,6 +56,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--api-key-file", type=Path, metavar="FILE", help="lines of name:key")
     made.add_argument("--admin-key-file", type=Path, metavar="FILE", help="opens /admin/")
     made.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="where sessions outlive the process (the store's --disk-dir, if there is one)",
+    )
+    made.add_argument(
         "--shutdown-s", type=float, default=30.0, metavar="S", help="time to finish answers (30)"
     )
     made.add_argument("--log-level", choices=LEVELS, default="info")
@@ -70,6 +78,21 @@ def parser() -> argparse.ArgumentParser:
     )
     limits.add_argument(
         "--max-concurrent", type=int, metavar="N", help="open requests of a key (no limit)"
+    )
+    kept = SessionLimits()
+    limits.add_argument(
+        "--max-sessions",
+        type=int,
+        default=kept.max_sessions,
+        metavar="N",
+        help=f"conversations remembered ({kept.max_sessions})",
+    )
+    limits.add_argument(
+        "--session-ttl-s",
+        type=float,
+        default=kept.ttl_s,
+        metavar="S",
+        help=f"unused ones are forgotten after so long ({kept.ttl_s:g})",
     )
     limits.add_argument("--max-body-mib", type=int, default=defaults.body_bytes // MIB, metavar="N")
     add_engine_flags(made)
@@ -92,6 +115,8 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
     apps = AppRegistry([App.from_flag(flag) for flag in args.app])
     keys = None if args.api_key_file is None else KeyRing.load(args.api_key_file)
     admin_keys = None if args.admin_key_file is None else KeyRing.load(args.admin_key_file)
+    sessions = Sessions(SessionLimits(args.session_ttl_s, args.max_sessions))
+    folder = _data_folder(args.data_dir, config.store.disk_dir)
     names = tuple(args.served_model_name or [Path(config.model.model).name])
     with _bind(args.host, args.port) as listener:
         set_up_logs(args.log_level)
@@ -100,6 +125,9 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
             log.warning("anybody who reaches this address may use it; see --api-key-file")
         engine = make_engine(config)
         bus = engine.engine.bus
+        identity = tokenizer_identity(engine.tokenizer)
+        if folder is not None:
+            sessions.load(folder / SESSIONS_FILE, identity)
         gateway = Gateway(
             Worker(engine),
             ServedModel(names, int(time())),
@@ -108,13 +136,29 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
             limits,
             Live(names[0], Counters().attach(bus)),
             ServerMetrics(bus, names[0]),
+            sessions,
         )
         _check_apps(gateway)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("listening", extra={"facts": {"url": url, "model": names[0]}})
         Server(gateway, args.shutdown_s).run(sockets=[listener])
+        if folder is not None:
+            sessions.save(folder / SESSIONS_FILE, identity)
+            log.info("sessions saved", extra={"facts": {"sessions": len(sessions)}})
     return 1 if gateway.worker.state is WorkerState.FAILED else 0
+
+
+def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:
+    """Where to keep what outlives the process, made if need be; None: nowhere."""
+    folder = given if given is not None or disk_dir is None else Path(disk_dir)
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--data-dir {folder}: {error.strerror}") from None
+    return folder
 
 
 def _check_apps(gateway: Gateway) -> None:

@@ -22,7 +22,7 @@ from typing import TypeVar
 from mainstem.apps.answers import TextEngine, TextOutput
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import SequenceAdmitted
-from mainstem.core.request import SamplingParams
+from mainstem.core.request import Overflow, SamplingParams
 from mainstem.core.snapshot import EngineSnapshot
 
 SNAPSHOT_S = 0.2  # a look at the engine is at most so old while it runs
@@ -56,6 +56,9 @@ class EngineRequest:
     salt: bytes = b""
     priority: int = 0
     public_tokens: int = 0  # leading ones that the salt does not protect
+    session: str | None = None
+    overflow: Overflow = Overflow.ERROR
+    keep_tokens: int = 0
 
 
 class Ticket:
@@ -343,6 +346,9 @@ class Worker:
                 salt=request.salt,
                 priority=request.priority,
                 public_tokens=request.public_tokens,
+                session=request.session,
+                overflow=request.overflow,
+                keep_tokens=request.keep_tokens,
             )
         except InvalidRequest as error:
             self._report.refused.append((request.request_id, error))
