@@ -5,6 +5,7 @@ from mainstem import LLM, SamplingParams
 
 from typing import TYPE_CHECKING
 
+from mainstem.core.config import keep_freed_memory
 from mainstem.core.errors import InvalidRequest, MainstemError
 from mainstem.core.request import SamplingParams
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "InvalidRequest", "MainstemError", "SamplingParams", "__version__"]
+
+keep_freed_memory()
 
 
 def __getattr__(name: str) -> object:
