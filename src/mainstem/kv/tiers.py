@@ -409,8 +409,8 @@ class LowerTiers:
                 if (entry := self._entries.get(key)) is not None:
                     self._settle(entry)
         for key in moves.load:
-            entry = self._entries[key]
-            if entry.slot is not None:  # a load has it read, or it was not yet gone
+            entry = self._entries.get(key)
+            if entry is None or entry.slot is not None:  # gone for the others, or there already
                 continue
             slot = self._take_slot()
             if slot is None:  # copies under way have the spare ones: it stays on disk
