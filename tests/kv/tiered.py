@@ -161,6 +161,7 @@ def a_tiered_engine(
     ttl_s: float | None = None,
     preload: str = "auto",
     chunk_tokens: int = 64,
+    max_model_len: int = 10_000,
 ) -> Tiered:
     bus = bus or EventBus()
     runner = TieredRunner(num_pages, page_size, can_overlap)
@@ -175,5 +176,5 @@ def a_tiered_engine(
     config = StoreConfig(host_gb=1.0, fetch=Fetch.ALWAYS, preload=preload)
     fetching = Fetching(config, tiers, page_size, token_s=1e-3)
     sched = SchedConfig(chunk_tokens=chunk_tokens)
-    scheduler = Scheduler(sched, store, VOCAB, 10_000, bus, fetching=fetching)
+    scheduler = Scheduler(sched, store, VOCAB, max_model_len, bus, fetching=fetching)
     return Tiered(Engine(scheduler, runner, bus), store, tiers, copier, runner)

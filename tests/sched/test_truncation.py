@@ -1,6 +1,7 @@
 """Conversations that outgrow the window: what is kept, where its KV comes from, who may use it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from mainstem.core.step import Int32s
 from mainstem.sched.truncation import TruncationRules, Truncator
 from tests.builders import VOCAB, a_request, an_engine, run_all
 from tests.fakes import fake_answer
+from tests.kv.tiered import a_tiered_engine
 
 PAGE = 4
 WINDOW = 40
@@ -267,6 +269,42 @@ def test_a_public_prefix_can_be_cut_like_any_other(public: int, overflow: Overfl
     got = run_all(engine, [replace(request, public_tokens=public)])
     kept, _ = a_truncator().fit(request)
     assert list(got.tokens.values()) == [fake_answer(kept.prompt_ids.tolist(), 4, VOCAB)]
+
+
+@pytest.mark.parametrize("preload", ["auto", "all", "0"])
+@pytest.mark.parametrize("num_turns_before", [1, 2, 3])
+def test_what_lies_in_lower_tiers_is_brought_up_and_moved(
+    preload: str, num_turns_before: int, tmp_path: Path
+) -> None:
+    """The session was idle and the device forgot it; sink and originals come from below."""
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    tiered = a_tiered_engine(64, PAGE, 64, tmp_path, bus=bus, preload=preload, max_model_len=WINDOW)
+    chat = Chat(tiered.engine, "s")
+    for turn in range(num_turns_before):
+        chat.say(tokens(28 if turn == 0 else 5, seed=turn))
+    tiered.store.flush()
+    tiered.store._clear_device()
+    computed, loaded = counters.computed_tokens, counters.loaded_pages["host"]
+    request = a_request([*chat.said, *tokens(9, seed=9)], max_tokens=4, session="s")
+    kept, truncation = a_truncator().fit(request)
+    assert truncation is not None
+    assert chat.say(tokens(9, seed=9)) == fake_answer(kept.prompt_ids.tolist(), 4, VOCAB)
+    assert counters.loaded_pages["host"] > loaded
+    assert counters.computed_tokens - computed < 9 + 4 + PAGE
+    tiered.engine.close()
+
+
+def test_a_long_conversation_over_tiers_is_right_in_every_turn(tmp_path: Path) -> None:
+    tiered = a_tiered_engine(14, PAGE, 20, tmp_path, num_records=40, max_model_len=WINDOW)
+    chats = [Chat(tiered.engine, name) for name in "abc"]
+    for turn in range(12):
+        for number, chat in enumerate(chats):
+            new = tokens(2 + (turn + number) % 7, seed=turn * 3 + number)
+            request = a_request([*chat.said, *new], max_tokens=3, session=chat.session)
+            kept, _ = a_truncator().fit(request)
+            assert chat.say(new, max_tokens=3) == fake_answer(kept.prompt_ids.tolist(), 3, VOCAB)
+    tiered.engine.close()
 
 
 # --- who may use it -------------------------------------------------------------------------------

@@ -41,6 +41,19 @@ class Match:
     loads: Int32s | None = None  # the last of `pages` are on their way: a step must wait for these
 
 
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """Pages of a chain, from number `first` on, that lower tiers have."""
+
+    chain: PageChain
+    first: int
+    num_pages: int
+
+    @property
+    def keys(self) -> tuple[PageKey, ...]:
+        return self.chain.keys[self.first : self.first + self.num_pages]
+
+
 class KVStore:
     """Lends pages to sequences and remembers what is in them.
 
@@ -120,9 +133,7 @@ class KVStore:
         if match.outcome is Lookup.LOADING or match.loads is not None:
             return match
         num_ready = len(match.pages)
-        stored = NOTHING_STORED
-        if self._traffic is not None and num_ready < len(keys):
-            stored = self._traffic.find(keys[num_ready:])
+        stored = self.stored(keys[num_ready:])
         rest = chain.token_ids[num_ready * self.page_size : num_tokens]
         similar = self._similar(chain, num_ready, rest)
         outcome = Lookup.READY if len(rest) == 0 else Lookup.MISS
@@ -224,20 +235,24 @@ class KVStore:
         """Loads under way."""
         return 0 if self._traffic is None else self._traffic.num_loads
 
-    def load(self, chain: PageChain, match: Match, start_layers: int) -> PageKey | None:
-        """Bring up what lower tiers have after the pages of a Match.
+    def stored(self, keys: Sequence[PageKey]) -> Stored:
+        """How many of these pages, the leading ones, lower tiers have."""
+        return NOTHING_STORED if self._traffic is None else self._traffic.find(keys)
+
+    def load(self, run: StoredRun, kept: Int32s, start_layers: int) -> PageKey | None:
+        """Bring up a run of pages that lower tiers have, giving up none of `kept` for it.
 
         Returns the key to wait for; None: there is no way now. Raises OutOfPages. A prompt may
         start on pages that are on their way once `start_layers` layers of them are there.
         """
         assert self._traffic is not None
-        self.lease(match.pages)  # so that they are not given up for the others
+        self.lease(kept)
         try:
-            pages = self.take(match.stored.num_pages)
+            pages = self.take(run.num_pages)
         finally:
-            self.release(match.pages)
-        self._index.touch(match.pages)
-        return self._traffic.load(chain, len(match.pages), pages, start_layers)
+            self.release(kept)
+        self._index.touch(kept)
+        return self._traffic.load(run.chain, run.first, pages, start_layers)
 
     def launched(self, step_id: StepId) -> None:
         """What was committed since the last step is filled by this one."""

@@ -83,9 +83,9 @@ class QueueWindow(Generic[K]):
         return keys
 
     def take_news(self) -> list[K]:
-        """Keys that became near since the last call, soonest first."""
+        """Keys that became near since the last call and still are, soonest first."""
         news, self._news = self._news, []
-        return news
+        return [key for key in news if key in self._near]
 
     def _add(self, key: K, when: int) -> bool:
         """File one use; tells whether it is the next one."""

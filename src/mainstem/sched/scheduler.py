@@ -32,27 +32,20 @@ from mainstem.core.request import FinishReason, Output, Overflow, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s, StartedSequence, Step, StepId, StepResult
 from mainstem.kv.keys import PageChain
-from mainstem.kv.store import KVStore, Lookup, Match
+from mainstem.kv.store import KVStore, Lookup, Match, StoredRun
 from mainstem.sched.admission import Admission, Outlook
 from mainstem.sched.batching import Batch, Chunk, PageCopy, PageMove, build_step
 from mainstem.sched.fetching import Fetching
 from mainstem.sched.lookahead import OutputLengths, PlannedOrder
 from mainstem.sched.news import News, make_output
+from mainstem.sched.origins import NO_MOVES, Origins, truncated_chain
 from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.random import mix
 from mainstem.sched.sequence import SeqState, Sequence, urgency
 from mainstem.sched.sharing import SharingTree
 from mainstem.sched.spans import SpanBuilder, WorthSharing, share_all, share_none
 from mainstem.sched.table import SeqTable
-from mainstem.sched.truncation import (
-    DEFAULT_RULES,
-    NO_MOVES,
-    Origins,
-    Truncation,
-    TruncationRules,
-    Truncator,
-    truncated_chain,
-)
+from mainstem.sched.truncation import DEFAULT_RULES, Truncation, TruncationRules, Truncator
 
 DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 64
@@ -493,18 +486,26 @@ class Scheduler:
     ) -> PageKey | None:
         """Load what lower tiers have of a sequence, where that is the faster way; returns the key
         to wait for."""
-        fetching, stored = self._fetching, match.stored
-        if fetching is None or not stored.num_pages:
+        fetching, num_known = self._fetching, len(sequence.known_ids())
+        if fetching is None or chain is None:
             return None
-        assert chain is not None
-        if not fetching.is_worth_it(stored, tokens_ahead):
+        runs, kept = [StoredRun(chain, len(match.pages), match.stored.num_pages)], match.pages
+        if sequence.origins is not None:
+            wanted = range(len(match.pages), (num_known - 1) // self._page_size)
+            runs, sources = sequence.origins.find_stored(self._store, chain, wanted)
+            kept = np.union1d(kept, sources).astype(np.int32)
+        stored = self._store.stored([key for run in runs for key in run.keys])
+        if not stored.num_pages or not fetching.is_worth_it(stored, tokens_ahead):
             return None
-        num_there = (len(match.pages) + stored.num_pages) * self._page_size
-        layers = fetching.start_layers(stored, len(sequence.known_ids()) - num_there)
+        num_there = (len(kept) + stored.num_pages) * self._page_size
+        layers = fetching.start_layers(stored, max(num_known - num_there, 1))
+        awaited: PageKey | None = None
         try:
-            return self._store.load(chain, match, layers)
+            for run in runs:
+                awaited = self._store.load(run, kept, layers) or awaited
         except OutOfPages:  # the pages it has itself were counted on
-            return None
+            pass
+        return awaited
 
     def _num_unfinished(self) -> int:
         """Prompt tokens of running sequences that are still to be computed."""

@@ -9,7 +9,7 @@ from mainstem.core.ids import SeqSlot
 from mainstem.core.request import Request, TokenLogprobs, TokenMask
 from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
-from mainstem.sched.truncation import Origins
+from mainstem.sched.origins import Origins
 
 
 class SeqState(Enum):

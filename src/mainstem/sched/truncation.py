@@ -12,19 +12,14 @@ the distance they move (AttentionStore 3.4). Such pages still depend on tokens t
 their names are mixed with the session and with what was dropped: they serve nobody else.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from hashlib import sha256
 
 import numpy as np
 
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.core.ids import PageKey
 from mainstem.core.request import ChooseKept, Overflow, Request
 from mainstem.core.step import Int32s
-from mainstem.kv.keys import PageChain
-from mainstem.kv.store import KVStore, Lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,75 +75,6 @@ class Truncation:
     cut: Cut
     cuts_before: tuple[Cut, ...]
     num_dropped: int
-
-
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """READY pages that hold, at other positions, what a sequence is about to need."""
-
-    pages: Int32s
-    distances: list[int]  # by how many positions each moves
-    awaited: PageKey | None = None  # a page that is on its way and must be waited for
-    loads: Int32s | None = None  # pages are on their way: a step must wait for these loads
-
-    def lease(self, store: KVStore, num_new: int) -> int:
-        """Lease the first pages, as many as leave `num_new` others available; returns how many."""
-        store.lease(self.pages)
-        count = len(self.pages)
-        while count and store.num_takeable() < num_new:
-            count -= 1
-            store.release(self.pages[count : count + 1])
-        return count
-
-
-NO_MOVES = Moves(np.empty(0, np.int32), [])
-
-
-class Origins:
-    """Where the KV of a truncated prompt may still be, under the names of earlier turns."""
-
-    def __init__(self, whole: PageChain, request: Request, truncation: Truncation) -> None:
-        self._whole = whole
-        self._request = request
-        self._truncation = truncation
-        self._earlier: list[tuple[Cut, PageChain]] = []  # named when first asked for
-
-    def find(self, store: KVStore, numbers: range, filled_pages: list[int]) -> Moves:
-        """Where to move the kept pages `numbers` from, up to the first that is nowhere.
-
-        `filled_pages` are copied or moved to by the step in the making: they cannot be moved on.
-        """
-        if numbers.start < self._truncation.cut.sink_pages:
-            return NO_MOVES  # the sink is computed, and so is all that follows
-        keys: list[PageKey] = []
-        distances: list[int] = []
-        for number in numbers:
-            found = next((c for c in self._candidates(number) if store.has(c[0])), None)
-            if found is None:
-                break
-            keys.append(found[0])
-            distances.append(found[1] * self._whole.page_size)
-        match = store.find(keys)
-        if match.outcome is Lookup.LOADING:
-            return replace(NO_MOVES, awaited=match.awaited)
-        is_late = np.isin(match.pages, filled_pages)
-        count = int(is_late.argmax()) if is_late.any() else len(match.pages)
-        return Moves(match.pages[:count], distances[:count], loads=match.loads)
-
-    def _candidates(self, number: int) -> Iterator[tuple[PageKey, int]]:
-        """Keys of pages that hold the kept page `number`, and by how many pages it moves.
-
-        The whole prompt's page comes first: keys that were never moved are rounded once.
-        """
-        if not self._earlier:
-            cuts = self._truncation.cuts_before
-            named = [(cut, truncated_chain(self._whole, self._request, cut)) for cut in cuts]
-            self._earlier = [(WHOLE, self._whole), *named]
-        before = self._truncation.cut.place_before(number)
-        for cut, chain in self._earlier:
-            place = cut.place_after(before)
-            if place is not None and place < len(chain.keys):
-                yield chain.keys[place], number - place
 
 
 class Truncator:
@@ -235,19 +161,3 @@ class Truncator:
                 )
         head = (*range(sink_pages), *(sink_pages + number for number in chosen))
         return Cut(head, sink_pages, rest)
-
-
-def truncated_chain(whole: PageChain, request: Request, cut: Cut) -> PageChain:
-    """The sink keeps its common names; what follows belongs to the session and to this cut."""
-    digest = sha256(b"truncated")
-    parts = (
-        str(request.session).encode(),
-        request.salt,
-        np.array(cut.head, np.int64).tobytes(),
-        whole.parent(cut.rest),  # names every token that was dropped
-    )
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    branch = whole.branched(cut.sink_pages, digest.digest())
-    return branch.extended(cut.token_ids(whole.token_ids, whole.page_size))

@@ -1,0 +1,141 @@
+"""Where the KV of a truncated prompt is found, and under which names it is kept.
+
+Pages that outlive a truncation depend on tokens that are gone. The sink keeps its common names,
+since nothing about it has changed; what follows is named apart, by session and cut.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from hashlib import sha256
+
+import numpy as np
+
+from mainstem.core.ids import PageKey
+from mainstem.core.request import Request
+from mainstem.core.step import Int32s
+from mainstem.kv.keys import PageChain
+from mainstem.kv.store import KVStore, Lookup, StoredRun
+from mainstem.sched.truncation import WHOLE, Cut, Truncation
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """READY pages that hold, at other positions, what a sequence is about to need."""
+
+    pages: Int32s
+    distances: list[int]  # by how many positions each moves
+    awaited: PageKey | None = None  # a page that is on its way and must be waited for
+    loads: Int32s | None = None  # pages are on their way: a step must wait for these loads
+
+    def lease(self, store: KVStore, num_new: int) -> int:
+        """Lease the first pages, as many as leave `num_new` others available; returns how many."""
+        store.lease(self.pages)
+        count = len(self.pages)
+        while count and store.num_takeable() < num_new:
+            count -= 1
+            store.release(self.pages[count : count + 1])
+        return count
+
+
+NO_MOVES = Moves(np.empty(0, np.int32), [])
+
+
+class Origins:
+    """The names under which earlier turns of a conversation left what is kept of it."""
+
+    def __init__(self, whole: PageChain, request: Request, truncation: Truncation) -> None:
+        """`whole` names the pages of the prompt before it was cut, `request` brought it."""
+        self._whole = whole
+        self._request = request
+        self._truncation = truncation
+        self._earlier: list[tuple[Cut, PageChain]] = []  # named when first asked for
+
+    def find(self, store: KVStore, numbers: range, filled_pages: list[int]) -> Moves:
+        """Where to move the kept pages `numbers` from, up to the first that is not on the device.
+
+        `filled_pages` are copied or moved to by the step in the making: they cannot be moved on.
+        """
+        if numbers.start < self._truncation.cut.sink_pages:
+            return NO_MOVES  # the sink is computed, and so is all that follows
+        keys: list[PageKey] = []
+        distances: list[int] = []
+        for number in numbers:
+            for chain, place in self._sources(number):
+                if store.has(chain.keys[place]):
+                    keys.append(chain.keys[place])
+                    distances.append((number - place) * chain.page_size)
+                    break
+            else:
+                break
+        match = store.find(keys)
+        if match.outcome is Lookup.LOADING:
+            return replace(NO_MOVES, awaited=match.awaited)
+        is_late = np.isin(match.pages, filled_pages)
+        count = int(is_late.argmax()) if is_late.any() else len(match.pages)
+        return Moves(match.pages[:count], distances[:count], loads=match.loads)
+
+    def find_stored(
+        self, store: KVStore, chain: PageChain, numbers: range
+    ) -> tuple[list[StoredRun], Int32s]:
+        """What lower tiers have of the kept pages `numbers`, up to the first that is nowhere: runs
+        to load, and the device pages between them.
+
+        `chain` names the pages of the truncated prompt itself, which need not move.
+        """
+        runs: list[StoredRun] = []
+        on_device: list[PageKey] = []
+        for number in numbers:
+            sources = [(chain, number)] if number < len(chain.keys) else []
+            if number >= self._truncation.cut.sink_pages:
+                sources += self._sources(number)
+            keys = [source.keys[place] for source, place in sources]
+            there = [key for key in keys if store.has(key)]
+            if there:
+                on_device.append(there[0])
+                continue
+            stored = [
+                source for source in sources if store.stored([source[0].keys[source[1]]]).num_pages
+            ]
+            if not stored:
+                break
+            _add_page(runs, *stored[0])
+        return runs, store.find(on_device).pages
+
+    def _sources(self, number: int) -> Iterator[tuple[PageChain, int]]:
+        """Chains and page numbers under which the kept page `number` may be found.
+
+        The whole prompt's comes first: keys that were never moved are rounded once.
+        """
+        if not self._earlier:
+            cuts = self._truncation.cuts_before
+            named = [(cut, truncated_chain(self._whole, self._request, cut)) for cut in cuts]
+            self._earlier = [(WHOLE, self._whole), *named]
+        before = self._truncation.cut.place_before(number)
+        for cut, chain in self._earlier:
+            place = cut.place_after(before)
+            if place is not None and place < len(chain.keys):
+                yield chain, place
+
+
+def _add_page(runs: list[StoredRun], chain: PageChain, place: int) -> None:
+    """Let the last run grow by a page, or begin another."""
+    if runs and runs[-1].chain is chain and runs[-1].first + runs[-1].num_pages == place:
+        runs[-1] = replace(runs[-1], num_pages=runs[-1].num_pages + 1)
+    else:
+        runs.append(StoredRun(chain, place, 1))
+
+
+def truncated_chain(whole: PageChain, request: Request, cut: Cut) -> PageChain:
+    """The sink keeps its common names; what follows belongs to the session and to this cut."""
+    digest = sha256(b"truncated")
+    parts = (
+        str(request.session).encode(),
+        request.salt,
+        np.array(cut.head, np.int64).tobytes(),
+        whole.parent(cut.rest),  # names every token that was dropped
+    )
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    branch = whole.branched(cut.sink_pages, digest.digest())
+    return branch.extended(cut.token_ids(whole.token_ids, whole.page_size))
