@@ -15,6 +15,7 @@ from mainstem.plan.cost import (
     H200,
     Heads,
     card_for,
+    full_speed_tokens,
     relay_speedup,
     save_card,
     shared_s,
@@ -132,3 +133,11 @@ def test_a_damaged_file_of_cards_is_named(cache: Path, text: str) -> None:
     (cache / "cards.json").write_text(text)
     with pytest.raises(ConfigError, match=r"cards\.json"):
         card_for("cpu")
+
+
+def test_a_step_at_full_speed_hides_the_reading_of_weights() -> None:
+    tokens = full_speed_tokens(H200)
+    assert tokens == 4096
+    flops_s = 2 * tokens / H200.flops_per_s  # per weight
+    assert 2 / H200.bytes_per_s <= flops_s / 20
+    assert 2 / H200.bytes_per_s > flops_s / 40, "twice as large as it has to be"

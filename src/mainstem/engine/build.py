@@ -13,11 +13,13 @@ from mainstem.core.step import Runner
 from mainstem.engine.engine import Engine
 from mainstem.engine.tiers import make_fetching, make_tiers
 from mainstem.kv.store import KVStore
-from mainstem.plan.cost import Heads, card_for, worth_sharing
+from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
 from mainstem.runner.facts import RunnerFacts
-from mainstem.runner.load import RandomOrigin, folder_origin, load_runner
+from mainstem.runner.load import CPU, RandomOrigin, device_name, folder_origin, load_runner
 from mainstem.sched.scheduler import Scheduler
 from mainstem.sched.truncation import TruncationRules
+
+DETERMINISTIC_CHUNK_TOKENS = 1024  # each token has a Partial for every few hundred keys
 
 
 def build_engine(
@@ -34,6 +36,7 @@ def build_engine(
     steps. Raises UnsupportedModel for a checkpoint we cannot run, ConfigError for impossible
     settings.
     """
+    config = with_chunk(config)
     runner, facts = load_runner(folder_origin(folder), config)
     if around is not None:
         runner = around(runner)
@@ -44,7 +47,19 @@ def build_random_engine(
     shape: ModelShape, config: EngineConfig, bus: EventBus | None = None, seed: int = 0
 ) -> Engine:
     """An engine around random weights of a known shape, for measuring speed."""
+    config = with_chunk(config)
     return join(*load_runner(RandomOrigin(shape, seed), config), config, bus or EventBus())
+
+
+def with_chunk(config: EngineConfig) -> EngineConfig:
+    """With a step size from the cost model, where the config has none and the device is a GPU."""
+    name = device_name(config.model)
+    if config.sched.chunk_tokens is not None or name == CPU:
+        return config
+    tokens = full_speed_tokens(card_for(name))
+    if config.model.deterministic:
+        tokens = min(tokens, DETERMINISTIC_CHUNK_TOKENS)
+    return replace(config, sched=replace(config.sched, chunk_tokens=tokens))
 
 
 def join(
@@ -62,11 +77,7 @@ def join(
     card = card_for(facts.device_name)
     sched = config.sched
     scheduler = Scheduler(
-        replace(
-            sched,
-            chunk_tokens=sched.chunk_tokens or facts.chunk_tokens,
-            span_levels=sched.span_levels or facts.max_span_levels,
-        ),
+        replace(sched, span_levels=sched.span_levels or facts.max_span_levels),
         store,
         facts.vocab_size,
         facts.max_model_len,

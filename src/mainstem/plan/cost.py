@@ -207,3 +207,11 @@ def step_s(
     traffic = key_tokens_read * model.kv_bytes_per_token
     traffic += num_tokens * model.elementwise_bytes_per_token
     return gemm_s + traffic / card.bytes_per_s
+
+
+def full_speed_tokens(card: Card) -> int:
+    """S_chunk: the step size, a power of two, from which reading the weights is at most a twentieth
+    of what the products take. In fp8 both halve, so it holds there too.
+    """
+    tokens_per_read = card.flops_per_s / card.bytes_per_s  # 2 FLOPs and 2 bytes per weight
+    return 1 << (int(20 * tokens_per_read) - 1).bit_length()

@@ -24,20 +24,18 @@ class RunnerFacts:
     quantize: Quantize
     can_move_pages: bool  # whether keys can be turned to other positions
     device_name: str = "cpu"
-    chunk_tokens: int | None = None  # what keeps this device busy; None: the scheduler's default
     max_step_tokens: int | None = None  # what the buffers hold; None: any number
     max_span_levels: int | None = None  # shared spans above one another that fit the buffers
     span_align_tokens: int | None = None  # where spans may begin in a sequence; None: at any page
 
     def on_device(
-        self, name: str, chunk_tokens: int, max_span_levels: int, span_align_tokens: int | None
+        self, name: str, max_step_tokens: int, max_span_levels: int, span_align_tokens: int | None
     ) -> "RunnerFacts":
-        """The same model on a device whose buffers hold steps of `chunk_tokens`."""
+        """The same model on a device whose buffers hold steps of `max_step_tokens`."""
         return replace(
             self,
             device_name=name,
-            chunk_tokens=chunk_tokens,
-            max_step_tokens=chunk_tokens,
+            max_step_tokens=max_step_tokens,
             max_span_levels=max_span_levels,
             span_align_tokens=span_align_tokens,
         )

@@ -14,8 +14,7 @@ from mainstem.runner.graphs import GRAPH_SIZES
 from mainstem.runner.load import Origin, context_of, make_facts
 
 LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
-CHUNK_TOKENS = 4096  # a step this large runs its products at full speed
-DETERMINISTIC_CHUNK_TOKENS = 1024  # each token has a Partial per cut
+DEFAULT_TOKENS = 2048  # in a step, where the config does not say
 DETERMINISTIC_KEYS = 512  # between the cuts of a span, the same for every batch
 _MEMORY_SHARE = 0.9  # of the card, for weights and pages
 _RESERVE = 1 << 30  # graphs, library workspaces
@@ -35,8 +34,7 @@ def load_gpu_runner(
     _check(config)
     context = context_of(spec, config.sched.max_model_len)
     dtype = _dtype(model, spec)
-    default_tokens = DETERMINISTIC_CHUNK_TOKENS if model.deterministic else CHUNK_TOKENS
-    max_tokens = config.sched.chunk_tokens or default_tokens
+    max_tokens = config.sched.chunk_tokens or DEFAULT_TOKENS
     partials = _MAX_SPAN_LEVELS + 1
     if model.deterministic:
         partials = -(-context // DETERMINISTIC_KEYS)
@@ -74,7 +72,7 @@ def load_gpu_runner(
     facts = make_facts(origin, config, dtype, context, num_pages, LAYOUT)
     return runner, facts.on_device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
-        chunk_tokens=max_tokens,
+        max_step_tokens=max_tokens,
         max_span_levels=_MAX_SPAN_LEVELS,
         span_align_tokens=DETERMINISTIC_KEYS if model.deterministic else None,
     )

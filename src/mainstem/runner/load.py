@@ -26,6 +26,7 @@ from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.runner import CpuRunner
 
+CPU = "cpu"
 _MAX_AUTO_TOKENS = 262_144  # on a CPU
 _KV_SHARE = 0.4  # of the memory a CPU has left, at most
 _PACKED_SHARE = 0.15  # likewise, for the second copy of the weights
@@ -128,6 +129,12 @@ def choose_device(model: ModelConfig) -> torch.device:
     if not is_cpu and model.quantize is Quantize.INT8:
         raise ConfigError("quantize=int8 is for CPUs; on a GPU fp8 is the smaller form")
     return torch.device("cpu") if is_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def device_name(model: ModelConfig) -> str:
+    """The card's name, or CPU; as choose_device chooses."""
+    device = choose_device(model)
+    return CPU if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def load_cpu_runner(origin: Origin, config: EngineConfig) -> tuple[CpuRunner, RunnerFacts]:
