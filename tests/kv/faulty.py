@@ -4,6 +4,7 @@ import errno
 from collections import deque
 from pathlib import Path
 from time import sleep
+from typing import ClassVar
 
 from mainstem.kv.bytes.segments import SegmentFiles
 
@@ -13,8 +14,8 @@ SLOW_S = 0.02
 class FaultyFiles(SegmentFiles):
     """Each read or write takes the next planned fault, if there is one: see FAULTS."""
 
-    reads: deque[str] = deque()
-    writes: deque[str] = deque()
+    reads: ClassVar[deque[str]] = deque()
+    writes: ClassVar[deque[str]] = deque()
     READ_FAULTS = ("eio", "flip", "short", "gone", "slow")
     WRITE_FAULTS = ("eio", "full", "flip", "slow")
 

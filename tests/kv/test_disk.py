@@ -5,7 +5,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from time import sleep
 from zlib import crc32
@@ -66,12 +65,12 @@ def read_all(tier: DiskTier) -> dict[int, str | None]:
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Iterator[Path]:
+def stored(tmp_path: Path) -> Path:
     """A folder with pages 1 to 5, closed."""
     tier = open_tier(tmp_path)
     write(tier, 1, 2, 3, 4, 5)
     tier.close()
-    yield tmp_path
+    return tmp_path
 
 
 def test_pages_survive_a_restart(stored: Path) -> None:

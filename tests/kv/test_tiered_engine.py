@@ -1,6 +1,7 @@
 """The engine over tiers: what was evicted comes back, and the answers stay the same."""
 
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -121,7 +122,12 @@ def test_a_page_that_cannot_be_written_stays_in_host_memory(fault: str, tmp_path
         ask(tiered, [chat])
     assert ask(tiered, [CHATS[0]]) == [28]
     tiered.store.flush()
-    reasons = {"eio": {"EIO"}, "full": {"disk full", "no room on disk"}, "flip": set(), "slow": set()}
+    reasons = {
+        "eio": {"EIO"},
+        "full": {"disk full", "no room on disk"},
+        "flip": set(),
+        "slow": set(),
+    }
     assert {event.reason for event in skipped if event.tier == "disk"} == reasons[fault]
     tiered.engine.close()
     FaultyFiles.reset()
@@ -146,10 +152,8 @@ def test_unused_pages_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     tiered = a_tiered_engine(disk_dir=tmp_path, ttl_s=100.0)
     ask(tiered, [CHATS[0]])
     tiered.store.flush()
-    from mainstem.kv import tiers  # noqa: PLC0415
-
-    later = tiers.monotonic() + 1000.0
-    monkeypatch.setattr(tiers, "monotonic", lambda: later)
+    later = monotonic() + 1000.0
+    monkeypatch.setattr("mainstem.kv.tiers.monotonic", lambda: later)
     tiered.store.poll()
     assert tiered.tiers.num_host_pages == tiered.tiers.num_disk_pages == 0
     tiered.engine.check()

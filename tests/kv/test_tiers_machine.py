@@ -141,16 +141,13 @@ class TieredMachine(RuleBasedStateMachine):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-QUICK = settings(max_examples=30, stateful_step_count=30, deadline=None)
-LONG = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestTiers = TieredMachine.TestCase
+TestTiers.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
-class TestTiers(TieredMachine.TestCase):  # type: ignore[misc,name-defined]
-    settings = QUICK
+class LongMachine(TieredMachine):
+    """The same for 10,000 operations."""
 
 
-@pytest.mark.slow
-class TestTiersLong(TieredMachine.TestCase):  # type: ignore[misc,name-defined]
-    """10,000 operations."""
-
-    settings = LONG
+TestTiersLong = pytest.mark.slow(LongMachine.TestCase)
+TestTiersLong.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)

@@ -148,7 +148,7 @@ class Tiered:
     runner: TieredRunner
 
 
-def a_tiered_engine(
+def a_tiered_engine(  # noqa: PLR0917
     num_pages: int = 16,
     page_size: int = 4,
     num_slots: int = 32,

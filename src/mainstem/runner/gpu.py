@@ -25,6 +25,7 @@ from mainstem.models.config import ModelSpec
 from mainstem.models.decoder import Gate, OpenGate
 from mainstem.models.device import DeviceDecoder, Workspace
 from mainstem.models.layers import inverse_frequencies
+from mainstem.runner.gates import Loads
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import DecodeGraphs
@@ -116,6 +117,7 @@ class GpuRunner:
         ]
         self._num_launched = 0
         self._graphs: DecodeGraphs | None = None
+        self._loads: Loads | None = None
         self.sampler = Sampler(device)
 
     @property
@@ -125,6 +127,10 @@ class GpuRunner:
     @property
     def pages(self) -> GpuPages:
         return self._pages
+
+    def attach(self, loads: Loads) -> None:
+        """Steps may name these loads from here on."""
+        self._loads = loads
 
     @torch.inference_mode()
     def warm_up(self, graph_sizes: tuple[int, ...]) -> None:
@@ -170,7 +176,12 @@ class GpuRunner:
         for started in step.started:
             self.sampler.start(started)
         num_rows = len(step.sample_rows)
-        graph = self._graphs.size_for(step) if self._graphs is not None else None
+        gate, graph = self._gate, None
+        if len(step.load_ids):  # a graph does not stop for a layer
+            assert self._loads is not None, "a step waits for loads nobody knows"
+            gate = self._loads.gate(step.load_ids)
+        elif self._graphs is not None:
+            graph = self._graphs.size_for(step)
         self._attention.plan(step.spans)
         inputs = self._inputs.send(step, self._previous, graph or self._padded(step.num_tokens))
         logprobs: LogprobRows | None = None
@@ -182,7 +193,7 @@ class GpuRunner:
         else:
             self._attention.bind(inputs)
             hidden = self._decoder.forward(
-                inputs.token_ids, inputs.hidden_rows, self._attention, self._gate
+                inputs.token_ids, inputs.hidden_rows, self._attention, gate
             )
             ids, logprobs = self._sample_hidden(hidden, step)
             end_row = num_rows + len(step.prompt_logprob_rows)

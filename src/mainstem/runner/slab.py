@@ -9,6 +9,8 @@ another that computes the same.
 import torch
 from torch import Tensor
 
+from mainstem.core.errors import ConfigError
+
 ALIGNMENT = 4096
 
 
@@ -29,9 +31,13 @@ class HostSlab:
         self.page_bytes = num_elements * dtype.itemsize
         self.slot_bytes = slot_bytes(self.page_bytes)
         room = num_slots * self.slot_bytes + ALIGNMENT
-        memory = torch.empty(room, dtype=torch.uint8, pin_memory=is_pinned)
+        memory = torch.empty(room, dtype=torch.uint8)
         first = -memory.data_ptr() % ALIGNMENT
         aligned = memory[first : first + num_slots * self.slot_bytes]
+        self.address = aligned.data_ptr()
+        self._is_pinned = is_pinned
+        if is_pinned:  # torch's own pinned memory comes in powers of two
+            _check(torch.cuda.cudart().cudaHostRegister(self.address, aligned.nbytes, 0))  # type: ignore[no-untyped-call]
         self._bytes = memoryview(aligned.numpy().data)
         used = aligned.view(num_slots, -1)[:, : self.page_bytes].view(dtype)
         self.pages: Tensor = used.view(num_slots, *page_shape)
@@ -44,6 +50,17 @@ class HostSlab:
     def layer(self, layer: int) -> Tensor:
         """[slots, 2, kv_heads, page_size, dim]"""
         return self.pages[:, layer]
+
+    def close(self) -> None:
+        """Unpin; nothing may be copied any more."""
+        if self._is_pinned:
+            _check(torch.cuda.cudart().cudaHostUnregister(self.address))  # type: ignore[no-untyped-call]
+            self._is_pinned = False
+
+
+def _check(result: object) -> None:
+    if int(result) != 0:  # type: ignore[call-overload]
+        raise ConfigError(f"host memory for pages cannot be pinned: {result}; take less (host_gb)")
 
 
 def slot_bytes(page_bytes: int) -> int:

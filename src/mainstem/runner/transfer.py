@@ -147,10 +147,17 @@ class CpuCopier:
 
 def connect(runner: Runner, host_bytes: int) -> PageCopier:
     """A copier between the runner's pages and a slab of `host_bytes`."""
-    assert isinstance(runner, CpuRunner)
-    copier = CpuCopier(runner.pages, host_bytes)
-    runner.attach(copier)
-    return copier
+    if isinstance(runner, CpuRunner):
+        copier = CpuCopier(runner.pages, host_bytes)
+        runner.attach(copier)
+        return copier
+    from mainstem.runner.gpu import GpuRunner  # noqa: PLC0415  # brings Triton
+    from mainstem.runner.gpu_transfer import GpuCopier  # noqa: PLC0415
+
+    assert isinstance(runner, GpuRunner)
+    gpu_copier = GpuCopier(runner.pages, host_bytes)
+    runner.attach(gpu_copier)
+    return gpu_copier
 
 
 def _index(numbers: Int32s) -> Tensor:

@@ -1,0 +1,143 @@
+"""Pages through host memory and disk: the same bits come back, and layers wait for their loads."""
+
+from pathlib import Path
+from threading import Event, Thread
+from time import sleep
+
+import numpy as np
+import pytest
+import torch
+
+from mainstem.core.config import CacheConfig, DType, EngineConfig, Fetch, ModelConfig, StoreConfig
+from mainstem.core.events import EventBus
+from mainstem.core.ids import RequestId
+from mainstem.core.metrics import Counters
+from mainstem.core.request import Request, SamplingParams
+from mainstem.core.shapes import SHAPES
+from mainstem.engine.build import build_random_engine
+from mainstem.engine.engine import Engine
+from mainstem.kv.transfer import LoadId
+from mainstem.models.config import ModelSpec
+from mainstem.runner.load import RandomOrigin
+from mainstem.runner.pages import DevicePages
+from mainstem.runner.transfer import CpuCopier, CpuGate, CpuTransfer
+
+PROMPTS = np.random.default_rng(0).integers(0, 500, (4, 70)).astype(np.int32)
+Answer = list[tuple[int, float, tuple[float, ...]]]
+
+
+def tiny_spec() -> ModelSpec:
+    return RandomOrigin(SHAPES["tiny"], 0).spec
+
+
+def an_engine(store: StoreConfig, bus: EventBus, kv_tokens: int) -> Engine:
+    model = ModelConfig(dtype=DType.FP32)
+    cache = CacheConfig(kv_tokens=kv_tokens)
+    return build_random_engine(
+        SHAPES["tiny"], EngineConfig(model=model, cache=cache, store=store), bus
+    )
+
+
+def ask(engine: Engine, number: int) -> Answer:
+    """Tokens and top log-probabilities, which show every bit of the logits' leaders."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=5, logprobs=20, ignore_eos=True)
+    engine.submit(Request(RequestId(str(number)), PROMPTS[number], sampling))
+    answer: Answer = []
+    while engine.has_work:
+        for output in engine.step():
+            answer += [(p.token_id, p.logprob, p.top_logprobs) for p in output.logprobs]
+    engine.check()
+    return answer
+
+
+@pytest.mark.parametrize("preload", ["auto", "all", "0"])
+def test_logits_after_save_and_load_are_the_same_bits(preload: str, tmp_path: Path) -> None:
+    roomy = an_engine(StoreConfig(), EventBus(), kv_tokens=2000)
+    for number in range(len(PROMPTS)):
+        ask(roomy, number)
+    in_place = [ask(roomy, number) for number in range(len(PROMPTS))]
+    roomy.close()
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    config = StoreConfig(
+        host_gb=0.01, disk_dir=str(tmp_path), disk_gb=0.1, fetch=Fetch.ALWAYS, preload=preload
+    )
+    small = an_engine(config, bus, kv_tokens=96)  # one conversation at a time
+    for number in range(len(PROMPTS)):
+        ask(small, number)
+    assert [ask(small, number) for number in range(len(PROMPTS))] == in_place
+    assert counters.loaded_pages["host"] == 4 * len(PROMPTS)
+    small.close()
+    again = an_engine(config, bus, kv_tokens=96)
+    assert [ask(again, number) for number in range(len(PROMPTS))] == in_place
+    assert counters.loaded_pages["disk"] + counters.prefetched_pages >= 4 * len(PROMPTS)
+    again.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copier_moves_whole_pages(dtype: torch.dtype) -> None:
+    pages = DevicePages(tiny_spec(), 12, 4, dtype)
+    for layer in range(pages.num_layers):
+        pages.joint(layer).normal_()
+    copier = CpuCopier(pages, host_bytes=1 << 20)
+    before = [pages.joint(layer).clone() for layer in range(pages.num_layers)]
+    copier.save(np.array([7, 3, 9], np.int32), np.array([5, 0, 2], np.int32)).wait()
+    copier.load(LoadId(1), np.array([0, 5], np.int32), np.array([1, 11], np.int32)).wait()
+    for layer in range(pages.num_layers):
+        now = pages.joint(layer)
+        assert torch.equal(now[:, 1], before[layer][:, 3])
+        assert torch.equal(now[:, 11], before[layer][:, 7])
+        others = [page for page in range(12) if page not in (1, 11)]
+        assert torch.equal(now[:, others], before[layer][:, others]), "another page was touched"
+    first = bytes(copier.slot(5))
+    parts = [layer[:, 7].contiguous().view(torch.uint8).numpy().tobytes() for layer in before]
+    assert first == b"".join(parts)
+    copier.close()
+
+
+def test_slots_lie_where_files_want_them() -> None:
+    pages = DevicePages(tiny_spec(), 4, 1, torch.float32)  # 2 KiB a page
+    copier = CpuCopier(pages, host_bytes=1 << 16)
+    assert copier.page_bytes == 2048
+    assert copier.num_slots == 16
+    for slot in (0, 3):
+        address = np.frombuffer(copier.slot(slot), np.uint8).ctypes.data
+        assert address % 4096 == 0
+    copier.close()
+
+
+def test_a_gate_holds_a_layer_until_it_is_there() -> None:
+    transfer = CpuTransfer(num_layers=2)
+    gate, go = CpuGate([transfer]), [Event(), Event()]
+    passed: list[int] = []
+
+    def step() -> None:
+        for layer in range(2):
+            gate.before(layer)
+            passed.append(layer)
+
+    threads = [Thread(target=transfer.run, args=(lambda layer: go[layer].wait(),))]
+    threads.append(Thread(target=step))
+    for thread in threads:
+        thread.start()
+    sleep(0.02)
+    assert passed == []
+    go[0].set()
+    transfer.wait_for(1)
+    sleep(0.02)
+    assert passed == [0]
+    go[1].set()
+    for thread in threads:
+        thread.join()
+    assert passed == [0, 1]
+    assert transfer.num_layers_done() == 2
+
+
+def test_a_copy_that_fails_is_not_waited_for_in_vain() -> None:
+    def fail(_: int) -> None:
+        raise ValueError("no such page")
+
+    transfer = CpuTransfer(num_layers=2)
+    transfer.run(fail)
+    with pytest.raises(ValueError, match="no such page"):
+        transfer.wait()
