@@ -4,6 +4,7 @@ Spans become *parts*, and parts of like shape become *buckets*, one kernel call 
 
     span, plain            q x keys                     one part
     span, causal, n > 1    q x past keys | triangle     two parts: every query sees all the past
+    ... and n >= 256       the same for each 128 q      the kernel would compute the whole square
     span, causal, n = 1    q x keys                     one part: a lone query sees everything
 
     bucket   [parts, heads, queries, dim] x [parts, kv_heads, keys, dim]
@@ -37,6 +38,9 @@ _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.de
 
 _MAX_BUCKET_ELEMENTS = 1 << 22  # of gathered keys: 16 MB in fp32
 _MAX_PADDED_QUERIES = 16  # parts with more queries are batched only at equal length
+_CALL_SLOTS = 256  # what can be gathered in the time of one more kernel call
+_TRIANGLE = 128  # queries in a piece of a long causal part
+_MAX_PIECED_PAST = 2048  # keys; before more, pieces lose at the past what they gain at the triangle
 _MIN_SPLIT_KEYS = 256  # a shorter piece costs more in the merge than the other core saves
 _MIN_SPLIT_WORK = 1 << 16  # queries x keys below which nothing is worth splitting
 
@@ -215,11 +219,37 @@ class SpanPlan:
         return self._scratch
 
 
-class _Merge:
-    """Joins the parts' outputs into one row per token."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where some of a bucket's output rows go; no token twice."""
 
-    def __init__(self, rows: Longs, num_tokens: int) -> None:
-        """`rows` says which token each output row belongs to; num_tokens for padding."""
+    bucket: int
+    rows: slice
+    kept: Tensor | None  # which of these rows; None: all
+    tokens: slice | Tensor
+
+
+class _Merge:
+    """Joins the buckets' outputs into one row per token."""
+
+    def __init__(self, owners: list[Longs], num_tokens: int) -> None:
+        """`owners` [parts, queries] of each bucket say which token an output row belongs to;
+        num_tokens for padding."""
+        self._num_tokens = num_tokens
+        everything = slice(0, num_tokens)
+        places = [
+            place for i, rows in enumerate(owners) for place in _find_places(i, rows, num_tokens)
+        ]
+        # one that has every token in order comes first: the others are added to it
+        places.sort(key=lambda place: not _is_run(place, everything))
+        self._places = places
+        self._is_covered = _is_run(places[0], everything)
+        self._sizes = [rows.size for rows in owners]
+        self._plan_weights(np.concatenate([rows.reshape(-1) for rows in owners]))
+
+    def _plan_weights(self, rows: Longs) -> None:
+        """A table of each token's output rows, and where each output row is in it."""
+        num_tokens = self._num_tokens
         order = np.argsort(rows, kind="stable")
         order = order[: np.searchsorted(rows[order], num_tokens)]
         tokens = rows[order]
@@ -231,44 +261,86 @@ class _Merge:
         is_there = columns < counts[:, None]
         # absent entries repeat the token's own first one: finite wherever its answer is
         table = order[starts[:, None] + np.where(is_there, columns, 0)]
+        self._table = torch.from_numpy(table.reshape(-1))
         self._bias = None
         if not is_there.all():
             bias = np.where(is_there, 0.0, -np.inf).astype(np.float32)
             self._bias = torch.from_numpy(bias)[:, :, None]
-        is_identity = self._width == 1 and np.array_equal(table[:, 0], np.arange(len(rows)))
-        self._table = None if is_identity else torch.from_numpy(table.reshape(-1))
+        entry = np.zeros(len(rows), np.int64)
+        entry[order] = tokens * self._width + np.arange(len(order)) - starts[tokens]
+        self._entry = torch.from_numpy(entry)
 
     def run(self, parts: list[_Partial]) -> Tensor:
         """[tokens, heads, dim]"""
         heads, dim = parts[0].out.shape[1], parts[0].out.shape[3]
         # the kernel lays its output out as [parts, queries, heads, dim]
-        outs = [part.out.transpose(1, 2).reshape(-1, heads, dim) for part in parts]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        if self._table is None:
-            return out
-        out = out.index_select(0, self._table)
-        if self._width == 1:
-            return out
-        lses = [part.lse.transpose(1, 2).reshape(-1, heads) for part in parts]
+        outs = [part.out.transpose(1, 2).reshape(-1, heads, dim).float() for part in parts]
+        weights = None
+        if self._width > 1:
+            weights = self._weights([part.lse.transpose(1, 2).reshape(-1, heads) for part in parts])
+        result = None if self._is_covered else outs[0].new_zeros(self._num_tokens, heads, dim)
+        for place in self._places:
+            out = outs[place.bucket][place.rows]
+            if weights is not None:
+                out *= weights[place.bucket][place.rows]
+            if place.kept is not None:
+                out = out.index_select(0, place.kept)
+            if result is None:
+                result = out
+            elif isinstance(place.tokens, slice):
+                result[place.tokens] += out
+            else:
+                result.index_add_(0, place.tokens, out)
+        assert result is not None
+        return result.to(parts[0].out.dtype)
+
+    def _weights(self, lses: list[Tensor]) -> list[Tensor]:
+        """Of each output row and head, in fp32: softmax over the rows of a token."""
         lse = lses[0] if len(lses) == 1 else torch.cat(lses)
+        heads = lse.shape[1]
         lse = lse.index_select(0, self._table).view(-1, self._width, heads)
         if self._bias is not None:
             lse += self._bias
-        weights = torch.softmax(lse, dim=1)[..., None]
-        merged = (out.view(-1, self._width, heads, dim).float() * weights).sum(dim=1)
-        return merged.to(out.dtype)
+        weights = torch.softmax(lse, dim=1).view(-1, heads)
+        return list(
+            torch.split_with_sizes(weights.index_select(0, self._entry)[..., None], self._sizes)
+        )
+
+
+def _is_run(place: _Place, tokens: slice) -> bool:
+    return isinstance(place.tokens, slice) and place.tokens == tokens
+
+
+def _find_places(bucket: int, owners: Longs, num_tokens: int) -> Iterator[_Place]:
+    """The whole bucket, or each part when they are pieces over the same tokens."""
+    flat = owners.reshape(-1)
+    real = flat[flat < num_tokens]
+    if len(np.unique(real)) == len(real):
+        owners = flat[None]
+    width = owners.shape[1]
+    for index, part in enumerate(owners):
+        rows = slice(index * width, (index + 1) * width)
+        kept = np.flatnonzero(part < num_tokens)
+        tokens = part[kept]
+        is_run = len(kept) == width and (np.diff(tokens) == 1).all()
+        yield _Place(
+            bucket,
+            rows,
+            None if len(kept) == width else torch.from_numpy(kept),
+            slice(int(tokens[0]), int(tokens[-1]) + 1) if is_run else torch.from_numpy(tokens),
+        )
 
 
 def plan(spans: Spans, num_tokens: int, shape: PageShape, scale: float) -> SpanPlan:
     """Prepare a step's attention. Every token must lie in a span that has keys."""
     parts = list(_parts(spans, shape.page_size))
     buckets = []
-    rows = []
+    owners = []
     for members in _bucket(parts, shape):
-        bucket, bucket_rows = _make_bucket(members, num_tokens, shape)
+        bucket, bucket_owners = _make_bucket(members, num_tokens, shape)
         buckets.append(bucket)
-        rows.append(bucket_rows)
-    return SpanPlan(buckets, _Merge(np.concatenate(rows), num_tokens), scale)
+        owners.append(bucket_owners)
+    return SpanPlan(buckets, _Merge(owners, num_tokens), scale)
 
 
 def _parts(spans: Spans, page_size: int) -> Iterator[_Part]:
@@ -290,13 +362,23 @@ def _parts(spans: Spans, page_size: int) -> Iterator[_Part]:
             continue
         past = num_keys - num_queries
         assert past >= 0, "a causal span has more queries than keys"
-        if past:
-            yield _Part(rows, pages, 0, past, False)
-        yield _Part(rows, pages, past, num_queries, True)
+        for piece in _pieces(rows, past):
+            if past:
+                yield _Part(piece, pages, 0, past, False)
+            yield _Part(piece, pages, past, len(piece), True)
+            past += len(piece)
+
+
+def _pieces(rows: Longs, past: int) -> list[Longs]:
+    """Queries in the pieces in which they run: the kernel computes a triangle of up to 512 as a
+    square, at twice the cost."""
+    if len(rows) < 2 * _TRIANGLE or past > _MAX_PIECED_PAST:
+        return [rows]
+    return [rows[i : i + _TRIANGLE] for i in range(0, len(rows), _TRIANGLE)]
 
 
 def _bucket(parts: list[_Part], shape: PageShape) -> Iterator[list[_Part]]:
-    """Group parts that run well together: same kind, same queries, keys within a quarter."""
+    """Group parts that run well together: same kind, same queries, keys of like number."""
     groups: dict[tuple[bool, int, int], list[_Part]] = {}
     for part in parts:
         num_queries = len(part.rows)
@@ -308,18 +390,33 @@ def _bucket(parts: list[_Part], shape: PageShape) -> Iterator[list[_Part]]:
         )
         groups.setdefault(key, []).append(part)
     for group in groups.values():
-        group.sort(key=lambda part: -part.num_keys)
-        bucket: list[_Part] = []
-        for part in group:
-            if bucket:
-                longest = bucket[0].num_keys
-                size = (len(bucket) + 1) * longest * shape.num_kv_heads * 64
-                is_near = part.num_keys * 4 >= longest * 3 or longest - part.num_keys <= 16
-                if not is_near or size > _MAX_BUCKET_ELEMENTS:
-                    yield bucket
-                    bucket = []
-            bucket.append(part)
-        yield from _split(bucket, shape)
+        for bucket in _in_place(group, shape) or _of_like_length(group, shape):
+            yield from _split(bucket, shape)
+
+
+def _in_place(group: list[_Part], shape: PageShape) -> list[list[_Part]]:
+    """Parts of equal length together, if all can be read in place and that is worth the calls."""
+    by_length: dict[int, list[_Part]] = {}
+    for part in group:
+        by_length.setdefault(part.num_keys, []).append(part)
+    buckets = list(by_length.values())
+    is_worth = (len(buckets) - 1) * _CALL_SLOTS <= sum(part.num_keys for part in group)
+    return buckets if is_worth and all(_find_windows(b, shape) for b in buckets) else []
+
+
+def _of_like_length(group: list[_Part], shape: PageShape) -> Iterator[list[_Part]]:
+    """Parts whose lengths differ by a quarter at most, as many as may be gathered at once."""
+    bucket: list[_Part] = []
+    for part in sorted(group, key=lambda part: -part.num_keys):
+        if bucket:
+            longest = bucket[0].num_keys
+            size = (len(bucket) + 1) * longest * shape.num_kv_heads * 64
+            is_near = part.num_keys * 4 >= longest * 3 or longest - part.num_keys <= 16
+            if not is_near or size > _MAX_BUCKET_ELEMENTS:
+                yield bucket
+                bucket = []
+        bucket.append(part)
+    yield bucket
 
 
 def _split(bucket: list[_Part], shape: PageShape) -> Iterator[list[_Part]]:
@@ -375,7 +472,8 @@ def _idle_share(tasks: int, threads: int) -> float:
 
 
 def _make_bucket(parts: list[_Part], num_tokens: int, shape: PageShape) -> tuple[_Bucket, Longs]:
-    """The bucket, and the token of each of its output rows (num_tokens for padding)."""
+    """The bucket, and the token of each of its output rows [parts, queries] (num_tokens for
+    padding)."""
     is_triangle = parts[0].is_triangle
     num_queries = max(len(part.rows) for part in parts)
     num_keys = max(part.num_keys for part in parts)
@@ -400,7 +498,7 @@ def _make_bucket(parts: list[_Part], num_tokens: int, shape: PageShape) -> tuple
         mask=mask,
         is_triangle=is_triangle,
     )
-    return bucket, owners.reshape(-1)
+    return bucket, owners
 
 
 def _find_windows(parts: list[_Part], shape: PageShape) -> _Windows | None:
