@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
 from typing import Any, TypeVar
@@ -127,6 +128,7 @@ def a_server(
     has_keys: bool = False,
     engines: FakeEngines | None = None,
     shutdown_s: float = 5.0,
+    data_dir: Path | None = None,
 ) -> Iterator[Running]:
     """A server that has become ready; stopped at the end."""
     engines = engines or FakeEngines(num_pages=512, max_model_len=800)
@@ -143,6 +145,8 @@ def a_server(
         ServerMetrics(bus, "fake"),
         Sessions(SessionLimits()),
     )
+    if data_dir is not None:
+        gateway.open_desk(data_dir)
     server = Server(gateway, shutdown_s)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

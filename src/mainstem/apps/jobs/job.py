@@ -143,7 +143,7 @@ class Job:
             self._engine.submit(
                 request_id,
                 item.prompt_ids,
-                self._seeded(row),
+                seeded(row, self._config.seed),
                 Delivery.AT_END,
                 salt=row.salt,
                 priority=row.priority,
@@ -160,14 +160,6 @@ class Job:
         self._open[request_id] = _Open(row, item.copies, item.template, answers)
         self._num_submitted += 1
         self._tokens_submitted += num_tokens
-
-    def _seeded(self, row: Row) -> SamplingParams:
-        """A row without a seed gets one from its id, so that a resumed job says the same."""
-        if row.sampling.is_greedy or row.sampling.seed is not None:
-            return row.sampling
-        name = f"{self._config.seed} {row.custom_id}".encode()
-        digest = blake2b(name, digest_size=8).digest()
-        return replace(row.sampling, seed=int.from_bytes(digest, "little", signed=True))
 
     # --- answers to the file --------------------------------------------------------------------
 
@@ -202,3 +194,11 @@ class Job:
     def _note_model(self, name: str) -> None:
         counted = self._summary.other_models
         counted[name if name in counted or len(counted) < OTHER_MODELS else "..."] += 1
+
+
+def seeded(row: Row, seed: int) -> SamplingParams:
+    """A row without a seed gets one from its id, so that a resumed job says the same."""
+    if row.sampling.is_greedy or row.sampling.seed is not None:
+        return row.sampling
+    digest = blake2b(f"{seed} {row.custom_id}".encode(), digest_size=8).digest()
+    return replace(row.sampling, seed=int.from_bytes(digest, "little", signed=True))

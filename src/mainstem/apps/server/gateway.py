@@ -1,11 +1,13 @@
 """From an HTTP request's body to its answers: everything between the routes and the engine."""
 
 import asyncio
+import io
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from time import monotonic, time
 
 from starlette.requests import Request
@@ -14,8 +16,11 @@ from starlette.responses import Response
 from mainstem.apps.jobs.rows import Kind
 from mainstem.apps.server.apps_registry import App, AppRegistry, encode_prompt
 from mainstem.apps.server.auth import Access, Tenant
+from mainstem.apps.server.batch_runner import BatchRunner
+from mainstem.apps.server.batch_shelf import BatchShelf
 from mainstem.apps.server.body import Json, read_json
 from mainstem.apps.server.faults import ApiError, from_invalid, unavailable
+from mainstem.apps.server.file_shelf import FileShelf, lock_folder
 from mainstem.apps.server.filling import AppFiller
 from mainstem.apps.server.ids import unique_ids
 from mainstem.apps.server.limits import Gate, Limits
@@ -45,6 +50,15 @@ class ServedModel:
     created: int
 
 
+@dataclass(frozen=True, slots=True)
+class BatchDesk:
+    """Files and batches, and what runs them."""
+
+    files: FileShelf
+    batches: BatchShelf
+    runner: BatchRunner
+
+
 class Gateway:
     """Answers requests. Lives on the event loop."""
 
@@ -69,20 +83,51 @@ class Gateway:
         self.sessions = sessions
         self.gate = Gate(limits)
         self.filler = AppFiller(worker, apps)
+        self.desk: BatchDesk | None = None  # files and batches, where there is a place for them
         self.is_ready = False  # the apps are filled
         self.is_draining = False
         self._parser = AskParser(limits, tool_format(worker.tokenizer))
         self._ids = unique_ids()
         worker.on_tokens = live.rate.add
         worker.on_recovered = self._refill
+        self._folder_lock: io.FileIO | None = None  # held until `close`
         self._refilling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to serve the running event loop; ready when the apps are filled."""
         self.worker.start()
         await self.filler.fill_all()
+        if self.desk is not None:
+            self.desk.runner.start()
         self.is_ready = True
         log.info("ready", extra={"facts": {"apps": self.apps.names}})
+
+    async def close(self) -> None:
+        """End what runs; batches go on in a later process."""
+        self.is_draining = True
+        if self.desk is not None:
+            await self.desk.runner.close()
+        await self.worker.close()
+        if self._folder_lock is not None:
+            self._folder_lock.close()
+
+    def open_desk(self, folder: Path) -> None:
+        """Take files and batches in, kept in `folder`; before the server starts.
+
+        Raises ConfigError if another process has the folder.
+        """
+        self._folder_lock = lock_folder(folder)
+        files, batches = FileShelf(folder / "files"), BatchShelf(folder / "batches")
+        runner = BatchRunner(
+            self.worker,
+            self.gate,
+            self.access.tenants,
+            self.model.names,
+            files,
+            batches,
+            lambda: self.is_draining,
+        )
+        self.desk = BatchDesk(files, batches, runner)
 
     def _refill(self) -> None:
         """The engine lost its cache: compute the apps' prefixes again."""

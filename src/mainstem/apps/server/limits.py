@@ -19,6 +19,10 @@ class Limits:
     header_bytes: int = 32 << 10
     header_s: float = 10.0  # from the first byte, or the connection, to the end of the headers
     body_s: float = 30.0  # from the headers to the end of the body
+    upload_bytes: int = 256 << 20  # a file sent to /v1/files
+    upload_s: float = 3600.0  # for all of it; each piece of it within `body_s`
+    stored_bytes: int = 4 << 30  # files of a key together; beyond it uploads are refused
+    open_batches: int = 32  # of a key, not ended
     write_s: float = 60.0  # a reader that takes nothing for so long is given up
     max_depth: int = 32  # nesting of JSON
     max_prompts: int = 128  # prompts of one request

@@ -132,6 +132,18 @@ _NAME: Json = {"name": "name", "in": "path", "required": True, "schema": {"type"
 
 
 _SESSION_ID: Json = _NAME | {"name": "session_id"}
+_FILE_ID: Json = _NAME | {"name": "file_id"}
+_BATCH_ID: Json = _NAME | {"name": "batch_id"}
+_BATCH: Json = {
+    "type": "object",
+    "required": ["input_file_id", "endpoint", "completion_window"],
+    "properties": {
+        "input_file_id": {"type": "string"},
+        "endpoint": {"type": "string", "enum": ["/v1/chat/completions", "/v1/completions"]},
+        "completion_window": {"type": "string", "enum": ["24h"]},
+        "metadata": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+}
 
 
 def document() -> Json:
@@ -141,6 +153,20 @@ def document() -> Json:
         "/v1/models/{name}": {"get": _operation("One of them", parameters=[_NAME])},
         "/v1/chat/completions": {"post": _operation("Answer a conversation", _CHAT)},
         "/v1/completions": {"post": _operation("Continue prompts", _COMPLETION)},
+        "/v1/files": {"get": _operation("The files of this key")},
+        "/v1/files/{file_id}": {
+            "get": _operation("A file", parameters=[_FILE_ID]),
+            "delete": _operation("Remove a file", parameters=[_FILE_ID]),
+        },
+        "/v1/files/{file_id}/content": {"get": _operation("Its bytes", parameters=[_FILE_ID])},
+        "/v1/batches": {
+            "get": _operation("The batches of this key"),
+            "post": _operation("Answer the rows of a file", _BATCH),
+        },
+        "/v1/batches/{batch_id}": {"get": _operation("A batch", parameters=[_BATCH_ID])},
+        "/v1/batches/{batch_id}/cancel": {
+            "post": _operation("End a batch early", parameters=[_BATCH_ID])
+        },
         "/v1/sessions": {"get": _operation("The sessions of this key")},
         "/v1/sessions/{session_id}": {
             "delete": _operation("Forget a session", parameters=[_SESSION_ID])

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mainstem import __version__
 from mainstem.apps.jobs.rows import Kind
 from mainstem.apps.server.apps_registry import App
+from mainstem.apps.server.batch_routes import BatchRoutes
 from mainstem.apps.server.body import read_json
 from mainstem.apps.server.faults import ApiError, from_invalid, unavailable
 from mainstem.apps.server.gateway import Gateway
@@ -320,8 +321,7 @@ def make_app(gateway: Gateway) -> ASGIApp:
         try:
             yield
         finally:
-            gateway.is_draining = True
-            await gateway.worker.close()
+            await gateway.close()
             await asyncio.gather(starting, return_exceptions=True)
 
     handlers: dict[int | type[Exception], Handler] = {
@@ -329,6 +329,6 @@ def make_app(gateway: Gateway) -> ASGIApp:
         HTTPException: _http_error,
         Exception: _bug,
     }
-    routes = Routes(gateway).listed()
+    routes = [*Routes(gateway).listed(), *BatchRoutes(gateway).listed()]
     starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     return Door(starlette, gateway)

@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         "--data-dir",
         type=Path,
         metavar="DIR",
-        help="where sessions outlive the process (the store's --disk-dir, if there is one)",
+        help="keeps files, batches and sessions; without it, /v1/files and /v1/batches are closed",
     )
     made.add_argument(
         "--shutdown-s", type=float, default=30.0, metavar="S", help="time to finish answers (30)"
@@ -94,6 +94,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help=f"unused ones are forgotten after so long ({kept.ttl_s:g})",
     )
+    limits.add_argument(
+        "--max-upload-mib", type=int, default=defaults.upload_bytes // MIB, metavar="N"
+    )
     limits.add_argument("--max-body-mib", type=int, default=defaults.body_bytes // MIB, metavar="N")
     add_engine_flags(made)
     return made
@@ -108,6 +111,7 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
     config = engine_config(args)
     limits = Limits(
         body_bytes=args.max_body_mib * MIB,
+        upload_bytes=args.max_upload_mib * MIB,
         open_answers=args.max_queue,
         requests_per_minute=args.rate_limit,
         open_requests=args.max_concurrent,
@@ -138,6 +142,8 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
             ServerMetrics(bus, names[0]),
             sessions,
         )
+        if args.data_dir is not None:
+            gateway.open_desk(args.data_dir)
         _check_apps(gateway)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,303 @@
+"""Runs batches beside interactive requests, one after the other, and gives way to them.
+
+Rows are read, planned and written by the parts of `mainstem batch`; they run at a lower priority,
+and no new row is started while clients are many. Answers are appended to a file as they come, and
+nothing but that file says what is done: after a restart or a kill a batch goes on where it was.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from time import time
+
+from mainstem.apps.jobs.answer_file import AnswerFile, Existing
+from mainstem.apps.jobs.files import FileFault, InputFile
+from mainstem.apps.jobs.job import seeded
+from mainstem.apps.jobs.ordering import LengthEstimate, PlannedWindow, WindowPlanner
+from mainstem.apps.jobs.replies import Answers, answer_row, error_row
+from mainstem.apps.jobs.rows import Row, RowError, RowParser
+from mainstem.apps.jobs.windows import Failure, WindowReader
+from mainstem.apps.server.auth import Tenant
+from mainstem.apps.server.batch_shelf import Batch, BatchShelf, BatchStatus
+from mainstem.apps.server.file_shelf import FileShelf
+from mainstem.apps.server.limits import Gate
+from mainstem.apps.server.turns import owner_of
+from mainstem.apps.server.worker import EngineFault, EngineRequest, Worker, WorkerState
+from mainstem.core.errors import InvalidRequest
+from mainstem.plan.planner import PlanConfig
+
+PRIORITY = 1 << 20  # behind interactive requests
+MAX_ROWS = 256  # open at once
+BUSY_ANSWERS = 8  # with more interactive answers open, no row is started
+LOOK_S = 0.02  # how often the runner looks whether it may go on
+WINDOW_BYTES = 64 << 20  # of rows that are planned together
+MAX_TRIES = 5  # of a row whose step failed
+
+log = logging.getLogger("mainstem.server")
+
+
+class BatchRunner:
+    """Owns one task of the event loop. What a batch needs of the server, and no more."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        gate: Gate,
+        tenants: Sequence[Tenant],
+        model_names: Sequence[str],
+        files: FileShelf,
+        batches: BatchShelf,
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._worker = worker
+        self._gate = gate
+        self._tenants = {owner_of(tenant): tenant for tenant in tenants}
+        self._model_names = model_names
+        self._files = files
+        self._batches = batches
+        self._is_draining = is_draining
+        self._wake = asyncio.Event()
+        self._running: tuple[str, asyncio.Task[None]] | None = None  # the batch at work
+        self._loop: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.ensure_future(self._run())
+
+    def wake(self) -> None:
+        """There is a new batch."""
+        self._wake.set()
+
+    def cancel(self, batch: Batch) -> Batch:
+        """End a batch early; what is answered by then is kept."""
+        if batch.is_ended or batch.status is BatchStatus.CANCELLING:
+            return batch
+        cancelling = batch.moved(BatchStatus.CANCELLING)
+        self._batches.put(cancelling)
+        if self._running is not None and self._running[0] == batch.batch_id:
+            self._running[1].cancel()
+        self.wake()
+        return cancelling
+
+    async def close(self) -> None:
+        """Stop where it is; a later process goes on."""
+        tasks = [task for task in (self._loop, self._running and self._running[1]) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            batch = self._batches.next_open()
+            if batch is None:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            task = asyncio.ensure_future(self._work(batch))
+            self._running = (batch.batch_id, task)
+            try:
+                await asyncio.wait({task})
+            finally:
+                self._running = None
+            if task.cancelled():
+                await self._finish(self._latest(batch), BatchStatus.CANCELLED)
+            elif (error := task.exception()) is not None:
+                self._give_up(self._latest(batch), error)
+
+    def _give_up(self, batch: Batch, error: BaseException) -> None:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        log.error("a batch failed", exc_info=error)
+        is_known = isinstance(error, FileFault | InvalidRequest)
+        fault = str(error) if is_known else "internal error"
+        self._batches.put(replace(batch, fault=fault).moved(BatchStatus.FAILED))
+
+    def _latest(self, batch: Batch) -> Batch:
+        found = self._batches.find(batch.owner, batch.batch_id)
+        assert found is not None
+        return found
+
+    # --- one batch ------------------------------------------------------------------------------
+
+    async def _work(self, batch: Batch) -> None:
+        """From wherever it was left to its end."""
+        if batch.status is BatchStatus.CANCELLING:
+            await self._finish(batch, BatchStatus.CANCELLED)
+            return
+        tenant = self._tenants.get(batch.owner)
+        if tenant is None:
+            raise InvalidRequest("key", "the key that this batch belongs to is gone")
+        if await asyncio.to_thread(self._files.find, batch.owner, batch.input_file_id) is None:
+            raise InvalidRequest("input_file_id", "the file is gone")
+        batch = batch.moved(BatchStatus.IN_PROGRESS)
+        self._batches.put(batch)
+        path = self._files.path(batch.owner, batch.input_file_id)
+        work = str(self._batches.work_path(batch))
+        out = await asyncio.to_thread(AnswerFile, work, Existing.RESUME)
+        with out, closing(InputFile(str(path))) as source:
+            out.start()
+            run = _BatchRun(self, batch, tenant, out)
+            run.note_done()
+            is_in_time = await run.answer_all(source)
+        status = BatchStatus.COMPLETED if is_in_time else BatchStatus.EXPIRED
+        await self._finish(self._latest(batch), status)
+
+    async def _finish(self, batch: Batch, status: BatchStatus) -> None:
+        """Part answers from errors, and make files of them."""
+        finalizing = batch.moved(BatchStatus.FINALIZING)
+        work = self._batches.work_path(batch)
+        ids = await asyncio.to_thread(_part, self._files, batch, work)
+        ended = replace(finalizing, output_file_id=ids[0], error_file_id=ids[1]).moved(status)
+        self._batches.put(ended)
+        work.unlink(missing_ok=True)
+        facts = {"batch": batch.batch_id, "status": status.value, "rows": batch.total}
+        log.info("batch ended", extra={"facts": facts})
+
+    # --- what rows need -------------------------------------------------------------------------
+
+    def may_start(self, num_open: int) -> bool:
+        """Whether another row may be started beside so many."""
+        is_busy = self._gate.open_answers > BUSY_ANSWERS or self._is_draining()
+        return num_open < MAX_ROWS and not is_busy and self._worker.state is WorkerState.RUNNING
+
+    def reader(self, batch: Batch, source: InputFile, out: AnswerFile) -> Iterator[PlannedWindow]:
+        """The rows that are left, planned; runs on a thread."""
+        worker = self._worker
+        parser = RowParser({})
+        limit = worker.max_model_len
+        windows = WindowReader(source, worker.tokenizer, parser, out.done, limit, WINDOW_BYTES)
+        return map(WindowPlanner(PlanConfig(), has_dedupe=False).plan, windows)
+
+    def note(self, batch: Batch) -> None:
+        """Tell others how far a batch has come."""
+        latest = self._latest(batch)
+        counted = replace(latest, total=batch.total, completed=batch.completed, failed=batch.failed)
+        self._batches.note(counted)
+
+    async def answer(self, batch: Batch, row: Row, ids: Sequence[int], salt: bytes) -> Answers:
+        """A row's answers; raises RowError. A step that fails is tried again."""
+        self._check_row(batch, row)
+        try:
+            if row.sampling.grammar is not None:
+                await asyncio.to_thread(self._worker.grammars.compile, row.sampling.grammar)
+            for attempt in range(MAX_TRIES):
+                try:
+                    return await self._answer(batch, row, ids, salt)
+                except EngineFault:
+                    await asyncio.sleep(0.5 * 2**attempt)
+        except InvalidRequest as error:
+            raise RowError("invalid_value", str(error), error.field) from None
+        raise RowError("engine_failed", f"the engine failed {MAX_TRIES} times over it")
+
+    async def _answer(self, batch: Batch, row: Row, ids: Sequence[int], salt: bytes) -> Answers:
+        request = EngineRequest(
+            f"{batch.batch_id}-{row.line}",
+            ids,
+            seeded(row, 0),
+            salt=salt,
+            priority=PRIORITY + max(-PRIORITY // 2, min(row.priority, PRIORITY)),
+        )
+        answers = Answers(len(ids), row.sampling)
+        answering = await self._worker.submit([request])
+        try:
+            async for news in answering:
+                for _, output in news:
+                    answers.add(output)
+        finally:
+            self._worker.abandon(answering)
+        return answers
+
+    def _check_row(self, batch: Batch, row: Row) -> None:
+        if row.kind.value != batch.endpoint:
+            message = f"url: is {row.kind.value}, but the batch is for {batch.endpoint}"
+            raise RowError("mismatched_url", message, "url")
+        if row.model is not None and row.model not in self._model_names:
+            raise RowError("model_not_found", f"there is no model {row.model!r}", "model")
+
+    def line(self, row: Row, answers: Answers) -> dict[str, object]:
+        name = row.model or self._model_names[0]
+        return answer_row(row, answers, name, self._worker.tokenizer, int(time()))
+
+
+class _BatchRun:
+    """A batch at work: its rows on their way, and its counts."""
+
+    def __init__(self, runner: BatchRunner, batch: Batch, tenant: Tenant, out: AnswerFile) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._tenant = tenant
+        self._out = out
+        self._num_open = 0
+
+    def note_done(self) -> None:
+        """Count what an earlier process has written."""
+        done = self._out.done
+        self._count(total=0, completed=done.num_answered, failed=done.num_failed)
+
+    async def answer_all(self, source: InputFile) -> bool:
+        """Every row that is left; False if the time for it ran out."""
+        windows = self._runner.reader(self._batch, source, self._out)
+        async with asyncio.TaskGroup() as group:
+            while (planned := await asyncio.to_thread(next, windows, None)) is not None:
+                window = planned.window
+                self._count(total=window.num_rows_read)
+                for failure in window.failures:
+                    self._fail(failure)
+                for index in _in_order(planned):
+                    while not self._runner.may_start(self._num_open):
+                        await asyncio.sleep(LOOK_S)
+                    if time() > self._batch.times["expires_at"]:
+                        return False
+                    self._num_open += 1
+                    ids = window.prompts[index].tolist()
+                    group.create_task(self._answer(window.rows[index], ids))
+        return True
+
+    async def _answer(self, row: Row, ids: Sequence[int]) -> None:
+        try:
+            salt = self._tenant.page_salt(row.salt)
+            answers = await self._runner.answer(self._batch, row, ids, salt)
+        except RowError as error:
+            self._fail(Failure(row.line, row.custom_id, error))
+        else:
+            self._out.append(self._runner.line(row, answers))
+            self._count(completed=self._batch.completed + 1)
+        finally:
+            self._num_open -= 1
+
+    def _fail(self, failure: Failure) -> None:
+        self._out.append(error_row(failure.line, failure.custom_id, failure.error))
+        self._count(failed=self._batch.failed + 1)
+
+    def _count(self, **counts: int) -> None:
+        self._batch = replace(self._batch, **counts)  # type: ignore[arg-type]  # its own fields
+        self._runner.note(self._batch)
+
+
+def _in_order(planned: PlannedWindow) -> Iterator[int]:
+    """Rows of a window, those that share a prefix together."""
+    for stretch in planned.stretches(LengthEstimate()):
+        yield from stretch.row_indices.tolist()
+
+
+def _part(files: FileShelf, batch: Batch, work: Path) -> tuple[str | None, str | None]:
+    """Ids of the files of answers and of errors; None where there are none. Runs on a thread."""
+    if not work.exists():
+        return None, None
+    ids: list[str | None] = []
+    for is_wanted, name in ((True, "output"), (False, "errors")):
+        with files.writing(batch.owner, f"{batch.batch_id} {name}") as (file_id, path):
+            num_lines = 0
+            with work.open("rb") as lines, path.open("wb") as target:
+                for line in lines:
+                    is_answer = json.loads(line)["response"] is not None
+                    if is_answer is is_wanted:
+                        target.write(line)
+                        num_lines += 1
+            if num_lines:
+                files.put(batch.owner, file_id, f"{batch.batch_id}_{name}.jsonl", "batch_output")
+            ids.append(file_id if num_lines else None)
+    return ids[0], ids[1]

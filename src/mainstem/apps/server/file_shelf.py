@@ -1,0 +1,140 @@
+"""Files that clients leave here: uploads, and what batches answer.
+
+    FOLDER/OWNER/file-ID.data    the bytes, complete before the next line exists
+    FOLDER/OWNER/file-ID.json    what it is; a file is there if this is
+
+Owners and ids are names made here, so no path leads out of the folder.
+"""
+
+import fcntl
+import io
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+from time import time
+
+from mainstem.core.errors import ConfigError
+
+FILE_ID = re.compile(r"file-[0-9a-f]{24}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """What is known of a file; `created` is in seconds since 1970."""
+
+    file_id: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created: int
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "id": self.file_id,
+            "object": "file",
+            "bytes": self.num_bytes,
+            "created_at": self.created,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+        }
+
+
+class FileShelf:
+    """The files of all owners. Methods block: call them on a thread. Any number of threads may."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        for leftover in folder.glob("*/*.data"):
+            if not leftover.with_suffix(".json").exists():
+                leftover.unlink(missing_ok=True)  # its writer was killed
+
+    @contextmanager
+    def writing(self, owner: str, name: str | None = None) -> Iterator[tuple[str, Path]]:
+        """The id of a file to be, and where its bytes go; without `put` they go again.
+
+        The same `name` gives the same id; without one it is a new one.
+        """
+        digits = token_hex(12) if name is None else sha256(name.encode()).hexdigest()[:24]
+        file_id = f"file-{digits}"
+        path = self._path(owner, file_id, ".data")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            path.touch(mode=0o600)
+            yield file_id, path
+        finally:
+            if not path.with_suffix(".json").exists():
+                path.unlink(missing_ok=True)
+
+    def put(self, owner: str, file_id: str, filename: str, purpose: str) -> StoredFile:
+        """The bytes of a file are written: from now on it is there."""
+        path = self._path(owner, file_id, ".data")
+        with path.open("rb") as data:
+            os.fsync(data.fileno())
+        stored = StoredFile(file_id, filename, purpose, path.stat().st_size, int(time()))
+        write_whole(path.with_suffix(".json"), json.dumps(asdict(stored)).encode())
+        return stored
+
+    def find(self, owner: str, file_id: str) -> StoredFile | None:
+        """A file of this owner; None for any name that is none."""
+        if not FILE_ID.fullmatch(file_id):
+            return None
+        return _read(self._path(owner, file_id, ".json"))
+
+    def path(self, owner: str, file_id: str) -> Path:
+        """Where the bytes of a file that was found are."""
+        assert FILE_ID.fullmatch(file_id)
+        return self._path(owner, file_id, ".data")
+
+    def listed(self, owner: str) -> list[StoredFile]:
+        """The latest first."""
+        found = [_read(path) for path in (self._folder / owner).glob("file-*.json")]
+        files = [stored for stored in found if stored is not None]
+        return sorted(files, key=lambda stored: (stored.created, stored.file_id), reverse=True)
+
+    def remove(self, owner: str, file_id: str) -> bool:
+        """Whether there was such a file."""
+        if self.find(owner, file_id) is None:
+            return False
+        path = self._path(owner, file_id, ".json")
+        path.unlink(missing_ok=True)
+        path.with_suffix(".data").unlink(missing_ok=True)
+        return True
+
+    def _path(self, owner: str, file_id: str, suffix: str) -> Path:
+        return self._folder / owner / f"{file_id}{suffix}"
+
+
+def _read(path: Path) -> StoredFile | None:
+    try:
+        return StoredFile(**json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a file at once: a kill leaves the old one or the new one."""
+    fresh = path.with_name(f"{path.name}.{token_hex(4)}.fresh")
+    with fresh.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+
+
+def lock_folder(folder: Path) -> io.FileIO:
+    """Keep other processes out of a folder for as long as the result is open."""
+    lock = io.FileIO(folder / "lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError(f"another server is using the folder {folder}") from None
+    return lock
