@@ -323,12 +323,6 @@ def time_products(report: Report) -> None:
                     for linear in linears
                 ]  # fmt: skip
                 figures["fp8_fast" if fast else "fp8_slow"] = time_us(runs)
-            for tile in TILES:
-                if (tile.rows > 64) == (tokens > 64) or 64 < tokens <= 256:
-                    label = f"tile_{tile.rows}x{tile.columns}x{tile.k}_{tile.warps}w{tile.stages}"
-                    figures[label] = time_us(
-                        over(weights, lambda w: invariant.multiply(x, w, tile))
-                    )
             figures["ours"] = time_us(over(weights, lambda w: invariant.matmul(x, w)))
             report(f"linear {name}", tokens, **figures)
 

@@ -109,7 +109,8 @@ def _other_jobs(target: str) -> Iterator[Job]:
     yield Job(_tops_kernel, block, {"logits_ptr": "*fp32"})
     yield Job(_survey_kernel, block, {"logits_ptr": "*fp32"})
     yield Job(_collect_kernel, few, wide)
-    yield Job(_finish_kernel, few, {**ids, **wide}, {"num_warps": 8})
+    finish = {"FEW": 4096, "PART_BLOCK": 2048, "BLOCK": 4096}
+    yield Job(_finish_kernel, finish, {**ids, **wide}, {"num_warps": 16})
     tile = {"TILE_ROWS": 128, "TILE_COLUMNS": 128, "TILE_K": 64, "GROUP": 8, "IS_EVEN": True}
     yield Job(
         _matmul_kernel,

@@ -10,6 +10,7 @@ share the reading (`tests/gpu/bench_fused.py` compares the bits of many tiles on
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -30,12 +31,15 @@ class Tile:
     k: int
     warps: int
     stages: int
+    wave_cost: int = 1  # time of one tile on each multiprocessor, relative
 
 
-_SMALL = Tile(rows=64, columns=64, k=128, warps=4, stages=4)
-_LARGE = Tile(rows=128, columns=128, k=64, warps=8, stages=4)
+_TILES = (  # costs as measured on an H200 (docs/log/gpu.md)
+    Tile(rows=128, columns=128, k=64, warps=4, stages=4, wave_cost=30),
+    Tile(rows=64, columns=128, k=64, warps=4, stages=5, wave_cost=20),
+    Tile(rows=64, columns=64, k=128, warps=4, stages=4, wave_cost=14),
+)
 _FULL_PRECISION = Tile(rows=64, columns=64, k=32, warps=4, stages=3)
-_FULL_CARD = 128  # large tiles that give each multiprocessor something to do
 
 
 @triton.jit
@@ -104,7 +108,7 @@ def matmul(
         raise LayoutError(f"out must be [{tokens}, {num_out}], got {tuple(out.shape)}")
     if tokens == 0:
         return out
-    return _launch(x, weight, bias, out, _tile(x.dtype, tokens, num_out))
+    return _launch(x, weight, bias, out, _tile(x, num_out))
 
 
 def multiply(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
@@ -127,8 +131,23 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: T
     return out
 
 
-def _tile(dtype: torch.dtype, tokens: int, num_out: int) -> Tile:
-    if dtype == torch.float32:
+def _tile(x: Tensor, num_out: int) -> Tile:
+    """The tile whose waves over the card take the least time."""
+    if x.dtype == torch.float32:
         return _FULL_PRECISION
-    num_large = triton.cdiv(tokens, _LARGE.rows) * triton.cdiv(num_out, _LARGE.columns)
-    return _LARGE if tokens > _SMALL.rows and num_large >= _FULL_CARD else _SMALL
+    num_units = _num_units(x.device)
+
+    def cost(tile: Tile) -> int:
+        tiles = triton.cdiv(len(x), tile.rows) * triton.cdiv(num_out, tile.columns)
+        waves: int = triton.cdiv(tiles, num_units)
+        return waves * tile.wave_cost
+
+    return min(_TILES, key=cost)
+
+
+@cache
+def _num_units(device: torch.device) -> int:
+    """Multiprocessors; 1 in the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -14,11 +14,11 @@ The sum down to a threshold needs no order, so the threshold is searched: each p
 around it in four. Tokens of equal key are taken in the order of their ids. Four launches:
 
     tops     the largest logit of each part of a row
-    survey   mass of each part, and how many of its tokens lie within 1, 3, 6, 10, 15, 21 bits of
+    survey   mass of each part, and how many of its tokens lie within 1, 2, 4, 7, 10, 15 bits of
              the likeliest
     collect  the likeliest tokens, as many as these bounds allow
-    finish   the searches, among the collected tokens or, where the answer lies beyond them, in the
-             whole row
+    finish   the searches, among the collected tokens or, where the answer lies beyond them, among
+             as many again that are gathered around it
 
 Keys and masses are whole numbers, so a sum has the same bits in whatever order it is taken, and
 however many parts a row has:
@@ -41,9 +41,9 @@ KEY_STEPS = tl.constexpr(33554432.0)  # 2^25
 LOWEST = tl.constexpr(-46.0)  # below 2^-44 a token has no mass
 LOWEST_KEY = tl.constexpr(-46 * 2**25)
 MASS_STEPS = tl.constexpr(17592186044416.0)  # 2^44: 2^18 tokens still fit in 62 bits
-CUT_1, CUT_2 = tl.constexpr(-1 * 2**25), tl.constexpr(-3 * 2**25)
-CUT_3, CUT_4 = tl.constexpr(-6 * 2**25), tl.constexpr(-10 * 2**25)
-CUT_5, CUT_6 = tl.constexpr(-15 * 2**25), tl.constexpr(-21 * 2**25)
+CUT_1, CUT_2 = tl.constexpr(-1 * 2**25), tl.constexpr(-2 * 2**25)
+CUT_3, CUT_4 = tl.constexpr(-4 * 2**25), tl.constexpr(-7 * 2**25)
+CUT_5, CUT_6 = tl.constexpr(-10 * 2**25), tl.constexpr(-15 * 2**25)
 SURVEY = tl.constexpr(8)  # numbers kept of each part: its mass and six counts
 MAX_PARTS = tl.constexpr(64)
 NO_KEY = tl.constexpr(2147483647)
@@ -171,25 +171,32 @@ def _survey_kernel(
         begin, end = _part(vocab, BLOCK)
         lanes = tl.arange(0, BLOCK)
         mass = tl.zeros([BLOCK], tl.int64)
-        zero = tl.zeros([BLOCK], tl.int32)
-        at_1, at_2, at_3, at_4, at_5, at_6 = zero, zero, zero, zero, zero, zero
+        # two counts in one number: a lane sees few tokens
+        pair_1, pair_2, pair_3 = (
+            tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32),
+        )  # fmt: skip
         for start in range(begin, end, BLOCK):
             key = _keys(logits_ptr + row * stride_row, start + lanes, end, top, scale)
             mass += _mass(key, min_p)
-            at_1 += (key >= CUT_1).to(tl.int32)
-            at_2 += (key >= CUT_2).to(tl.int32)
-            at_3 += (key >= CUT_3).to(tl.int32)
-            at_4 += (key >= CUT_4).to(tl.int32)
-            at_5 += (key >= CUT_5).to(tl.int32)
-            at_6 += (key >= CUT_6).to(tl.int32)
+            pair_1 += _pair(key, CUT_1, CUT_2)
+            pair_2 += _pair(key, CUT_3, CUT_4)
+            pair_3 += _pair(key, CUT_5, CUT_6)
         here = survey_ptr + (row * parts + tl.program_id(1)) * SURVEY
         tl.store(here, tl.sum(mass, 0))
-        tl.store(here + 1, tl.sum(at_1, 0).to(tl.int64))
-        tl.store(here + 2, tl.sum(at_2, 0).to(tl.int64))
-        tl.store(here + 3, tl.sum(at_3, 0).to(tl.int64))
-        tl.store(here + 4, tl.sum(at_4, 0).to(tl.int64))
-        tl.store(here + 5, tl.sum(at_5, 0).to(tl.int64))
-        tl.store(here + 6, tl.sum(at_6, 0).to(tl.int64))
+        _store_pair(here + 1, pair_1)
+        _store_pair(here + 3, pair_2)
+        _store_pair(here + 5, pair_3)
+
+
+@triton.jit
+def _pair(key, cut, lower_cut):
+    return (key >= cut).to(tl.int32) + ((key >= lower_cut).to(tl.int32) << 16)
+
+
+@triton.jit
+def _store_pair(ptr, pair):
+    tl.store(ptr, tl.sum(pair & 0xFFFF, 0).to(tl.int64))
+    tl.store(ptr + 1, tl.sum(pair >> 16, 0).to(tl.int64))
 
 
 @triton.jit
@@ -246,31 +253,39 @@ def _collect_kernel(
             is_in = (_key(x.to(tl.float32), top, scale) >= cut) & (ids < end)
             count = tl.sum(is_in.to(tl.int32), 0)
             if count > 0:
-                places = row * FEW + place + tl.cumsum(is_in.to(tl.int32), 0) - 1
+                places = row * FEW * 2 + place + tl.cumsum(is_in.to(tl.int32), 0) - 1
                 tl.store(few_ptr + places, x, mask=is_in)
                 tl.store(few_ids_ptr + places, ids, mask=is_in)
             place += count
 
 
 @triton.jit
-def _search(x_ptr, size, top, scale, min_p, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The key at which the sum over tokens, likeliest first, passes `target`, and the sum over all
-    tokens of larger keys.
+def _search(
+    x_ptr, size, top, scale, min_p, target, low, high, above, enough,
+    BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Narrow [low, high) around the key at which the sum over tokens, likeliest first, passes
+    `target`, to one key or until at most `enough` tokens are left in it.
 
     The sum over keys >= low is above the target, that over keys >= high is `above`, which is not.
+    Returns low, high, above and the number of tokens in between.
     """
     lanes = tl.arange(0, BLOCK)
-    low = tl.full([], LOWEST_KEY, tl.int32)
-    high = tl.full([], 1, tl.int32)
-    above = tl.zeros([], tl.int64)
+    num_in = tl.full([], NO_KEY, tl.int32)
     rounds = tl.zeros([], tl.int32)
-    while (high - low > 1) & (rounds < MAX_ROUNDS):
+    while (high - low > 1) & (num_in > enough) & (rounds < MAX_ROUNDS):
         rounds += 1
-        step = tl.maximum((high - low) // 4, 1)
-        first, second, third = low + step, low + 2 * step, low + 3 * step
-        sum_1, sum_2, sum_3 = (
-            tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64),
-        )  # fmt: skip
+        span = high - low
+        step = tl.maximum(span // 4, 1)
+        # as long as nothing is known of where the tokens end, look near the top
+        is_open = (low == LOWEST_KEY) & (span > 64)
+        key_1 = tl.where(is_open, high - span // 2, low + step)
+        key_2 = tl.where(is_open, high - span // 8, low + 2 * step)
+        key_3 = tl.where(is_open, high - span // 32, low + 3 * step)
+        sums = tl.zeros([BLOCK], tl.int64)
+        sum_1, sum_2, sum_3 = sums, sums, sums
+        counts = tl.zeros([BLOCK], tl.int32)
+        count_0, count_1, count_2, count_3 = counts, counts, counts, counts
         least = tl.full([BLOCK], NO_KEY, tl.int32)
         most = tl.full([BLOCK], -NO_KEY, tl.int32)
         for start in range(0, size, BLOCK):
@@ -279,27 +294,86 @@ def _search(x_ptr, size, top, scale, min_p, target, BY_COUNT: tl.constexpr, BLOC
             is_in = (places < size) & (key >= low) & (key < high)
             least = tl.minimum(least, tl.where(is_in, key, NO_KEY))
             most = tl.maximum(most, tl.where(is_in, key, -NO_KEY))
-            measure = is_in.to(tl.int64)
+            count_0 += is_in.to(tl.int32)
+            count_1 += (is_in & (key >= key_1)).to(tl.int32)
+            count_2 += (is_in & (key >= key_2)).to(tl.int32)
+            count_3 += (is_in & (key >= key_3)).to(tl.int32)
             if not BY_COUNT:
-                measure = tl.where(is_in, _mass(key, min_p), 0)
-            sum_1 += tl.where(key >= first, measure, 0)
-            sum_2 += tl.where(key >= second, measure, 0)
-            sum_3 += tl.where(key >= third, measure, 0)
-        down_to_1 = above + tl.sum(sum_1, 0)
-        down_to_2 = above + tl.sum(sum_2, 0)
-        down_to_3 = above + tl.sum(sum_3, 0)
+                mass = tl.where(is_in, _mass(key, min_p), 0)
+                sum_1 += tl.where(key >= key_1, mass, 0)
+                sum_2 += tl.where(key >= key_2, mass, 0)
+                sum_3 += tl.where(key >= key_3, mass, 0)
+        in_0, in_1 = tl.sum(count_0, 0), tl.sum(count_1, 0)
+        in_2, in_3 = tl.sum(count_2, 0), tl.sum(count_3, 0)
+        if BY_COUNT:
+            down_to_1, down_to_2, down_to_3 = above + in_1, above + in_2, above + in_3
+        else:
+            down_to_1, down_to_2 = above + tl.sum(sum_1, 0), above + tl.sum(sum_2, 0)
+            down_to_3 = above + tl.sum(sum_3, 0)
         # no token lies outside these
         low = tl.maximum(low, tl.min(least, 0))
         high = tl.minimum(high, tl.max(most, 0) + 1)
         if down_to_3 > target:
-            low = tl.maximum(low, third)
+            low, num_in = tl.maximum(low, key_3), in_3
         elif down_to_2 > target:
-            low, high, above = tl.maximum(low, second), tl.minimum(high, third), down_to_3
+            low, high, num_in = tl.maximum(low, key_2), tl.minimum(high, key_3), in_2 - in_3
+            above = down_to_3
         elif down_to_1 > target:
-            low, high, above = tl.maximum(low, first), tl.minimum(high, second), down_to_2
+            low, high, num_in = tl.maximum(low, key_1), tl.minimum(high, key_2), in_1 - in_2
+            above = down_to_2
         else:
-            high, above = tl.minimum(high, first), down_to_1
-    return low, above
+            high, num_in = tl.minimum(high, key_1), in_0 - in_1
+            above = down_to_1
+    return low, high, above, num_in
+
+
+@triton.jit
+def _gather(x_ptr, few_ptr, few_ids_ptr, vocab, top, scale, low, high, BLOCK: tl.constexpr):
+    """Copy the tokens whose keys lie in [low, high), in the order of their ids."""
+    lanes = tl.arange(0, BLOCK)
+    place = tl.zeros([], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        ids = start + lanes
+        x = tl.load(x_ptr + ids, mask=ids < vocab, other=float("-inf"))
+        key = _key(x.to(tl.float32), top, scale)
+        is_in = (key >= low) & (key < high) & (ids < vocab)
+        count = tl.sum(is_in.to(tl.int32), 0)
+        if count > 0:
+            places = place + tl.cumsum(is_in.to(tl.int32), 0) - 1
+            tl.store(few_ptr + places, x, mask=is_in)
+            tl.store(few_ids_ptr + places, ids, mask=is_in)
+        place += count
+    tl.debug_barrier()  # what some threads stored, others read
+
+
+@triton.jit
+def _find(
+    x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, known, top, scale, min_p, target,
+    BY_COUNT: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The key at which the sum passes `target`, the sum over larger keys, and where tokens of that
+    key are to be found: their logits, how many, their ids, and whether that is the whole row.
+
+    `known` is the sum over the collected tokens, which are all that reach `cut`. Beyond them the
+    row is narrowed down to as many tokens again, which lie behind them in the buffers.
+    """
+    source, size, ids_ptr, is_row = few_ptr, few, few_ids_ptr, known < 0
+    low, high = tl.full([], LOWEST_KEY, tl.int32), tl.full([], 1, tl.int32)
+    above = tl.zeros([], tl.int64)
+    if target >= known:
+        low, high, above, num_in = _search(
+            x_ptr, vocab, top, scale, min_p, target, low, tl.minimum(cut, 1), known, FEW,
+            BY_COUNT, BLOCK,
+        )  # fmt: skip
+        is_row = num_in > FEW  # so many of one key
+        source, size = x_ptr, vocab
+        if not is_row:
+            source, size, ids_ptr = few_ptr + FEW, num_in, few_ids_ptr + FEW
+            _gather(x_ptr, source, ids_ptr, vocab, top, scale, low, high, BLOCK)
+    low, high, above, _ = _search(
+        source, size, top, scale, min_p, target, low, high, above, 0, BY_COUNT, BLOCK
+    )
+    return low, above, source, size, ids_ptr, is_row
 
 
 @triton.jit
@@ -318,25 +392,6 @@ def _place_of(x_ptr, size, top, scale, wanted, skipped, BLOCK: tl.constexpr):
         skipped -= count
         start += BLOCK
     return tl.maximum(place, 0)
-
-
-@triton.jit
-def _source(x_ptr, vocab, few_ptr, few, is_among_few):
-    """Where to search."""
-    source, size = x_ptr, vocab
-    if is_among_few:
-        source, size = few_ptr, few
-    return source, size
-
-
-@triton.jit
-def _mass_of_top_k(
-    x_ptr, vocab, few_ptr, few, top, scale, min_p, top_k, BLOCK: tl.constexpr
-):  # fmt: skip
-    source, size = _source(x_ptr, vocab, few_ptr, few, top_k <= few)
-    key, above = _search(source, size, top, scale, min_p, top_k - 1, True, BLOCK)
-    mass = _mass_above(source, size, top, scale, min_p, key, BLOCK)
-    return mass + (top_k - above) * _mass(key, min_p)
 
 
 @triton.jit
@@ -368,7 +423,8 @@ def _place_by_id(
 def _finish_kernel(
     logits_ptr, tops_ptr, top_ids_ptr, survey_ptr, few_ptr, few_ids_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, uniform_ptr, out_ptr,
-    stride_row, vocab, parts, FEW: tl.constexpr, BLOCK: tl.constexpr,
+    stride_row, vocab, parts,
+    FEW: tl.constexpr, PART_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
@@ -387,32 +443,42 @@ def _finish_kernel(
         if (top_k >= vocab) & (top_p >= 1.0):
             target = (uniform * mass.to(tl.float64)).to(tl.int64)
             token_id = _place_by_id(
-                x_ptr, survey_ptr, vocab, parts, top, scale, min_p, target, BLOCK
+                x_ptr, survey_ptr, vocab, parts, top, scale, min_p, target, PART_BLOCK
             )  # fmt: skip
         else:
-            few_ptr += row * FEW
-            few_ids_ptr += row * FEW
-            _, few, _ = _cut(survey_ptr, parts, 0, FEW)
+            few_ptr += row * FEW * 2
+            few_ids_ptr += row * FEW * 2
+            cut, few, _ = _cut(survey_ptr, parts, 0, FEW)
             few_mass = _mass_above(few_ptr, few, top, scale, min_p, LOWEST_KEY, BLOCK)
             if top_k < vocab:
-                mass = _mass_of_top_k(
-                    x_ptr, vocab, few_ptr, few, top, scale, min_p, top_k, BLOCK
+                key, above, source, size, ids_ptr, is_row = _find(
+                    x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, few.to(tl.int64),
+                    top, scale, min_p, top_k - 1, True, FEW, BLOCK,
                 )  # fmt: skip
+                mass = (top_k - above) * _mass(key, min_p)
+                if top_k <= few:
+                    mass += _mass_above(few_ptr, few, top, scale, min_p, key, BLOCK)
+                else:
+                    mass += _mass_above(x_ptr, vocab, top, scale, min_p, key, BLOCK)
             if top_p < 1.0:
                 share = top_p * mass.to(tl.float64)
                 last = share.to(tl.int64)
                 last = tl.maximum(tl.where(last.to(tl.float64) < share, last, last - 1), 0)
-                source, size = _source(x_ptr, vocab, few_ptr, few, last < few_mass)
-                key, above = _search(source, size, top, scale, min_p, last, False, BLOCK)
+                key, above, source, size, ids_ptr, is_row = _find(
+                    x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, few_mass,
+                    top, scale, min_p, last, False, FEW, BLOCK,
+                )  # fmt: skip
                 each = _mass(key, min_p)
                 mass = above + ((last - above) // each + 1) * each
             target = (uniform * mass.to(tl.float64)).to(tl.int64)
-            source, size = _source(x_ptr, vocab, few_ptr, few, target < few_mass)
-            key, above = _search(source, size, top, scale, min_p, target, False, BLOCK)
+            key, above, source, size, ids_ptr, is_row = _find(
+                x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, few_mass,
+                top, scale, min_p, target, False, FEW, BLOCK,
+            )  # fmt: skip
             skipped = ((target - above) // _mass(key, min_p)).to(tl.int32)
             token_id = _place_of(source, size, top, scale, key, skipped, BLOCK)
-            if target < few_mass:
-                token_id = tl.load(few_ids_ptr + token_id)
+            if not is_row:
+                token_id = tl.load(ids_ptr + token_id)
     tl.store(out_ptr + row, token_id.to(tl.int64))
 
 
@@ -467,22 +533,22 @@ def sample(
     tops = logits.new_empty(rows, parts, dtype=torch.float32)
     top_ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     survey = torch.empty(rows, parts, SURVEY.value, dtype=torch.int64, device=logits.device)
-    few = logits.new_empty(rows, _FEW)
-    few_ids = torch.empty(rows, _FEW, dtype=torch.int32, device=logits.device)
+    few = logits.new_empty(rows, 2, _FEW)  # collected, and gathered around one target
+    few_ids = torch.empty(rows, 2, _FEW, dtype=torch.int32, device=logits.device)
     grid, stride = (rows, parts), logits.stride(0)
     block = min(triton.next_power_of_2(vocab), _PART_BLOCK)
-    _tops_kernel[grid](logits, tops, top_ids, stride, vocab, BLOCK=block, num_warps=4)
+    _tops_kernel[grid](logits, tops, top_ids, stride, vocab, BLOCK=block, num_warps=8)
     _survey_kernel[grid](
-        logits, tops, top_ids, survey, temperature, min_p, stride, vocab, BLOCK=block, num_warps=4
+        logits, tops, top_ids, survey, temperature, min_p, stride, vocab, BLOCK=block, num_warps=8
     )
     _collect_kernel[grid](
         logits, tops, top_ids, survey, few, few_ids, temperature, top_k, top_p, stride, vocab,
-        FEW=_FEW, BLOCK=block, num_warps=4,
+        FEW=_FEW, BLOCK=block, num_warps=8,
     )  # fmt: skip
     _finish_kernel[(rows,)](
         logits, tops, top_ids, survey, few, few_ids, temperature, top_k, top_p, min_p, uniform,
         out, stride, vocab, parts,
-        FEW=_FEW, BLOCK=block, num_warps=8,
+        FEW=_FEW, PART_BLOCK=block, BLOCK=min(triton.next_power_of_2(vocab), _FEW), num_warps=16,
     )  # fmt: skip
     return out
 
