@@ -311,13 +311,13 @@ def test_two_tiers_hit_what_one_of_their_size_would() -> None:
     for kind in (PolicyKind.LOOKAHEAD, PolicyKind.LRU):
         one = hits_of_policy(chains, PolicyConfig(30, kind=kind), 20)
         two = hits_of_policy(chains, PolicyConfig(10, 20, kind, headroom=0.0), 20)
-        assert one == pytest.approx(two, rel=0.01), kind
+        assert one == pytest.approx(two, rel=0.03), kind
 
 
 def test_knowing_more_of_the_queue_does_not_hit_less() -> None:
-    chains = random_chains(3, 400)
+    chains = random_chains(3, 200)
     config = PolicyConfig(10, 20, headroom=0.0)
-    hits = [hits_of_policy(chains, config, known) for known in (0, 5, 20, 100, 400)]
+    hits = [hits_of_policy(chains, config, known) for known in (0, 5, 20, 200)]
     assert hits == sorted(hits)
     assert hits[0] < hits[-1]
 

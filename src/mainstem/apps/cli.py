@@ -25,6 +25,10 @@ COMMANDS = {
     "batch": Command("mainstem.apps.batch", "answer a file of requests, planned and resumable"),
     "plan": Command("mainstem.apps.planning", "what a batch of prompts shares, and the best order"),
     "bench": Command("mainstem.apps.bench.cli", "measure the parts and the whole"),
+    "simulate": Command(
+        "mainstem.apps.simulate.cli", "what a tiered KV store would save on a trace"
+    ),
+    "capacity": Command("mainstem.apps.simulate.capacity", "storage that a hit rate needs"),
     "models": Command("mainstem.apps.models", "the embedded model and what is cached"),
     "doctor": Command("mainstem.apps.doctor", "what this machine has and what will be used"),
 }

@@ -51,7 +51,11 @@ class TierKind(Enum):
 
 @dataclass(slots=True)
 class Moves(Generic[K]):
-    """What has to happen to pages. A key is in one list at most."""
+    """What has to happen to pages. A key is in one list at most.
+
+    Later moves may follow while these are under way: a copy that is being read when it is to be
+    forgotten has to be read first.
+    """
 
     load: list[K] = field(default_factory=list)  # copy from disk to host; disk keeps its copy
     write: list[K] = field(default_factory=list)  # write to disk, then free in host
@@ -319,7 +323,9 @@ class TierPolicy(Generic[K]):
                 break
             heappop(wanted)
             self._enter_host(key, entry)
+            del self._copies[key]  # the copy is what is to be loaded: it cannot make room yet
             moves.load.append(key)
+        self._copies.update(dict.fromkeys(moves.load))
         return moves.settled()
 
     # -- pages go ------------------------------------------------------------------------------
@@ -346,7 +352,8 @@ class TierPolicy(Generic[K]):
     def expire(self, now: float) -> list[K]:
         """Drop pages that were not used for the TTL; returns them.
 
-        Pages that are pinned or waited for are in use: their time starts again.
+        Pinned pages are in use: their time starts again. Pages that are waited for do expire: a TTL
+        is a promise to those whose pages they are.
         """
         ttl_s = self.config.ttl_s
         gone: list[K] = []
@@ -357,7 +364,7 @@ class TierPolicy(Generic[K]):
             entry = self._entries[key]
             if entry.used_s + ttl_s > now:
                 break
-            if entry.pins or self._next_use.get(key) is not None:
+            if entry.pins:
                 del self._by_use[key]
                 self._by_use[key] = None
                 entry.used_s = now

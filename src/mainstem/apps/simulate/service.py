@@ -1,0 +1,57 @@
+"""How long things take and what they cost, in the simulator's virtual time.
+
+One device serves one request after another: it prefills what is not stored, while the stored pages
+load layer by layer beside it (AttentionStore 3.2.1), then decodes. Decoding is counted at the
+throughput of a full batch, so a request's share of the device is what is added up.
+"""
+
+from dataclasses import dataclass
+
+from mainstem.core.errors import ConfigError
+
+GB = 1e9
+SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceRates:
+    """Speeds of the device and of the ways to it; the defaults are an 8B model on an H200."""
+
+    prefill_tokens_per_s: float = 30_000.0
+    decode_tokens_per_s: float = 6_000.0
+    host_gb_per_s: float = 50.0
+    disk_gb_per_s: float = 4.2
+
+    def __post_init__(self) -> None:
+        for name in ServiceRates.__dataclass_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    def prefill_s(self, tokens: int) -> float:
+        return tokens / self.prefill_tokens_per_s
+
+    def decode_s(self, tokens: int) -> float:
+        return tokens / self.decode_tokens_per_s
+
+    def host_load_s(self, num_bytes: float) -> float:
+        return num_bytes / GB / self.host_gb_per_s
+
+    def disk_read_s(self, num_bytes: float) -> float:
+        return num_bytes / GB / self.disk_gb_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Money an hour; the defaults are the paper's (section 4.2): A100 GPUs, DRAM, SSD in AWS."""
+
+    gpu: float = 5.0  # one GPU
+    dram_gb: float = 0.0088
+    disk_gb: float = 0.000082
+    num_gpus: int = 1
+
+    def device_cost(self, device_s: float) -> float:
+        return self.gpu * self.num_gpus * device_s / SECONDS_PER_HOUR
+
+    def storage_cost(self, host_gb: float, disk_gb: float, length_s: float) -> float:
+        per_hour = host_gb * self.dram_gb + disk_gb * self.disk_gb
+        return per_hour * length_s / SECONDS_PER_HOUR
