@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mainstem.apps.bench import soak
 from mainstem.apps.bench.soak import Crowd, RandomRequests, main
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError
@@ -30,6 +31,12 @@ class Careless:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "OUTPUT_TOKENS", (200, 8))
+    monkeypatch.setattr(soak, "TURN_REQUESTS", 24)
 
 
 def a_crowd(repeats: int, can_overlap: bool = True) -> Crowd:
@@ -65,9 +72,9 @@ def test_requests_are_seeded() -> None:
 
 
 def test_a_real_runner_survives_aborts_and_preemptions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--requests", "30", "--kv-tokens", "640", "--json"]) == 0
+    assert main(["--requests", "40", "--kv-tokens", "512", "--page-size", "4", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert sum(result["ends"].values()) == result["answers"] >= 30
+    assert sum(result["ends"].values()) == result["answers"] >= 40
     assert result["ends"]["abort"] > 0
     assert result["preemptions"] > 0
 

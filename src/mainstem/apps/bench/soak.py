@@ -28,12 +28,12 @@ from mainstem.core.shapes import SHAPES
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 
-KV_TOKENS = 4096  # far less than what is open at once would like
+KV_TOKENS = 8192  # far less than what is open at once would like
 MAX_OPEN = 256  # requests
 HEAD_TOKENS = (0, 16, 40)  # shared beginnings
 MAX_OWN_TOKENS = 32
-OUTPUT_TOKENS = (200, 24)  # at most, by turns: what was learned of lengths is wrong
-TURN_REQUESTS = 64
+OUTPUT_TOKENS = (400, 8, 8, 8)  # at most, by turns: what was learned of lengths is wrong
+TURN_REQUESTS = 128
 ABORTED = 0.15  # of the requests
 LATEST_ABORT = 40  # steps after it was submitted
 CHECK_EVERY = 500  # steps
