@@ -218,3 +218,14 @@ def test_logprobs_rank_and_top() -> None:
     assert records[0].top_logprobs == pytest.approx(expected[0, [4, 6]].tolist())
     assert records[1].rank == 1
     assert records[1].top_ids == ()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_logprobs_of_many_rows_are_those_of_each(rows: int) -> None:
+    logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0))
+    ids, counts = torch.arange(rows) % VOCAB, np.arange(rows, dtype=np.int32) % 4
+    records = start_logprobs(logits, ids, counts).resolve()
+    assert len(records) == rows
+    for row in range(0, rows, 37):
+        alone = start_logprobs(logits[row : row + 1], ids[row : row + 1], counts[row : row + 1])
+        assert alone.resolve() == [records[row]]

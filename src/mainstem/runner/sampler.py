@@ -20,6 +20,7 @@ from mainstem.core.step import Int32s, SampleBatch, StartedSequence, Step
 from mainstem.runner.edits import LogitEdits, upload
 
 _CANDIDATES = 1024  # sorted first; a row whose top_p reaches beyond is sorted whole
+_LOGPROB_ROWS = 128  # whose log-probabilities over the whole vocabulary are held at once
 
 
 class Sampler:
@@ -227,13 +228,22 @@ def start_logprobs(logits: Tensor, token_ids: Tensor, counts: Int32s) -> Logprob
 
     logits [rows, vocab]; of row i the token `token_ids[i]` and the `counts[i]` likeliest ones.
     """
+    num_top = max(1, int(counts.max(initial=0)))
+    starts = range(0, max(len(logits), 1), _LOGPROB_ROWS)
+    rows = [slice(first, first + _LOGPROB_ROWS) for first in starts]
+    parts = [_logprobs(logits[part], token_ids[part], num_top) for part in rows]
+    values, ints = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return LogprobRows(_to_host(values), _to_host(ints), counts)
+
+
+def _logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """[rows, 1 + num_top] and [rows, 2 + num_top], as LogprobRows keeps them."""
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(dim=1, keepdim=True) + 1
-    top = torch.topk(logprobs, max(1, int(counts.max(initial=0))), dim=1)
+    top = torch.topk(logprobs, num_top, dim=1)
     values = torch.cat((chosen, top.values), dim=1)
-    ints = torch.cat((token_ids[:, None], ranks, top.indices), dim=1)
-    return LogprobRows(_to_host(values), _to_host(ints), counts)
+    return values, torch.cat((token_ids[:, None], ranks, top.indices), dim=1)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
