@@ -23,12 +23,13 @@ LARGEST = 12  # kernels listed by name
 
 # the first that fits
 KINDS = {
-    "copies": r"memcpy|memset|copy_|_to_copy|aten::copy|aten::clone",
+    "copies": r"memcpy|memset|copy|aten::clone",
     "attention": r"span|attention|attn|flash|merge",
-    "sampling": r"argmax|sampl|topk|top_k|sort|softmax|multinomial|cumsum|ArgMax",
+    "sampling": r"argmax|sampl|topk|top_k|sort|softmax|multinomial|cumsum"
+    r"|_(survey|collect|finish|tops)_kernel",
     "gemm": r"gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|scaled_mm|splitk|aten::(add|b|)mm\b"
     r"|linear|mkldnn|dot_product",
-    "norm and elementwise": r"norm|rope|rotary|append|silu|elementwise|quantize|embedding|gather"
+    "norm and elementwise": r"norm|rope|rotary|rotate|append|silu|elementwise|quantize|embedding|gather"
     r"|index|aten::(add|mul|sub|div|neg|pow|mean|rsqrt|cat|stack)|triton_|reduce|fill|where",
 }
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
