@@ -29,7 +29,7 @@ KINDS = {
     r"|_(survey|collect|finish|tops)_kernel",
     "gemm": r"gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|scaled_mm|splitk|aten::(add|b|)mm\b"
     r"|linear|mkldnn|dot_product",
-    "norm and elementwise": r"norm|rope|rotary|rotate|append|silu|elementwise|quantize|embedding|gather"
+    "norm and elementwise": r"norm|rope|rota|append|silu|elementwise|quantize|embedding|gather"
     r"|index|aten::(add|mul|sub|div|neg|pow|mean|rsqrt|cat|stack)|triton_|reduce|fill|where",
 }
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
