@@ -156,14 +156,20 @@ def span_floor_s(card: Card, spans: Spans, *, heads: int, kv_heads: int, head_di
     longer.
     """
     model = Heads(heads, kv_heads, head_dim)
-    queries = np.diff(spans.query_starts).astype(np.int64)
     keys = spans.key_tokens.astype(np.int64)
-    hidden = np.where(spans.is_causal, queries * (queries - 1) // 2, 0)
     num_tokens = len(np.unique(spans.query_rows))
     query_bytes = 2 * num_tokens * heads * head_dim * model.element_bytes  # queries in, answers out
     moved_s = (int(keys.sum()) * model.key_bytes + query_bytes) / card.bytes_per_s
-    compute_s = int((queries * keys - hidden).sum()) * model.pair_flops / card.flops_per_s
+    compute_s = span_flops(spans, heads=heads, head_dim=head_dim) / card.flops_per_s
     return max(moved_s, compute_s)
+
+
+def span_flops(spans: Spans, *, heads: int, head_dim: int) -> float:
+    """The arithmetic of a step's attention; keys that causality hides are not counted."""
+    queries = np.diff(spans.query_starts).astype(np.int64)
+    hidden = np.where(spans.is_causal, queries * (queries - 1) // 2, 0)
+    pairs = int((queries * spans.key_tokens.astype(np.int64) - hidden).sum())
+    return float(pairs * Heads(heads, heads, head_dim).pair_flops)
 
 
 def relay_speedup(system_tokens: float, context_tokens: float, batch: float) -> float:

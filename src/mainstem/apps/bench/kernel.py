@@ -18,10 +18,16 @@ import torch
 import triton
 from torch import Tensor
 
-from mainstem.apps.bench.workloads import AttentionCase, kernel_cases, mixed_cases, relay_case
+from mainstem.apps.bench.workloads import (
+    AttentionCase,
+    kernel_cases,
+    mixed_cases,
+    prefill_cases,
+    relay_case,
+)
 from mainstem.core.step import Spans
 from mainstem.kernels import Limits, SpanAttention, reference
-from mainstem.plan.cost import H200, relay_speedup, span_floor_s
+from mainstem.plan.cost import H200, relay_speedup, span_floor_s, span_flops
 
 DTYPE = torch.bfloat16
 # Largest error over largest value: bf16 keeps 8 bits of the weights and of the output.
@@ -30,6 +36,10 @@ FIXED_US = 8.0  # launch and ends of a kernel, allowed beside the floor
 NUM_TIMED = 20
 FLUSH_BYTES = 512 << 20
 CHECKED_TOKENS = 4
+PREFILL_TFLOPS = 350.0  # what prompts must reach
+# FlashInfer 0.6.12, plain decode over the whole context, 32 heads of 128, batch 32, context 128:
+# microseconds by length of the system prompt.
+FLASHINFER_US = {256: 35.6, 2048: 126.6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +215,23 @@ def mixed_line(bench: Bench) -> dict[str, object]:
     }
 
 
+def prefill_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
+    """A step of prompts: bound by arithmetic."""
+    measured, floor_us = bench.measure(case), _floor_us(case)
+    flops = span_flops(case.spans(), heads=case.heads, head_dim=case.head_dim)
+    tflops = flops / measured.us / 1e6
+    return {
+        "case": case.name,
+        "floor_us": round(floor_us, 1),
+        "us": round(measured.us, 1),
+        "over_floor": round(measured.us / floor_us, 2),
+        "plan_us": round(measured.plan_us),
+        "max_error": float(f"{measured.max_error:.2g}"),
+        "tflops": round(tflops),
+        "is_within_bar": tflops >= PREFILL_TFLOPS,
+    }
+
+
 def relay_lines(bench: Bench) -> list[dict[str, object]]:
     """RelayAttention's Fig. 1 and 6 on this card: reading once against storing once."""
     lines: list[dict[str, object]] = []
@@ -228,7 +255,16 @@ def relay_lines(bench: Bench) -> list[dict[str, object]]:
     return lines
 
 
-def plot_relay(lines: list[dict[str, object]], path: Path) -> None:
+def _flashinfer_points(kernel_lines: list[dict[str, object]]) -> tuple[list[int], list[float]]:
+    """Speed-up over FlashInfer's plain decode where that is known: batch 32, context 128."""
+    us_of = {line["case"]: float(str(line["us"])) for line in kernel_lines}
+    known = [s for s in FLASHINFER_US if f"mha32 B32 1x{s}+128" in us_of]
+    return known, [FLASHINFER_US[s] / us_of[f"mha32 B32 1x{s}+128"] for s in known]
+
+
+def plot_relay(
+    lines: list[dict[str, object]], kernel_lines: list[dict[str, object]], path: Path
+) -> None:
     """The figure: measured speed-up and Eq. 10 against the length of the system prompt."""
     import matplotlib  # noqa: PLC0415  # an extra, and only for this flag
 
@@ -243,14 +279,21 @@ def plot_relay(lines: list[dict[str, object]], path: Path) -> None:
             color = f"C{index}"
             axis.plot(x, [p["speedup"] for p in points], "o-", color=color, label=f"batch {batch}")
             axis.plot(x, [p["theory"] for p in points], ":", color=color)
+        if context == 128 and kernel_lines:
+            label = "batch 32, 32 heads, over FlashInfer decode"
+            axis.plot(*_flashinfer_points(kernel_lines), "k*", markersize=11, label=label)
         axis.set_xscale("log", base=2)
         axis.set_xlabel("system prompt, tokens")
         axis.set_title(f"context {context}; dotted: RelayAttention Eq. 10")
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("speed-up over reading per sequence")
+    axes[0].set_ylabel("speed-up over reading it per sequence")
     axes[0].legend()
     figure.tight_layout()
     figure.savefig(path)
+
+
+def _read_lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _fingerprint() -> dict[str, object]:
@@ -270,12 +313,12 @@ def main(args: list[str]) -> int:
     parser.add_argument("--figure", choices=["relay"], help="the data of a figure instead")
     parser.add_argument("--plot", type=Path, help="write the figure, from measured or --from lines")
     parser.add_argument("--from", dest="lines", type=Path, help="JSON lines measured before")
+    parser.add_argument("--beside", type=Path, help="JSON lines of the cases, for rivals' points")
     parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])
     chosen = parser.parse_args(args)
+    beside = _read_lines(chosen.beside) if chosen.beside is not None else []
     if chosen.lines is not None and chosen.plot is not None:
-        plot_relay(
-            [json.loads(line) for line in chosen.lines.read_text().splitlines()], chosen.plot
-        )
+        plot_relay(_read_lines(chosen.lines), beside, chosen.plot)
         return 0
     if not torch.cuda.is_available():
         print("mainstem bench kernel: needs a CUDA device", file=sys.stderr)
@@ -286,12 +329,17 @@ def main(args: list[str]) -> int:
         for line in lines:
             print(json.dumps({**line, **_fingerprint()}), flush=True)
         if chosen.plot is not None:
-            plot_relay(lines, chosen.plot)
+            plot_relay(lines, beside, chosen.plot)
         return 0
     status = 0
     for case in kernel_cases():
         if chosen.case is None or chosen.case in case.name:
             line = case_line(bench, replace(case, page_size=chosen.page_size))
+            status |= not line["is_within_bar"]
+            _show(line, chosen.json)
+    for case in prefill_cases():
+        if chosen.case is None or chosen.case in case.name:
+            line = prefill_line(bench, replace(case, page_size=chosen.page_size))
             status |= not line["is_within_bar"]
             _show(line, chosen.json)
     if chosen.case is None or chosen.case in mixed_cases()[0].name:

@@ -193,6 +193,21 @@ def prefill_runs(first_row: int) -> tuple[Run, ...]:
     )
 
 
+def prefill_cases() -> tuple[AttentionCase, ...]:
+    """Prompts as the engine computes them: a new one, and chunks after long prefixes."""
+
+    def chunks(count: int, tokens: int, before: int) -> tuple[Run, ...]:
+        return tuple(
+            Run(tuple(range(i * tokens, (i + 1) * tokens)), before + tokens, is_causal=True)
+            for i in range(count)
+        )
+
+    return (
+        AttentionCase("gqa32/8 prefill 4096 over 0", chunks(1, 4096, 0)),
+        AttentionCase("gqa32/8 prefill 4x1024 over 16000", chunks(4, 1024, 16000)),
+    )
+
+
 def mixed_cases() -> tuple[AttentionCase, AttentionCase, AttentionCase]:
     """A mixed step, and its two halves as steps of their own."""
     decodes = _grouped(256, 16, 2000, 250)
