@@ -113,11 +113,11 @@ class _Entry:
 
     __slots__ = ("in_host", "on_disk", "pins", "rank", "used_s")
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         self.in_host = False
         self.on_disk = False
         self.pins = 0
-        self.rank = 0
+        self.rank = rank
         self.used_s = 0.0
 
 
@@ -136,6 +136,8 @@ class TierPolicy(Generic[K]):
     def __init__(self, config: PolicyConfig) -> None:
         self.config = config
         self._sees_queue = config.kind in (PolicyKind.LOOKAHEAD, PolicyKind.BELADY)
+        self._ranks_use = config.kind is not PolicyKind.FIFO
+        self._has_ttl = config.ttl_s is not None
         self._entries: dict[K, _Entry] = {}
         self._host: list[tuple[int, K]] = []  # heaps of (worth, key); outdated items are skipped
         self._disk: list[tuple[int, K]] = []
@@ -187,6 +189,16 @@ class TierPolicy(Generic[K]):
                 return index
         return len(keys)
 
+    def find(self, keys: Sequence[K]) -> list[bool]:
+        """For every leading page of a chain that is stored: is it in host memory?"""
+        entries, found = self._entries, []
+        for key in keys:
+            entry = entries.get(key)
+            if entry is None:
+                break
+            found.append(entry.in_host)
+        return found
+
     # -- the queue -----------------------------------------------------------------------------
 
     def expect(self, ticket: Hashable, keys: Sequence[K], place: int | None = None) -> None:
@@ -197,20 +209,12 @@ class TierPolicy(Generic[K]):
         """
         if not self._sees_queue:
             return
-        entries = self._entries
-        for key in self._window.enter(ticket, keys, place):
-            entry = entries.get(key)
-            if entry is not None:
-                self._file(key, entry)
+        self._file_all(self._window.enter(ticket, keys, place))
         self._clean()
 
     def dismiss(self, ticket: Hashable) -> None:
         """The request no longer waits: it was served, or given up."""
-        entries = self._entries
-        for key in self._window.leave(ticket):
-            entry = entries.get(key)
-            if entry is not None:
-                self._file(key, entry)
+        self._file_all(self._window.leave(ticket))
         self._clean()
 
     # -- pages come ----------------------------------------------------------------------------
@@ -234,9 +238,7 @@ class TierPolicy(Generic[K]):
         for key in reversed(keys):
             entry = entries.get(key)
             if entry is None:
-                entry = entries[key] = _Entry()
-                self._clock += 1
-                entry.rank = self._clock
+                entry = entries[key] = self._new_entry()
             self._touch(key, entry, now)
             if not entry.in_host:
                 missing.append((key, entry))
@@ -253,12 +255,9 @@ class TierPolicy(Generic[K]):
     def finish(self, ticket: Hashable, keys: Sequence[K], now: float) -> Moves[K]:
         """`dismiss` and `admit` for a request that was served; its pages are filed only once."""
         waited_for = self._window.leave(ticket)
-        will_be_filed = keys[: len(waited_for)] == waited_for
-        for key in waited_for:
-            if key in self._next_use or not will_be_filed:
-                entry = self._entries.get(key)
-                if entry is not None:
-                    self._file(key, entry)
+        if keys[: len(waited_for)] == waited_for:  # then `admit` files what nobody waits for
+            waited_for = [key for key in waited_for if key in self._next_use]
+        self._file_all(waited_for)
         return self.admit(keys, now)
 
     def recover(self, keys: Iterable[K], now: float) -> Moves[K]:
@@ -267,9 +266,7 @@ class TierPolicy(Generic[K]):
         for key in keys:
             if key in self._entries:
                 continue
-            entry = self._entries[key] = _Entry()
-            self._clock += 1
-            entry.rank = self._clock
+            entry = self._entries[key] = self._new_entry()
             self._touch(key, entry, now)
             if self._make_disk_room(self._worth(key, entry), moves):
                 self._enter_disk(key, entry)
@@ -401,15 +398,19 @@ class TierPolicy(Generic[K]):
         when = self._next_use.get(key)
         return entry.rank if when is None else WAITED_FOR - when
 
+    def _new_entry(self) -> _Entry:
+        self._clock += 1
+        return _Entry(self._clock)
+
     def _touch(self, key: K, entry: _Entry, now: float) -> None:
         entry.used_s = now
-        if self.config.ttl_s is not None:
+        if self._has_ttl:
             self._by_use.pop(key, None)
             self._by_use[key] = None
-        if self.config.kind is not PolicyKind.FIFO:
+        if self._ranks_use:
             self._clock += 1
             entry.rank = self._clock
-            if self._next_use.get(key) is None:
+            if (entry.in_host or entry.on_disk) and key not in self._next_use:
                 self._file(key, entry)
 
     def _file(self, key: K, entry: _Entry) -> None:
@@ -422,6 +423,13 @@ class TierPolicy(Generic[K]):
             heappush(self._host, (worth, key))
         elif entry.on_disk:
             heappush(self._disk, (worth, key))
+
+    def _file_all(self, keys: Iterable[K]) -> None:
+        entries, file = self._entries, self._file
+        for key in keys:
+            entry = entries.get(key)
+            if entry is not None:
+                file(key, entry)
 
     def _clean(self) -> None:
         """Rebuild a heap that has become mostly outdated items."""
@@ -443,20 +451,18 @@ class TierPolicy(Generic[K]):
 
     def _pop(self, heap: list[tuple[int, K]], tier: TierKind, below: int | None) -> K | None:
         """The page of least worth, taken off `heap`; None if none is worth less than `below`."""
-        entries = self._entries
+        entries, next_use, is_host = self._entries, self._next_use, tier is TierKind.HOST
         while heap:
             worth, key = heap[0]
             entry = entries.get(key)
-            is_here = entry is not None and (
-                entry.in_host if tier is TierKind.HOST else entry.on_disk and not entry.in_host
-            )
-            if not is_here or entry is None or entry.pins or self._worth(key, entry) != worth:
-                heappop(heap)
-                continue
-            if below is not None and worth >= below:
-                return None
+            if entry is not None and not entry.pins and entry.in_host == is_host:
+                when = next_use.get(key)
+                if worth == (entry.rank if when is None else WAITED_FOR - when):
+                    if below is not None and worth >= below:
+                        return None
+                    heappop(heap)
+                    return key
             heappop(heap)
-            return key
         return None
 
     def _make_host_room(self, worth: int, moves: Moves[K], spared: int = 0) -> bool:

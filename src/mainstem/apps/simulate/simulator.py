@@ -22,7 +22,7 @@ from time import perf_counter
 from mainstem.apps.simulate.service import GB, Prices, ServiceRates
 from mainstem.apps.simulate.traces import Trace, TraceRequest
 from mainstem.core.errors import ConfigError
-from mainstem.kv.policy import HEADROOM, PolicyConfig, PolicyKind, TierKind, TierPolicy
+from mainstem.kv.policy import HEADROOM, PolicyConfig, PolicyKind, TierPolicy
 
 READ_AHEAD_S = 1.0  # prefetches are handed to the disk so far ahead of it, not further
 
@@ -139,7 +139,12 @@ class _DiskLink:
         """Pages that may be asked for without queueing far ahead."""
         return max(0, int((now + READ_AHEAD_S - max(self._free_s, now)) / self._page_s) + 1)
 
+    def is_busy(self, now: float) -> bool:
+        return self._free_s > now
+
     def load(self, keys: list[int], now: float) -> None:
+        if not self.is_busy(now):
+            self._ready_s.clear()
         free_s = max(self._free_s, now)
         for key in keys:
             free_s += self._page_s
@@ -148,13 +153,7 @@ class _DiskLink:
 
     def wait_s(self, key: int, now: float) -> float:
         """How long until a page in the host is really there."""
-        ready_s = self._ready_s.get(key)
-        if ready_s is None:
-            return 0.0
-        if ready_s <= now:
-            del self._ready_s[key]
-            return 0.0
-        return ready_s - now
+        return max(0.0, self._ready_s.get(key, now) - now)
 
     def read_now(self, num_pages: int, now: float) -> float:
         """Read for a request that cannot wait: it goes before the prefetches. Seconds it takes."""
@@ -270,19 +269,17 @@ class _Simulation:
 
     def _look_up(self, request: TraceRequest, now: float) -> tuple[int, int, float]:
         """Hit pages in host memory, hit pages on disk, and the wait for the latter."""
-        policy, disk = self._policy, self._disk
-        num_hits = policy.match(request.keys)
-        from_host = to_read = 0
-        wait_s = 0.0
-        for key in request.keys[:num_hits]:
-            if policy.tier_of(key) is not TierKind.HOST:
-                to_read += 1
-                continue
-            late_s = disk.wait_s(key, now)
-            if late_s:
-                wait_s = max(wait_s, late_s)
-            else:
-                from_host += 1
+        disk, is_in_host = self._disk, self._policy.find(request.keys)
+        num_hits = len(is_in_host)
+        from_host = sum(is_in_host)
+        to_read, wait_s = num_hits - from_host, 0.0
+        if from_host and disk.is_busy(now):  # some of them may still be on their way
+            waits = [disk.wait_s(key, now) for key in request.keys[:num_hits]]
+            late = [
+                wait for wait, is_here in zip(waits, is_in_host, strict=True) if is_here and wait
+            ]
+            from_host -= len(late)
+            wait_s = max(late, default=0.0)
         if to_read:
             wait_s = max(wait_s, disk.read_now(to_read, now))
             self._pages_read += to_read if self._num_served >= self._config.warmup else 0
