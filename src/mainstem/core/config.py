@@ -158,6 +158,7 @@ class Fetch(Enum):
 
     AUTO = "auto"  # whichever is there first, by the cost model
     ALWAYS = "always"
+    NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,3 +24,6 @@ class EngineSnapshot:
     num_held_pages: int  # by running sequences
     num_cached_pages: int  # findable by key, held or not
     stems: tuple[StemView, ...]  # shared by two sequences or more, parents first
+    num_host_pages: int = 0  # in host memory, on the device as well or not
+    num_disk_pages: int = 0
+    num_copies: int = 0  # loads and saves under way

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from time import perf_counter
 
+from mainstem.core.config import StoreConfig
 from mainstem.core.errors import OutOfDeviceMemory
 from mainstem.core.events import EventBus
 from mainstem.core.ids import PageKey, RequestId
@@ -122,8 +123,16 @@ class Engine:
         """End what `pin` began; takes what it returned."""
         self._scheduler.unpin(keys)
 
+    def fetch_as(self, config: StoreConfig) -> None:
+        """Change how stored pages are fetched: `fetch` and `preload` of the config."""
+        self._scheduler.fetch_as(config)
+
+    def flush(self) -> None:
+        """Return when every page that is to be saved is saved."""
+        self._scheduler.flush()
+
     def clear_cache(self) -> int:
-        """Forget every cached page no sequence holds; returns how many."""
+        """Forget every page no sequence holds, in every tier; returns how many on the device."""
         return self._scheduler.clear_cache()
 
     def check(self) -> None:

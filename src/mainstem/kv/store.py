@@ -273,8 +273,13 @@ class KVStore:
         if self._traffic is not None:
             self._traffic.tiers.expect(ticket, chain.keys)
 
+    def prefetch(self) -> None:
+        """Bring from disk to host memory what those that wait need next."""
+        if self._traffic is not None:
+            self._traffic.tiers.prefetch()
+
     def dismiss(self, ticket: int) -> None:
-        """It waits no longer."""
+        """It waits no longer, or not for stored pages."""
         if self._traffic is not None:
             self._traffic.tiers.dismiss(ticket)
 

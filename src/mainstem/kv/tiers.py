@@ -31,7 +31,7 @@ from mainstem.core.events import (
 )
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
-from mainstem.kv.bytes.disk import DiskTier, Read, ReadJob, WriteJob, Written
+from mainstem.kv.bytes.disk import NUM_READERS, DiskTier, Read, ReadJob, WriteJob, Written
 from mainstem.kv.policy import Moves, PolicyConfig, PolicyKind, TierKind, TierPolicy
 from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
 
@@ -128,7 +128,7 @@ class LowerTiers:
         self._used: set[PageKey] = set()  # on disk, used since its row was last written
         self._next_chore_s = 0.0
         self.host_link = Link(20e9)
-        self.disk_link = Link(2e9)
+        self.disk_link = Link(2e9, lanes=NUM_READERS)
         if disk is not None:
             self._recover(disk, ttl_s)
 
@@ -275,7 +275,6 @@ class LowerTiers:
             self._poll_load(load, arrivals)
         if self._disk is not None:
             self._back_up()
-            self._prefetch()
         now_s = monotonic()
         if now_s >= self._next_chore_s:
             self._next_chore_s = now_s + CHORE_S
@@ -572,7 +571,8 @@ class LowerTiers:
             if count:
                 self._bus.publish(PagesLoaded(count, tier, seconds))
 
-    def _prefetch(self) -> None:
+    def prefetch(self) -> None:
+        """Read from disk what waiting requests will need next."""
         room = min(PREFETCH_PAGES, len(self._free_slots))
         if room and self._policy.num_queued:
             self._carry_out(self._policy.choose_prefetch(room), "room")

@@ -67,8 +67,10 @@ class PageCopier(Protocol):
 class Link:
     """One way between two tiers: what is queued on it, and its rate as last seen."""
 
-    def __init__(self, bytes_per_s: float) -> None:
+    def __init__(self, bytes_per_s: float, lanes: int = 1) -> None:
+        """`lanes` copies go on side by side."""
         self._bytes_per_s = bytes_per_s
+        self._lanes = lanes
         self._queued_bytes = 0
 
     def pass_s(self, num_bytes: int) -> float:
@@ -84,7 +86,8 @@ class Link:
 
     def finish(self, num_bytes: int, seconds: float | None) -> None:
         """What `start` counted has passed, in so many seconds; None: it will not."""
+        at_once = min(self._lanes, max(1, self._queued_bytes // max(1, num_bytes)))
         self._queued_bytes -= num_bytes
         if seconds is not None:
-            seen = num_bytes / max(seconds, 1e-6)
+            seen = at_once * num_bytes / max(seconds, 1e-6)
             self._bytes_per_s += LEARNING * (seen - self._bytes_per_s)

@@ -6,6 +6,9 @@ The order does not depend on how a device keeps its pages, so a page saved by on
 another that computes the same.
 """
 
+import mmap
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -30,16 +33,16 @@ class HostSlab:
             num_elements *= size
         self.page_bytes = num_elements * dtype.itemsize
         self.slot_bytes = slot_bytes(self.page_bytes)
-        room = num_slots * self.slot_bytes + ALIGNMENT
-        memory = torch.empty(room, dtype=torch.uint8)
-        first = -memory.data_ptr() % ALIGNMENT
-        aligned = memory[first : first + num_slots * self.slot_bytes]
-        self.address = aligned.data_ptr()
+        memory = mmap.mmap(-1, num_slots * self.slot_bytes)  # costs nothing until it is written
+        with suppress(AttributeError, OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = memoryview(memory)
+        words = torch.frombuffer(memory, dtype=torch.uint8)
+        self.address = words.data_ptr()
         self._is_pinned = is_pinned
         if is_pinned:  # torch's own pinned memory comes in powers of two
-            _check(torch.cuda.cudart().cudaHostRegister(self.address, aligned.nbytes, 0))  # type: ignore[no-untyped-call]
-        self._bytes = memoryview(aligned.numpy().data)
-        used = aligned.view(num_slots, -1)[:, : self.page_bytes].view(dtype)
+            _check(torch.cuda.cudart().cudaHostRegister(self.address, len(words), 0))  # type: ignore[no-untyped-call]
+        used = words.view(num_slots, -1)[:, : self.page_bytes].view(dtype)
         self.pages: Tensor = used.view(num_slots, *page_shape)
 
     def slot(self, slot: int) -> memoryview:

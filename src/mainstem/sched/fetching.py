@@ -22,8 +22,8 @@ class Fetching:
 
     def is_worth_it(self, stored: Stored, tokens_ahead: int) -> bool:
         """Whether loading is done before computing would be, behind `tokens_ahead` others."""
-        if self.config.fetch is Fetch.ALWAYS:
-            return True
+        if self.config.fetch is not Fetch.AUTO:
+            return self.config.fetch is Fetch.ALWAYS
         compute_s = (tokens_ahead + stored.num_pages * self.page_size) * self.token_s
         return self._load_s(stored) < compute_s
 

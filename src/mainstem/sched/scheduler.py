@@ -14,7 +14,7 @@ from time import perf_counter, sleep
 
 import numpy as np
 
-from mainstem.core.config import SchedConfig, Share
+from mainstem.core.config import SchedConfig, Share, StoreConfig
 from mainstem.core.errors import InvalidRequest, OutOfPages
 from mainstem.core.events import (
     EventBus,
@@ -286,7 +286,15 @@ class Scheduler:
             num_held_pages=store.num_held(),
             num_cached_pages=store.num_cached_pages,
             stems=self._tree.view(store.page_size),
+            num_host_pages=0 if store.tiers is None else store.tiers.num_host_pages,
+            num_disk_pages=0 if store.tiers is None else store.tiers.num_disk_pages,
+            num_copies=0 if store.tiers is None else store.tiers.num_copies,
         )
+
+    def fetch_as(self, config: StoreConfig) -> None:
+        """Decide by other settings from here on what is loaded, and when a prompt starts on it."""
+        if self._fetching is not None:
+            self._fetching = replace(self._fetching, config=config)
 
     def pin(self, token_ids: Int32s, salt: bytes) -> list[PageKey]:
         """Keep what is cached of a prefix until nothing could run without its pages."""
@@ -495,7 +503,10 @@ class Scheduler:
             runs, sources = sequence.origins.find_stored(self._store, chain, wanted)
             kept = np.union1d(kept, sources).astype(np.int32)
         stored = self._store.stored([key for run in runs for key in run.keys])
-        if not stored.num_pages or not fetching.is_worth_it(stored, tokens_ahead):
+        if not stored.num_pages:
+            return None
+        if not fetching.is_worth_it(stored, tokens_ahead):
+            self._store.dismiss(sequence.arrival)  # nothing need be read ahead for it
             return None
         num_there = (len(kept) + stored.num_pages) * self._page_size
         layers = fetching.start_layers(stored, max(num_known - num_there, 1))
@@ -668,6 +679,10 @@ class Scheduler:
         """Tell the store what a waiting sequence will ask for."""
         if sequence.chain is not None:
             self._store.expect(sequence.arrival, sequence.chain)
+
+    def flush(self) -> None:
+        """Return when every page that is to be saved is saved."""
+        self._store.flush()
 
     def rest(self) -> None:
         """Nothing can run before a copy is done: leave the processor to it for a moment."""

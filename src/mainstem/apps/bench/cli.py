@@ -16,6 +16,7 @@ BENCHES = {
         "mainstem.apps.bench.soak",
         "random requests, aborts, preemptions: nothing is lost",
     ),
+    "sessions": ("mainstem.apps.bench.sessions", "conversations that come back, by tier"),
     "kernel": ("mainstem.apps.bench.kernel", "span attention on a GPU against its floor"),
     "calibrate": ("mainstem.apps.bench.calibrate", "rates of this device, for the cost model"),
 }

@@ -1,0 +1,343 @@
+"""Conversations that come back: time to the first token of returning turns, by where their KV is.
+
+    turns      sessions return in batches; their history comes from host memory, from disk, or is
+               computed again (`--tier`)
+    preload    one session at a time: layers loaded before its prompt starts (the paper's Fig. 19)
+    saves      a decoding batch while pages are being saved, and after
+    document   a second question about a long document
+
+Random weights of a known shape.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import numpy as np
+
+from mainstem.apps.bench.report import line, load_average
+from mainstem.apps.bench.settings import random_config, settings
+from mainstem.apps.flags import add_engine_flags
+from mainstem.apps.tables import table
+from mainstem.core.config import EngineConfig, Fetch, StoreConfig
+from mainstem.core.errors import ConfigError
+from mainstem.core.events import EventBus
+from mainstem.core.ids import RequestId
+from mainstem.core.metrics import Counters
+from mainstem.core.request import Request, SamplingParams
+from mainstem.core.shapes import SHAPES, ModelShape
+from mainstem.engine.build import build_random_engine
+from mainstem.engine.engine import Engine
+
+STAGING = 1 / 15  # of the host memory, where histories are to come from disk
+DISK_GB = 40.0
+Ids = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Who comes back when, and with how much."""
+
+    model_shape: str = "llama31-8b"
+    sessions: int = 72
+    history: int = 2000  # tokens of the first turn
+    new: int = 100  # that a later turn brings
+    output: int = 32
+    at_once: int = 24
+    turns: int = 3
+    device_tokens: int = 64_000
+    host_gb: float = 30.0
+
+
+WORKLOADS = {
+    "anchor": Sessions(),
+    "tiny": Sessions("tiny", 6, 100, 10, 4, 3, 3, 512, 0.1),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "mainstem bench sessions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--workload", choices=list(WORKLOADS), default="anchor")
+    made.add_argument("--sessions", type=int, metavar="N", help="(the workload's own)")
+    made.add_argument("--part", choices=["turns", "preload", "saves", "document"], action="append")
+    made.add_argument("--tier", choices=["host", "disk", "none"], action="append")
+    made.add_argument("--document-tokens", type=int, default=28_000, metavar="N")
+    made.add_argument("--json", action="store_true", help="a line a result")
+    add_engine_flags(made)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    work = WORKLOADS[args.workload]
+    if args.sessions is not None:
+        if args.sessions < 1:
+            raise ConfigError(f"--sessions must be at least 1, got {args.sessions}")
+        work = replace(work, sessions=args.sessions)
+    config = random_config(args, work.model_shape, work.device_tokens)
+    about = {"workload": asdict(work), "load_before": load_average()}
+    results: list[dict[str, object]] = []
+    for result in _measure(args, work, config):
+        results.append(result)
+        if args.json:
+            print(line("sessions", result | about), flush=True)
+    if not args.json:
+        names = list(dict.fromkeys(name for result in results for name in result))
+        names.remove("settings")
+        rows = [[str(result.get(name, "")) for name in names] for result in results]
+        print(table(names, rows))
+    return 0
+
+
+def _measure(
+    args: argparse.Namespace, work: Sessions, config: EngineConfig
+) -> Iterator[dict[str, object]]:
+    parts = args.part or ["turns"]
+    if "turns" in parts:
+        for tier in args.tier or ["host"]:
+            yield from measure_turns(work, config, tier)
+    rest = [part for part in parts if part != "turns"]
+    if not rest:
+        return
+    with InTier(config, work, "host") as tiered, Bench(work, tiered) as bench:
+        if "preload" in rest:
+            yield from measure_preload(bench)
+        if "saves" in rest:
+            yield measure_saves(bench)
+        if "document" in rest:
+            yield measure_document(bench, args.document_tokens)
+
+
+class InTier:
+    """The config that keeps histories in one tier; a folder made for it goes afterwards."""
+
+    def __init__(self, config: EngineConfig, work: Sessions, tier: str) -> None:
+        self._config, self._work, self._tier = config, work, tier
+        self._folder: TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> EngineConfig:
+        given = self._config.store
+        if self._tier == "none":
+            store = StoreConfig(host_gb=0.0)
+        elif self._tier == "host":
+            store = replace(given, host_gb=given.host_gb or self._work.host_gb, disk_dir=None)
+        else:
+            folder = given.disk_dir
+            if folder is None:
+                self._folder = TemporaryDirectory(prefix="mainstem-sessions-")
+                folder = self._folder.name
+            store = replace(
+                given,
+                host_gb=given.host_gb or STAGING * self._work.host_gb,
+                disk_dir=folder,
+                disk_gb=DISK_GB,
+            )
+        return replace(self._config, store=store)
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a batch of sessions got."""
+
+    first_s: list[float]
+    answers: list[Ids]
+    cached: list[int]
+
+
+class Bench:
+    """An engine on random weights, and its clock."""
+
+    def __init__(self, work: Sessions, config: EngineConfig) -> None:
+        self.work, self.config = work, config
+        self.shape: ModelShape = SHAPES[work.model_shape]
+        bus = EventBus()
+        self.counters = Counters().attach(bus)
+        self.engine: Engine = build_random_engine(self.shape, config, bus)
+        self._num_asked = 0
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+    def random_ids(self, rng: Random, count: int) -> Ids:
+        return [rng.randrange(10, min(self.shape.vocab, 30_000)) for _ in range(count)]
+
+    def ask(self, prompts: Sequence[Ids], output: int) -> Turn:
+        """All at once; first tokens are timed from before the first is submitted."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        turn = Turn([0.0] * len(prompts), [[] for _ in prompts], [0] * len(prompts))
+        first, self._num_asked = self._num_asked, self._num_asked + len(prompts)
+        began_s = perf_counter()
+        for index, prompt in enumerate(prompts):
+            name = RequestId(str(first + index))
+            ids = np.array(prompt, np.int32)
+            self.engine.submit(Request(name, ids, sampling, expected_tokens=output))
+        while self.engine.has_work:
+            for news in self.engine.step():
+                index = int(news.request_id) - first
+                if not turn.answers[index]:
+                    turn.first_s[index] = perf_counter() - began_s
+                    turn.cached[index] = news.num_cached_tokens
+                turn.answers[index] += news.token_ids
+        return turn
+
+    def warm_up(self) -> None:
+        """Steps as they will come, on prompts of their own; then everything is forgotten."""
+        rng, work = Random(99), self.work
+        prompts = [self.random_ids(rng, work.history) for _ in range(min(4, work.at_once))]
+        for _ in range(2):
+            turn = self.ask(prompts, work.output)
+            self.engine.flush()
+            self.push_out(rng)
+            prompts = [
+                [*prompt, *answer, *self.random_ids(rng, work.new)]
+                for prompt, answer in zip(prompts, turn.answers, strict=True)
+            ]
+        self.engine.clear_cache()
+
+    def push_out(self, rng: Random) -> None:
+        """Fill the device with something else."""
+        half = self.work.device_tokens // 2 - 64
+        for _ in range(2):
+            self.ask([self.random_ids(rng, half)], 1)
+        self.engine.flush()
+
+
+def measure_turns(work: Sessions, config: EngineConfig, tier: str) -> Iterator[dict[str, object]]:
+    """A line a turn."""
+    with InTier(config, work, tier) as tiered, Bench(work, tiered) as bench:
+        bench.warm_up()
+        rng = Random(0)
+        histories = [bench.random_ids(rng, work.history) for _ in range(work.sessions)]
+        for number in range(1, work.turns + 1):
+            before = dict(bench.counters.loaded_pages)
+            turn = Turn([], [], [])
+            began_s = perf_counter()
+            for first in range(0, work.sessions, work.at_once):
+                batch = bench.ask(histories[first : first + work.at_once], work.output)
+                turn.first_s += batch.first_s
+                turn.answers += batch.answers
+                turn.cached += batch.cached
+            seconds = perf_counter() - began_s
+            bench.engine.flush()
+            loaded = {
+                name: count - before.get(name, 0)
+                for name, count in bench.counters.loaded_pages.items()
+            }
+            yield _turn_result(turn, tier, number, seconds) | {
+                "loaded_pages": loaded,
+                "lost_pages": sum(bench.counters.lost_pages.values()),
+                "unsaved_pages": sum(bench.counters.unsaved_pages.values()),
+                "settings": settings(tiered),
+            }
+            for index, answer in enumerate(turn.answers):
+                histories[index] += [*answer, *bench.random_ids(rng, work.new)]
+
+
+def _turn_result(turn: Turn, tier: str, number: int, seconds: float) -> dict[str, object]:
+    first_ms = 1e3 * np.array(turn.first_s)
+    return {
+        "part": "turns",
+        "tier": tier,
+        "turn": number,
+        "mean_ttft_ms": round(float(first_ms.mean()), 2),
+        "p95_ttft_ms": round(float(np.percentile(first_ms, 95)), 2),
+        "cached_tokens": round(float(np.mean(turn.cached)), 1),
+        "seconds": round(seconds, 3),
+    }
+
+
+def measure_preload(bench: Bench, repeats: int = 8) -> Iterator[dict[str, object]]:
+    """First token of a single returning session for each size of the read buffer."""
+    bench.warm_up()
+    work, rng = bench.work, Random(1)
+    histories = [bench.random_ids(rng, work.history) for _ in range(repeats)]
+    bench.ask(histories, 1)
+    modes = ["all", "0", "5", "10", "15", "auto"]
+    for mode in modes:
+        store = replace(bench.config.store, preload=mode, fetch=Fetch.ALWAYS)
+        bench.engine.fetch_as(store)
+        times = []
+        for history in histories:
+            bench.push_out(rng)
+            new = bench.random_ids(rng, work.new)
+            times.append(bench.ask([[*history, *new]], 1).first_s[0])
+        yield {
+            "part": "preload",
+            "layers": mode,
+            "median_ttft_ms": round(1e3 * float(np.median(times)), 3),
+            "min_ttft_ms": round(1e3 * min(times), 3),
+            "settings": settings(bench.config),
+        }
+    bench.engine.fetch_as(bench.config.store)
+
+
+def measure_saves(bench: Bench) -> dict[str, object]:
+    """Decode steps while saves go on and right after, in one batch."""
+    bench.warm_up()
+    work, rng = bench.work, Random(2)
+    count = max(2, work.device_tokens // (work.history + 200))
+    sampling = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    for index in range(count):
+        ids = np.array(bench.random_ids(rng, work.history), np.int32)
+        bench.engine.submit(Request(RequestId(f"save-{index}"), ids, sampling, expected_tokens=150))
+    during: list[float] = []
+    after: list[float] = []
+    while bench.engine.has_work:
+        decoded = bench.counters.decoded_tokens
+        computed = bench.counters.computed_tokens
+        began_s = perf_counter()
+        bench.engine.step()
+        step_s = perf_counter() - began_s
+        is_decode = bench.counters.computed_tokens == computed
+        if is_decode and bench.counters.decoded_tokens - decoded == count:
+            is_saving = bench.engine.snapshot().num_copies > 0
+            (during if is_saving else after).append(step_s)
+    during_s = float(np.median(during)) if during else 0.0
+    after_s = float(np.median(after)) if after else 0.0
+    return {
+        "part": "saves",
+        "batch": count,
+        "steps_saving": len(during),
+        "step_ms_saving": round(1e3 * during_s, 3),
+        "steps_after": len(after),
+        "step_ms_after": round(1e3 * after_s, 3),
+        "throughput_cost": round(1 - after_s / during_s, 4) if during and after else None,
+        "settings": settings(bench.config),
+    }
+
+
+def measure_document(bench: Bench, num_tokens: int) -> dict[str, object]:
+    """A document is asked about, pushed out of the device, and asked about again."""
+    bench.warm_up()
+    rng = Random(3)
+    num_tokens = min(num_tokens, bench.work.device_tokens - 256)
+    cold: list[float] = []
+    warm: list[float] = []
+    for _ in range(3):
+        document = bench.random_ids(rng, num_tokens)
+        cold.append(bench.ask([[*document, *bench.random_ids(rng, 32)]], 8).first_s[0])
+        bench.push_out(rng)
+        warm.append(bench.ask([[*document, *bench.random_ids(rng, 32)]], 8).first_s[0])
+    cold_s, warm_s = float(np.median(cold)), float(np.median(warm))
+    return {
+        "part": "document",
+        "document_tokens": num_tokens,
+        "first_question_ttft_ms": round(1e3 * cold_s, 2),
+        "second_question_ttft_ms": round(1e3 * warm_s, 2),
+        "ratio": round(warm_s / cold_s, 4),
+        "settings": settings(bench.config),
+    }
