@@ -53,7 +53,8 @@ EMPTY = tl.constexpr(-(2**63))
 _MAX_VOCAB = 1 << 18
 _ARGMAX_BLOCK = 4096
 _SPLIT_ROWS = 1024  # more rows fill the card without being split
-_PROGRAMS = 2048  # about as many as run at once on a large card
+_ARGMAX_PROGRAMS = 1024  # enough to fill a large card with loads ...
+_PROGRAMS = 2048  # ... and with arithmetic
 _PART_BLOCK = 2048
 _FEW = 4096
 
@@ -495,7 +496,7 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
         return out
     parts = 1
     if rows < _SPLIT_ROWS:
-        parts = min(triton.cdiv(vocab, _ARGMAX_BLOCK), max(_PROGRAMS // rows, 1))
+        parts = min(triton.cdiv(vocab, _ARGMAX_BLOCK), max(_ARGMAX_PROGRAMS // rows, 1))
     best, arrived = _meeting_places(logits.device)
     _argmax_kernel[(rows, parts)](
         logits, out, best, arrived, logits.stride(0), vocab, BLOCK=_ARGMAX_BLOCK, num_warps=8
