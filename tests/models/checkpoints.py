@@ -65,10 +65,19 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
 
 
 def make_checkpoint(
-    name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard: str = "1GB"
+    name: str,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard: str = "1GB",
+    **sizes: int,
 ) -> PreTrainedModel:
-    """Write the named model to `folder`; answers the transformers model it was written from."""
+    """Write the named model to `folder`; answers the transformers model it was written from.
+
+    `sizes` are fields of its config to set otherwise.
+    """
     config_class, changes = CONFIGS[name]
+    changes = {**changes, **sizes}
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(config_class(**{**_SMALL, **changes}))
     with torch.no_grad():

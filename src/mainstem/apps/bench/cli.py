@@ -17,6 +17,10 @@ BENCHES = {
         "random requests, aborts, preemptions: nothing is lost",
     ),
     "sessions": ("mainstem.apps.bench.sessions", "conversations that come back, by tier"),
+    "truncation": (
+        "mainstem.apps.bench.truncation",
+        "reading on after a conversation was cut to the window",
+    ),
     "kernel": ("mainstem.apps.bench.kernel", "span attention on a GPU against its floor"),
     "calibrate": ("mainstem.apps.bench.calibrate", "rates of this device, for the cost model"),
 }

@@ -1,0 +1,98 @@
+"""Ways to deal with a full window, and a runner that shows what they do to a text."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mainstem.core.config import EngineConfig
+from mainstem.core.events import EventBus, PromptTruncated, RequestSubmitted
+from mainstem.core.request import Overflow
+from mainstem.core.step import InFlight, Int32s, Runner, Step, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to deal with a full window."""
+
+    name: str
+    overflow: Overflow
+    sink_tokens: int | None = None
+    is_naive: bool = False
+
+
+WAYS = {
+    way.name: way
+    for way in (
+        Way("recompute", Overflow.RECOMPUTE),
+        Way("kv", Overflow.KV),
+        Way("no sink", Overflow.KV, sink_tokens=0),
+        Way("naive", Overflow.KV, is_naive=True),
+    )
+}
+
+
+class WatchedRunner:
+    """Runs steps as they are, and notes how likely each next token of a known text was."""
+
+    def __init__(self, runner: Runner, text_ids: Int32s, first: int, is_naive: bool) -> None:
+        """Tokens from number `first` on are scored."""
+        self._runner = runner
+        self._text_ids = text_ids
+        self._first = first
+        self._is_naive = is_naive
+        self._shift = (0, 0)  # positions from this on are so many tokens further in the text
+        self.logprobs: dict[int, float] = {}  # by token number, the first time it was predicted
+
+    def attach(self, bus: EventBus, sink_tokens: int) -> None:
+        """Follow the cuts of the one conversation there is."""
+        bus.subscribe(RequestSubmitted, lambda _: self._move(0, 0))
+        bus.subscribe(PromptTruncated, lambda event: self._move(sink_tokens, event.dropped_tokens))
+
+    def _move(self, start: int, distance: int) -> None:
+        self._shift = (start, distance)
+
+    @property
+    def can_overlap(self) -> bool:
+        return False
+
+    def launch(self, step: Step) -> "_Watched":
+        start, distance = self._shift
+        number = step.positions + np.where(step.positions >= start, distance, 0) + 1
+        is_asked = (number >= self._first) & (number < len(self._text_ids))
+        is_asked &= [int(n) not in self.logprobs for n in number]
+        rows = np.flatnonzero(is_asked).astype(np.int32)
+        number = number[rows]
+        step = replace(
+            step,
+            prompt_logprob_rows=rows,
+            prompt_logprob_targets=self._text_ids[number],
+            num_prompt_logprobs=np.zeros(len(rows), np.int32),
+        )
+        if self._is_naive:
+            step = replace(step, move_by=np.zeros_like(step.move_by))
+        return _Watched(self, number, self._runner.launch(step))
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    runner: WatchedRunner
+    numbers: Int32s
+    handle: InFlight
+
+    def wait(self) -> StepResult:
+        result = self.handle.wait()
+        for number, found in zip(self.numbers.tolist(), result.prompt_logprobs, strict=True):
+            self.runner.logprobs[number] = found.logprob
+        return replace(result, prompt_logprobs=())
+
+
+def way_config(config: EngineConfig, way: Way) -> EngineConfig:
+    """Pages for a few windows: originals and what is moved."""
+    window = config.sched.max_model_len
+    assert window is not None
+    sched = replace(config.sched, sink_tokens=way.sink_tokens)
+    cache = replace(config.cache, kv_tokens=config.cache.kv_tokens or 8 * window)
+    return replace(config, sched=sched, cache=cache)
