@@ -27,6 +27,7 @@ class Row:
     rival: Callable[[Line], bool] | None = None
     rival_value: str | None = None  # where it is shown otherwise
     rival_name: str = ""
+    rival_text: str | None = None  # where it is not in the file
     hardware: str = "2 Neoverse-N1 cores"
     command: str = ""
 
@@ -50,7 +51,33 @@ def _case(name: str, what: str) -> Row:
     )
 
 
+def _job(workload: str, what: str, rival: float) -> Row:
+    """A whole job; rivals were measured with the same prompts on the same card."""
+    return Row(
+        what=f"{what}, requests/s",
+        file="offline-h200.jsonl",
+        ours=lambda line: line["workload"] == workload and not _is_fp8(line),
+        value="{requests_per_s:.1f}",
+        rival_text=f"{rival} (vLLM 0.24, its best setting)",
+        hardware="H200",
+        command=f"mainstem bench offline --workload {workload}",
+    )
+
+
+def _is_fp8(line: Line) -> bool:
+    settings = line["settings"]
+    assert isinstance(settings, dict)
+    return bool(settings["model"]["quantize"] == "fp8")
+
+
 ROWS = [
+    _job("b2000-sd16", "8B, 1,600 requests, 16 to each 2,000-token document", 61.0),
+    _job("industry", "8B, 3 requests to each 1,570-token document", 46.4),
+    _job("b16000-sd4", "8B, 4 requests to each 16,000-token document", 5.77),
+    _job("b2000-1000-sd4", "8B, 2,000 shared and 1,000 own tokens, 4 to a document", 20.3),
+    _job("noshare-512", "8B, nothing shared", 46.2),
+    _job("relay-2048", "7B, one system prompt of 2,048", 93.0),
+    _job("relay-64", "7B, one system prompt of 64", 103.0),
     Row(
         what="64 requests over one 1,024-token prefix, fp32",
         file="cpu.jsonl",
@@ -114,7 +141,7 @@ def table() -> str:
             continue
         rival = latest(row.file, row.rival) if row.rival else None
         value = row.rival_value or row.value
-        shown = f"{value.format(**rival)} ({row.rival_name})" if rival else "-"
+        shown = f"{value.format(**rival)} ({row.rival_name})" if rival else row.rival_text or "-"
         ours_shown = row.value.format(**ours)
         lines.append(
             f"| {row.what} | **{ours_shown}** | {shown} | {row.hardware} | `{row.command}` |"

@@ -172,7 +172,6 @@ class GpuRunner:
         self._previous = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def _launch(self, step: Step) -> GpuStep:
-        begin = self._mark()
         for started in step.started:
             self.sampler.start(started)
         num_rows = len(step.sample_rows)
@@ -183,6 +182,7 @@ class GpuRunner:
         elif self._graphs is not None:
             graph = self._graphs.size_for(step)
         self._attention.plan(step.spans)
+        begin = self._mark()  # behind the planning, which a device that has nothing to do waits for
         inputs = self._inputs.send(step, self._previous, graph or self._padded(step.num_tokens))
         logprobs: LogprobRows | None = None
         prompt_logprobs: list[LogprobRows] = []
