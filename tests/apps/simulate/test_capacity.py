@@ -13,7 +13,7 @@ from mainstem.kv.policy import PolicyConfig
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 SESSIONS = DATA / "sessions_sample.jsonl.gz"
-FLAGS = ["--kv-bytes-per-token", "1e6", "--page-tokens", "512"]
+FLAGS = ["--kv-bytes-per-token", "1e6", "--page-tokens", "512", "--limit", "500"]
 
 
 def at(arrival_s: float, session: int) -> TraceRequest:
@@ -28,7 +28,7 @@ def test_distinct_sessions_are_counted_within_the_ttl() -> None:
 
 
 def test_the_capacity_found_reaches_the_target_and_less_does_not() -> None:
-    trace = read_trace(SESSIONS, ReadOptions(page_tokens=512))
+    trace = read_trace(SESSIONS, ReadOptions(page_tokens=512, limit=500))
     replay = Replay(trace, PolicyConfig(0, ttl_s=3600), lookahead=20)
     target = 0.8 * replay.hit_rate(replay.all_pages)
     pages = replay.least_pages(target)

@@ -137,7 +137,7 @@ def test_look_ahead_beats_blind_policies_and_is_near_belady(
     path: Path, page_tokens: int | None, sizes: tuple[int, ...]
 ) -> None:
     """The first bar of the store, on the shipped samples."""
-    trace = read_trace(path, ReadOptions(page_tokens=page_tokens))
+    trace = read_trace(path, ReadOptions(page_tokens=page_tokens, limit=700))
     page_gb = trace.page_tokens * KV_BYTES / 1e9
     for pages in sizes:
         rates: dict[str, float] = {}

@@ -155,6 +155,8 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, reason: str) -> 
 
 
 def test_a_format_can_be_forced(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="chat_id"):
+        read(tmp_path, GOOD, ReadOptions(format=TraceFormat.QWEN, page_tokens=512))
     with pytest.raises(InvalidRequest, match="turns"):
         read(tmp_path, GOOD, ReadOptions(format=TraceFormat.SESSIONS))
 

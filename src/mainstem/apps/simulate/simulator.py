@@ -334,15 +334,8 @@ class _Simulation:
 
 
 def _known_prefix(keys: Sequence[int], seen: set[int]) -> int:
-    """Leading pages that were ever kept. Names are chained, so a known page has known ones before.
-
-    That makes it a binary search.
-    """
-    low, high = 0, len(keys)
-    while low < high:
-        middle = (low + high) // 2
-        if keys[middle] in seen:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    """Leading pages that were ever kept."""
+    for index, key in enumerate(keys):
+        if key not in seen:
+            return index
+    return len(keys)

@@ -222,6 +222,8 @@ def _read_qwen(lines: _Lines, page_tokens: int, options: ReadOptions) -> list[Tr
     for row in lines.rows():
         input_tokens = lines.whole(row, "input_length")
         keys = _hash_ids(lines, row, input_tokens // page_tokens)
+        if not isinstance(row.get("chat_id"), int | str):
+            raise lines.error(f"chat_id must name the chat, got {row.get('chat_id')!r}")
         parent = row.get("parent_chat_id")
         session = session_of.get(parent, len(session_of))
         session_of[row.get("chat_id")] = session
