@@ -9,6 +9,9 @@ import torch
 
 from mainstem.core.config import CacheConfig, EngineConfig
 from mainstem.core.step import Step
+from mainstem.kernels.cpu import move_pages
+from mainstem.models.config import RopeSpec
+from mainstem.models.layers import turns_by
 from mainstem.runner.load import folder_origin, load_cpu_runner
 from mainstem.runner.runner import CpuRunner
 from tests.models.checkpoints import CONFIGS, VOCAB, make_checkpoint
@@ -62,6 +65,23 @@ def test_moved_keys_are_those_of_the_other_position(name: str, tmp_path: Path) -
         assert torch.equal(runner.pages.values(layer)[[20, 21]], runner.pages.values(layer)[12:14])
         assert not torch.allclose(runner.pages.keys(layer)[20], runner.pages.keys(layer)[12])
         assert runner.pages.keys(layer)[22].isnan().all(), "something else was written"
+
+
+@pytest.mark.parametrize("rotary_dim", [8, 16])
+def test_half_precision_and_partly_rotated_heads_are_moved_alike(rotary_dim: int) -> None:
+    """bf16 holds 8 bits: a turned key is within half a unit of the last place of the exact one."""
+    torch.manual_seed(0)
+    pages = torch.randn(2, 6, 2, PAGE, 16).to(torch.bfloat16)
+    wide, before = pages.float(), pages.clone()
+    rope = RopeSpec(theta=10000.0, rotary_dim=rotary_dim)
+    turns = turns_by(rope, torch.tensor([-8, 4]))[:, None, None]
+    source, target = torch.tensor([0, 1]), torch.tensor([4, 5])
+    move_pages(pages, source, target, turns)
+    move_pages(wide, source, target, turns)
+    assert torch.equal(pages, wide.to(torch.bfloat16))
+    assert torch.equal(pages[:, :4], before[:, :4])
+    assert torch.equal(pages[0, 4:, ..., rotary_dim:], before[0, :2, ..., rotary_dim:])
+    assert torch.equal(pages[1, 4:], before[1, :2])
 
 
 def test_a_move_there_and_back_gives_the_keys_back(tmp_path: Path) -> None:
