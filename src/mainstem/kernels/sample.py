@@ -4,14 +4,13 @@
 
 The draw is the one of `runner/sampler.py` and needs no sort. With tokens ordered from the likeliest
 to the least likely, all three questions it asks are one: which is the first token at which a
-running sum passes a target?
+running sum passes a target (`search.py`)?
 
     top_k   the sum counts tokens,          target k - 1
     top_p   the sum is probability mass,    target just below top_p of the whole
     draw    the sum is probability mass,    target `uniform` of what is left
 
-The sum down to a threshold needs no order, so the threshold is searched: each pass cuts the bracket
-around it in four. Tokens of equal key are taken in the order of their ids. Four launches:
+Four launches; sums are of whole numbers, so a token does not depend on how many parts a row has:
 
     tops     the largest logit of each part of a row
     survey   mass of each part, and how many of its tokens lie within 1, 2, 4, 7, 10, 15 bits of
@@ -19,12 +18,6 @@ around it in four. Tokens of equal key are taken in the order of their ids. Four
     collect  the likeliest tokens, as many as these bounds allow
     finish   the searches, among the collected tokens or, where the answer lies beyond them, among
              as many again that are gathered around it
-
-Keys and masses are whole numbers, so a sum has the same bits in whatever order it is taken, and
-however many parts a row has:
-
-    key   log2 of the probability relative to the likeliest token, in steps of 2^-25, 0 at most
-    mass  the probability relative to the likeliest token, in steps of 2^-44
 """
 
 from functools import cache
@@ -35,19 +28,23 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.ops import LayoutError
+from mainstem.kernels.search import (
+    LOWEST_KEY,
+    NO_KEY,
+    find,
+    key_of,
+    keys_at,
+    mass_above,
+    mass_of,
+    place_of,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-KEY_STEPS = tl.constexpr(33554432.0)  # 2^25
-LOWEST = tl.constexpr(-46.0)  # below 2^-44 a token has no mass
-LOWEST_KEY = tl.constexpr(-46 * 2**25)
-MASS_STEPS = tl.constexpr(17592186044416.0)  # 2^44: 2^18 tokens still fit in 62 bits
 CUT_1, CUT_2 = tl.constexpr(-1 * 2**25), tl.constexpr(-2 * 2**25)
 CUT_3, CUT_4 = tl.constexpr(-4 * 2**25), tl.constexpr(-7 * 2**25)
 CUT_5, CUT_6 = tl.constexpr(-10 * 2**25), tl.constexpr(-15 * 2**25)
 SURVEY = tl.constexpr(8)  # numbers kept of each part: its mass and six counts
 MAX_PARTS = tl.constexpr(64)
-NO_KEY = tl.constexpr(2147483647)
-MAX_ROUNDS = tl.constexpr(32)  # half are enough; a row of NaN must not keep the card
 EMPTY = tl.constexpr(-(2**63))
 
 _MAX_VOCAB = 1 << 18
@@ -96,34 +93,6 @@ def _argmax_kernel(logits_ptr, out_ptr, best_ptr, arrived_ptr, stride_row, vocab
             winner = tl.atomic_xchg(best_ptr + row, EMPTY)
             tl.atomic_xchg(arrived_ptr + row, 0)
             tl.store(out_ptr + row, 0x7FFFFFFF - (winner & 0xFFFFFFFF))
-
-
-@triton.jit
-def _key(x, top, scale):
-    return (tl.maximum((x - top) * scale, LOWEST) * KEY_STEPS).to(tl.int32)
-
-
-@triton.jit
-def _keys(x_ptr, places, size, top, scale):
-    x = tl.load(x_ptr + places, mask=places < size, other=float("-inf"))
-    return _key(x.to(tl.float32), top, scale)
-
-
-@triton.jit
-def _mass(key, min_p):
-    weight = tl.exp2(key.to(tl.float32) * (1.0 / KEY_STEPS))
-    return tl.where(weight >= min_p, (weight * MASS_STEPS).to(tl.int64), 0)
-
-
-@triton.jit
-def _mass_above(x_ptr, size, top, scale, min_p, key, BLOCK: tl.constexpr):
-    """Mass of all tokens of larger keys."""
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, size, BLOCK):
-        keys = _keys(x_ptr, start + lanes, size, top, scale)
-        total += tl.where(keys > key, _mass(keys, min_p), 0)
-    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -177,8 +146,8 @@ def _survey_kernel(
             tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32),
         )  # fmt: skip
         for start in range(begin, end, BLOCK):
-            key = _keys(logits_ptr + row * stride_row, start + lanes, end, top, scale)
-            mass += _mass(key, min_p)
+            key = keys_at(logits_ptr + row * stride_row, start + lanes, end, top, scale)
+            mass += mass_of(key, min_p)
             pair_1 += _pair(key, CUT_1, CUT_2)
             pair_2 += _pair(key, CUT_3, CUT_4)
             pair_3 += _pair(key, CUT_5, CUT_6)
@@ -251,148 +220,13 @@ def _collect_kernel(
         for start in range(begin, end, BLOCK):
             ids = start + lanes
             x = tl.load(logits_ptr + row * stride_row + ids, mask=ids < end, other=float("-inf"))
-            is_in = (_key(x.to(tl.float32), top, scale) >= cut) & (ids < end)
+            is_in = (key_of(x.to(tl.float32), top, scale) >= cut) & (ids < end)
             count = tl.sum(is_in.to(tl.int32), 0)
             if count > 0:
                 places = row * FEW * 2 + place + tl.cumsum(is_in.to(tl.int32), 0) - 1
                 tl.store(few_ptr + places, x, mask=is_in)
                 tl.store(few_ids_ptr + places, ids, mask=is_in)
             place += count
-
-
-@triton.jit
-def _search(
-    x_ptr, size, top, scale, min_p, target, low, high, above, enough,
-    BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Narrow [low, high) around the key at which the sum over tokens, likeliest first, passes
-    `target`, to one key or until at most `enough` tokens are left in it.
-
-    The sum over keys >= low is above the target, that over keys >= high is `above`, which is not.
-    Returns low, high, above and the number of tokens in between.
-    """
-    lanes = tl.arange(0, BLOCK)
-    num_in = tl.full([], NO_KEY, tl.int32)
-    rounds = tl.zeros([], tl.int32)
-    while (high - low > 1) & (num_in > enough) & (rounds < MAX_ROUNDS):
-        rounds += 1
-        span = high - low
-        step = tl.maximum(span // 4, 1)
-        # as long as nothing is known of where the tokens end, look near the top
-        is_open = (low == LOWEST_KEY) & (span > 64)
-        key_1 = tl.where(is_open, high - span // 2, low + step)
-        key_2 = tl.where(is_open, high - span // 8, low + 2 * step)
-        key_3 = tl.where(is_open, high - span // 32, low + 3 * step)
-        sums = tl.zeros([BLOCK], tl.int64)
-        sum_1, sum_2, sum_3 = sums, sums, sums
-        counts = tl.zeros([BLOCK], tl.int32)
-        count_0, count_1, count_2, count_3 = counts, counts, counts, counts
-        least = tl.full([BLOCK], NO_KEY, tl.int32)
-        most = tl.full([BLOCK], -NO_KEY, tl.int32)
-        for start in range(0, size, BLOCK):
-            places = start + lanes
-            key = _keys(x_ptr, places, size, top, scale)
-            is_in = (places < size) & (key >= low) & (key < high)
-            least = tl.minimum(least, tl.where(is_in, key, NO_KEY))
-            most = tl.maximum(most, tl.where(is_in, key, -NO_KEY))
-            count_0 += is_in.to(tl.int32)
-            count_1 += (is_in & (key >= key_1)).to(tl.int32)
-            count_2 += (is_in & (key >= key_2)).to(tl.int32)
-            count_3 += (is_in & (key >= key_3)).to(tl.int32)
-            if not BY_COUNT:
-                mass = tl.where(is_in, _mass(key, min_p), 0)
-                sum_1 += tl.where(key >= key_1, mass, 0)
-                sum_2 += tl.where(key >= key_2, mass, 0)
-                sum_3 += tl.where(key >= key_3, mass, 0)
-        in_0, in_1 = tl.sum(count_0, 0), tl.sum(count_1, 0)
-        in_2, in_3 = tl.sum(count_2, 0), tl.sum(count_3, 0)
-        if BY_COUNT:
-            down_to_1, down_to_2, down_to_3 = above + in_1, above + in_2, above + in_3
-        else:
-            down_to_1, down_to_2 = above + tl.sum(sum_1, 0), above + tl.sum(sum_2, 0)
-            down_to_3 = above + tl.sum(sum_3, 0)
-        # no token lies outside these
-        low = tl.maximum(low, tl.min(least, 0))
-        high = tl.minimum(high, tl.max(most, 0) + 1)
-        if down_to_3 > target:
-            low, num_in = tl.maximum(low, key_3), in_3
-        elif down_to_2 > target:
-            low, high, num_in = tl.maximum(low, key_2), tl.minimum(high, key_3), in_2 - in_3
-            above = down_to_3
-        elif down_to_1 > target:
-            low, high, num_in = tl.maximum(low, key_1), tl.minimum(high, key_2), in_1 - in_2
-            above = down_to_2
-        else:
-            high, num_in = tl.minimum(high, key_1), in_0 - in_1
-            above = down_to_1
-    return low, high, above, num_in
-
-
-@triton.jit
-def _gather(x_ptr, few_ptr, few_ids_ptr, vocab, top, scale, low, high, BLOCK: tl.constexpr):
-    """Copy the tokens whose keys lie in [low, high), in the order of their ids."""
-    lanes = tl.arange(0, BLOCK)
-    place = tl.zeros([], tl.int32)
-    for start in range(0, vocab, BLOCK):
-        ids = start + lanes
-        x = tl.load(x_ptr + ids, mask=ids < vocab, other=float("-inf"))
-        key = _key(x.to(tl.float32), top, scale)
-        is_in = (key >= low) & (key < high) & (ids < vocab)
-        count = tl.sum(is_in.to(tl.int32), 0)
-        if count > 0:
-            places = place + tl.cumsum(is_in.to(tl.int32), 0) - 1
-            tl.store(few_ptr + places, x, mask=is_in)
-            tl.store(few_ids_ptr + places, ids, mask=is_in)
-        place += count
-    tl.debug_barrier()  # what some threads stored, others read
-
-
-@triton.jit
-def _find(
-    x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, known, top, scale, min_p, target,
-    BY_COUNT: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The key at which the sum passes `target`, the sum over larger keys, and where tokens of that
-    key are to be found: their logits, how many, their ids, and whether that is the whole row.
-
-    `known` is the sum over the collected tokens, which are all that reach `cut`. Beyond them the
-    row is narrowed down to as many tokens again, which lie behind them in the buffers.
-    """
-    source, size, ids_ptr, is_row = few_ptr, few, few_ids_ptr, known < 0
-    low, high = tl.full([], LOWEST_KEY, tl.int32), tl.full([], 1, tl.int32)
-    above = tl.zeros([], tl.int64)
-    if target >= known:
-        low, high, above, num_in = _search(
-            x_ptr, vocab, top, scale, min_p, target, low, tl.minimum(cut, 1), known, FEW,
-            BY_COUNT, BLOCK,
-        )  # fmt: skip
-        is_row = num_in > FEW  # so many of one key
-        source, size = x_ptr, vocab
-        if not is_row:
-            source, size, ids_ptr = few_ptr + FEW, num_in, few_ids_ptr + FEW
-            _gather(x_ptr, source, ids_ptr, vocab, top, scale, low, high, BLOCK)
-    low, high, above, _ = _search(
-        source, size, top, scale, min_p, target, low, high, above, 0, BY_COUNT, BLOCK
-    )
-    return low, above, source, size, ids_ptr, is_row
-
-
-@triton.jit
-def _place_of(x_ptr, size, top, scale, wanted, skipped, BLOCK: tl.constexpr):
-    """The place of the token of key `wanted` that has `skipped` such tokens before it."""
-    lanes = tl.arange(0, BLOCK)
-    start = tl.zeros([], tl.int32)
-    place = tl.full([], -1, tl.int32)
-    while (place < 0) & (start < size):
-        places = start + lanes
-        is_tie = (_keys(x_ptr, places, size, top, scale) == wanted) & (places < size)
-        count = tl.sum(is_tie.to(tl.int32), 0)
-        if skipped < count:
-            rank = tl.cumsum(is_tie.to(tl.int32), 0)
-            place = tl.min(tl.where(is_tie & (rank == skipped + 1), places, NO_KEY), 0)
-        skipped -= count
-        start += BLOCK
-    return tl.maximum(place, 0)
 
 
 @triton.jit
@@ -410,7 +244,7 @@ def _place_by_id(
     lanes = tl.arange(0, BLOCK)
     while (place < 0) & (start < vocab):
         ids = start + lanes
-        mass = _mass(_keys(x_ptr, ids, vocab, top, scale), min_p)
+        mass = mass_of(keys_at(x_ptr, ids, vocab, top, scale), min_p)
         total = tl.sum(mass, 0)
         if before + total > target:
             reached = before + tl.cumsum(mass, 0)
@@ -450,34 +284,34 @@ def _finish_kernel(
             few_ptr += row * FEW * 2
             few_ids_ptr += row * FEW * 2
             cut, few, _ = _cut(survey_ptr, parts, 0, FEW)
-            few_mass = _mass_above(few_ptr, few, top, scale, min_p, LOWEST_KEY, BLOCK)
+            few_mass = mass_above(few_ptr, few, top, scale, min_p, LOWEST_KEY, BLOCK)
             if top_k < vocab:
-                key, above, source, size, ids_ptr, is_row = _find(
+                key, above, source, size, ids_ptr, is_row = find(
                     x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, few.to(tl.int64),
                     top, scale, min_p, top_k - 1, True, FEW, BLOCK,
                 )  # fmt: skip
-                mass = (top_k - above) * _mass(key, min_p)
+                mass = (top_k - above) * mass_of(key, min_p)
                 if top_k <= few:
-                    mass += _mass_above(few_ptr, few, top, scale, min_p, key, BLOCK)
+                    mass += mass_above(few_ptr, few, top, scale, min_p, key, BLOCK)
                 else:
-                    mass += _mass_above(x_ptr, vocab, top, scale, min_p, key, BLOCK)
+                    mass += mass_above(x_ptr, vocab, top, scale, min_p, key, BLOCK)
             if top_p < 1.0:
                 share = top_p * mass.to(tl.float64)
                 last = share.to(tl.int64)
                 last = tl.maximum(tl.where(last.to(tl.float64) < share, last, last - 1), 0)
-                key, above, source, size, ids_ptr, is_row = _find(
+                key, above, source, size, ids_ptr, is_row = find(
                     x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, few_mass,
                     top, scale, min_p, last, False, FEW, BLOCK,
                 )  # fmt: skip
-                each = _mass(key, min_p)
+                each = mass_of(key, min_p)
                 mass = above + ((last - above) // each + 1) * each
             target = (uniform * mass.to(tl.float64)).to(tl.int64)
-            key, above, source, size, ids_ptr, is_row = _find(
+            key, above, source, size, ids_ptr, is_row = find(
                 x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, few_mass,
                 top, scale, min_p, target, False, FEW, BLOCK,
             )  # fmt: skip
-            skipped = ((target - above) // _mass(key, min_p)).to(tl.int32)
-            token_id = _place_of(source, size, top, scale, key, skipped, BLOCK)
+            skipped = ((target - above) // mass_of(key, min_p)).to(tl.int32)
+            token_id = place_of(source, size, top, scale, key, skipped, BLOCK)
             if not is_row:
                 token_id = tl.load(ids_ptr + token_id)
     tl.store(out_ptr + row, token_id.to(tl.int64))
