@@ -18,7 +18,14 @@ from mainstem.apps.server.metrics import (
 from mainstem.core.events import (
     EventBus,
     PagesEvicted,
+    PagesLoaded,
+    PagesLost,
+    PagesMoved,
+    PagesPrefetched,
+    PagesSaved,
+    PromptTruncated,
     RequestSubmitted,
+    SavesSkipped,
     SequenceAdmitted,
     SequenceFinished,
     SequencePreempted,
@@ -26,7 +33,7 @@ from mainstem.core.events import (
     StepFinished,
 )
 from mainstem.core.ids import RequestId
-from mainstem.core.request import FinishReason
+from mainstem.core.request import FinishReason, Overflow
 from mainstem.core.snapshot import EngineSnapshot, StemView
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -42,7 +49,7 @@ def read(metrics: ServerMetrics) -> dict[str, float]:
         for sample in family.samples:
             assert {"model_name", "engine"} <= sample.labels.keys()
             own = [v for k, v in sample.labels.items() if k not in ("model_name", "engine")]
-            values[sample.name + (f"{{{own[0]}}}" if own else "")] = sample.value
+            values[sample.name + (f"{{{','.join(own)}}}" if own else "")] = sample.value
     return values
 
 
@@ -104,9 +111,38 @@ def test_steps_become_our_counters() -> None:
     assert values["mainstem:key_tokens_saved_total"] == 30  # never less than nothing in a step
     assert values["mainstem:host_seconds_total"] == 0.5
     assert values["mainstem:device_seconds_total"] == 1.0
-    assert values["mainstem:evicted_pages_total{room}"] == 4
-    assert values["mainstem:evicted_pages_total{clear}"] == 2
+    assert values["mainstem:evicted_pages_total{room,device}"] == 4
+    assert values["mainstem:evicted_pages_total{clear,device}"] == 2
     assert values["vllm:iteration_tokens_total_sum"] == 14
+
+
+def test_tiers_and_truncations_are_counted() -> None:
+    bus = EventBus()
+    metrics = ServerMetrics(bus)
+    bus.publish(PagesEvicted(3, "room", "host"))
+    bus.publish(PagesLoaded(4, "disk", 0.5))
+    bus.publish(PagesLoaded(2, "disk", 0.25))
+    bus.publish(PagesSaved(7, "host"))
+    bus.publish(SavesSkipped(5, "host", "busy"))
+    bus.publish(PagesLost(1, "disk", "checksum"))
+    bus.publish(PagesPrefetched(6))
+    bus.publish(PromptTruncated(ID, Overflow.KV, 100, 50))
+    bus.publish(PagesMoved(ID, 9))
+    metrics.observe_sessions(2, 30)
+    metrics.observe_snapshot(EngineSnapshot(0, 0, 8, 16, 0, 0, (), 11, 12))
+    values = read(metrics)
+    assert values["mainstem:evicted_pages_total{room,host}"] == 3
+    assert values["mainstem:loaded_pages_total{disk}"] == 6
+    assert values["mainstem:load_seconds_total{disk}"] == 0.75
+    assert values["mainstem:saved_pages_total{host}"] == 7
+    assert values["mainstem:unsaved_pages_total{busy,host}"] == 5
+    assert values["mainstem:lost_pages_total{checksum,disk}"] == 1
+    assert values["mainstem:prefetched_pages_total"] == 6
+    assert values["mainstem:truncated_prompts_total"] == 1
+    assert values["mainstem:dropped_tokens_total"] == 100
+    assert values["mainstem:moved_pages_total"] == 9
+    assert (values["mainstem:host_pages"], values["mainstem:disk_pages"]) == (11, 12)
+    assert (values["mainstem:sessions"], values["mainstem:session_tokens"]) == (2, 30)
 
 
 def test_timings_become_histograms() -> None:

@@ -331,10 +331,10 @@ def test_live_has_exactly_the_fields_the_page_reads(server: Running) -> None:
         "model", "uptime_s", "running", "waiting", "pages", "stems", "totals", "tokens_per_s",
         "apps", "recent",
     }  # fmt: skip
-    assert set(live["pages"]) == {"total", "held", "cached", "page_size"}
+    assert set(live["pages"]) == {"total", "held", "cached", "host", "disk", "page_size"}
     assert set(live["totals"]) == {
         "prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens", "saving_ratio",
-        "read_ratio", "preemptions",
+        "read_ratio", "preemptions", "truncated_prompts", "loaded_pages",
     }  # fmt: skip
     last = live["recent"][-1]
     assert set(last) == {

@@ -23,7 +23,7 @@ LIVE = {
     "uptime_s": 7400.0,
     "running": 5,
     "waiting": 2,
-    "pages": {"total": 100, "held": 30, "cached": 50, "page_size": 16},
+    "pages": {"total": 100, "held": 30, "cached": 50, "host": 240, "disk": 0, "page_size": 16},
     "stems": [
         {"id": 1, "parent": None, "tokens": 1536, "sequences": 5},
         {"id": 2, "parent": 1, "tokens": 512, "sequences": 3},

@@ -86,6 +86,30 @@ def test_chat_streams_and_what_a_model_says_stays_text(page: Page, server: StubS
     assert page.complaints == []
 
 
+def test_conversations_are_sessions_that_can_be_taken_up_again(
+    page: Page, server: StubServer
+) -> None:
+    assert page.run("document.getElementById('session-field').hidden") is True
+    say(page, "first")
+    page.wait("document.querySelector('.turn.assistant .note').textContent")
+    page.run("document.getElementById('new').click()")
+    say(page, "second")
+    page.wait("document.querySelector('.turn.assistant .note')?.textContent")
+    names = page.run("[...document.getElementById('session').options].map((o) => o.text)")
+    assert names == ["second", "first"]
+    first, second = (asked["session_id"] for asked in server.asked)
+    assert first != second
+    page.run("document.getElementById('session').selectedIndex = 1")
+    page.run("document.getElementById('session').dispatchEvent(new Event('change'))")
+    assert text_of(page, ".turn.user .said") == "first"
+    say(page, "third")
+    page.wait("document.querySelectorAll('.turn.assistant .note')[1]?.textContent")
+    assert server.asked[2]["session_id"] == first
+    messages = server.asked[2]["messages"]
+    assert isinstance(messages, list)
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+
+
 def test_stopping_an_answer_hangs_up_and_keeps_what_came(page: Page, server: StubServer) -> None:
     say(page, "endless")
     page.wait("document.querySelector('.turn.assistant .said')?.textContent.includes('word5')")
@@ -114,6 +138,8 @@ def test_the_live_view_shows_the_tree_the_pages_and_the_requests(page: Page) -> 
     ]
     label = page.run("document.getElementById('pages').getAttribute('aria-label')")
     assert label == "30 held, 20 cached, 50 free of 100 pages"
+    assert text_of(page, "#pages-host") == "240"
+    assert page.run("document.getElementById('pages-disk-item').hidden") is True
     assert text_of(page, "#saving") == "75 %"
     assert text_of(page, "#reads") == "60 %"
     assert text_of(page, "#waiting") == "2 waiting"

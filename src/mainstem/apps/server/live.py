@@ -102,6 +102,8 @@ class Live:
                 "total": snapshot.num_pages,
                 "held": snapshot.num_held_pages,
                 "cached": snapshot.num_cached_pages,
+                "host": snapshot.num_host_pages,
+                "disk": snapshot.num_disk_pages,
                 "page_size": snapshot.page_size,
             },
             "stems": [
@@ -121,6 +123,8 @@ class Live:
                 "saving_ratio": counters.saving_ratio,
                 "read_ratio": counters.read_ratio,
                 "preemptions": counters.preemptions,
+                "truncated_prompts": counters.truncated_prompts,
+                "loaded_pages": dict(counters.loaded_pages),
             },
             "tokens_per_s": round(self.rate.per_s(), 2),
             "apps": apps,

@@ -15,7 +15,14 @@ from threading import Lock
 from mainstem.core.events import (
     EventBus,
     PagesEvicted,
+    PagesLoaded,
+    PagesLost,
+    PagesMoved,
+    PagesPrefetched,
+    PagesSaved,
+    PromptTruncated,
     RequestSubmitted,
+    SavesSkipped,
     SequenceAdmitted,
     SequenceFinished,
     SequencePreempted,
@@ -58,13 +65,25 @@ COUNTERS = {
     "mainstem:recomputed_tokens": "Tokens computed again after a preemption.",
     "mainstem:key_tokens_read": "Keys read by attention, a shared run once for all its readers.",
     "mainstem:key_tokens_saved": "Keys that were not read again because readers share a span.",
+    "mainstem:prefetched_pages": "Pages read from disk into host memory for waiting requests.",
+    "mainstem:truncated_prompts": "Prompts that were longer than the context window.",
+    "mainstem:dropped_tokens": "Tokens that truncated prompts lost.",
+    "mainstem:moved_pages": "Pages that outlived a truncation and were turned to new positions.",
     "mainstem:host_seconds": "Seconds of scheduling and input building.",
     "mainstem:device_seconds": "Seconds from a step's launch to its result.",
 }
-LABELLED_COUNTERS = {
-    "vllm:request_success": ("finished_reason", "Finished answers."),
-    "mainstem:evicted_pages": ("reason", "Cached pages given up."),
-    "mainstem:http_responses": ("code", "HTTP answers by status."),
+LABELLED_COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
+    "vllm:request_success": (("finished_reason",), "Finished answers."),
+    "mainstem:evicted_pages": (("reason", "tier"), "Cached pages given up."),
+    "mainstem:loaded_pages": (
+        ("tier",),
+        "Pages that requests waited for, by where they came from.",
+    ),
+    "mainstem:load_seconds": (("tier",), "Seconds from asking for pages to having them."),
+    "mainstem:saved_pages": (("tier",), "Pages copied to a lower tier."),
+    "mainstem:unsaved_pages": (("reason", "tier"), "Pages that were not copied to a lower tier."),
+    "mainstem:lost_pages": (("reason", "tier"), "Pages a tier should have had and did not."),
+    "mainstem:http_responses": (("code",), "HTTP answers by status."),
 }
 GAUGES = {
     "vllm:num_requests_running": "Sequences that hold pages and are being answered.",
@@ -73,8 +92,12 @@ GAUGES = {
     "mainstem:pages": "Device pages in all.",
     "mainstem:held_pages": "Pages held by running sequences.",
     "mainstem:cached_pages": "Pages that can be found by what they contain, held or not.",
+    "mainstem:host_pages": "Pages in host memory, on the device as well or not.",
+    "mainstem:disk_pages": "Pages on disk.",
     "mainstem:page_size_tokens": "Token slots of a page.",
     "mainstem:shared_runs": "Runs of tokens that two or more running sequences share.",
+    "mainstem:sessions": "Conversations that are remembered.",
+    "mainstem:session_tokens": "Tokens of these conversations.",
 }
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": (TTFT_BUCKETS_S, "Arrival to first token."),
@@ -122,10 +145,10 @@ class ServerMetrics:
         self._common = f'model_name="{_escaped(model_name)}",engine="0"'
         self._lock = Lock()
         self._totals: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-        self._labelled: dict[str, dict[str, int]] = {
+        self._labelled: dict[str, dict[tuple[str, ...], float]] = {
             name: defaultdict(int) for name in LABELLED_COUNTERS
         }
-        self._labelled["vllm:request_success"].update((r.value, 0) for r in FinishReason)
+        self._labelled["vllm:request_success"].update(((r.value,), 0) for r in FinishReason)
         self._gauges: dict[str, float] = dict.fromkeys(GAUGES, 0)
         self._histograms = {name: _Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         bus.subscribe(RequestSubmitted, self._submitted)
@@ -134,6 +157,13 @@ class ServerMetrics:
         bus.subscribe(SequencePreempted, self._preempted)
         bus.subscribe(SequenceFinished, self._finished)
         bus.subscribe(PagesEvicted, self._evicted)
+        bus.subscribe(PagesLoaded, self._loaded)
+        bus.subscribe(PagesSaved, self._saved)
+        bus.subscribe(SavesSkipped, self._unsaved)
+        bus.subscribe(PagesLost, self._lost)
+        bus.subscribe(PagesPrefetched, self._prefetched)
+        bus.subscribe(PromptTruncated, self._truncated)
+        bus.subscribe(PagesMoved, self._moved)
         bus.subscribe(StepFinished, self._stepped)
 
     def observe_request(self, timing: RequestTiming) -> None:
@@ -151,21 +181,31 @@ class ServerMetrics:
     def observe_snapshot(self, snapshot: EngineSnapshot) -> None:
         """Set the gauges to what runs now."""
         with self._lock:
-            self._gauges = {
+            self._gauges |= {
                 "vllm:num_requests_running": snapshot.num_running,
                 "vllm:num_requests_waiting": snapshot.num_waiting,
                 "vllm:kv_cache_usage_perc": snapshot.num_held_pages / max(1, snapshot.num_pages),
                 "mainstem:pages": snapshot.num_pages,
                 "mainstem:held_pages": snapshot.num_held_pages,
                 "mainstem:cached_pages": snapshot.num_cached_pages,
+                "mainstem:host_pages": snapshot.num_host_pages,
+                "mainstem:disk_pages": snapshot.num_disk_pages,
                 "mainstem:page_size_tokens": snapshot.page_size,
                 "mainstem:shared_runs": len(snapshot.stems),
+            }
+
+    def observe_sessions(self, num_sessions: int, num_tokens: int) -> None:
+        """Set the gauges to what is remembered now."""
+        with self._lock:
+            self._gauges |= {
+                "mainstem:sessions": num_sessions,
+                "mainstem:session_tokens": num_tokens,
             }
 
     def observe_response(self, status: int) -> None:
         """Count an HTTP answer by its status code."""
         with self._lock:
-            self._labelled["mainstem:http_responses"][str(status)] += 1
+            self._labelled["mainstem:http_responses"][str(status),] += 1
 
     def render(self) -> str:
         """Everything in Prometheus' text format; serve it as CONTENT_TYPE."""
@@ -184,17 +224,21 @@ class ServerMetrics:
         for name, help_text in COUNTERS.items():
             lines += _head(f"{name}_total", "counter", help_text)
             lines.append(f"{name}_total{{{self._common}}} {_number(totals[name])}")
-        for name, (label, help_text) in LABELLED_COUNTERS.items():
+        for name, (labels, help_text) in LABELLED_COUNTERS.items():
             lines += _head(f"{name}_total", "counter", help_text)
-            lines += self._by_label(f"{name}_total", label, labelled[name])
+            lines += self._by_label(f"{name}_total", labels, labelled[name])
         for name, (bounds, help_text) in HISTOGRAMS.items():
             lines += _head(name, "histogram", help_text)
             lines += self._buckets(name, bounds, *histograms[name])
         return "\n".join(lines) + "\n"
 
-    def _by_label(self, name: str, label: str, values: dict[str, int]) -> Iterator[str]:
-        for value, number in values.items():
-            yield f'{name}{{{self._common},{label}="{_escaped(value)}"}} {number}'
+    def _by_label(
+        self, name: str, labels: tuple[str, ...], totals: dict[tuple[str, ...], float]
+    ) -> Iterator[str]:
+        for values, number in totals.items():
+            pairs = zip(labels, values, strict=True)
+            own = ",".join(f'{label}="{_escaped(value)}"' for label, value in pairs)
+            yield f"{name}{{{self._common},{own}}} {_number(number)}"
 
     def _buckets(
         self, name: str, bounds: tuple[float, ...], running: tuple[int, ...], total: float
@@ -230,12 +274,42 @@ class ServerMetrics:
     def _finished(self, event: SequenceFinished) -> None:
         with self._lock:
             self._totals["vllm:generation_tokens"] += event.output_tokens
-            self._labelled["vllm:request_success"][event.reason.value] += 1
+            self._labelled["vllm:request_success"][event.reason.value,] += 1
             self._histograms["vllm:request_generation_tokens"].observe(event.output_tokens)
 
     def _evicted(self, event: PagesEvicted) -> None:
         with self._lock:
-            self._labelled["mainstem:evicted_pages"][event.reason] += event.num_pages
+            self._labelled["mainstem:evicted_pages"][event.reason, event.tier] += event.num_pages
+
+    def _loaded(self, event: PagesLoaded) -> None:
+        with self._lock:
+            self._labelled["mainstem:loaded_pages"][event.tier,] += event.num_pages
+            self._labelled["mainstem:load_seconds"][event.tier,] += event.seconds
+
+    def _saved(self, event: PagesSaved) -> None:
+        with self._lock:
+            self._labelled["mainstem:saved_pages"][event.tier,] += event.num_pages
+
+    def _unsaved(self, event: SavesSkipped) -> None:
+        with self._lock:
+            self._labelled["mainstem:unsaved_pages"][event.reason, event.tier] += event.num_pages
+
+    def _lost(self, event: PagesLost) -> None:
+        with self._lock:
+            self._labelled["mainstem:lost_pages"][event.reason, event.tier] += event.num_pages
+
+    def _prefetched(self, event: PagesPrefetched) -> None:
+        with self._lock:
+            self._totals["mainstem:prefetched_pages"] += event.num_pages
+
+    def _truncated(self, event: PromptTruncated) -> None:
+        with self._lock:
+            self._totals["mainstem:truncated_prompts"] += 1
+            self._totals["mainstem:dropped_tokens"] += event.dropped_tokens
+
+    def _moved(self, event: PagesMoved) -> None:
+        with self._lock:
+            self._totals["mainstem:moved_pages"] += event.num_pages
 
     def _stepped(self, event: StepFinished) -> None:
         saved = max(0, event.key_tokens_seen - event.key_tokens_read)

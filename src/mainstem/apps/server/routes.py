@@ -147,6 +147,8 @@ class Routes:
     async def metrics(self, request: Request) -> Response:
         metrics = self._gateway.metrics
         metrics.observe_snapshot(self._gateway.worker.snapshot)
+        sessions = self._gateway.sessions
+        metrics.observe_sessions(len(sessions), sessions.num_tokens)
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def live(self, request: Request) -> Response:

@@ -32,10 +32,18 @@ async function reasonOf(reply) {
   }
 }
 
+/** A conversation of this tab; the server keeps its token ids under the session's id. */
+function newTalk() {
+  const numbers = crypto.getRandomValues(new Uint32Array(4));
+  const id = `page-${[...numbers].map((number) => number.toString(16).padStart(8, "0")).join("")}`;
+  return { id, turns: [] }; // turns: {role, content}, as the API wants them
+}
+
 export function startChat(server) {
   const log = byId("log");
   const text = byId("text");
-  const turns = []; // {role, content}, as the API wants them
+  let talk = newTalk();
+  const talks = [talk]; // the latest begun first
   let model = null;
   let running = null; // the AbortController of the answer in progress
 
@@ -85,7 +93,8 @@ export function startChat(server) {
     const app = byId("app").value;
     return {
       model: app ? `${base}:${app}` : base,
-      messages: turns,
+      session_id: talk.id,
+      messages: talk.turns,
       temperature: Number(byId("temperature").value),
       max_tokens: Number(byId("max-tokens").value),
       stream: true,
@@ -96,6 +105,7 @@ export function startChat(server) {
   /** Stream one answer into the log; resolves when it ended, by itself or by the user. */
   async function answer() {
     const { turn, said, note } = addTurn("assistant");
+    const { turns } = talk;
     const shown = document.createTextNode("");
     said.append(shown);
     turn.classList.add("streaming");
@@ -170,6 +180,8 @@ export function startChat(server) {
       }
       const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
       parts.push(`${count(cached)} of ${count(usage.prompt_tokens)} prompt tokens cached`);
+      const dropped = usage.prompt_tokens_details?.dropped_tokens;
+      if (dropped) parts.push(`the oldest ${count(dropped)} are out of the context`);
     }
     return parts.join(" \u00b7 ");
   }
@@ -182,7 +194,7 @@ export function startChat(server) {
     again.textContent = "Try again";
     again.addEventListener("click", () => {
       if (running || !turn.isConnected) return;
-      if (turns.at(-1)?.role === "assistant") turns.pop();
+      if (talk.turns.at(-1)?.role === "assistant") talk.turns.pop();
       turn.remove();
       answer();
     });
@@ -205,26 +217,44 @@ export function startChat(server) {
     fitText();
     dropUnanswered();
     addTurn("user").said.textContent = content;
-    turns.push({ role: "user", content });
+    talk.turns.push({ role: "user", content });
+    drawTalks();
     answer();
   }
 
   /** Forget a question that got no answer: the next one takes its place. */
   function dropUnanswered() {
     for (const stale of log.querySelectorAll(".failed")) stale.remove();
-    if (turns.at(-1)?.role !== "user") return;
-    turns.pop();
+    if (talk.turns.at(-1)?.role !== "user") return;
+    talk.turns.pop();
     const asked = [...log.querySelectorAll(".turn.user")].at(-1);
     while (asked.nextSibling) asked.nextSibling.remove();
     asked.remove();
   }
 
+  /** Leave this conversation for a new one; it can be taken up again. */
   function startOver() {
+    if (talk.turns.length) talks.unshift(newTalk());
+    goTo(talks[0]);
+  }
+
+  function goTo(other) {
     running?.abort();
-    turns.length = 0;
+    talk = other;
     for (const turn of log.querySelectorAll(".turn")) turn.remove();
-    byId("empty").hidden = false;
+    byId("empty").hidden = talk.turns.length > 0;
+    for (const { role, content } of talk.turns) addTurn(role).said.textContent = content;
+    drawTalks();
+    toEnd();
     text.focus();
+  }
+
+  /** Offer the conversations of this tab, by how they begin. */
+  function drawTalks() {
+    const named = ({ id, turns }) => new Option(turns[0]?.content.slice(0, 40) ?? "new", id);
+    byId("session").replaceChildren(...talks.map(named));
+    byId("session").value = talk.id;
+    byId("session-field").hidden = talks.length < 2;
   }
 
   function openSettings(isOpen) {
@@ -251,6 +281,9 @@ export function startChat(server) {
     text.focus();
   });
   byId("new").addEventListener("click", startOver);
+  byId("session").addEventListener("change", (event) => {
+    goTo(talks.find(({ id }) => id === event.target.value));
+  });
   byId("settings-button").addEventListener("click", () => openSettings(byId("settings").hidden));
 
   /** Offer these apps; keeps the choice if it is still there. */

@@ -92,6 +92,10 @@ function drawPages(pages) {
   setText("pages-cached", count(cached));
   setText("pages-free", count(free));
   setText("pages-size", `${pages.page_size} tokens each`);
+  for (const tier of ["host", "disk"]) {
+    byId(`pages-${tier}-item`).hidden = !pages[tier];
+    setText(`pages-${tier}`, count(pages[tier]));
+  }
 }
 
 function drawSpark(points) {
