@@ -128,6 +128,7 @@ class PrefixIndex:
         A key that is known already keeps its page; the caller's copy stays without a name.
         """
         kept: list[int] = []
+        depths: list[int] = []
         for depth, page in enumerate(pages.tolist(), start=first):
             key = chain.keys[depth]
             if key in self._page_of:
@@ -137,9 +138,13 @@ class PrefixIndex:
             self._key_of[page] = key
             self._parent_of[page] = parent
             self._followers[parent][page] = None
-            self._tokens[page] = chain.page_tokens(depth)
-            self._depth[page] = depth
             kept.append(page)
+            depths.append(depth)
+        if not kept:
+            return
+        full = chain.token_ids[: len(chain.keys) * chain.page_size]
+        self._tokens[kept] = full.reshape(-1, chain.page_size)[depths]
+        self._depth[kept] = depths
         self._pool.share(np.array(kept, np.int32))
         self._is_indexed[kept] = True
         self._is_ready[kept] = False

@@ -253,14 +253,30 @@ class LowerTiers:
         self._advance(load)
         return load
 
-    def tokens_differ(self, key: PageKey, token_ids: bytes) -> bool:
-        """Whether a stored page is not of these tokens, which its name says it is; then it goes."""
-        entry = self._entries[key]
-        if entry.token_ids == token_ids:
-            return False
-        self._bus.publish(PagesLost(1, "disk" if entry.is_on_disk else "host", "tokens"))
-        self._policy.drop([key])
-        self._settle(entry)
+    def run_length(self, keys: Sequence[PageKey], most_from_disk: int) -> int:
+        """Leading pages that are loaded together: all in host memory, or some from disk."""
+        first = self._entries.get(keys[0])
+        in_host = first is not None and first.is_in_host
+        limit = len(keys) if in_host else min(len(keys), most_from_disk)
+        for index in range(1, limit):
+            entry = self._entries.get(keys[index])
+            if entry is not None and entry.is_in_host != in_host:
+                return index
+        return limit
+
+    def has_all(self, keys: Sequence[PageKey], token_ids: bytes) -> bool:
+        """Whether all pages could be loaded and are of the tokens that their names stand for; one
+        that is of others goes."""
+        width = len(token_ids) // len(keys)
+        for index, key in enumerate(keys):
+            entry = self._entries.get(key)
+            if entry is None or not (entry.is_in_host or entry.is_on_disk):
+                return False
+            if entry.token_ids != token_ids[index * width : (index + 1) * width]:
+                self._bus.publish(PagesLost(1, "disk" if entry.is_on_disk else "host", "tokens"))
+                self._policy.drop([key])
+                self._settle(entry)
+                return False
         return True
 
     # --- what came to an end --------------------------------------------------------------------

@@ -132,7 +132,7 @@ class Traffic:
         place = 0
         awaited: PageKey | None = None
         while place < len(pages):
-            size = self._piece(chain.keys[first + place : first + len(pages)])
+            size = self.tiers.run_length(chain.keys[first + place : first + len(pages)], DISK_PIECE)
             piece = slice(first + place, first + place + size)
             if not self._start(chain, piece, pages[place : place + size], start_layers):
                 break
@@ -193,22 +193,12 @@ class Traffic:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _piece(self, keys: Sequence[PageKey]) -> int:
-        """Leading pages that go together: a run in host memory, or some from disk."""
-        first = self.tiers.find(keys[:1]).num_on_disk
-        size = 1
-        limit = min(len(keys), DISK_PIECE) if first else len(keys)
-        while size < limit and self.tiers.find(keys[size : size + 1]).num_on_disk == first:
-            size += 1
-        return size
-
     def _start(self, chain: PageChain, piece: slice, pages: Int32s, start_layers: int) -> bool:
         keys = chain.keys[piece]
-        if self.tiers.find(keys).num_pages < len(keys):  # gone to make room for those before
+        size = chain.page_size
+        token_ids = chain.token_ids[piece.start * size : piece.stop * size].tobytes()
+        if not self.tiers.has_all(keys, token_ids):  # some may be gone to make room for others
             return False
-        for depth, key in enumerate(keys, start=piece.start):
-            if self.tiers.tokens_differ(key, chain.page_tokens(depth).tobytes()):
-                return False
         load_id = LoadId(next(self._load_ids))
         load = self.tiers.load(load_id, keys, pages, start_layers)
         if load is None:

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from mainstem.core.config import Fetch, StoreConfig
 from mainstem.kv.tiers import LowerTiers, Stored
 
+BUSY_S = 0.03
+
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
     """Compares the ways to a history: the links to lower tiers, and the device itself.
 
-    Both have a queue. With many histories wanted at once some are loaded and some computed, side by
-    side, each by the way that gets it there first.
+    Both have a queue, and whoever takes a way holds up those behind. With many histories wanted at
+    once from a tier about as fast as the device, some are loaded and some computed, side by side.
+    From a much faster tier all are loaded: one computed history would hold up every other.
     """
 
     config: StoreConfig
@@ -20,12 +23,20 @@ class Fetching:
     page_size: int
     token_s: float  # computing one prompt token
 
-    def is_worth_it(self, stored: Stored, tokens_ahead: int) -> bool:
-        """Whether loading is done before computing would be, behind `tokens_ahead` others."""
+    def is_worth_it(self, stored: Stored, tokens_ahead: int, num_waiting: int) -> bool:
+        """Whether loading is done before computing would be, behind `tokens_ahead` others; how much
+        longer either makes the `num_waiting` wait counts as well."""
         if self.config.fetch is not Fetch.AUTO:
             return self.config.fetch is Fetch.ALWAYS
-        compute_s = (tokens_ahead + stored.num_pages * self.page_size) * self.token_s
-        return self._load_s(stored) < compute_s
+        own_s = stored.num_pages * self.page_size * self.token_s
+        compute_s = tokens_ahead * self.token_s + (1 + num_waiting) * own_s
+        return self._load_s(stored, num_waiting) < compute_s
+
+    def is_busy(self, stored: Stored) -> bool:
+        """Whether the way has enough to do until somebody looks again. What is started later can
+        still be given to somebody more urgent, and starting it does not hold up the next step."""
+        links = [self.tiers.host_link, *([self.tiers.disk_link] if stored.num_on_disk else [])]
+        return any(link.expect_s(0) > BUSY_S for link in links)
 
     def start_layers(self, stored: Stored, new_tokens: int) -> int:
         """Layers that must be there before a prompt of `new_tokens` starts on a history.
@@ -45,9 +56,13 @@ class Fetching:
             return 1
         return math.ceil(num_layers - (num_layers - 1) * prompt_s / load_s)
 
-    def _load_s(self, stored: Stored) -> float:
-        page_bytes = self.tiers.page_bytes
-        host_s = self.tiers.host_link.expect_s(stored.num_pages * page_bytes)
-        if not stored.num_on_disk:
-            return host_s
-        return host_s + self.tiers.disk_link.expect_s(stored.num_on_disk * page_bytes)
+    def _load_s(self, stored: Stored, num_waiting: int) -> float:
+        seconds = 0.0
+        for link, num_pages in (
+            (self.tiers.host_link, stored.num_pages),
+            (self.tiers.disk_link, stored.num_on_disk),
+        ):
+            if num_pages:
+                num_bytes = num_pages * self.tiers.page_bytes
+                seconds += link.expect_s(num_bytes) + num_waiting * link.pass_s(num_bytes)
+        return seconds

@@ -410,6 +410,9 @@ class Scheduler:
         if not self._admission.may_start(num_new, to_come, available, prompts.outlook):
             store.release(cached)
             return None
+        if self._must_wait_to_load(match):
+            store.release(cached)
+            return None
         awaited = self._load(sequence, chain, match, self._num_unfinished())
         moves = NO_MOVES
         if awaited is None and sequence.origins is not None:
@@ -473,6 +476,8 @@ class Scheduler:
                 num_known, chain, match = self._look_up(sequence)
                 if match.outcome is Lookup.LOADING:
                     continue
+                if self._must_wait_to_load(match):
+                    return
                 num_new = -(-num_known // self._page_size) - len(match.pages)
                 expected = self._lengths.expect(sequence) - len(sequence.output_ids)
                 if prompts.outlook is None:
@@ -488,6 +493,13 @@ class Scheduler:
                     sequence.num_to_compute -= match.stored.num_pages * self._page_size
                     pages_ahead -= match.stored.num_pages
             tokens_ahead += sequence.num_to_compute
+
+    def _must_wait_to_load(self, match: Match) -> bool:
+        """Whether a sequence is better loaded, and the way to it is not free yet."""
+        fetching, stored = self._fetching, match.stored
+        if fetching is None or not stored.num_pages or not fetching.is_busy(stored):
+            return False
+        return fetching.is_worth_it(stored, self._num_unfinished(), len(self._queue))
 
     def _load(
         self, sequence: Sequence, chain: PageChain | None, match: Match, tokens_ahead: int
@@ -505,7 +517,7 @@ class Scheduler:
         stored = self._store.stored([key for run in runs for key in run.keys])
         if not stored.num_pages:
             return None
-        if not fetching.is_worth_it(stored, tokens_ahead):
+        if not fetching.is_worth_it(stored, tokens_ahead, len(self._queue)):
             self._store.dismiss(sequence.arrival)  # nothing need be read ahead for it
             return None
         num_there = (len(kept) + stored.num_pages) * self._page_size
