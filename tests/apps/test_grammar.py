@@ -130,3 +130,9 @@ def test_a_form_is_compiled_once() -> None:
 def test_what_contradicts_a_form_is_refused(field: str) -> None:
     with pytest.raises(InvalidRequest, match=field):
         a_form(json_form({}), **{field: 1})
+
+
+def test_a_form_the_models_words_cannot_spell_ends_the_answer() -> None:
+    """The tokenizer has bytes that the fake model has not."""
+    texts, _ = answers(["x"], a_form(regex_form("[0-9]é")))
+    assert "é" not in texts[0]

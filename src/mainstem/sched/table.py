@@ -192,6 +192,10 @@ class SeqTable:
             assert self.pending[slot] == 0, "a mask needs to know every token before it"
             allowed = mask.allowed(self.output_ids(SeqSlot(slot)))[: packed.shape[1]]
             packed[row, : len(allowed)] = allowed
+        if self._vocab_size % 8:
+            packed[:, -1] &= (1 << self._vocab_size % 8) - 1
+        # a model that lacks every token that may follow: better a wrong answer than no token
+        packed[~packed.any(axis=1)] = 0xFF
         return packed
 
     def draw_uniforms(self, slots: Int32s) -> Float32s:
