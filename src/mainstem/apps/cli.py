@@ -29,6 +29,7 @@ COMMANDS = {
         "mainstem.apps.simulate.cli", "what a tiered KV store would save on a trace"
     ),
     "capacity": Command("mainstem.apps.simulate.capacity", "storage that a hit rate needs"),
+    "cache": Command("mainstem.apps.cache", "saved pages on disk: what is there, is it sound"),
     "models": Command("mainstem.apps.models", "the embedded model and what is cached"),
     "doctor": Command("mainstem.apps.doctor", "what this machine has and what will be used"),
 }

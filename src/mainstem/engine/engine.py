@@ -135,6 +135,11 @@ class Engine:
         """Forget every page no sequence holds, in every tier; returns how many on the device."""
         return self._scheduler.clear_cache()
 
+    def clear_device(self) -> int:
+        """Forget cached pages on the device, whose contents are in doubt; lower tiers keep theirs,
+        which steps that ended well have filled."""
+        return self._scheduler.clear_device()
+
     def check(self) -> None:
         """Raise if a page, slot or sequence was lost."""
         self._scheduler.check()

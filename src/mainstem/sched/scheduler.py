@@ -310,6 +310,13 @@ class Scheduler:
         """Forget every cached page no sequence holds; returns how many."""
         return self._store.clear()
 
+    def clear_device(self) -> int:
+        """Forget every page on the device no sequence holds, and save none of them."""
+        before = self._store.num_cached_pages
+        with self._store.distrust():
+            pass
+        return before - self._store.num_cached_pages
+
     def check(self) -> None:
         """Raise if anything is out of order; when idle, also if a page is still held."""
         self._store.check()

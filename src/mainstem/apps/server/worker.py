@@ -380,7 +380,7 @@ class Worker:
     def _recover(self) -> None:
         """After a failed step: give up what is open, and prove that the engine still answers.
 
-        Pages named by the step that failed may be empty, so the whole cache is forgotten. A request
+        Pages named by the step that failed may be empty, so the device's cache is forgotten. A request
         of one token takes the engine through a step; if that fails as well, so does the thread.
         """
         for request_id in self._num_answers:
@@ -391,7 +391,7 @@ class Worker:
             if not self._engine.has_work:
                 break
             self._engine.step()
-        self._engine.engine.clear_cache()
+        self._engine.engine.clear_device()
         self._engine.engine.check()
         if self._engine.has_work:
             raise RuntimeError("the engine does not come to rest")

@@ -100,6 +100,16 @@ class PageIndex:
         self._database.close()
 
 
+def read_about(folder: Path) -> dict[str, str]:
+    """What a store says it is for; sqlite3.Error where it cannot be read."""
+    database = sqlite3.connect(f"file:{folder / FILE}?mode=ro", uri=True, timeout=30.0)
+    try:
+        found = dict(database.execute("SELECT name, value FROM about"))
+    finally:
+        database.close()
+    return {name: value for name, value in found.items() if name != "format"}
+
+
 def remove_index(folder: Path) -> None:
     """Delete the index and its journals."""
     for path in folder.glob(f"{FILE}*"):
