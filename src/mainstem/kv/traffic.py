@@ -103,7 +103,7 @@ class Traffic:
     def _save_postponed(self) -> None:
         """The write buffer has room again: save what is still on the device."""
         waiting, self._postponed = self._postponed, {}
-        pages = np.array(list(waiting.values()), np.int32)
+        pages = np.array(list(dict.fromkeys(waiting.values())), np.int32)  # some have new names
         still = [page for page, key, _ in self._index.named(pages) if waiting.get(key) == page]
         if len(still) < len(waiting):
             gone = len(waiting) - len(still)
