@@ -380,8 +380,8 @@ class Worker:
     def _recover(self) -> None:
         """After a failed step: give up what is open, and prove that the engine still answers.
 
-        Pages named by the step that failed may be empty, so the device's cache is forgotten. A request
-        of one token takes the engine through a step; if that fails as well, so does the thread.
+        Pages named by the step that failed may be empty, so those on the device are forgotten. One
+        more request of a token takes the engine through a step; if that fails, so does the thread.
         """
         for request_id in self._num_answers:
             self._engine.abort(request_id)
