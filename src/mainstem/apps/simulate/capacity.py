@@ -35,7 +35,7 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.kv.policy import PolicyConfig, PolicyKind, TierPolicy
 
 PRECISION = 1.03  # the capacity found is at most so many times the least one
-PLOTTED_SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0)
+PLOTTED_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 DEFAULT_TTL_S = 3600.0
 
 

@@ -54,7 +54,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="waiting requests known ((host + disk) / mean size of a request; belady: all)",
     )
-    store.add_argument("--headroom", type=not_negative, default=HEADROOM, metavar="X")
+    store.add_argument(
+        "--headroom",
+        type=not_negative,
+        default=HEADROOM,
+        metavar="X",
+        help=f"share of the host kept free, where there is a disk ({HEADROOM})",
+    )
     world = made.add_argument_group("service")
     world.add_argument(
         "--queue",

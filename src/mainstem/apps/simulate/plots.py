@@ -52,10 +52,10 @@ def plot_reports(reports: Sequence[Report], path: Path) -> None:
     hits.axhline(unbounded, color="black", linewidth=0.8, linestyle=":")
     hits.text(-0.45, unbounded, "unbounded", va="bottom", fontsize=8)
     hits.set_ylim(0, max(unbounded * 1.35, 0.01))
-    names = [f"{host:g} / {disk:g} GB" for host, disk in sizes]
+    names = [f"{host:g} / {disk:g}" for host, disk in sizes]
     for axes, title in ((hits, "hit rate (hatched: from disk)"), (times, "device time, hours")):
         axes.set_xticks(range(len(sizes)), names)
-        axes.set_xlabel("host / disk")
+        axes.set_xlabel("host / disk, GB")
         axes.set_title(title)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, ncols=2, loc="upper left", frameon=False)
