@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from mainstem.apps.flags import add_engine_flags, engine_config
-from mainstem.core.config import CacheConfig, SchedConfig, Share, cache_dir, load_config
+from mainstem.core.config import (
+    CacheConfig,
+    Fetch,
+    SchedConfig,
+    Share,
+    StoreConfig,
+    StorePolicy,
+    cache_dir,
+    load_config,
+)
 from mainstem.core.errors import ConfigError
 
 
@@ -36,6 +45,11 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ('[cache]\nmemory_share = "half"\n', "memory_share must be float"),
         ('[sched]\nshare = "all"\n', "share must be one of"),
         ("[sched]\nchunk_tokens = 0\n", "at least 1"),
+        ("[store]\nhost_gb = -1\n", "host_gb must be at least 0"),
+        ("[store]\ndisk_dir = 7\n", "disk_dir must be str"),
+        ('[store]\npolicy = "random"\n', "policy must be one of"),
+        ('[store]\npreload = "some"\n', "preload must be auto, all or a number"),
+        ('[store]\nhost_gb = 0\ndisk_dir = "d"\n', "host_gb must be above 0"),
         ("[sched\n", "not valid TOML"),
     ],
 )
@@ -49,6 +63,19 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, complaint: str
 def test_a_share_of_memory_can_be_asked_for() -> None:
     config = engine_config(parse(["--gpu-memory-utilization", "0.9"]))
     assert config.cache.memory_share == 0.9
+
+
+def test_the_store_is_set_by_flags() -> None:
+    argv = ["--host-gb", "2.5", "--disk-dir", "/d", "--disk-gb", "7", "--store-ttl", "60"]
+    argv += ["--store-policy", "lru", "--store-fetch", "always", "--preload", "5"]
+    store = engine_config(parse(argv)).store
+    assert store == StoreConfig(2.5, "/d", 7.0, 60.0, StorePolicy.LRU, Fetch.ALWAYS, "5")
+    assert store.host_bytes == 2_500_000_000
+
+
+def test_a_disk_brings_host_memory_along() -> None:
+    assert StoreConfig().host_bytes == 0
+    assert StoreConfig(disk_dir="/d").host_bytes == 1_000_000_000
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from mainstem import __version__
 from mainstem.apps.hub import ModelRecord, ModelState, list_models
 from mainstem.apps.tables import gigabytes
-from mainstem.core.config import Device, cache_dir
+from mainstem.core.config import Device, StoreConfig, cache_dir
 from mainstem.kernels.device import DeviceFacts, TorchFacts, describe_devices, describe_torch
 
 Section = dict[str, object]
@@ -60,7 +60,19 @@ def plan_use(devices: list[DeviceFacts], libraries: TorchFacts) -> Section:
         "why_dtype": why_dtype,
         "attention": attention,
         "threads": libraries.num_threads,
+        "store": _store_words(StoreConfig(), devices[-1].free_bytes),
     }
+
+
+def _store_words(config: StoreConfig, free_bytes: int) -> str:
+    """Where pages go that the device has no room for, and how to have more."""
+    policy = f"{config.policy.value} policy, fetch {config.fetch.value}, preload {config.preload}"
+    if config.host_bytes == 0:
+        return (
+            f"pages on the device only; --host-gb (of {gigabytes(free_bytes)}) and --disk-dir "
+            f"(at most --disk-gb {config.disk_gb:g}) keep more: {policy}"
+        )
+    return f"{gigabytes(config.host_bytes)} of host memory, disk {config.disk_dir}: {policy}"
 
 
 def find_warnings(cpu: DeviceFacts, default: ModelRecord, free_disk_bytes: int) -> list[str]:
@@ -112,6 +124,7 @@ def as_text(found: dict[str, object]) -> str:
     lines.append(("will use", f"{use['device']} ({use['why_device']}), {use['threads']} threads"))
     lines.append(("  dtype", f"{use['dtype']}: {use['why_dtype']}"))
     lines.append(("  attention", str(use["attention"])))
+    lines.append(("  store", str(use["store"])))
     warnings = found["warnings"]
     assert isinstance(warnings, list)
     lines += [("warning", str(warning)) for warning in warnings]

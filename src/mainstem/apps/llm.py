@@ -18,6 +18,7 @@ from mainstem.core.config import (
     ModelConfig,
     SchedConfig,
     Share,
+    StoreConfig,
     update_section,
 )
 from mainstem.core.errors import InvalidRequest
@@ -95,19 +96,29 @@ class LLM:
         truncation_ratio: float = 0.5,
         sink_tokens: int | None = None,
         choose_kept: ChooseKept | None = None,
+        host_gb: float | None = None,
+        disk_dir: str | Path | None = None,
+        disk_gb: float = StoreConfig().disk_gb,
+        store_ttl: float | None = None,
+        store_policy: str = "lookahead",
     ) -> None:
         """`truncation_ratio`, `sink_tokens` and `choose_kept` say what a session keeps that has
-        outgrown the context window: see docs/design/truncation.md."""
+        outgrown the context window: see docs/design/truncation.md. `host_gb` and `disk_dir` keep
+        pages that the device has no room for, on disk beyond this process: docs/design/kv.md."""
         weights: dict[str, object] = {"model": str(model), "dtype": dtype, "device": device}
         weights |= {"quantize": quantize, "threads": threads, "deterministic": deterministic}
         memory: dict[str, object] = {"page_size": page_size, "kv_tokens": kv_tokens}
         steps: dict[str, object] = {"chunk_tokens": chunk_tokens, "share": share}
         steps |= {"max_model_len": max_model_len, "seed": seed}
         steps |= {"truncation_ratio": truncation_ratio, "sink_tokens": sink_tokens}
+        folder = None if disk_dir is None else str(disk_dir)
+        below: dict[str, object] = {"host_gb": host_gb, "disk_dir": folder, "disk_gb": disk_gb}
+        below |= {"ttl_s": store_ttl, "policy": store_policy}
         config = EngineConfig(
             model=update_section(ModelConfig(), weights, "LLM"),
             cache=update_section(CacheConfig(), memory, "LLM"),
             sched=update_section(SchedConfig(), steps, "LLM"),
+            store=update_section(StoreConfig(), below, "LLM"),
         )
         self._connect(config, choose_kept)
 
