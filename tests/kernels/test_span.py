@@ -127,6 +127,7 @@ CASES: dict[str, list[Run]] = {
                               ([1], 40, True)],
     "prefill over a shared prefix": [(list(range(20)), 16, False), (list(range(9)), 9, True),
                                      (list(range(9, 20)), 11, True)],
+    "only some have a part of their own": [([0, 1, 2], 30, False), ([1], 5, True)],
     "tokens out of order": [([5, 0, 3], 21, False), ([3], 4, True), ([0], 8, True), ([5], 1, True)],
 }  # fmt: skip
 
@@ -271,6 +272,19 @@ def test_a_plan_that_does_not_fit_names_the_limit(limits: Limits, named: str) ->
     attention = make_attention((4, 2, 64, 16), limits=limits)
     with pytest.raises(PlanTooLarge, match=named):
         attention.plan(make_spans([([0, 1], 30, False), ([0], 5, True), ([1], 6, True)], 16))
+
+
+def test_a_step_with_too_many_partials_reads_its_prefix_more_often() -> None:
+    torch.manual_seed(0)
+    runs: list[Run] = [([0, 1, 2], 32, False), ([0], 5, True), ([1, 2], 20, True)]
+    spans = make_spans(runs, 16)
+    pages = make_pages(spans, (2, 16, 64), torch.float32)
+    q = torch.randn(3, 4, 64)
+    attention = make_attention((4, 2, 64, 16), limits=Limits(8, 64, max_partials=1))
+    attention.plan(spans)
+    out = attention.run(q, *pages)
+    right, _ = reference.span_attention(q, *(p.nan_to_num(0.0) for p in pages), spans, 64**-0.5)
+    assert float((out - right).abs().max()) < 1e-5
 
 
 def test_a_broken_plan_is_refused() -> None:

@@ -20,15 +20,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.errors import MainstemError
-from mainstem.core.step import Spans
+from mainstem.core.step import Int32s, Spans
 from mainstem.kernels.schedule import HEADER_INTS, PIECE_FIELDS, Schedule, Shape, schedule
 from mainstem.kernels.span import ATTEND, BOTH, MERGE, _span_kernel
-from mainstem.kernels.tuning import Tiles, choose_tiles
+from mainstem.kernels.tuning import PROMPT_TOKENS, Tiles, choose_tiles
+from mainstem.kernels.unshare import unshare
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 80, 96, 128)
 PAGE_SIZES = (16, 32, 64)
 NUM_STAGING = 3  # plans that may be on their way to the device
+PROMPT_QUERIES = 16  # of one sequence: more than a decode has
 INTERPRETER_PROGRAMS = 3
 
 
@@ -56,6 +58,29 @@ class Limits:
         return (
             self.max_partials if self.max_partials is not None else max(2 * self.max_tokens, 2048)
         )
+
+
+class _Staging:
+    """Host memory of a plan on its way to the device; grows to what plans need."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_pinned = device.type != "cpu"
+        self._ints = torch.empty(0, dtype=torch.int32)
+        self._copied = torch.cuda.Event() if self._is_pinned else None  # type: ignore[no-untyped-call]
+
+    def send(self, ints: Int32s, target: Tensor) -> None:
+        """Copy to the device on the current stream; waits for its own earlier copy only."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if len(ints) > len(self._ints):
+            self._ints = torch.empty(
+                min(2 * len(ints), len(target)), dtype=torch.int32, pin_memory=self._is_pinned
+            )
+        staged = self._ints[: len(ints)]
+        staged.numpy()[:] = ints
+        target[: len(ints)].copy_(staged, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 class SpanAttention:
@@ -90,7 +115,9 @@ class SpanAttention:
             raise LayoutError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
         if kv_heads < 1 or heads % kv_heads:
             raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
-        tiles = tiles if tiles is not None else choose_tiles(device, dtype)
+        few_tiles, tiles = (
+            (tiles, tiles) if tiles else choose_tiles(device, dtype, heads // kv_heads)
+        )
         if deterministic_keys is not None and (
             deterministic_keys < 1 or deterministic_keys % math.lcm(tiles.large_k, page_size)
         ):
@@ -99,7 +126,10 @@ class SpanAttention:
                 f"got {deterministic_keys}"
             )
         self._heads, self._head_dim, self._page_size = heads, head_dim, page_size
-        self._dtype, self._device, self._tiles = dtype, device, tiles
+        self._dtype, self._device = dtype, device
+        # One tile shape gives the same bits whatever the size of the step.
+        self._prompt_tiles = tiles
+        self._tiles = tiles if deterministic_keys is not None else few_tiles
         self._limits = limits
         self._scale = head_dim**-0.5 if scale is None else scale
         self._dim = 1 << (head_dim - 1).bit_length()
@@ -114,7 +144,7 @@ class SpanAttention:
             kv_heads=kv_heads,
             page_size=page_size,
             num_programs=num_programs,
-            tiles=tiles,
+            tiles=self._tiles,
             fixed_stretch=deterministic_keys,
         )
         self._make_buffers()
@@ -122,7 +152,9 @@ class SpanAttention:
 
     def _make_buffers(self) -> None:
         limits, shape, device = self._limits, self._shape, self._device
-        max_pieces = 2 * limits.entries() + 4 * shape.num_programs
+        # Uncut, a token is in at most so many pieces of a span, and a span has one at least.
+        pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
+        max_pieces = pieces_of_token * limits.entries() + 4 * shape.num_programs
         self._plan_ints = (
             HEADER_INTS + 2 * shape.num_programs + 2 + (PIECE_FIELDS + shape.kv_heads) * max_pieces
             + 5 * limits.entries() + limits.max_pages + 1
@@ -132,16 +164,9 @@ class SpanAttention:
         self._partial = torch.empty((rows, self._dim), dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
         self._barrier = torch.zeros(2, dtype=torch.int32, device=device)
-        is_pinned = not self._is_interpreted
         self._staging = [
-            torch.empty(self._plan_ints, dtype=torch.int32, pin_memory=is_pinned)
-            for _ in range(NUM_STAGING if is_pinned else 1)
+            _Staging(device) for _ in range(1 if self._is_interpreted else NUM_STAGING)
         ]
-        self._copied = (
-            [torch.cuda.Event() for _ in self._staging]  # type: ignore[no-untyped-call]
-            if is_pinned
-            else []
-        )
         self._next_staging = 0
 
     def plan(self, spans: Spans) -> None:
@@ -150,9 +175,25 @@ class SpanAttention:
         """
         self._check_spans(spans)
         plan = schedule(spans, self._shape)
-        if plan.num_slots > self._limits.partials() and self._shape.fixed_stretch is None:
-            plan = schedule(spans, replace(self._shape, can_cut=False))
+        if not self._fits(plan) and self._shape.fixed_stretch is None:
+            plan = self._smaller_plan(spans)
         self._send(plan)
+
+    def _smaller_plan(self, spans: Spans) -> Schedule:
+        """The first that fits, or else the last, of plans with ever fewer Partials.
+
+        Prompts gain least by sharing reads, decodes most; uncut spans leave programs idle.
+        """
+        for least_queries, can_cut in ((PROMPT_QUERIES, True), (PROMPT_QUERIES, False), (1, False)):
+            fewer = unshare(spans, self._page_size, least_queries)
+            self._check_spans(fewer)
+            plan = schedule(fewer, replace(self._shape, can_cut=can_cut))
+            if self._fits(plan):
+                break
+        return plan
+
+    def _fits(self, plan: Schedule) -> bool:
+        return plan.num_slots <= self._limits.partials() and len(plan.ints) <= self._plan_ints
 
     def _check_spans(self, spans: Spans) -> None:
         limits = self._limits
@@ -188,15 +229,8 @@ class SpanAttention:
             raise PlanTooLarge(
                 f"{plan.num_slots} Partials, Limits.max_partials is {self._limits.partials()}"
             )
-        index = self._next_staging
-        self._next_staging = (index + 1) % len(self._staging)
-        if self._copied:
-            self._copied[index].synchronize()  # the copy of three plans ago
-        staging = self._staging[index][: len(plan.ints)]
-        staging.numpy()[:] = plan.ints
-        self._plan[: len(plan.ints)].copy_(staging, non_blocking=True)
-        if self._copied:
-            self._copied[index].record()
+        self._staging[self._next_staging].send(plan.ints, self._plan)
+        self._next_staging = (self._next_staging + 1) % len(self._staging)
 
     def run(
         self,
@@ -223,13 +257,14 @@ class SpanAttention:
         )  # fmt: skip
         # The interpreter runs one program after the other, so nobody can wait for all.
         for phase in (ATTEND, MERGE) if self._is_interpreted else (BOTH,):
-            self._launch(arguments, k_pages.numel() >= 2**31, lse is not None, phase.value)
+            self._launch(arguments, len(q), k_pages.numel() >= 2**31, lse is not None, phase.value)
         return out
 
     def _launch(
-        self, arguments: tuple[object, ...], is_wide: bool, has_lse: bool, phase: int
+        self, arguments: tuple[object, ...], tokens: int, is_wide: bool, has_lse: bool, phase: int
     ) -> None:
-        tiles, shape = self._tiles, self._shape
+        shape = self._shape
+        tiles = self._prompt_tiles if tokens > PROMPT_TOKENS else self._tiles
         options: dict[str, object] = {}
         if not self._is_interpreted:
             options["launch_cooperative_grid"] = True
@@ -242,7 +277,7 @@ class SpanAttention:
             FOLD=shape.fold, SMALL_Q=shape.small_q, SMALL_STAGES=tiles.small_stages,
             LARGE_Q=tiles.large_q, LARGE_K=tiles.large_k, LARGE_STAGES=tiles.large_stages,
             PER_SM=1 if self._is_interpreted else tiles.programs_per_sm,
-            IS_ORDERED=shape.fixed_stretch is not None,
+            REHEARSES=tiles.rehearses, IS_ORDERED=shape.fixed_stretch is not None,
             HAS_LSE=has_lse, WIDE=is_wide, UPCAST=self._is_interpreted, PHASE=phase,
             num_warps=tiles.num_warps, **options,
         )  # fmt: skip

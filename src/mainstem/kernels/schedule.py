@@ -119,7 +119,7 @@ def _choose_stretches(keys: Int64s, row_tiles: Int64s, is_large: Bools, shape: S
     targets = share * np.array(CANDIDATES)[:, None]
     units, cost, longest, chosen = [], [], np.zeros(len(targets)), []
     for kind, fixed, tile in (
-        (is_large, LARGE_FIXED, tiles.large_k),
+        (is_large, LARGE_FIXED, max(tiles.large_k, shape.page_size)),
         (~is_large, SMALL_FIXED, STRETCH_KEYS),
     ):
         cut, whole = np.flatnonzero(kind & is_cut), kind & ~is_cut
@@ -250,6 +250,19 @@ def _cut(spans: Spans, shape: Shape) -> tuple[Int64s, Int64s, Bools]:
     return stretches, np.maximum(_ceil_div(keys, stretches), 1), is_large
 
 
+def _split_tokens(tokens: Int32s, queries: Int64s, is_split: Bools) -> Bools:
+    """Which tokens leave Partials: those of several, and whoever shares a span with one of them,
+    since a unit's rows are all whole or all Partials.
+    """
+    is_part = is_split[tokens]
+    if is_part.all() or not is_part.any():
+        return is_split
+    span = np.repeat(np.arange(len(queries)), queries)
+    has_part = np.bincount(span, weights=is_part, minlength=len(queries)) > 0
+    is_split[tokens[has_part[span]]] = True
+    return is_split
+
+
 def schedule(spans: Spans, shape: Shape) -> Schedule:
     """Cut the spans into units, share them out and place every row's Partials."""
     tiles = shape.tiles
@@ -283,7 +296,7 @@ def schedule(spans: Spans, shape: Shape) -> Schedule:
     entry_parts = np.repeat(parts, queries)
     num_tokens = int(tokens.max()) + 1 if len(tokens) else 0
     token_parts = np.bincount(tokens, weights=entry_parts, minlength=num_tokens).astype(np.int64)
-    is_split = token_parts > 1
+    is_split = _split_tokens(tokens, queries, token_parts > 1)
     is_part = is_split[tokens]
     by_token = np.argsort(tokens, kind="stable")
     slots_wanted = np.where(is_part, entry_parts, 0)[by_token]

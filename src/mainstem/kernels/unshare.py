@@ -1,0 +1,73 @@
+"""The same attention with fewer Partials: shared runs are read by each sequence again.
+
+A token in one span only needs no Partial. Where a step has more Partials than there is room for,
+the spans above a sequence's own one are put before it:
+
+    plain  rows 0 1 2 3    pages A B
+    causal rows 0 1        pages C        ->   causal rows 0 1    pages A B C
+    causal rows 2 3        pages D             causal rows 2 3    pages A B D
+
+Keys of a plain span are seen by all its rows, so their order does not matter; but each run before
+the last must fill its pages.
+"""
+
+import numpy as np
+
+from mainstem.core.step import Spans
+
+
+def unshare(spans: Spans, page_size: int, least_queries: int) -> Spans:
+    """Join the runs of every span that is the last of its tokens and has so many of them.
+
+    Tokens whose spans cannot be joined keep them. Slow, since it is rarely asked for.
+    """
+    starts = spans.query_starts.tolist()
+    span_of = np.repeat(np.arange(len(spans)), np.diff(spans.query_starts))
+    by_token = np.argsort(spans.query_rows, kind="stable")
+    tokens = spans.query_rows[by_token]
+    begins = np.flatnonzero(np.r_[True, tokens[1:] != tokens[:-1]]) if len(tokens) else tokens
+    above = {
+        int(tokens[begin]): tuple(span_of[by_token[begin:end]].tolist())
+        for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True)
+    }
+    num_pages = np.diff(spans.page_starts)
+    is_full = ~spans.is_causal & (spans.key_tokens == num_pages * page_size)
+    joined: dict[int, tuple[int, ...]] = {}
+    for last in range(len(spans)):
+        rows = spans.query_rows[starts[last] : starts[last + 1]].tolist()
+        if len(rows) < least_queries:
+            continue
+        runs = above[rows[0]]
+        if (
+            runs[-1] == last
+            and all(above[row] == runs for row in rows)
+            and is_full[list(runs[:-1])].all()
+        ):
+            joined[last] = runs
+    is_left = np.array([above[row][-1] not in joined for row in spans.query_rows.tolist()])
+    return _rebuilt(spans, joined, is_left)
+
+
+def _rebuilt(spans: Spans, joined: dict[int, tuple[int, ...]], is_left: np.ndarray) -> Spans:
+    """Spans with the rows that are left and their own runs, and the joined ones."""
+    rows, pages, keys, is_causal = [], [], [], []
+    for span in range(len(spans)):
+        chosen = slice(spans.query_starts[span], spans.query_starts[span + 1])
+        queries, runs = spans.query_rows[chosen], joined.get(span)
+        if runs is None:
+            queries, runs = queries[is_left[chosen]], (span,)
+        if not len(queries):
+            continue
+        rows.append(queries)
+        pages += [spans.page_ids[spans.page_starts[r] : spans.page_starts[r + 1]] for r in runs]
+        keys.append((sum(map(len, pages[-len(runs) :])), int(spans.key_tokens[list(runs)].sum())))
+        is_causal.append(bool(spans.is_causal[span]))
+    counts = np.array(keys, np.int32).reshape(-1, 2)
+    return Spans(
+        query_starts=np.cumsum([0, *map(len, rows)]).astype(np.int32),
+        query_rows=np.concatenate(rows) if rows else spans.query_rows,
+        page_starts=np.concatenate(([0], np.cumsum(counts[:, 0]))).astype(np.int32),
+        page_ids=np.concatenate(pages) if pages else spans.page_ids,
+        key_tokens=counts[:, 1].copy(),
+        is_causal=np.array(is_causal, np.bool_),
+    )

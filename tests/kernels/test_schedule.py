@@ -1,0 +1,138 @@
+"""The plan of a step: every key of every row lies in exactly one unit."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from mainstem.apps.bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases
+from mainstem.kernels import Limits
+from mainstem.kernels import schedule as plans
+from mainstem.kernels.tuning import HOPPER, HOPPER_MHA, Tiles
+from mainstem.kernels.unshare import unshare
+
+pytestmark = pytest.mark.torch
+
+CASES = {case.name: case for case in (*kernel_cases(), mixed_cases()[0])}
+
+
+def shape_of(case: AttentionCase, tiles: Tiles, fixed_stretch: int | None = None) -> plans.Shape:
+    return plans.Shape(
+        group=case.heads // case.kv_heads,
+        kv_heads=case.kv_heads,
+        page_size=case.page_size,
+        num_programs=264,
+        tiles=tiles,
+        fixed_stretch=fixed_stretch,
+    )
+
+
+def check(case: AttentionCase, shape: plans.Shape) -> None:
+    """Count (row, key) pairs per KV head, and Partials per token, as the kernel would."""
+    spans = case.spans()
+    plan = plans.schedule(spans, shape)
+    ints = plan.ints
+    small_at, large_at, entries_at, num_entries, pages_at, merges_at, num_merges = ints[:7]
+    shares = ints[plans.HEADER_INTS :][: 2 * shape.num_programs + 2].reshape(2, -1)
+    assert (np.diff(shares) >= 0).all()
+    assert ints[pages_at:-1].tolist() == spans.page_ids.tolist()
+    entries = ints[entries_at:merges_at].reshape(2, num_entries)
+    pairs = np.zeros((shape.kv_heads, len(spans)), np.int64)
+    written: list[tuple[int, int]] = []
+    for kind, (order_at, pieces_at, heads) in enumerate(
+        (
+            (ints[plans.H_LARGE_ORDER], large_at, 1),
+            (ints[plans.H_SMALL_ORDER], small_at, shape.fold),
+        )
+    ):
+        per_piece = shape.kv_heads // heads
+        units = ints[order_at:][: shares[kind][-1]]
+        assert len(np.unique(units)) == len(units)
+        for unit in units.tolist():
+            piece = ints[pieces_at + unit // per_piece * plans.PIECE_FIELDS :][: plans.PIECE_FIELDS]
+            entry, row_begin, row_end, _, key_begin, key_end, limit, stretch = piece.tolist()
+            span = int(np.searchsorted(spans.query_starts, entry, side="right")) - 1
+            queries = np.arange(row_begin, row_end) // shape.group
+            seen = np.minimum(limit + queries + 1, key_end) - key_begin
+            head = unit % per_piece * heads
+            pairs[head : head + heads, span] += int(np.maximum(seen, 0).sum())
+            slots = entries[1, entry + np.unique(queries)]
+            assert (slots < 0).all() or (slots >= 0).all(), "a unit of whole rows and Partials"
+            written += [(int(slot) + stretch, head) for slot in slots if slot >= 0]
+    queries = np.diff(spans.query_starts).astype(np.int64)
+    hidden = np.where(spans.is_causal, queries * (queries - 1) // 2, 0)
+    right = (queries * spans.key_tokens - hidden) * shape.group
+    assert (pairs == right).all()
+    merges = ints[merges_at:pages_at].reshape(3, num_merges)
+    slots_of = np.concatenate([np.arange(f, f + n) for _, f, n in merges.T]) if num_merges else []
+    assert {slot for slot, _ in written} == set(slots_of)
+    assert plan.num_slots == len(slots_of)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_pair_is_computed_once(name: str) -> None:
+    case = CASES[name]
+    check(case, shape_of(case, HOPPER if case.kv_heads < case.heads else HOPPER_MHA))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_steps_are_covered(seed: int) -> None:
+    rng = random.Random(seed)
+    runs, row = [], 0
+    for _ in range(rng.randint(1, 6)):
+        members = rng.choice([1, 1, 3, 20, 90])
+        rows = tuple(range(row, row + members))
+        if rng.random() < 0.7:
+            runs.append(Run(rows, rng.randint(0, 3000)))
+        if rng.random() < 0.3:  # a prompt
+            runs.append(Run(rows, members + rng.randint(0, 900), is_causal=True))
+        else:
+            runs += [Run((r,), rng.randint(0, 400)) for r in rows if rng.random() < 0.9]
+        row += members
+    if not runs:
+        runs.append(Run((0,), 1))
+    heads, kv_heads = rng.choice([(32, 8), (32, 32), (28, 4), (9, 3), (16, 1)])
+    page_size = rng.choice([16, 32, 64])
+    case = AttentionCase("random", tuple(runs), heads, kv_heads, page_size=page_size)
+    check(case, shape_of(case, HOPPER))
+    check(case, shape_of(case, HOPPER, fixed_stretch=256))
+
+
+def test_the_largest_step_of_an_engine_fits_its_buffers() -> None:
+    """8,192 tokens: prompts over prefixes of three levels beside 1,600 decodes, in MBs."""
+    runs = [Run(tuple(range(8192)), 512), Run(tuple(range(4096)), 512)]
+    runs += [Run(tuple(range(1600 * i // 4, 1600 * (i + 1) // 4)), 2000) for i in range(4)]
+    runs += [Run((row,), 200) for row in range(1600)]
+    runs += [
+        Run(tuple(range(first, min(first + 600, 8192))), min(600, 8192 - first), is_causal=True)
+        for first in range(1600, 8192, 600)
+    ]
+    case = AttentionCase("largest", tuple(runs))
+    spans, shape = case.spans(), shape_of(case, HOPPER)
+    limits = Limits(max_tokens=8192, max_pages=1 << 22, max_entries=7 * 8192)
+    shared = plans.schedule(spans, shape)
+    assert shared.num_slots > limits.partials()
+    fewer = plans.schedule(unshare(spans, case.page_size, least_queries=16), shape)
+    assert fewer.num_slots <= limits.partials()
+    partial_bytes = limits.partials() * case.heads * case.head_dim * 4
+    assert partial_bytes == 256 << 20
+    assert shared.ints.nbytes < 4 << 20
+
+
+@pytest.mark.parametrize(("batch", "groups"), [(1024, 64), (1600, 100)])
+def test_a_large_step_is_planned_quickly(batch: int, groups: int) -> None:
+    degree = batch // groups
+    runs = [Run(tuple(range(g * degree, (g + 1) * degree)), 2000) for g in range(groups)]
+    runs += [Run((row,), 250, is_causal=True) for row in range(batch)]
+    case = AttentionCase("many", tuple(runs))
+    spans, shape = case.spans(), shape_of(case, HOPPER)
+    took_s = []
+    for _ in range(5):
+        begin_s = time.perf_counter()
+        plans.schedule(spans, shape)
+        took_s.append(time.perf_counter() - begin_s)
+    assert min(took_s) < 0.01  # a millisecond on the GPU's host; this machine may be busy
