@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from mainstem import LLM, SamplingParams
+from mainstem.core.config import CacheConfig, EngineConfig
+from mainstem.runner.load import folder_origin, load_cpu_runner
 from mainstem.runner.runner import CpuRunner
 from mainstem.runner.single import SingleTokenPass
+from tests.models.checkpoints import VOCAB, make_checkpoint
+from tests.runner.steps import Seq, Work, a_step, run
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -33,3 +37,29 @@ def test_a_lone_sequence_gives_the_same_logprobs_either_way(
     ids, slow = answer(0.0)
     assert fast_ids == ids
     assert torch.tensor(fast) == pytest.approx(torch.tensor(slow), abs=1e-4)
+
+
+@pytest.mark.parametrize("pages", [[3, 4, 5, 6, 7], [9, 2, 5, 4, 0]])
+def test_pages_may_lie_anywhere(
+    pages: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neighbouring pages are read in place, others are gathered; logprobs as without this pass."""
+    make_checkpoint("llama", tmp_path)
+
+    def answer() -> list[float]:
+        config = EngineConfig(cache=CacheConfig(page_size=4, kv_tokens=40))
+        runner, _ = load_cpu_runner(folder_origin(tmp_path), config)
+        for layer in range(runner.pages.num_layers):
+            runner.pages.slots(layer).fill_(float("nan"))
+        sampling = SamplingParams(temperature=0.0, logprobs=0)
+        seq = Seq(0, list(range(5, 14)), pages=pages, sampling=sampling)
+        logprobs = []
+        for num_tokens in (9, *[1] * 9):
+            work = Work(seq, num_tokens)
+            result = run(runner, a_step([work], 4, VOCAB), [work])
+            logprobs.append(result.logprobs[0].logprob)
+        return logprobs
+
+    fast = answer()
+    monkeypatch.setattr(SingleTokenPass, "make", lambda *_: None)
+    assert fast == pytest.approx(answer(), abs=1e-4)

@@ -22,12 +22,17 @@ class Inputs:
     # None: all of them in order, as in a step of decodes
 
 
-def make_inputs(step: Step, previous: Tensor) -> Inputs:
+def make_token_ids(step: Step, previous: Tensor) -> Tensor:
     """`previous` are the samples of the step before, which carried tokens are taken from."""
     token_ids = torch.from_numpy(step.token_ids).long()
     if len(step.carry_to):
         source = torch.from_numpy(step.carry_from).long()
         token_ids[torch.from_numpy(step.carry_to).long()] = previous[source]
+    return token_ids
+
+
+def make_inputs(step: Step, previous: Tensor) -> Inputs:
+    """`previous` as in make_token_ids."""
     rows = np.concatenate((step.sample_rows, step.prompt_logprob_rows))
     is_all = np.array_equal(rows, np.arange(step.num_tokens))
     copies = None
@@ -39,7 +44,7 @@ def make_inputs(step: Step, previous: Tensor) -> Inputs:
         source, target, distance = (torch.from_numpy(array).long() for array in arrays)
         moves = (source, target, distance)
     return Inputs(
-        token_ids=token_ids,
+        token_ids=make_token_ids(step, previous),
         positions=torch.from_numpy(step.positions).long(),
         write_slots=torch.from_numpy(step.write_slots).long(),
         copies=copies,

@@ -10,7 +10,7 @@ from mainstem.models.decoder import Decoder, Gate, OpenGate
 from mainstem.models.layers import rotary_table
 from mainstem.runner.attention import AttentionPlan
 from mainstem.runner.gates import Loads
-from mainstem.runner.inputs import make_inputs
+from mainstem.runner.inputs import make_inputs, make_token_ids
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.sampler import Sampler, start_logprobs
 from mainstem.runner.single import SingleTokenPass
@@ -83,10 +83,10 @@ class CpuRunner:
 
     def _forward(self, step: Step) -> Tensor:
         """Hidden states of the sampled rows, then of the rows whose prompt logprobs are wanted."""
-        inputs = make_inputs(step, self._previous)
         gate = self._gate_for(step)
         if self._single is not None and self._single.can_run(step):
-            return self._single.run(step, inputs.token_ids, gate)
+            return self._single.run(step, make_token_ids(step, self._previous), gate)
+        inputs = make_inputs(step, self._previous)
         turns = self._turns.index_select(0, inputs.positions)[:, None]
         attention = AttentionPlan(
             self._decoder.spec,

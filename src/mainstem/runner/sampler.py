@@ -87,18 +87,9 @@ def _apply_masks(logits: Tensor, batch: SampleBatch, device: torch.device) -> No
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """argmax over the last axis, the first of equals.
-
-    torch's own goes element by element; its maximum is vectorised, so blocks are compared by
-    their maximum and only the winning block is searched: 15 times faster at 49,152 tokens.
-    """
-    rows, vocab = logits.shape
-    block = next((size for size in (256, 128, 64, 32) if vocab % size == 0), None)
-    if block is None:
-        return logits.argmax(dim=-1)
-    blocks = logits.view(rows, -1, block)
-    winner = blocks.amax(dim=-1).argmax(dim=-1)
-    return winner * block + blocks[torch.arange(rows), winner].argmax(dim=-1)
+    """argmax over the last axis on a CPU, the first of equals: numpy's is vectorised, torch's goes
+    element by element."""
+    return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
 @dataclass(frozen=True, slots=True)
