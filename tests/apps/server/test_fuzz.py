@@ -9,7 +9,9 @@ import schemathesis
 from schemathesis.generation import GenerationMode
 
 from mainstem.apps.server.openapi import document
+from tests.apps.fake_batch import FakeEngines
 from tests.apps.server.running import ADMIN, Running, a_server
+from tests.apps.test_tools import HERMES
 
 ADMIN_HEADERS = {"authorization": f"Bearer {ADMIN}"}
 Case: TypeAlias = "schemathesis.Case[Any]"
@@ -19,8 +21,9 @@ schema.config.generation.update(modes=list(GenerationMode))
 
 
 @pytest.fixture(scope="module")
-def fuzzed() -> Iterator[Running]:
-    with a_server() as running:
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    engines = FakeEngines(num_pages=512, max_model_len=800, template=HERMES)
+    with a_server(engines=engines, data_dir=tmp_path_factory.mktemp("data")) as running:
         yield running
         running.settle()
 
