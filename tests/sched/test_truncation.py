@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from mainstem.core.metrics import Counters
 from mainstem.core.request import FinishReason, Overflow, SamplingParams
 from mainstem.core.step import Int32s
 from mainstem.sched.truncation import TruncationRules, Truncator
-from tests.builders import VOCAB, a_request, an_engine, run_all
+from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import fake_answer
 from tests.kv.tiered import a_tiered_engine
 
@@ -305,6 +306,57 @@ def test_a_long_conversation_over_tiers_is_right_in_every_turn(tmp_path: Path) -
             kept, _ = a_truncator().fit(request)
             assert chat.say(new, max_tokens=3) == fake_answer(kept.prompt_ids.tolist(), 3, VOCAB)
     tiered.engine.close()
+
+
+@pytest.mark.parametrize("seed", [0, 5, 11, 40])
+def test_sessions_that_overlap_over_small_tiers_are_right(seed: int, tmp_path: Path) -> None:
+    """Turns follow one another before the last is answered, pages and slots are short, some are
+    given up: what is loaded for one is evicted for the next."""
+    rng = Random(seed)
+    window = rng.choice([16, 24, 40])
+    page_size = rng.choice([2, 4])
+    tiered = a_tiered_engine(
+        rng.choice([12, 20, 40]),
+        page_size,
+        rng.choice([8, 30]),
+        tmp_path if rng.random() < 0.5 else None,
+        can_overlap=rng.random() < 0.5,
+        preload=rng.choice(["auto", "all", "0"]),
+        max_model_len=window,
+        chunk_tokens=rng.choice([4, 16, 64]),
+    )
+    tiered.copier.patience = rng.choice([0, 2])
+    engine = tiered.engine
+    truncator = Truncator(SchedConfig(), engine.max_model_len, page_size, TruncationRules())
+    said: dict[str, list[int]] = {}
+    wanted: dict[str, list[int]] = {}
+    got, given_up = Collector(), set()
+    for turn in range(40):
+        session = rng.choice("abc")
+        prompt = [*said.get(session, ()), *(rng.randrange(2) for _ in range(rng.randint(1, 8)))]
+        sampling = SamplingParams(n=rng.choice([1, 2]), temperature=0.0, max_tokens=3)
+        request = a_request(prompt, name=f"turn-{turn}", sampling=sampling, session=session)
+        kept = truncator.fit(request)[0].prompt_ids.tolist()
+        engine.submit(request)
+        answer = fake_answer(kept, min(3, engine.max_model_len - len(kept)), VOCAB)
+        wanted[f"turn-{turn}"] = answer
+        said[session] = prompt + answer
+        for _ in range(rng.randint(0, 6)):
+            got.add(engine.step())
+        engine.check()
+        if rng.random() < 0.1:
+            engine.abort(request.request_id)
+            given_up.add(f"turn-{turn}")
+    for _ in range(3000):
+        if not engine.has_work:
+            break
+        got.add(engine.step())
+    assert not engine.has_work, "the engine is stuck"
+    engine.check()
+    for (name, _), answer in got.tokens.items():
+        length = len(answer) if name in given_up else len(wanted[name])
+        assert answer == wanted[name][:length]
+    engine.close()
 
 
 # --- who may use it -------------------------------------------------------------------------------

@@ -518,6 +518,8 @@ class Scheduler:
             return None
         runs, kept = [StoredRun(chain, len(match.pages), match.stored.num_pages)], match.pages
         if sequence.origins is not None:
+            if sequence.has_fetched:  # what came up is gone again: rather compute than try for ever
+                return None
             wanted = range(len(match.pages), (num_known - 1) // self._page_size)
             runs, sources = sequence.origins.find_stored(self._store, chain, wanted)
             kept = np.union1d(kept, sources).astype(np.int32)
@@ -535,6 +537,7 @@ class Scheduler:
                 awaited = self._store.load(run, kept, layers) or awaited
         except OutOfPages:  # the pages it has itself were counted on
             pass
+        sequence.has_fetched = awaited is not None
         return awaited
 
     def _num_unfinished(self) -> int:

@@ -33,6 +33,7 @@ class Sequence:
     chain: PageChain | None  # names of the prompt's pages; None: nothing is shared
     origins: Origins | None = None  # where pages that outlived a truncation are
     num_dropped_tokens: int = 0  # of the prompt, by truncation
+    has_fetched: bool = False  # what outlived a truncation was once brought up from lower tiers
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting
