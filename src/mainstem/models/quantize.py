@@ -53,8 +53,9 @@ class Int8Linear:
         self._packed = torch.ops.quantized.linear_prepack(tensor, None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        # abs and amax are vectorised, the infinity norm is not (4x); so is * against / (2.5x)
-        peak = x.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30)
+        # the two are vectorised, the infinity norm and aminmax are not (4x); * is 2.5x against /
+        lowest, highest = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+        peak = torch.maximum(lowest.neg_(), highest).clamp_(min=1e-30)
         shrink = peak.reciprocal()
         count = len(x)
         padded = _padded(count)

@@ -96,6 +96,7 @@ class CpuRunner:
             step.spans,
             inputs.copies,
             inputs.moves,
+            inputs.hidden_rows,
         )
         return self._decoder.forward(inputs.token_ids, inputs.hidden_rows, attention, gate)
 
