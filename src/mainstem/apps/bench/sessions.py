@@ -6,7 +6,8 @@
     saves      a decoding batch while pages are being saved, and after
     document   a second question about a long document
 
-Random weights of a known shape.
+Random weights of a known shape. With `--conversations FILE` real ones are asked of a real model
+instead, turn by turn, the last turn from disk in a process of its own.
 """
 
 import argparse
@@ -18,9 +19,10 @@ from time import perf_counter
 
 import numpy as np
 
+from mainstem.apps.bench.chat_sessions import ChatWork, measure_chats
 from mainstem.apps.bench.report import line, load_average
 from mainstem.apps.bench.settings import random_config, settings
-from mainstem.apps.flags import add_engine_flags
+from mainstem.apps.flags import add_engine_flags, engine_config
 from mainstem.apps.tables import table
 from mainstem.core.config import EngineConfig, Fetch, StoreConfig
 from mainstem.core.errors import ConfigError
@@ -69,6 +71,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--part", choices=["turns", "preload", "saves", "document"], action="append")
     made.add_argument("--tier", choices=["host", "disk", "none"], action="append")
     made.add_argument("--document-tokens", type=int, default=28_000, metavar="N")
+    made.add_argument(
+        "--conversations", action="append", metavar="FILE.jsonl", help="real ones; see bench serve"
+    )
+    made.add_argument("--turns", type=int, default=5, metavar="N", help="of real ones (5)")
+    made.add_argument("--output", type=int, default=96, metavar="N", help="of real ones (96)")
+    made.add_argument("--at-once", type=int, default=10, metavar="N", help="of real ones (10)")
+    made.add_argument(
+        "--end", choices=["close", "kill"], default="close",
+        help="how the process ends before the last turn of real ones: closed, or kill -9 (close)",
+    )  # fmt: skip
     made.add_argument("--json", action="store_true", help="a line a result")
     add_engine_flags(made)
     return made
@@ -76,24 +88,37 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    work = WORKLOADS[args.workload]
-    if args.sessions is not None:
-        if args.sessions < 1:
-            raise ConfigError(f"--sessions must be at least 1, got {args.sessions}")
-        work = replace(work, sessions=args.sessions)
-    config = random_config(args, work.model_shape, work.device_tokens)
-    about = {"workload": asdict(work), "load_before": load_average()}
+    if args.sessions is not None and args.sessions < 1:
+        raise ConfigError(f"--sessions must be at least 1, got {args.sessions}")
+    about: dict[str, object] = {"load_before": load_average()}
+    if args.conversations:
+        found = _measure_chats(args)
+    else:
+        work = WORKLOADS[args.workload]
+        work = replace(work, sessions=args.sessions or work.sessions)
+        about["workload"] = asdict(work)
+        found = _measure(args, work, random_config(args, work.model_shape, work.device_tokens))
     results: list[dict[str, object]] = []
-    for result in _measure(args, work, config):
+    for result in found:
         results.append(result)
         if args.json:
             print(line("sessions", result | about), flush=True)
     if not args.json:
         names = list(dict.fromkeys(name for result in results for name in result))
-        names.remove("settings")
+        names = [name for name in names if name != "settings"]
         rows = [[str(result.get(name, "")) for name in names] for result in results]
         print(table(names, rows))
     return 0
+
+
+def _measure_chats(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    if min(args.turns, args.output, args.at_once) < 1 or args.turns < 2:
+        raise ConfigError("--turns must be at least 2, --output and --at-once at least 1")
+    files = tuple(args.conversations)
+    work = ChatWork(files, args.sessions or 100, args.turns, args.output, args.at_once, args.end)
+    config = engine_config(args)
+    for result in measure_chats(work, config):
+        yield result | {"settings": settings(config)}
 
 
 def _measure(
