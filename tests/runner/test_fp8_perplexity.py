@@ -17,7 +17,7 @@ from mainstem.models.weights import Checkpoint
 from mainstem.runner.perplexity import perplexity
 
 TEXT = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"
-QUANTIZED = ("qkv", "gate_up", "down")  # as on a card
+QUANTIZED = ("qkv", "out", "gate_up", "down")  # as on a card
 
 
 def emulated(decoder: Decoder, folder: Path, names: Collection[str] = QUANTIZED) -> Decoder:
@@ -80,9 +80,9 @@ def cost(folder: Path, text: str, num_tokens: int, names: Collection[str]) -> tu
 
 
 @pytest.mark.slow
-def test_fp8_costs_at_most_two_percent_on_real_text(smollm2_folder: Path) -> None:
+def test_fp8_costs_a_few_percent_on_real_text(smollm2_folder: Path) -> None:
     """A few hundred tokens of WikiText-2; docs/log/gpu.md has 4,096."""
     before, after = cost(smollm2_folder, TEXT.read_text(), 512, QUANTIZED)
     assert 5 < before < 40
     assert before != after
-    assert after < 1.02 * before
+    assert after < 1.05 * before

