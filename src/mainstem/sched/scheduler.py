@@ -51,6 +51,7 @@ DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 64
 LOAD_AHEAD = 64  # waiting sequences whose pages are brought up before it is their turn
 REST_S = 0.0003
+NO_LOADS = np.empty(0, np.int32)
 
 
 class Scheduler:
@@ -194,7 +195,7 @@ class Scheduler:
         prompts = _Prompts(budget)
         self._load_ahead(prompts)
         self._fill_prompts(prompts)
-        load_ids = np.unique(np.concatenate([np.empty(0, np.int32), *prompts.loads]))
+        load_ids = np.unique(np.concatenate(prompts.loads)) if prompts.loads else NO_LOADS
         started = tuple(prompts.started)
         batch = Batch(decodes, prompts.chunks, started, prompts.copies, prompts.moves, load_ids)
         if batch.num_seqs == 0:
