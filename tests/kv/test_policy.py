@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mainstem.core.errors import ConfigError
-from mainstem.kv.policy import PolicyConfig, PolicyKind, TierKind, TierPolicy
+from mainstem.kv.policy import Moves, PolicyConfig, PolicyKind, TierKind, TierPolicy
 
 SEEING = [PolicyKind.LOOKAHEAD, PolicyKind.BELADY]
 BLIND = [PolicyKind.LRU, PolicyKind.FIFO]
@@ -341,21 +341,18 @@ class PolicyMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.names = count()
 
-    def carry_out(self, moves: object, in_hand: Sequence[int] = ()) -> None:
+    def carry_out(self, moves: Moves[int], in_hand: Sequence[int] = ()) -> None:
         """Do as a store would: pages in hand are those just computed."""
-        load, write = getattr(moves, "load"), getattr(moves, "write")  # noqa: B009
-        release, forget = getattr(moves, "release"), getattr(moves, "forget")  # noqa: B009
-        drop = getattr(moves, "drop")  # noqa: B009
-        lists = [*load, *write, *release, *forget, *drop]
+        lists = [*moves.load, *moves.write, *moves.release, *moves.forget, *moves.drop]
         assert len(set(lists)) == len(lists), "a page is moved twice"
         self.host |= {key for key in in_hand if self.policy.tier_of(key) is TierKind.HOST}
-        assert set(write) <= self.host | set(in_hand), "bytes to write are not at hand"
-        self.disk |= set(write)
-        assert set(load) <= self.disk, "bytes to load are not there"
-        assert set(release) <= self.disk | set(in_hand)
-        self.host |= set(load)
-        self.host -= {*write, *release, *drop}
-        self.disk -= {*forget, *drop}
+        assert set(moves.write) <= self.host | set(in_hand), "bytes to write are not at hand"
+        self.disk |= set(moves.write)
+        assert set(moves.load) <= self.disk, "bytes to load are not there"
+        assert set(moves.release) <= self.disk, "the disk does not have it"
+        self.host |= set(moves.load)
+        self.host -= {*moves.write, *moves.release, *moves.drop}
+        self.disk -= {*moves.forget, *moves.drop}
 
     @rule(keys=CHAIN)
     def admit(self, keys: range) -> None:
