@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mainstem.apps.simulate import cli
+from mainstem.apps.simulate import cli, plots
 from mainstem.apps.simulate.service import Prices, ServiceRates
 from mainstem.apps.simulate.simulator import Queue, Report, SimulationConfig, simulate
 from mainstem.apps.simulate.traces import ReadOptions, Trace, TraceFormat, TraceRequest, read_trace
@@ -203,6 +203,14 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(InvalidRequest, match="--plot"):
         cli.main([str(MOONCAKE), "--host-gb", "20", "--plot", str(tmp_path / "no/x.png"), *FLAGS])
+
+
+def test_a_missing_matplotlib_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"mainstem\[plot\]"):
+        cli.main([str(tmp_path / "none"), "--host-gb", "1", "--plot", "x.png", *FLAGS])
 
 
 @pytest.mark.parametrize(

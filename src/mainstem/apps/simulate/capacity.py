@@ -27,7 +27,7 @@ from mainstem.apps.simulate.flags import (
     read_options,
     warn_if_nothing_is_shared,
 )
-from mainstem.apps.simulate.plots import CapacityPoint, plot_capacity
+from mainstem.apps.simulate.plots import CapacityPoint, plot_capacity, require_matplotlib
 from mainstem.apps.simulate.service import GB, ServiceRates
 from mainstem.apps.simulate.simulator import without_garbage_collection
 from mainstem.apps.simulate.traces import Trace, TraceRequest, read_trace
@@ -199,6 +199,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if args.plot is not None:
+        require_matplotlib()
     if args.target_hit_rate > 1:
         raise InvalidRequest("--target-hit-rate", f"must be at most 1, got {args.target_hit_rate}")
     started = perf_counter()

@@ -20,7 +20,7 @@ from mainstem.apps.simulate.flags import (
     read_options,
     warn_if_nothing_is_shared,
 )
-from mainstem.apps.simulate.plots import plot_reports
+from mainstem.apps.simulate.plots import plot_reports, require_matplotlib
 from mainstem.apps.simulate.service import Prices, ServiceRates
 from mainstem.apps.simulate.simulator import Queue, Report, SimulationConfig, simulate
 from mainstem.apps.simulate.traces import Trace, read_trace
@@ -97,6 +97,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if args.plot is not None:
+        require_matplotlib()
     trace = read_trace(args.trace, read_options(args))
     warn_if_nothing_is_shared(trace)
     reports = []

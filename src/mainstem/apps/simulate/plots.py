@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,11 +91,15 @@ def _log_ticks(axes: "Axes", shares: Sequence[float]) -> None:
     axes.minorticks_off()
 
 
+def require_matplotlib() -> None:
+    """Complain before the work is done, not after it."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'mainstem[plot]'")
+
+
 def _figure(width: float, height: float) -> "Figure":
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
-    except ModuleNotFoundError:
-        raise ConfigError("--plot needs matplotlib: pip install 'mainstem[plot]'") from None
+    from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
+
     return Figure(figsize=(width, height), layout="constrained")
 
 
