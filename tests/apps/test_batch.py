@@ -226,6 +226,24 @@ def test_n_answers_logprobs_and_stops(folder: Folder) -> None:
     assert len(bodies["p"]["prompt_logprobs"]) == 3
 
 
+def test_rows_may_ask_for_a_form(folder: Folder) -> None:
+    form = {"prompt": "x", "temperature": 0, "max_tokens": 20}
+    bad = {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}
+    folder.write(
+        [
+            form | {"custom_id": "a", "guided_choice": ["left", "right"]},
+            form | {"custom_id": "b", "guided_regex": "[0-9]{4}"},
+            form | {"custom_id": "c", "response_format": bad},
+        ]
+    )
+    assert folder.run() == 1
+    texts = folder.texts()
+    assert texts["a"] in ("left", "right")
+    assert texts["b"].isdecimal()
+    assert folder.rows()["c"]["error"]["param"] == "response_format"
+    assert "objekt" in folder.rows()["c"]["error"]["message"]
+
+
 def test_equal_greedy_rows_are_answered_once(folder: Folder) -> None:
     same = {"prompt": "the same", "temperature": 0, "max_tokens": 5}
     other = {"prompt": "another", "temperature": 0, "max_tokens": 5}

@@ -1,4 +1,4 @@
-"""`mainstem serve` over FakeRunner as a process of its own, to be stopped or killed."""
+"""`mainstem serve` as a process of its own, over FakeRunner or a model; to be stopped or killed."""
 
 import json
 import signal
@@ -43,15 +43,15 @@ class Process:
 
 
 @contextmanager
-def a_process(flags: Sequence[str]) -> Iterator[Process]:
+def a_process(flags: Sequence[str], kind: str = "fake") -> Iterator[Process]:
     """A server that is ready; killed at the end if it still runs."""
-    command = [sys.executable, "-m", "tests.apps.server.checked_serve", "fake", "--port", "0"]
+    command = [sys.executable, "-m", "tests.apps.server.checked_serve", kind, "--port", "0"]
     with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True) as popen:
         process = Process(popen)
         reader = Thread(target=_read, args=(process,))
         reader.start()
         try:
-            until(lambda: process.has_said("ready") or popen.poll() is not None, within_s=60)
+            until(lambda: process.has_said("ready") or popen.poll() is not None, within_s=120)
             assert popen.poll() is None, process.lines
             yield process
         finally:

@@ -3,40 +3,24 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 
 import httpx
 import openai
 import pytest
 from openai import OpenAI
 
-from tests.apps.server.running import ADMIN, ALICE, until
+from tests.apps.server.process import Process, a_process
+from tests.apps.server.running import ADMIN, ALICE
 
 pytestmark = pytest.mark.torch
 
-SERVE = "import sys; from mainstem.apps.server.serve import main; sys.exit(main(sys.argv[1:]))"
 SYSTEM = (
     "You are the assistant of a small shop that sells garden tools. Answer in one short sentence. "
     "Never promise a delivery date. If you do not know something, say so and offer to ask."
 )
 FRANCE = "The capital of France is"
-
-
-@dataclass
-class Process:
-    """A server process and what it has logged."""
-
-    popen: subprocess.Popen[str]
-    lines: list[dict[str, object]]
-
-    @property
-    def url(self) -> str:
-        return str(next(line["url"] for line in self.lines if line["event"] == "listening"))
 
 
 @pytest.fixture(scope="module")
@@ -45,27 +29,11 @@ def process(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     (folder / "system.txt").write_text(SYSTEM)
     (folder / "keys").write_text(f"alice:{ALICE}\n")
     (folder / "admin").write_text(f"root:{ADMIN}\n")
-    flags = ["--port", "0", "--kv-tokens", "8192", "--served-model-name", "smol"]
+    flags = ["--model", str(smollm2_folder), "--kv-tokens", "8192", "--served-model-name", "smol"]
     flags += ["--app", f"shop={folder / 'system.txt'}"]
     flags += ["--api-key-file", str(folder / "keys"), "--admin-key-file", str(folder / "admin")]
-    command = [sys.executable, "-c", SERVE, "--model", str(smollm2_folder), *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as popen:
-        found = Process(popen, [])
-        reader = Thread(target=_read, args=(found,))
-        reader.start()
-        try:
-            until(lambda: any(line["event"] == "ready" for line in found.lines), within_s=120)
-            yield found
-        finally:
-            popen.kill()
-            popen.wait(30)
-            reader.join(30)
-
-
-def _read(process: Process) -> None:
-    assert process.popen.stderr is not None
-    for line in process.popen.stderr:
-        process.lines.append(json.loads(line))
+    with a_process(flags, "real") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

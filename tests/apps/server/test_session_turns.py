@@ -8,7 +8,7 @@ import pytest
 from mainstem.apps.server.auth import ANYBODY
 from mainstem.apps.server.turns import owner_of
 from tests.apps.server.conftest import PIRATE, POLITE
-from tests.apps.server.process import a_process
+from tests.apps.server.process import Process, a_process
 from tests.apps.server.running import ALICE, BOB, Json, Running, a_server, events
 
 
@@ -162,6 +162,37 @@ def test_two_apps_and_forty_sessions_at_once_answer_as_each_alone() -> None:
         assert together == alone
         assert len({tuple(answers) for answers in alone}) == 40
         running.settle()
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_forty_sessions_of_a_real_model_answer_as_each_alone(
+    smollm2_folder: Path, tmp_path: Path
+) -> None:
+    """Bar 4 again, with smollm2 in fp32: rounding may differ by batch, argmax does not."""
+    flags = ["--model", str(smollm2_folder), "--kv-tokens", "16384"]
+    for app in (POLITE, PIRATE):
+        (tmp_path / app.name).write_text(app.prompt)
+        flags += ["--app", f"{app.name}={tmp_path / app.name}"]
+
+    def talk(process: Process, number: int, name: str) -> list[str]:
+        app = (POLITE, PIRATE)[number % 2].name
+        messages: list[Json] = []
+        for question in (f"What is {number} plus two?", "Why?"):
+            messages.append({"role": "user", "content": question})
+            body = {"messages": messages, "app": app, "session_id": f"{name}-{number}"}
+            body |= {"temperature": 0, "max_tokens": 6}
+            reply = process.request("POST", "/v1/chat/completions", json=body)
+            messages.append(reply.json()["choices"][0]["message"])
+        return [message["content"] for message in messages[1::2]]
+
+    with a_process(flags, "real") as process:
+        alone = [talk(process, number, "alone") for number in range(40)]
+        with ThreadPoolExecutor(40) as pool:
+            names = [(process, number, "at-once") for number in range(40)]
+            together = list(pool.map(lambda job: talk(*job), names))
+        assert together == alone
+        assert process.stop() == 0
 
 
 def test_sessions_outlive_the_process(tmp_path: Path) -> None:
