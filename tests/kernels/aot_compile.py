@@ -31,7 +31,7 @@ from mainstem.kernels.sample import (
     _tops_kernel,
 )
 from mainstem.kernels.span import _span_kernel
-from mainstem.kernels.tuning import FALLBACK, HOPPER, HOPPER_MHA, Tiles
+from mainstem.kernels.tuning import FALLBACK, HOPPER, Tiles
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -78,9 +78,8 @@ def _span_constants(tiles: Tiles) -> dict[str, object]:
     return {
         **HEAD, "KV_HEADS": 8, "GROUP": 4, "PAGE_SIZE": 16, "FOLD": 4, "SMALL_Q": 16,
         "SMALL_STAGES": tiles.small_stages, "LARGE_Q": tiles.large_q, "LARGE_K": tiles.large_k,
-        "LARGE_STAGES": tiles.large_stages, "PER_SM": tiles.programs_per_sm,
-        "REHEARSES": tiles.rehearses, "IS_ORDERED": False, "HAS_LSE": True, "WIDE": True,
-        "UPCAST": False, "PHASE": 0,
+        "LARGE_STAGES": tiles.large_stages, "PER_SM": tiles.programs_per_sm, "IS_ORDERED": False,
+        "HAS_LSE": True, "WIDE": True, "UPCAST": False, "PHASE": 0,
     }  # fmt: skip
 
 
@@ -88,9 +87,6 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     half = {"HALF": 64, "HALF_LANES": 64, "PAGE_SIZE": 16}
     heads = {"HEADS": 32, "HEAD_LANES": 32, "KV_HEADS": 8, "KV_LANES": 8}
     yield Job(_span_kernel, _span_constants(tiles), options={"num_warps": tiles.num_warps})
-    if tiles == HOPPER:
-        mha = {**_span_constants(HOPPER_MHA), "KV_HEADS": 32, "GROUP": 1}
-        yield Job(_span_kernel, mha, options={"num_warps": HOPPER_MHA.num_warps})
     yield Job(_rope_append_kernel, {**HEAD, **half, **heads})
     yield Job(_rerotate_kernel, {**HEAD, **half})
     yield Job(_merge_kernel, {**HEAD, "TILE_ROWS": 16})

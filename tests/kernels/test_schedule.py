@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from mainstem.apps.bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases
 from mainstem.kernels import Limits
 from mainstem.kernels import schedule as plans
-from mainstem.kernels.tuning import HOPPER, HOPPER_MHA, Tiles
+from mainstem.kernels.tuning import HOPPER, Tiles
 from mainstem.kernels.unshare import unshare
 
 pytestmark = pytest.mark.torch
@@ -76,7 +76,7 @@ def check(case: AttentionCase, shape: plans.Shape) -> None:
 @pytest.mark.parametrize("name", list(CASES))
 def test_every_pair_is_computed_once(name: str) -> None:
     case = CASES[name]
-    check(case, shape_of(case, HOPPER if case.kv_heads < case.heads else HOPPER_MHA))
+    check(case, shape_of(case, HOPPER))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -23,7 +23,7 @@ from mainstem.core.errors import MainstemError
 from mainstem.core.step import Int32s, Spans
 from mainstem.kernels.schedule import HEADER_INTS, PIECE_FIELDS, Schedule, Shape, schedule
 from mainstem.kernels.span import ATTEND, BOTH, MERGE, _span_kernel
-from mainstem.kernels.tuning import PROMPT_TOKENS, Tiles, choose_tiles
+from mainstem.kernels.tuning import Tiles, choose_tiles
 from mainstem.kernels.unshare import unshare
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -115,9 +115,7 @@ class SpanAttention:
             raise LayoutError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
         if kv_heads < 1 or heads % kv_heads:
             raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
-        few_tiles, tiles = (
-            (tiles, tiles) if tiles else choose_tiles(device, dtype, heads // kv_heads)
-        )
+        tiles = tiles if tiles is not None else choose_tiles(device, dtype)
         if deterministic_keys is not None and (
             deterministic_keys < 1 or deterministic_keys % math.lcm(tiles.large_k, page_size)
         ):
@@ -126,10 +124,7 @@ class SpanAttention:
                 f"got {deterministic_keys}"
             )
         self._heads, self._head_dim, self._page_size = heads, head_dim, page_size
-        self._dtype, self._device = dtype, device
-        # One tile shape gives the same bits whatever the size of the step.
-        self._prompt_tiles = tiles
-        self._tiles = tiles if deterministic_keys is not None else few_tiles
+        self._dtype, self._device, self._tiles = dtype, device, tiles
         self._limits = limits
         self._scale = head_dim**-0.5 if scale is None else scale
         self._dim = 1 << (head_dim - 1).bit_length()
@@ -144,7 +139,7 @@ class SpanAttention:
             kv_heads=kv_heads,
             page_size=page_size,
             num_programs=num_programs,
-            tiles=self._tiles,
+            tiles=tiles,
             fixed_stretch=deterministic_keys,
         )
         self._make_buffers()
@@ -257,14 +252,13 @@ class SpanAttention:
         )  # fmt: skip
         # The interpreter runs one program after the other, so nobody can wait for all.
         for phase in (ATTEND, MERGE) if self._is_interpreted else (BOTH,):
-            self._launch(arguments, len(q), k_pages.numel() >= 2**31, lse is not None, phase.value)
+            self._launch(arguments, k_pages.numel() >= 2**31, lse is not None, phase.value)
         return out
 
     def _launch(
-        self, arguments: tuple[object, ...], tokens: int, is_wide: bool, has_lse: bool, phase: int
+        self, arguments: tuple[object, ...], is_wide: bool, has_lse: bool, phase: int
     ) -> None:
-        shape = self._shape
-        tiles = self._prompt_tiles if tokens > PROMPT_TOKENS else self._tiles
+        tiles, shape = self._tiles, self._shape
         options: dict[str, object] = {}
         if not self._is_interpreted:
             options["launch_cooperative_grid"] = True
@@ -277,7 +271,7 @@ class SpanAttention:
             FOLD=shape.fold, SMALL_Q=shape.small_q, SMALL_STAGES=tiles.small_stages,
             LARGE_Q=tiles.large_q, LARGE_K=tiles.large_k, LARGE_STAGES=tiles.large_stages,
             PER_SM=1 if self._is_interpreted else tiles.programs_per_sm,
-            REHEARSES=tiles.rehearses, IS_ORDERED=shape.fixed_stretch is not None,
+            IS_ORDERED=shape.fixed_stretch is not None,
             HAS_LSE=has_lse, WIDE=is_wide, UPCAST=self._is_interpreted, PHASE=phase,
             num_warps=tiles.num_warps, **options,
         )  # fmt: skip

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-# ruff: noqa: PLR0917, SIM102
+# ruff: noqa: PLR0912, PLR0917, SIM102
 """The span attention kernel: shared and own runs of keys in one launch.
 
 A fixed grid of programs, all resident at once, reads its work from a list in device memory, so the
@@ -76,50 +76,32 @@ def _load_tile(
 
 
 @triton.jit
-def _normalised(acc, top, total):
-    """Rows over their sum of weights, and their base-2 lse; no keys give zeros and -inf."""
-    has_keys = total > 0
-    total = tl.where(has_keys, total, 1.0)
-    lse = tl.where(has_keys, top + tl.log2(total), float("-inf"))
-    return acc * (1.0 / total)[:, None], lse
-
-
-@triton.jit
 def _write_rows(
-    out_ptr, lse_ptr, token, head, acc, lse, is_row, stride_out_token, stride_out_head,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
-    """Rows that are finished."""
-    dims = tl.arange(0, DIM)
-    out_offset = token.to(tl.int64) * stride_out_token + head * stride_out_head
-    tl.store(
-        out_ptr + out_offset[:, None] + dims[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
-    )
-    if HAS_LSE:
-        tl.store(lse_ptr + token * HEADS + head, lse * LN_2, mask=is_row)
-
-
-@triton.jit
-def _finish_rows(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, token, slot, stretch,
     acc, max_score, weight, is_row, head, stride_out_token, stride_out_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """A unit's rows are whole and go to `out`, or are Partials and go to their slots."""
+    """Rows that are whole go to `out`, the others to their slots."""
     dims = tl.arange(0, DIM)
-    acc, lse = _normalised(acc, max_score, weight)
-    if tl.max((is_row & (slot < 0)).to(tl.int32), 0) > 0:
-        _write_rows(
-            out_ptr, lse_ptr, token, head, acc, lse, is_row,
-            stride_out_token, stride_out_head, HEADS, HEAD_DIM, DIM, HAS_LSE,
-        )  # fmt: skip
+    is_whole = is_row & (slot < 0)
+    is_part = is_row & (slot >= 0)
+    has_keys = weight > 0
+    acc = acc / tl.where(has_keys, weight, 1.0)[:, None]
+    lse = tl.where(has_keys, max_score + tl.log2(tl.where(has_keys, weight, 1.0)), float("-inf"))
+    if tl.max(is_whole.to(tl.int32), 0) > 0:
+        out_offset = token.to(tl.int64) * stride_out_token + head * stride_out_head
+        tl.store(
+            out_ptr + out_offset[:, None] + dims[None, :],
+            acc.to(out_ptr.dtype.element_ty),
+            mask=is_whole[:, None] & (dims < HEAD_DIM)[None, :],
+        )
+        if HAS_LSE:
+            tl.store(lse_ptr + token * HEADS + head, lse * LN_2, mask=is_whole)
     else:
         place = (slot + stretch) * HEADS + head
         part_ptrs = partial_ptr + place.to(tl.int64)[:, None] * DIM + dims[None, :]
-        tl.store(part_ptrs, acc, mask=is_row[:, None])
-        tl.store(partial_lse_ptr + place, lse, mask=is_row)
+        tl.store(part_ptrs, acc, mask=is_part[:, None])
+        tl.store(partial_lse_ptr + place, lse, mask=is_part)
 
 
 @triton.jit
@@ -250,7 +232,7 @@ def _small_units(
             max_score, weight, acc = _small_step(
                 q, k, v, is_seen, max_score, weight, acc, scale, UPCAST
             )
-        _finish_rows(
+        _write_rows(
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, token, slot, stretch,
             acc, max_score, tl.sum(weight, 1), row < num_rows,
             (kv_head + row_head) * GROUP + row % GROUP,
@@ -359,7 +341,7 @@ def _large_unit(
         )  # fmt: skip
         page = _page_of(pages_ptr, start + TILE_K, key_end, PAGE_SIZE, TILE_K)
     slot = tl.load(entry_ptr + num_entries, mask=is_row, other=0)
-    _finish_rows(
+    _write_rows(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, token, slot, stretch,
         acc, max_score, weight, is_row, head, stride_out_token, stride_out_head,
         HEADS, HEAD_DIM, DIM, HAS_LSE,
@@ -369,12 +351,12 @@ def _large_unit(
 @triton.jit
 def _merge_rows(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges, first_row, num_rows,
-    is_real, stride_out_token, stride_out_head,
+    stride_out_token, stride_out_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Rows [first_row, first_row + ROWS) of the merge list x heads, PARTS of their Partials at a
-    time. A rehearsal (`is_real` is 0) fetches instructions and the list, but no Partials.
+    time.
     """
     dims = tl.arange(0, DIM)
     rows = first_row + tl.arange(0, ROWS)
@@ -384,13 +366,12 @@ def _merge_rows(
     token = tl.load(merge_ptr, mask=is_row, other=0)
     slot = tl.load(merge_ptr + num_merges, mask=is_row, other=0)
     parts = tl.load(merge_ptr + 2 * num_merges, mask=is_row, other=0)
-    is_row = is_row & (rows < num_rows * is_real)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     merged = tl.zeros([ROWS, DIM], tl.float32)
-    for first in range(0, tl.max(parts, 0) * is_real + (1 - is_real), PARTS):
+    for first in range(0, tl.max(parts, 0), PARTS):
         part = first + tl.arange(0, PARTS)
-        is_there = part[None, :] < (parts * is_real)[:, None]
+        is_there = part[None, :] < parts[:, None]
         place = (slot[:, None] + part[None, :]) * HEADS + head[:, None]
         lse = tl.load(
             partial_lse_ptr + place, mask=is_there, other=float("-inf"), cache_modifier=".cg"
@@ -406,58 +387,17 @@ def _merge_rows(
         total = total * old_share + tl.sum(share, 1)
         merged = merged * old_share[:, None] + tl.sum(out * share[:, :, None], 1)
         top = new_top
-    merged, lse = _normalised(merged, top, total)
-    _write_rows(
-        out_ptr, lse_ptr, token, head, merged, lse, is_row,
-        stride_out_token, stride_out_head, HEADS, HEAD_DIM, DIM, HAS_LSE,
-    )  # fmt: skip
-
-
-@triton.jit
-def _merge_share(
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges, most_parts, is_real,
-    stride_out_token, stride_out_head,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    IS_ORDERED: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
-    """This program's rows of the merge list; of a rehearsal, the first ones.
-
-    Few rows: one at a time, many Partials at once; else as many rows as have few Partials.
-    """
-    program = tl.program_id(0)
-    num_programs = tl.num_programs(0)
-    num_rows = num_merges * HEADS
-    if IS_ORDERED:
-        end = tl.where(is_real > 0, num_rows, tl.minimum(num_rows, program * 16 + 1))
-        for row in range(program * 16, end, num_programs * 16):
-            _merge_rows(
-                out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
-                row, num_rows, is_real, stride_out_token, stride_out_head,
-                HEADS, HEAD_DIM, DIM, 16, 1, HAS_LSE,
-            )  # fmt: skip
-    elif num_rows <= num_programs:
-        for row in range(program, num_rows, num_programs):
-            _merge_rows(
-                out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
-                row, num_rows, is_real, stride_out_token, stride_out_head,
-                HEADS, HEAD_DIM, DIM, 1, 64, HAS_LSE,
-            )  # fmt: skip
-    elif most_parts > 4:
-        end = tl.where(is_real > 0, num_rows, tl.minimum(num_rows, program * 8 + 1))
-        for row in range(program * 8, end, num_programs * 8):
-            _merge_rows(
-                out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
-                row, num_rows, is_real, stride_out_token, stride_out_head,
-                HEADS, HEAD_DIM, DIM, 8, 8, HAS_LSE,
-            )  # fmt: skip
-    else:
-        end = tl.where(is_real > 0, num_rows, tl.minimum(num_rows, program * 32 + 1))
-        for row in range(program * 32, end, num_programs * 32):
-            _merge_rows(
-                out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
-                row, num_rows, is_real, stride_out_token, stride_out_head,
-                HEADS, HEAD_DIM, DIM, 32, 2, HAS_LSE,
-            )  # fmt: skip
+    has_keys = total > 0
+    merged = merged / tl.where(has_keys, total, 1.0)[:, None]
+    out_offset = token.to(tl.int64) * stride_out_token + head * stride_out_head
+    tl.store(
+        out_ptr + out_offset[:, None] + dims[None, :],
+        merged.to(out_ptr.dtype.element_ty),
+        mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
+    )
+    if HAS_LSE:
+        lse = tl.where(has_keys, top + tl.log2(tl.where(has_keys, total, 1.0)), float("-inf"))
+        tl.store(lse_ptr + token * HEADS + head, lse * LN_2, mask=is_row)
 
 
 @triton.jit
@@ -470,8 +410,8 @@ def _span_kernel(
     PAGE_SIZE: tl.constexpr,
     FOLD: tl.constexpr, SMALL_Q: tl.constexpr, SMALL_STAGES: tl.constexpr,
     LARGE_Q: tl.constexpr, LARGE_K: tl.constexpr, LARGE_STAGES: tl.constexpr,
-    PER_SM: tl.constexpr, REHEARSES: tl.constexpr, IS_ORDERED: tl.constexpr,
-    HAS_LSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PHASE: tl.constexpr,
+    PER_SM: tl.constexpr, IS_ORDERED: tl.constexpr, HAS_LSE: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """Attend to the units of this program, then merge its share of the rows. `scale` includes
     log2(e).
@@ -517,34 +457,50 @@ def _span_kernel(
                 KV_HEADS, GROUP, FOLD, HEAD_DIM, DIM, PAGE_SIZE, SMALL_Q, SMALL_STAGES,
                 HAS_LSE, UPCAST,
             )  # fmt: skip
+    if PHASE == BOTH:
+        if num_merges > 0:
+            # Every store of this program happens before its arrival, every load below after the
+            # last one.
+            tl.debug_barrier()
+            if tl.atomic_add(barrier_ptr, 1, sem="acq_rel") == num_programs - 1:
+                tl.atomic_xchg(barrier_ptr, 0, sem="relaxed")
+                tl.atomic_add(barrier_ptr + 1, 1, sem="release")
+            else:
+                while tl.atomic_add(barrier_ptr + 1, 0, sem="acquire") == generation:
+                    pass
+            tl.debug_barrier()
     if PHASE != ATTEND:
         if num_merges > 0:
             merges_ptr = plan_ptr + tl.load(plan_ptr + 5)
+            num_rows = num_merges * HEADS
+            # Few rows: one at a time, many Partials at once; else as many rows as have few
+            # Partials.
             most_parts = tl.load(plan_ptr + 7)
-            is_last = PHASE == MERGE
-            if PHASE == BOTH:
-                # Every store of this program happens before its arrival, every load of a Partial
-                # after the last one.
-                tl.debug_barrier()
-                is_last = tl.atomic_add(barrier_ptr, 1, sem="acq_rel") == num_programs - 1
-                if is_last:
-                    tl.atomic_xchg(barrier_ptr, 0, sem="relaxed")
-                    tl.atomic_add(barrier_ptr + 1, 1, sem="release")
-            # Who has to wait may rehearse: this code runs once, and fetching it takes as long as
-            # running it.
-            first_turn = 1
-            if REHEARSES:
-                if not is_last:
-                    first_turn = 0
-            for is_real in range(first_turn, 2):
-                if PHASE == BOTH:
-                    if is_real > 0:
-                        if not is_last:
-                            while tl.atomic_add(barrier_ptr + 1, 0, sem="acquire") == generation:
-                                pass
-                        tl.debug_barrier()
-                _merge_share(
-                    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
-                    most_parts, is_real, stride_out_token, stride_out_head,
-                    HEADS, HEAD_DIM, DIM, IS_ORDERED, HAS_LSE,
-                )  # fmt: skip
+            if IS_ORDERED:
+                for row in range(program * 16, num_rows, num_programs * 16):
+                    _merge_rows(
+                        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
+                        row, num_rows, stride_out_token, stride_out_head,
+                        HEADS, HEAD_DIM, DIM, 16, 1, HAS_LSE,
+                    )  # fmt: skip
+            elif num_rows <= num_programs:
+                for row in range(program, num_rows, num_programs):
+                    _merge_rows(
+                        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
+                        row, num_rows, stride_out_token, stride_out_head,
+                        HEADS, HEAD_DIM, DIM, 1, 64, HAS_LSE,
+                    )  # fmt: skip
+            elif most_parts > 4:
+                for row in range(program * 8, num_rows, num_programs * 8):
+                    _merge_rows(
+                        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
+                        row, num_rows, stride_out_token, stride_out_head,
+                        HEADS, HEAD_DIM, DIM, 8, 8, HAS_LSE,
+                    )  # fmt: skip
+            else:
+                for row in range(program * 32, num_rows, num_programs * 32):
+                    _merge_rows(
+                        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
+                        row, num_rows, stride_out_token, stride_out_head,
+                        HEADS, HEAD_DIM, DIM, 32, 2, HAS_LSE,
+                    )  # fmt: skip

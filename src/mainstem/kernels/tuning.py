@@ -5,7 +5,7 @@ Small and large units live in one kernel and share its warps and registers, so a
 record.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -21,7 +21,6 @@ class Tiles:
     num_warps: int
     programs_per_sm: int  # all programs must be resident at once, so this must fit
     max_registers: int | None = None
-    rehearses: bool = False  # whoever waits at the barrier runs the merge once without effect
     large_weight: float = 0.8  # time of a large tile's key over that of a small one
 
 
@@ -29,10 +28,6 @@ HOPPER = Tiles(
     small_stages=3, large_q=64, large_k=64, large_stages=3,
     num_warps=4, programs_per_sm=2, max_registers=255,
 )  # fmt: skip
-# One query head per KV head: prefixes fill few rows, so many short units, whose beginnings and
-# ends take most of the time. The narrower tile spills less there; prompts want the wider one.
-HOPPER_MHA = replace(HOPPER, large_k=32, large_stages=5, rehearses=True)
-PROMPT_TOKENS = 1024  # steps of more tokens are prompts for the most part
 # Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.
 FALLBACK = Tiles(
     small_stages=2, large_q=64, large_k=32, large_stages=2, num_warps=4, programs_per_sm=1
@@ -46,15 +41,12 @@ INTERPRETER = Tiles(
 )
 
 
-def choose_tiles(device: torch.device, dtype: torch.dtype, group: int) -> tuple[Tiles, Tiles]:
-    """The tuned records of a card, or ones that fit any: for few tokens and for prompts.
-
-    Both cut alike: a plan is made before it is known which of them runs it.
-    """
+def choose_tiles(device: torch.device, dtype: torch.dtype) -> Tiles:
+    """The tuned record of a card, or one that fits any."""
     if device.type == "cpu":
-        return INTERPRETER, INTERPRETER
+        return INTERPRETER
     if dtype == torch.float32:
-        return WIDE_ELEMENTS, WIDE_ELEMENTS
+        return WIDE_ELEMENTS
     if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
-        return (HOPPER_MHA if group == 1 else HOPPER), HOPPER
-    return FALLBACK, FALLBACK
+        return HOPPER
+    return FALLBACK
