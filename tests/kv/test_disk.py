@@ -14,7 +14,7 @@ import pytest
 from mainstem.core.errors import StoreError
 from mainstem.core.ids import PageKey
 from mainstem.kv.bytes.disk import DiskTier, Read, ReadJob, WriteJob, Written
-from mainstem.kv.bytes.page_index import FILE
+from mainstem.kv.bytes.page_index import FILE, PageIndex
 
 PAGE = 8192
 ROOM = 16 * PAGE
@@ -254,4 +254,25 @@ def test_a_full_disk_is_told_and_not_asked_again_at_once(
     tier = open_tier(tmp_path)
     assert read_all(tier) == {2: None}
     assert tier.rows[0].crc32 == crc32(contents(2))
+    tier.close()
+
+
+def test_a_disk_too_full_for_the_index_gives_up_the_last_pages(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[Path] = []
+
+    class FullOnce(PageIndex):
+        def __init__(self, folder: Path, about: dict[str, str]) -> None:
+            if not refused:
+                refused.append(folder)
+                raise sqlite3.OperationalError("database or disk is full")
+            super().__init__(folder, about)
+
+    monkeypatch.setattr("mainstem.kv.bytes.disk.PageIndex", FullOnce)
+    monkeypatch.setattr("mainstem.kv.bytes.disk.INDEX_ROOM", PAGE + 1)
+    tier = open_tier(stored)
+    assert tier.found is not None
+    assert "disk full" in tier.found
+    assert read_all(tier) == {1: None, 2: None, 3: None, 4: "truncated", 5: "truncated"}
     tier.close()

@@ -9,7 +9,7 @@ import pytest
 from mainstem.core.events import EventBus, PagesLost, SavesSkipped, StoreOpened
 from mainstem.core.metrics import Counters
 from mainstem.kv.policy import PolicyKind
-from tests.builders import VOCAB, a_request, run_all
+from tests.builders import VOCAB, Collector, a_request, run_all
 from tests.fakes import fake_answer
 from tests.kv.faulty import FaultyFiles
 from tests.kv.tiered import Tiered, a_tiered_engine
@@ -155,3 +155,32 @@ def test_unused_pages_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert tiered.tiers.num_host_pages == tiered.tiers.num_disk_pages == 0
     tiered.engine.check()
     tiered.engine.close()
+
+
+def test_a_slow_disk_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads take half a second each; a request that needs none is answered meanwhile."""
+    FaultyFiles.reset()
+    tiered = a_tiered_engine(disk_dir=tmp_path, files=FaultyFiles)
+    ask(tiered, [CHATS[0]])
+    tiered.engine.close()
+    again = a_tiered_engine(disk_dir=tmp_path, files=FaultyFiles, num_pages=32)
+    monkeypatch.setattr("tests.kv.faulty.SLOW_S", 0.5)
+    FaultyFiles.reads.extend(["slow"] * 8)
+    engine = again.engine
+    engine.submit(a_request(CHATS[0], 4, name="slow"))
+    for _ in range(5):
+        engine.step()
+    engine.submit(a_request(CHATS[1], 4, name="quick"))
+    began_s = monotonic()
+    got = Collector()
+    ended_s: dict[str, float] = {}
+    while engine.has_work:
+        got.add(engine.step())
+        for name, _ in got.reasons:
+            ended_s.setdefault(name, monotonic() - began_s)
+    assert ended_s["quick"] < 0.4 < ended_s["slow"]
+    for name, chat in (("slow", CHATS[0]), ("quick", CHATS[1])):
+        assert got.tokens[name, 0] == fake_answer(chat, 4, VOCAB)
+    engine.check()
+    engine.close()
+    FaultyFiles.reset()

@@ -31,6 +31,7 @@ from mainstem.kv.bytes.page_index import PageIndex, PageRow, remove_index
 from mainstem.kv.bytes.segments import SegmentFiles
 
 NUM_READERS = 4
+INDEX_ROOM = 1 << 20  # bytes that are enough to open and change an index
 MAX_BATCH = 64  # pages written between two commits
 FULL_PAUSE_S = 30.0  # a full disk is not asked for more space for so long
 
@@ -197,8 +198,7 @@ class DiskTier:
 
     def _open_index(self) -> tuple[PageIndex, list[PageRow]]:
         try:
-            index = PageIndex(self.folder, self._about)
-            rows = index.rows()
+            index, rows = self._read_index()
         except sqlite3.DatabaseError as error:
             remove_index(self.folder)
             self.found = f"index damaged ({error})"
@@ -210,6 +210,18 @@ class DiskTier:
             index.delete(beyond)
             rows = [row for row in rows if row.record < self.num_records]
         return index, rows
+
+    def _read_index(self) -> tuple[PageIndex, list[PageRow]]:
+        """Even an index that is only read wants some room; a full disk gets it from the pages."""
+        try:
+            index = PageIndex(self.folder, self._about)
+        except sqlite3.OperationalError as error:
+            if "full" not in str(error):
+                raise
+            self._files.shorten(INDEX_ROOM)
+            self.found = "disk full: the last pages were given up for room"
+            index = PageIndex(self.folder, self._about)
+        return index, index.rows()
 
     def _skip_used(self) -> None:
         used = {row.record for row in self.rows}

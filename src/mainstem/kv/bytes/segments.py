@@ -58,6 +58,15 @@ class SegmentFiles:
         for segment in sorted({self._place(record)[0] for record in records}):
             os.fdatasync(self._open(segment, is_new=True))
 
+    def shorten(self, num_bytes: int) -> None:
+        """Cut at least `num_bytes` off the last segments; their records end too early then."""
+        for path in sorted(self._folder.glob("*.pages"), reverse=True):
+            size = path.stat().st_size
+            os.truncate(path, max(0, size - num_bytes))
+            num_bytes -= size
+            if num_bytes <= 0:
+                return
+
     def remove_all(self) -> int:
         """Delete every segment; returns how many there were."""
         self.close()
