@@ -206,3 +206,34 @@ def test_sessions_outlive_the_process(tmp_path: Path) -> None:
         assert second.request("GET", "/v1/sessions").json() == before
         assert before["data"][0]["turns"] == 1
         assert second.stop() == 0
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_conversation_comes_back_from_disk_with_its_pages(
+    smollm2_folder: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", str(smollm2_folder), "--kv-tokens", "8192"]
+    flags += ["--disk-dir", str(tmp_path / "store"), "--host-gb", "0.3"]
+    question = "Tell me about the Rhine, its water, its banks, its fish and its towns, in detail."
+    messages: list[Json] = [{"role": "user", "content": question}]
+
+    def turn(process: Process) -> Json:
+        body = {"messages": messages, "session_id": "s", "max_tokens": 40, "temperature": 0}
+        reply: Json = process.request("POST", "/v1/chat/completions", json=body).json()
+        messages.append(reply["choices"][0]["message"])
+        messages.append({"role": "user", "content": "Go on."})
+        usage: Json = reply["usage"]
+        return usage
+
+    with a_process(flags, "real") as first:
+        before = turn(first)
+        assert first.stop() == 0
+    with a_process(flags, "real") as second:
+        usage = turn(second)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= before["total_tokens"] // 16 * 16 - 16
+        assert 'mainstem:loaded_pages_total{model_name="smollm2",engine="0",tier="disk"}' in (
+            second.request("GET", "/metrics").text
+        )
+        assert second.stop() == 0
