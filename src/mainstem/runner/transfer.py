@@ -12,9 +12,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s, Runner
 from mainstem.kv.transfer import LoadId, PageCopier
 from mainstem.models.decoder import Gate
+from mainstem.runner.load import available_bytes
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.runner import CpuRunner
 from mainstem.runner.slab import HostSlab, slot_bytes
@@ -146,7 +148,11 @@ class CpuCopier:
 
 
 def connect(runner: Runner, host_bytes: int) -> PageCopier:
-    """A copier between the runner's pages and a slab of `host_bytes`."""
+    """A copier between the runner's pages and a slab of `host_bytes`, if there is so much."""
+    if host_bytes > (available := available_bytes()):
+        raise ConfigError(
+            f"host_gb={host_bytes / 1e9:g} is more than the {available / 1e9:.1f} GB of memory left"
+        )
     if isinstance(runner, CpuRunner):
         copier = CpuCopier(runner.pages, host_bytes)
         runner.attach(copier)

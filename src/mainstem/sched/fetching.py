@@ -7,6 +7,7 @@ from mainstem.core.config import Fetch, StoreConfig
 from mainstem.kv.tiers import LowerTiers, Stored
 
 BUSY_S = 0.03
+HELD_UP = 4  # of those that wait, as many count: the others may take the other way
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,10 @@ class Fetching:
         longer either makes the `num_waiting` wait counts as well."""
         if self.config.fetch is not Fetch.AUTO:
             return self.config.fetch is Fetch.ALWAYS
+        num_held_up = min(num_waiting, HELD_UP)
         own_s = stored.num_pages * self.page_size * self.token_s
-        compute_s = tokens_ahead * self.token_s + (1 + num_waiting) * own_s
-        return self._load_s(stored, num_waiting) < compute_s
+        compute_s = tokens_ahead * self.token_s + (1 + num_held_up) * own_s
+        return self._load_s(stored, num_held_up) < compute_s
 
     def is_busy(self, stored: Stored) -> bool:
         """Whether the way has enough to do until somebody looks again. What is started later can
@@ -56,7 +58,7 @@ class Fetching:
             return 1
         return math.ceil(num_layers - (num_layers - 1) * prompt_s / load_s)
 
-    def _load_s(self, stored: Stored, num_waiting: int) -> float:
+    def _load_s(self, stored: Stored, num_held_up: int) -> float:
         seconds = 0.0
         for link, num_pages in (
             (self.tiers.host_link, stored.num_pages),
@@ -64,5 +66,5 @@ class Fetching:
         ):
             if num_pages:
                 num_bytes = num_pages * self.tiers.page_bytes
-                seconds += link.expect_s(num_bytes) + num_waiting * link.pass_s(num_bytes)
+                seconds += link.expect_s(num_bytes) + num_held_up * link.pass_s(num_bytes)
         return seconds

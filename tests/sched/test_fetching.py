@@ -1,0 +1,115 @@
+"""Load or compute, and when to start: the decisions, on links of known rates."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from mainstem.core.config import Fetch, StoreConfig
+from mainstem.kv.tiers import LowerTiers, Stored
+from mainstem.kv.transfer import Link
+from mainstem.sched.fetching import Fetching
+
+PAGE_BYTES = 2 << 20  # Llama 8B, 16 tokens in bf16
+TOKEN_S = 22e-6
+HISTORY = 126  # pages: 2,016 tokens
+
+
+@dataclass
+class Tiers:
+    """As an H200 has them: 50 GB/s to host memory, 4.2 GB/s from disk."""
+
+    num_layers: int = 32
+    page_bytes: int = PAGE_BYTES
+    host_link: Link = field(default_factory=lambda: Link(50e9))
+    disk_link: Link = field(default_factory=lambda: Link(4.2e9))
+
+
+def a_fetching(fetch: Fetch = Fetch.AUTO, preload: str = "auto") -> tuple[Fetching, Tiers]:
+    tiers = Tiers()
+    config = StoreConfig(host_gb=1.0, fetch=fetch, preload=preload)
+    assert isinstance(tiers, Tiers)
+    stand_in: LowerTiers = tiers  # type: ignore[assignment]  # it has what Fetching looks at
+    return Fetching(config, stand_in, 16, TOKEN_S), tiers
+
+
+def assign(fetching: Fetching, tiers: Tiers, count: int, is_on_disk: bool) -> tuple[int, int]:
+    """Histories that come at once: how many are loaded, how many computed."""
+    stored = Stored(HISTORY, HISTORY if is_on_disk else 0)
+    num_loaded, tokens_ahead = 0, 0
+    for index in range(count):
+        if fetching.is_worth_it(stored, tokens_ahead, count - index):
+            num_loaded += 1
+            tiers.host_link.start(HISTORY * PAGE_BYTES)
+            if is_on_disk:
+                tiers.disk_link.start(HISTORY * PAGE_BYTES)
+            tokens_ahead += 100
+        else:
+            tokens_ahead += HISTORY * 16 + 100
+    return num_loaded, count - num_loaded
+
+
+def test_from_host_memory_a_crowd_is_loaded() -> None:
+    fetching, tiers = a_fetching()
+    assert assign(fetching, tiers, 24, is_on_disk=False) == (24, 0)
+
+
+def test_a_disk_as_fast_as_the_device_gets_about_half_of_a_crowd() -> None:
+    fetching, tiers = a_fetching()
+    loaded, computed = assign(fetching, tiers, 24, is_on_disk=True)
+    assert 6 <= loaded <= 14
+    assert loaded + computed == 24
+
+
+def test_settings_overrule_the_comparison() -> None:
+    assert assign(*a_fetching(Fetch.ALWAYS), 9, is_on_disk=True) == (9, 0)
+    assert assign(*a_fetching(Fetch.NEVER), 9, is_on_disk=False) == (0, 9)
+
+
+def test_a_slow_link_loses_once_it_was_seen_to_be_slow() -> None:
+    fetching, tiers = a_fetching()
+    stored = Stored(HISTORY, HISTORY)
+    tiers.disk_link = Link(100e9)
+    assert fetching.is_worth_it(stored, 0, 0)
+    for _ in range(20):
+        tiers.disk_link.start(PAGE_BYTES)
+        tiers.disk_link.finish(PAGE_BYTES, seconds=1.0)
+    assert not fetching.is_worth_it(stored, 0, 0)
+
+
+def test_short_histories_are_computed_where_the_link_is_taken() -> None:
+    fetching, tiers = a_fetching()
+    tiers.host_link.start(100 * HISTORY * PAGE_BYTES)  # half a second of other loads
+    assert not fetching.is_worth_it(Stored(2), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("new_tokens", "layers"),
+    [
+        (2016, 1),  # the prompt takes longer than the load: it never has to wait
+        (100, 20),  # 5.3 ms of load, 2.2 ms of prompt: the last layer must be there in time
+        (1, 32),
+    ],
+)
+def test_the_read_buffer_grows_with_what_the_prompt_does_not_hide(
+    new_tokens: int, layers: int
+) -> None:
+    fetching, _ = a_fetching()
+    assert fetching.start_layers(Stored(HISTORY), new_tokens) == layers
+
+
+def test_a_started_prompt_waits_for_no_layer() -> None:
+    """Layer k is there after k + 1 parts of the load, and wanted after k parts of the prompt."""
+    fetching, tiers = a_fetching()
+    for new_tokens in (1, 50, 100, 200, 400):
+        start = fetching.start_layers(Stored(HISTORY), new_tokens)
+        layer_load_s = tiers.host_link.pass_s(HISTORY * PAGE_BYTES) / 32
+        layer_prompt_s = new_tokens * TOKEN_S / 32
+        for layer in range(32):
+            there_s = (layer + 1) * layer_load_s
+            assert there_s <= start * layer_load_s + layer * layer_prompt_s + 1e-9
+
+
+@pytest.mark.parametrize(("preload", "layers"), [("all", 32), ("0", 0), ("5", 5), ("99", 32)])
+def test_the_read_buffer_can_be_set(preload: str, layers: int) -> None:
+    fetching, _ = a_fetching(preload=preload)
+    assert fetching.start_layers(Stored(HISTORY), 100) == layers
