@@ -31,6 +31,7 @@ from mainstem.kernels.sample import (
     _tops_kernel,
 )
 from mainstem.kernels.span import _span_kernel
+from mainstem.kernels.transfer import _copy_pages_kernel
 from mainstem.kernels.tuning import FALLBACK, HOPPER, Tiles
 
 TARGETS = {
@@ -119,9 +120,15 @@ def _other_jobs(target: str) -> Iterator[Job]:
     )
 
 
+def _copy_jobs() -> Iterator[Job]:
+    places = {"layers_ptr": "*i64", "places_ptr": "*i64", "slab_address": "i64"}
+    for is_load in (False, True):
+        yield Job(_copy_pages_kernel, {"TO_DEVICE": is_load, "TILE": 2048}, places)
+
+
 def compile_all(target: str) -> None:
     tiles = HOPPER if target == "sm_90" else FALLBACK
-    for job in (*_attention_jobs(tiles), *_other_jobs(target)):
+    for job in (*_attention_jobs(tiles), *_copy_jobs(), *_other_jobs(target)):
         names = job.kernel.arg_names
         signature = {n: "constexpr" if n in job.constants else _type_of(n) for n in names}
         source = ASTSource(
