@@ -214,3 +214,15 @@ def test_neighbouring_pages_are_not_copied() -> None:
 def test_unequal_tails_do_not_read_what_lies_behind_them() -> None:
     own = [([0], [1, 2], 17, True), ([1], [3, 4], 30, True)]
     check(spans_of(([0, 1], [0], 16, False), *own), 2)
+
+
+def test_many_heads_over_one_and_runs_of_unequal_length() -> None:
+    """Enough heads for a KV head that even a few queries are laid end to end, keys masked."""
+    rows = [list(range(0, 7)), list(range(7, 14))]
+    own = [([row], [10 + row], 2, True) for row in range(14)]
+    check(
+        spans_of((rows[0], [0, 1], 20, False), (rows[1], [2, 3], 27, False), *own),
+        14,
+        heads=32,
+        kv_heads=1,
+    )
