@@ -246,13 +246,34 @@ def test_batches_give_way_to_interactive_requests(shared: Running) -> None:
 
 def test_no_row_is_started_while_clients_are_many(shared: Running) -> None:
     runner = shared.gateway.desk.runner  # type: ignore[union-attr]
-    assert runner.may_start(0)
+    assert runner.may_start()
     shared.gateway.gate.open_answers += 9
     try:
-        assert not runner.may_start(0)
+        assert not runner.may_start()
     finally:
         shared.gateway.gate.open_answers -= 9
-    assert not runner.may_start(256)
+
+
+def test_nobody_waits_for_the_batch_of_another(shared: Running) -> None:
+    shared.pause(0.01)
+    rows = [a_row(f"r{n}", f"row {n}", max_tokens=30, ignore_eos=True) for n in range(800)]
+    with a_client(shared) as client, a_client(shared, BOB) as other:
+        made = client.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
+        long, queued = (
+            client.batches.create(
+                input_file_id=made.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            for _ in range(2)
+        )
+        until(lambda: client.batches.retrieve(long.id).status == "in_progress")
+        assert run(other, [a_row("quick", "x", max_tokens=1)]).status == "completed"
+        assert client.batches.retrieve(long.id).status == "in_progress"
+        assert client.batches.retrieve(queued.id).status == "validating"
+        for batch in (queued, long):
+            client.batches.cancel(batch.id)
+        for batch in (queued, long):
+            until(lambda: client.batches.retrieve(batch.id).status == "cancelled")  # noqa: B023
+    shared.settle()
 
 
 def test_without_a_folder_there_are_no_files(server: Running) -> None:

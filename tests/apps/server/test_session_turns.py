@@ -180,7 +180,8 @@ def test_forty_sessions_of_a_real_model_answer_as_each_alone(
         messages: list[Json] = []
         for question in (f"What is {number} plus two?", "Why?"):
             messages.append({"role": "user", "content": question})
-            body = {"messages": messages, "app": app, "session_id": f"{name}-{number}"}
+            body: Json = {"messages": messages, "app": app}
+            body["session_id"] = f"{name}-{number}"
             body |= {"temperature": 0, "max_tokens": 6}
             reply = process.request("POST", "/v1/chat/completions", json=body)
             messages.append(reply.json()["choices"][0]["message"])

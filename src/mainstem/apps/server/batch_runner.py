@@ -1,4 +1,4 @@
-"""Runs batches beside interactive requests, one after the other, and gives way to them.
+"""Runs batches beside interactive requests, one of each tenant at a time, and gives way to them.
 
 Rows are read, planned and written by the parts of `mainstem batch`; they run at a lower priority,
 and no new row is started while clients are many. Answers are appended to a file as they come, and
@@ -31,7 +31,9 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.plan.planner import PlanConfig
 
 PRIORITY = 1 << 20  # behind interactive requests
-MAX_ROWS = 256  # open at once
+MAX_BATCHES = 8  # at once
+MAX_ROWS = 1024  # open at once, of all batches
+MAX_WAITING = 32  # no row is started behind so many that wait: the queue is everybody's
 BUSY_ANSWERS = 8  # with more interactive answers open, no row is started
 LOOK_S = 0.02  # how often the runner looks whether it may go on
 WINDOW_BYTES = 64 << 20  # of rows that are planned together
@@ -61,14 +63,18 @@ class BatchRunner:
         self._batches = batches
         self._is_draining = is_draining
         self._wake = asyncio.Event()
-        self._running: tuple[str, asyncio.Task[None]] | None = None  # the batch at work
+        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # by batch: owner, task
         self._loop: asyncio.Task[None] | None = None
+        self._is_closing = False
+        self._num_open = 0  # rows, of all batches
+        self._seen = worker.snapshot
+        self._num_since = 0  # rows started since then
 
     def start(self) -> None:
         self._loop = asyncio.ensure_future(self._run())
 
     def wake(self) -> None:
-        """There is a new batch."""
+        """There is a new batch, or room for one."""
         self._wake.set()
 
     def cancel(self, batch: Batch) -> Batch:
@@ -77,35 +83,46 @@ class BatchRunner:
             return batch
         cancelling = batch.moved(BatchStatus.CANCELLING)
         self._batches.put(cancelling)
-        if self._running is not None and self._running[0] == batch.batch_id:
-            self._running[1].cancel()
+        if batch.batch_id in self._running:
+            self._running[batch.batch_id][1].cancel()
         self.wake()
         return cancelling
 
     async def close(self) -> None:
         """Stop where it is; a later process goes on."""
-        tasks = [task for task in (self._loop, self._running and self._running[1]) if task]
+        self._is_closing = True
+        tasks = [task for _, task in self._running.values()]
+        if self._loop is not None:
+            tasks.append(self._loop)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
+        """Start batches as they come: one of each owner, so that nobody waits for another's."""
         while True:
-            batch = self._batches.next_open()
-            if batch is None:
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            task = asyncio.ensure_future(self._work(batch))
-            self._running = (batch.batch_id, task)
-            try:
-                await asyncio.wait({task})
-            finally:
-                self._running = None
-            if task.cancelled():
-                await self._finish(self._latest(batch), BatchStatus.CANCELLED)
-            elif (error := task.exception()) is not None:
-                self._give_up(self._latest(batch), error)
+            self._wake.clear()
+            for batch in self._batches.opened():
+                owners = {owner for owner, _ in self._running.values()}
+                is_next = batch.owner not in owners and len(owners) < MAX_BATCHES
+                is_leaving = batch.status is BatchStatus.CANCELLING
+                if batch.batch_id not in self._running and (is_next or is_leaving):
+                    task = asyncio.ensure_future(self._care_for(batch))
+                    self._running[batch.batch_id] = (batch.owner, task)
+            await self._wake.wait()
+
+    async def _care_for(self, batch: Batch) -> None:
+        try:
+            await self._work(batch)
+        except asyncio.CancelledError:
+            if self._is_closing:
+                raise
+            await self._finish(self._latest(batch), BatchStatus.CANCELLED)
+        except Exception as error:  # of this batch; the others go on
+            self._give_up(self._latest(batch), error)
+        finally:
+            del self._running[batch.batch_id]
+            self.wake()
 
     def _give_up(self, batch: Batch, error: BaseException) -> None:
         while isinstance(error, BaseExceptionGroup):
@@ -158,10 +175,20 @@ class BatchRunner:
 
     # --- what rows need -------------------------------------------------------------------------
 
-    def may_start(self, num_open: int) -> bool:
-        """Whether another row may be started beside so many."""
+    def may_start(self) -> bool:
+        """Whether another row may be started."""
+        snapshot = self._worker.snapshot
+        if snapshot is not self._seen:
+            self._seen, self._num_since = snapshot, 0
+        has_room = snapshot.num_waiting + self._num_since < MAX_WAITING
         is_busy = self._gate.open_answers > BUSY_ANSWERS or self._is_draining()
-        return num_open < MAX_ROWS and not is_busy and self._worker.state is WorkerState.RUNNING
+        is_running = self._worker.state is WorkerState.RUNNING
+        return has_room and self._num_open < MAX_ROWS and not is_busy and is_running
+
+    def note_row(self, change: int) -> None:
+        """A row was started (1) or has ended (-1)."""
+        self._num_open += change
+        self._num_since += max(0, change)
 
     def reader(self, batch: Batch, source: InputFile, out: AnswerFile) -> Iterator[PlannedWindow]:
         """The rows that are left, planned; runs on a thread."""
@@ -230,7 +257,6 @@ class _BatchRun:
         self._batch = batch
         self._tenant = tenant
         self._out = out
-        self._num_open = 0
 
     def note_done(self) -> None:
         """Count what an earlier process has written."""
@@ -247,11 +273,11 @@ class _BatchRun:
                 for failure in window.failures:
                     self._fail(failure)
                 for index in _in_order(planned):
-                    while not self._runner.may_start(self._num_open):
+                    while not self._runner.may_start():
                         await asyncio.sleep(LOOK_S)
                     if time() > self._batch.times["expires_at"]:
                         return False
-                    self._num_open += 1
+                    self._runner.note_row(1)
                     ids = window.prompts[index].tolist()
                     group.create_task(self._answer(window.rows[index], ids))
         return True
@@ -266,7 +292,7 @@ class _BatchRun:
             self._out.append(self._runner.line(row, answers))
             self._count(completed=self._batch.completed + 1)
         finally:
-            self._num_open -= 1
+            self._runner.note_row(-1)
 
     def _fail(self, failure: Failure) -> None:
         self._out.append(error_row(failure.line, failure.custom_id, failure.error))

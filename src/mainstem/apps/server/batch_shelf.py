@@ -127,9 +127,9 @@ class BatchShelf:
         """The latest first."""
         return [batch for batch in self._batches.values() if batch.owner == owner][::-1]
 
-    def next_open(self) -> Batch | None:
-        """The oldest batch that has not ended."""
-        return next((batch for batch in self._batches.values() if not batch.is_ended), None)
+    def opened(self) -> list[Batch]:
+        """Batches that have not ended, the oldest first."""
+        return [batch for batch in self._batches.values() if not batch.is_ended]
 
     def work_path(self, batch: Batch) -> Path:
         """Where answers are appended while the batch runs."""
