@@ -532,6 +532,8 @@ class Scheduler:
             return None
         num_there = (len(kept) + stored.num_pages) * self._page_size
         layers = fetching.start_layers(stored, max(num_known - num_there, 1))
+        if match.similar_page is not None:  # wanted still, if nothing can be loaded after all
+            kept = np.append(kept, np.int32(match.similar_page))
         awaited: PageKey | None = None
         try:
             for run in runs:
