@@ -9,7 +9,7 @@ from mainstem.apps.server.apps_registry import App, AppRegistry, shared_prefixes
 from mainstem.core.errors import ConfigError, InvalidRequest
 from tests.apps.fake_batch import FakeEngines, a_tokenizer
 from tests.apps.server.conftest import PIRATE, POLITE
-from tests.apps.server.running import ADMIN, ALICE, BOB, Running, a_server
+from tests.apps.server.running import ADMIN, ALICE, BOB, Running, a_server, until
 
 CHAT = [{"role": "user", "content": "How are you?"}]
 
@@ -111,6 +111,27 @@ def test_an_apps_pages_outlast_a_flood_of_others() -> None:
         body = {"model": "fake:polite", "messages": CHAT, "max_tokens": 2}
         reply = running.post("/v1/chat/completions", body).json()
         assert cached_tokens(reply) == len(f"<system>{POLITE.prompt}\n<user>")
+        running.settle()
+
+
+@pytest.mark.parametrize("loss", ["reset", "fault"])
+def test_an_apps_pages_outlast_a_flood_after_the_cache_was_lost(loss: str) -> None:
+    with a_server([POLITE], engines=FakeEngines(num_pages=96, max_model_len=200)) as running:
+
+        def fail_once(_: object) -> None:
+            running.engines.at_step = None
+            raise RuntimeError("a step that fails")
+
+        if loss == "reset":
+            running.send("POST", "/admin/reset_prefix_cache", None, ADMIN)
+        else:
+            running.engines.at_step = fail_once
+            assert running.post("/v1/completions", {"prompt": "x"}).status_code == 503
+            until(lambda: running.gateway.worker.num_recoveries == 1)
+            running.on_loop(running.gateway.filler.fill_all())  # beside that of the recovery
+        for number in range(12):
+            running.complete(f"{number:03} " * 30, max_tokens=4)
+        assert cached_tokens(running.complete("Hm", app="polite")) == len(POLITE.prompt)
         running.settle()
 
 

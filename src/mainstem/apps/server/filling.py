@@ -76,9 +76,8 @@ class AppFiller:
         finally:
             self._worker.abandon(answering)
         filled = _Filled([np.array(prefix, np.int32) for prefix in prefixes])
-        filled.pinned = await self._worker.call(lambda engine: _pin(engine, filled.prefixes))
-        await self.forget(app.name)
-        self._filled[app.name] = filled
+        before, self._filled[app.name] = self._filled.get(app.name), filled
+        await self._worker.call(lambda engine: _pin(engine, filled, before))
         num_tokens = max(map(len, prefixes), default=0)
         facts = {"app": app.name, "prefix_tokens": num_tokens, "pinned_pages": len(filled.pinned)}
         log.info("app filled", extra={"facts": facts})
@@ -111,8 +110,14 @@ class AppFiller:
         return SamplingParams(max_tokens=num_missing + 1, temperature=0.0, ignore_eos=True)
 
 
-def _pin(engine: TextEngine, prefixes: Sequence[Int32s]) -> list[PageKey]:
-    return [key for prefix in prefixes for key in engine.engine.pin(prefix, b"")]
+def _pin(engine: TextEngine, filled: _Filled, before: _Filled | None) -> None:
+    """Pin an app's pages instead of those it had before; on the engine's thread.
+
+    The old ones first: pages of the same name may have come in their place.
+    """
+    if before is not None:
+        engine.engine.unpin(before.pinned)
+    filled.pinned = [key for prefix in filled.prefixes for key in engine.engine.pin(prefix, b"")]
 
 
 def _num_common(prefix: Int32s, prompt_ids: Sequence[int]) -> int:
