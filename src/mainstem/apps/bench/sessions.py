@@ -225,20 +225,17 @@ class Bench:
         prompts = [self.random_ids(rng, work.history) for _ in range(min(4, work.at_once))]
         for _ in range(2):
             turn = self.ask(prompts, work.output)
-            self.engine.flush()
-            self.push_out(rng)
+            self.push_out()
             prompts = [
                 [*prompt, *answer, *self.random_ids(rng, work.new)]
                 for prompt, answer in zip(prompts, turn.answers, strict=True)
             ]
         self.engine.clear_cache()
 
-    def push_out(self, rng: Random) -> None:
-        """Fill the device with something else."""
-        half = self.work.device_tokens // 2 - 64
-        for _ in range(2):
-            self.ask([self.random_ids(rng, half)], 1)
+    def push_out(self) -> None:
+        """As if others had filled the device meanwhile: lower tiers alone have what was said."""
         self.engine.flush()
+        self.engine.clear_device()
 
 
 def measure_turns(work: Sessions, config: EngineConfig, tier: str) -> Iterator[dict[str, object]]:
@@ -297,7 +294,7 @@ def measure_preload(bench: Bench, repeats: int = 8) -> Iterator[dict[str, object
         bench.engine.fetch_as(store)
         times = []
         for history in histories:
-            bench.push_out(rng)
+            bench.push_out()
             new = bench.random_ids(rng, work.new)
             times.append(bench.ask([[*history, *new]], 1).first_s[0])
         yield {
@@ -355,7 +352,7 @@ def measure_document(bench: Bench, num_tokens: int) -> dict[str, object]:
     for _ in range(3):
         document = bench.random_ids(rng, num_tokens)
         cold.append(bench.ask([[*document, *bench.random_ids(rng, 32)]], 8).first_s[0])
-        bench.push_out(rng)
+        bench.push_out()
         warm.append(bench.ask([[*document, *bench.random_ids(rng, 32)]], 8).first_s[0])
     cold_s, warm_s = float(np.median(cold)), float(np.median(warm))
     return {
