@@ -60,6 +60,9 @@ class FakeRunner:
     def can_overlap(self) -> bool:
         return self._can_overlap
 
+    def drain(self) -> None:
+        """A launched step has run."""
+
     def launch(self, step: Step) -> InFlight:
         self.steps.append(step)
         token_ids = step.token_ids.copy()

@@ -25,7 +25,8 @@ from mainstem.core.request import Request, SamplingParams
         ("seed", 2**64, "between"),
         ("presence_penalty", 3.0, "between -2 and 2"),
         ("frequency_penalty", -3.0, "between -2 and 2"),
-        ("repetition_penalty", 0.0, "above 0"),
+        ("repetition_penalty", 0.0, "between 0.01 and 100"),
+        ("repetition_penalty", 1e-40, "between 0.01 and 100"),
         ("max_tokens", 0, "between 1"),
         ("min_tokens", -1, "between 0"),
         ("logprobs", 21, "between 0 and 20"),
@@ -66,3 +67,8 @@ def test_stop_ids_join_eos_and_the_callers_own() -> None:
     assert Request(RequestId("a"), prompt, own, eos_ids=(2,)).stop_ids == (2, 7)
     ignoring = SamplingParams(stop_token_ids=[7], ignore_eos=True)
     assert Request(RequestId("a"), prompt, ignoring, eos_ids=(2,)).stop_ids == (7,)
+
+
+def test_a_temperature_that_would_overflow_is_greedy() -> None:
+    assert SamplingParams(temperature=1e-40).is_greedy
+    assert not SamplingParams(temperature=0.01).is_greedy

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from mainstem.core.config import SchedConfig
-from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.errors import ConfigError, InvalidRequest, OutOfDeviceMemory
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
-from mainstem.core.step import InFlight, Step
+from mainstem.core.step import InFlight, Step, StepResult
 from mainstem.engine.engine import Engine
 from mainstem.kv.store import KVStore
 from mainstem.sched.scheduler import Scheduler
@@ -186,3 +186,79 @@ def test_a_closed_engine_has_no_work() -> None:
 def test_settings_under_which_no_request_can_run_are_refused(setting: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         SchedConfig(**setting)  # type: ignore[arg-type]  # wrong on purpose
+
+
+@pytest.mark.parametrize("place", ["sched.scheduler.build_step", "sched.table.SeqTable.enter"])
+def test_an_error_in_the_scheduler_loses_nothing(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages it had named were never filled; the sequence goes back to the queue."""
+    engine = an_engine(num_pages=32, page_size=4)
+    first, prompt = list(range(12)), [*range(12), 40, 41, 42]
+    run_all(engine, [a_request(first, 3)])
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"mainstem.{place}", fail)
+        engine.submit(a_request(prompt, 4, name="b"))
+        with pytest.raises(RuntimeError):
+            engine.step()
+        engine.check()
+    got = run_all(engine, [], max_steps=50)
+    assert got.tokens["b", 0] == fake_answer(prompt, 4, VOCAB)
+
+
+class LateRunner(FakeRunner):
+    """The host runs ahead: a step is computed when somebody waits for it, or for all."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(num_pages, page_size, VOCAB, can_overlap=True)
+        self._late: list[tuple[Step, list[StepResult]]] = []
+        self.fails = False
+
+    def launch(self, step: Step) -> InFlight:
+        if self.fails:
+            self.fails = False
+            raise OutOfDeviceMemory
+        results: list[StepResult] = []
+        self._late.append((step, results))
+        return _LateStep(self, results)
+
+    def compute(self) -> None:
+        step, results = self._late.pop(0)
+        results.append(super().launch(step).wait())
+
+    def drain(self) -> None:
+        while self._late:
+            self.compute()
+
+
+class _LateStep:
+    def __init__(self, runner: LateRunner, results: list[StepResult]) -> None:
+        self._runner = runner
+        self._results = results
+
+    def wait(self) -> StepResult:
+        while not self._results:
+            self._runner.compute()
+        return self._results[0]
+
+
+def test_a_step_still_on_the_device_does_not_write_to_pages_of_others() -> None:
+    """A launch fails while the step before it runs: its pages are free once it is over."""
+    runner = LateRunner(16, 4)
+    bus = EventBus()
+    store = KVStore(16, 4, b"fake", bus)
+    scheduler = Scheduler(SchedConfig(), store, VOCAB, 1000, bus, max_step_tokens=512)
+    engine = Engine(scheduler, runner, bus)
+    long, other = list(range(40, 80)), list(range(1, 30))
+    engine.submit(a_request(long, 6, name="long"))
+    engine.step()
+    runner.fails = True
+    engine.submit(a_request(other, 4, name="other", priority=-1))
+    got = run_all(engine, [], max_steps=100)
+    assert got.tokens["long", 0] == fake_answer(long, 6, VOCAB)
+    assert got.tokens["other", 0] == fake_answer(other, 4, VOCAB)
+    assert not runner._late

@@ -184,3 +184,14 @@ def test_a_slow_disk_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.Mo
     engine.check()
     engine.close()
     FaultyFiles.reset()
+
+
+def test_a_graceful_stop_saves_what_waits_in_the_write_buffer(tmp_path: Path) -> None:
+    token_ids = [i * 7 % 97 for i in range(200)]  # 50 pages
+    sizes = {"num_pages": 80, "num_slots": 80, "num_records": 100, "disk_dir": tmp_path}
+    tiered = a_tiered_engine(**sizes, chunk_tokens=512)  # type: ignore[arg-type]
+    run_all(tiered.engine, [a_request(token_ids, 1)])
+    tiered.engine.close()
+    again = a_tiered_engine(**sizes)  # type: ignore[arg-type]
+    assert again.tiers.num_disk_pages == 50
+    again.engine.close()

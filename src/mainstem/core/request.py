@@ -13,6 +13,7 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId, SessionId
 
 MAX_N = 128
+MIN_TEMPERATURE = 1e-5  # below it only the likeliest token is left: greedy
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 1024
@@ -40,7 +41,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0, and what is hardly more: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 (or -1): no limit
     min_p: float = 0.0
@@ -63,6 +64,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
         _check_range("temperature", self.temperature, 0.0, 100.0)
+        if self.temperature < MIN_TEMPERATURE:  # logits over it would overflow
+            object.__setattr__(self, "temperature", 0.0)
         _check_range("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p", "must be above 0 and at most 1, got 0")
@@ -72,9 +75,7 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
-        if self.repetition_penalty == 0.0:
-            raise InvalidRequest("repetition_penalty", "must be above 0 and at most 100, got 0")
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)

@@ -164,6 +164,10 @@ class Runner(Protocol):
         attention reads, so a step may read pages that it fills itself."""
         ...
 
+    def drain(self) -> None:
+        """Return when no launched step runs any more, whether it failed or not; never raises."""
+        ...
+
     def close(self) -> None:
         """Free the device; nothing may be launched afterwards."""
         ...

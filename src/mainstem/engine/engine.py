@@ -62,11 +62,11 @@ class Engine:
     def step(self) -> list[Output]:
         """Advance by one step; returns what callers should hear.
 
-        When the runner raises, sequences go back to the queue and the cache is emptied; calling
-        again tries again, with nothing lost but time.
+        When scheduler or runner raise, sequences go back to the queue and the cache is emptied;
+        calling again tries again, with nothing lost but time.
         """
         launched = None
-        step = self._scheduler.next_step()
+        step = self._next_step()
         if step is not None:
             try:
                 launched = self._launch(step)
@@ -89,6 +89,13 @@ class Engine:
         self._in_flight = launched
         return outputs
 
+    def _next_step(self) -> Step | None:
+        try:
+            return self._scheduler.next_step()
+        except BaseException:
+            self._recover()
+            raise
+
     def _launch(self, step: Step) -> "_Launched":
         began_s = perf_counter()
         try:
@@ -107,7 +114,11 @@ class Engine:
             raise
 
     def _recover(self) -> None:
-        """A step failed, or was interrupted: nothing of it counts, everything else goes on."""
+        """A step failed, or was interrupted: nothing of it counts, everything else goes on.
+
+        Pages are given back only when no step can write to them any more.
+        """
+        self._runner.drain()
         self._in_flight = None
         self._scheduler.recover()
 

@@ -8,6 +8,7 @@ launching would take longer than computing, are replayed as CUDA graphs.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -164,10 +165,15 @@ class GpuRunner:
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(str(error)) from error
 
+    def drain(self) -> None:
+        """See Runner in core.step."""
+        if self._is_cuda:
+            with suppress(RuntimeError):  # what a failed step left behind comes up here once more
+                torch.cuda.synchronize(self._device)
+
     def close(self) -> None:
         """Wait for what runs and drop the references."""
-        if self._is_cuda:
-            torch.cuda.synchronize(self._device)
+        self.drain()
         self._graphs = None
         self._previous = torch.empty(0, dtype=torch.int64, device=self._device)
 

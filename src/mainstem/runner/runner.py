@@ -61,6 +61,9 @@ class CpuRunner:
         with torch.inference_mode():
             return Finished(self._run(step))
 
+    def drain(self) -> None:
+        """A launched step has run."""
+
     def close(self) -> None:
         """Drop the references; memory goes with the last one."""
         self._previous = torch.empty(0, dtype=torch.long)

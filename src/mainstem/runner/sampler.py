@@ -187,7 +187,8 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     place = torch.searchsorted(reached, target, right=True)[:, 0]
     # rounding could carry a draw behind the last token that has any weight
     last = torch.searchsorted(reached, reached[:, -1:].contiguous())[:, 0]
-    return torch.minimum(place, last)
+    # nan in the logits leaves no place at all
+    return torch.minimum(place, last).clamp_(max=weights.shape[1] - 1)
 
 
 class LogprobRows:

@@ -193,6 +193,14 @@ class Scheduler:
         # decodes go first, but never keep prompts out altogether
         budget = max(self._chunk_tokens - len(decodes), self._chunk_tokens // 8, 1)
         prompts = _Prompts(budget)
+        try:
+            return self._make_step(decodes, prompts, begin)
+        except BaseException:
+            for source in prompts.sources():
+                self._store.release(np.array([source], np.int32))
+            raise
+
+    def _make_step(self, decodes: Int32s, prompts: "_Prompts", begin: float) -> Step | None:
         self._load_ahead(prompts)
         self._fill_prompts(prompts)
         load_ids = np.unique(np.concatenate(prompts.loads)) if prompts.loads else NO_LOADS
@@ -202,8 +210,7 @@ class Scheduler:
             return None
         step = build_step(StepId(next(self._step_ids)), batch, self._table, self._tree, self._spans)
         self._store.launched(step.step_id)
-        sources = [copy.source for copy in batch.copies] + [move.source for move in batch.moves]
-        if sources:
+        if sources := prompts.sources():
             self._copy_sources.append((step.step_id, np.array(sources, np.int32)))
         self._in_flight = step
         self._host_s += perf_counter() - begin
@@ -264,8 +271,10 @@ class Scheduler:
         return True
 
     def close(self) -> None:
-        """Drop every sequence, without a word."""
-        self.recover()
+        """Drop every sequence, without a word; nothing may be in flight. What steps that ended well
+        have filled is saved."""
+        self._in_flight = None
+        self._release_left(StepId(int(self._table.last_step.max())))
         for request_id in list(self._sequences):
             self.abort(request_id)
         self._outputs.clear()
@@ -400,17 +409,39 @@ class Scheduler:
 
     def _try_start(self, sequence: Sequence, prompts: "_Prompts") -> SeqSlot | None:
         """Give the queue's head its pages and a slot, or park it, or leave it where it is."""
-        store, page_size = self._store, self._page_size
+        store = self._store
         num_known, chain, match = self._look_up(sequence)
         if match.outcome is Lookup.LOADING:
             assert match.awaited is not None
             self._queue.park(self._queue.pop(), match.awaited)
             return None
         cached = match.pages
+        store.lease(cached)  # before counting: leased pages cannot be given up for room
+        held = [cached]
+        try:
+            return self._start_leased(sequence, chain, match, num_known, prompts, held)
+        except BaseException:
+            for pages in held:
+                self._queue.unpark(store.abort(pages))
+                store.release(pages)
+            if len(held) > 1:  # it has left the queue already
+                self._queue.push(sequence)
+            raise
+
+    def _start_leased(
+        self,
+        sequence: Sequence,
+        chain: PageChain | None,
+        match: Match,
+        num_known: int,
+        prompts: "_Prompts",
+        held: list[Int32s],
+    ) -> SeqSlot | None:
+        """As _try_start, with the cached pages leased; what it takes more is added to `held`."""
+        store, page_size, cached = self._store, self._page_size, match.pages
         num_new = -(-num_known // page_size) - len(cached)
         expected = self._lengths.expect(sequence)
         to_come = expected - len(sequence.output_ids)
-        store.lease(cached)  # before counting: leased pages cannot be given up for room
         if prompts.outlook is None:
             prompts.outlook = self._outlook()
         # pinned pages are for nobody, unless nothing could run without them
@@ -441,6 +472,7 @@ class Scheduler:
             store.release(similar)
             match = replace(match, similar_page=None, similar_tokens=0)
         fresh = store.take(num_new)
+        held.append(fresh)
         self._queue.pop()
         if match.similar_page is not None:
             copy = PageCopy(match.similar_page, int(fresh[0]), match.similar_tokens)
@@ -757,6 +789,10 @@ class _Prompts:
     copies: list[PageCopy] = field(default_factory=list)
     moves: list[PageMove] = field(default_factory=list)
     outlook: Outlook | None = None  # made when the first sequence wants to start
+
+    def sources(self) -> list[int]:
+        """Pages that copies and moves of this step read, leased once for each."""
+        return [copy.source for copy in self.copies] + [move.source for move in self.moves]
 
     @property
     def filled_pages(self) -> list[int]:

@@ -72,6 +72,10 @@ class WatchedRunner:
             step = replace(step, move_by=np.zeros_like(step.move_by))
         return _Watched(self, number, self._runner.launch(step))
 
+    def drain(self) -> None:
+        """As the runner it watches."""
+        self._runner.drain()
+
     def close(self) -> None:
         self._runner.close()
 
