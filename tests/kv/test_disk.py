@@ -13,8 +13,9 @@ import pytest
 
 from mainstem.core.errors import StoreError
 from mainstem.core.ids import PageKey
-from mainstem.kv.bytes.disk import DiskTier, Read, ReadJob, WriteJob, Written
-from mainstem.kv.bytes.page_index import FILE, PageIndex
+from mainstem.kv.bytes.disk import NUM_READERS, DiskTier, Read, ReadJob, WriteJob, Written
+from mainstem.kv.bytes.page_index import FILE, PageIndex, PageRow
+from mainstem.kv.bytes.segments import SegmentFiles
 
 PAGE = 8192
 ROOM = 16 * PAGE
@@ -152,6 +153,36 @@ def test_a_damaged_index_is_replaced_and_told(stored: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_NOMEM]
+)
+def test_an_index_that_cannot_be_read_for_now_costs_no_page(
+    code: int, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: PageIndex) -> list[PageRow]:
+        raise sqlite_error(code)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageIndex, "rows", refuse)
+        with pytest.raises(StoreError, match=str(stored)):
+            open_tier(stored)
+    tier = open_tier(stored)
+    assert tier.found is None
+    assert read_all(tier) == dict.fromkeys(range(1, 6))
+    tier.close()
+
+
+def test_an_index_without_its_journal_costs_no_page(stored: Path) -> None:
+    journal = stored / f"{FILE}-wal"
+    journal.mkdir()  # SQLite: unable to open database file
+    with pytest.raises(StoreError, match="unable to open"):
+        open_tier(stored)
+    journal.rmdir()
+    tier = open_tier(stored)
+    assert read_all(tier) == dict.fromkeys(range(1, 6))
+    tier.close()
+
+
+@pytest.mark.parametrize(
     ("name", "value"), [("format", "99"), ("identity", "another model"), ("page_bytes", "1")]
 )
 def test_what_is_not_ours_is_refused_by_name(stored: Path, name: str, value: str) -> None:
@@ -167,6 +198,50 @@ def test_a_smaller_bound_drops_what_lies_beyond_it(stored: Path) -> None:
     tier = open_tier(stored, room=3 * PAGE)
     assert read_all(tier) == {1: None, 2: None, 3: None}
     assert tier.take_record() is None
+    tier.close()
+
+
+@pytest.mark.parametrize("num_records", [1, 2, 3, 4, 5, 6])
+def test_a_smaller_bound_frees_the_disk(
+    num_records: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mainstem.kv.bytes.segments.SEGMENT_BYTES", 2 * PAGE)
+    tier = open_tier(tmp_path)
+    write(tier, 1, 2, 3, 4, 5)
+    tier.close()
+    tier = open_tier(tmp_path, room=num_records * PAGE)
+    num_kept = min(num_records, 5)
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.pages")) == num_kept * PAGE
+    assert read_all(tier) == dict.fromkeys(range(1, num_kept + 1))
+    tier.close()
+
+
+def test_the_threads_outlive_any_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from a device fails with errors of its own kind."""
+    tier = open_tier(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("illegal memory access")
+
+    record = tier.take_record()
+    assert record is not None
+    tier.write(WriteJob(key(1), record, b"tokens", contents(1), fail))
+    tier.give_back_record(record)
+    tier.flush()
+    assert list(tier.poll()) == [Written(key(1), 0, "RuntimeError: illegal memory access")]
+    write(tier, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentFiles, "read", fail)
+        for number in range(2 * NUM_READERS):
+            tier.read(ReadJob(key(number), 0, 0, contents(0)))
+        done: list[Read | Written] = []
+        while len(done) < 2 * NUM_READERS:
+            done += tier.poll()
+            sleep(0.001)
+    assert {item.problem for item in done} == {"RuntimeError: illegal memory access"}
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert read_all(tier) == {2: None}
     tier.close()
 
 
@@ -257,8 +332,15 @@ def test_a_full_disk_is_told_and_not_asked_again_at_once(
     tier.close()
 
 
+def sqlite_error(code: int) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError(f"result code {code}")
+    error.sqlite_errorcode = code
+    return error
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE])
 def test_a_disk_too_full_for_the_index_gives_up_the_last_pages(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[Path] = []
 
@@ -266,10 +348,11 @@ def test_a_disk_too_full_for_the_index_gives_up_the_last_pages(
         def __init__(self, folder: Path, about: dict[str, str]) -> None:
             if not refused:
                 refused.append(folder)
-                raise sqlite3.OperationalError("database or disk is full")
+                raise sqlite_error(code)
             super().__init__(folder, about)
 
     monkeypatch.setattr("mainstem.kv.bytes.disk.PageIndex", FullOnce)
+    monkeypatch.setattr("mainstem.kv.bytes.disk.LITTLE_ROOM", 1 << 60)  # there is less
     monkeypatch.setattr("mainstem.kv.bytes.disk.INDEX_ROOM", PAGE + 1)
     tier = open_tier(stored)
     assert tier.found is not None

@@ -12,6 +12,7 @@ row is gone before its record is used again.
 """
 
 import errno
+import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,8 +33,10 @@ from mainstem.kv.bytes.segments import SegmentFiles
 
 NUM_READERS = 4
 INDEX_ROOM = 1 << 20  # bytes that are enough to open and change an index
+LITTLE_ROOM = 64 << 10  # bytes that are not enough
 MAX_BATCH = 64  # pages written between two commits
 FULL_PAUSE_S = 30.0  # a full disk is not asked for more space for so long
+DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # an index that cannot be mended
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,8 @@ class DiskTier:
     ) -> None:
         """Open the store of one model in `folder`, made if need be.
 
-        Raises StoreError if it is in use or of another format. A damaged or missing index means an
-        empty store; `found` then says so.
+        Raises StoreError if it is in use, of another format or cannot be opened. A damaged or
+        missing index means an empty store; `found` then says so.
         """
         self.folder = folder
         self.found: str | None = None
@@ -197,31 +200,54 @@ class DiskTier:
     # --- opening --------------------------------------------------------------------------------
 
     def _open_index(self) -> tuple[PageIndex, list[PageRow]]:
+        """The index and its pages within the bound; what lies beyond goes: it was larger once."""
+        try:
+            index, rows = self._sound_index()
+            self._files.cut(self.num_records)
+            beyond = [row.key for row in rows if row.record >= self.num_records]
+            if beyond:
+                index.delete(beyond)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"the pages in {self.folder} cannot be opened: {error}") from error
+        return index, [row for row in rows if row.record < self.num_records]
+
+    def _sound_index(self) -> tuple[PageIndex, list[PageRow]]:
+        """An empty index in place of a damaged one, and only of such: a disk that is full or a file
+        that is locked says nothing about the pages."""
         try:
             index, rows = self._read_index()
-        except sqlite3.DatabaseError as error:
+        except sqlite3.Error as error:
+            if _code(error) not in DAMAGE:
+                raise
             remove_index(self.folder)
             self.found = f"index damaged ({error})"
             index, rows = PageIndex(self.folder, self._about), []
         if not rows and (count := self._files.remove_all()):
             self.found = self.found or f"no index for {count} segment files, which were removed"
-        beyond = [row.key for row in rows if row.record >= self.num_records]
-        if beyond:  # it was larger once
-            index.delete(beyond)
-            rows = [row for row in rows if row.record < self.num_records]
         return index, rows
 
     def _read_index(self) -> tuple[PageIndex, list[PageRow]]:
         """Even an index that is only read wants some room; a full disk gets it from the pages."""
         try:
             index = PageIndex(self.folder, self._about)
-        except sqlite3.OperationalError as error:
-            if "full" not in str(error):
+        except sqlite3.Error as error:
+            if not self._is_full(error):
                 raise
             self._files.shorten(INDEX_ROOM)
             self.found = "disk full: the last pages were given up for room"
             index = PageIndex(self.folder, self._about)
-        return index, index.rows()
+        try:
+            return index, index.rows()
+        except sqlite3.Error:
+            index.close()  # before its files are replaced: closing removes journals by name
+            raise
+
+    def _is_full(self, error: sqlite3.Error) -> bool:
+        """SQLite calls a lack of room for its shared memory an I/O error."""
+        if _code(error) == sqlite3.SQLITE_IOERR:
+            disk = os.statvfs(self.folder)
+            return disk.f_bavail * disk.f_frsize < LITTLE_ROOM
+        return _code(error) == sqlite3.SQLITE_FULL
 
     def _skip_used(self) -> None:
         used = {row.record for row in self.rows}
@@ -283,7 +309,7 @@ class DiskTier:
         """An error is an outcome of these pages, not the end of the thread."""
         try:
             yield
-        except (OSError, sqlite3.Error) as error:
+        except Exception as error:  # a copy from the device may fail in ways of its own
             for key in keys:
                 self._done.put(Written(key, 0, _words(error)))
 
@@ -295,18 +321,26 @@ class DiskTier:
                 self._files.read(job.record, job.buffer)
                 if crc32(job.buffer) != job.crc32:
                     problem = "checksum"
-            except EOFError:
-                problem = "truncated"
-            except FileNotFoundError:
-                problem = "missing"
-            except OSError as error:
+            except Exception as error:  # whatever it is, somebody waits for the page
                 problem = _words(error)
             self._done.put(Read(job.key, len(job.buffer), perf_counter() - began_s, problem))
 
 
-def _words(error: OSError | sqlite3.Error) -> str:
+def _code(error: sqlite3.Error) -> int | None:
+    """The primary result code; None: the error is not SQLite's own."""
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & 0xFF
+
+
+def _words(error: Exception) -> str:
     if isinstance(error, sqlite3.Error):
-        return "disk full" if "full" in str(error) else f"index: {error}"
+        return "disk full" if _code(error) == sqlite3.SQLITE_FULL else f"index: {error}"
+    if isinstance(error, EOFError):
+        return "truncated"
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk full"
     return f"{errno.errorcode.get(error.errno or 0, 'error')}"

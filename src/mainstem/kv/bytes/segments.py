@@ -58,6 +58,16 @@ class SegmentFiles:
         for segment in sorted({self._place(record)[0] for record in records}):
             os.fdatasync(self._open(segment, is_new=True))
 
+    def cut(self, num_records: int) -> None:
+        """Delete whatever lies after the first `num_records`."""
+        last, end = self._place(num_records)
+        for path in self._folder.glob("[0-9]*.pages"):
+            segment = int(path.stem)
+            if segment > last or (segment == last and end == 0):
+                path.unlink(missing_ok=True)
+            elif segment == last and path.stat().st_size > end:
+                os.truncate(path, end)
+
     def shorten(self, num_bytes: int) -> None:
         """Cut at least `num_bytes` off the last segments; their records end too early then."""
         for path in sorted(self._folder.glob("*.pages"), reverse=True):
