@@ -228,7 +228,7 @@ def test_n_answers_logprobs_and_stops(folder: Folder) -> None:
 
 def test_rows_may_ask_for_a_form(folder: Folder) -> None:
     form = {"prompt": "x", "temperature": 0, "max_tokens": 20}
-    bad = {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}
+    bad = {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}
     folder.write(
         [
             form | {"custom_id": "a", "guided_choice": ["left", "right"]},
@@ -241,7 +241,7 @@ def test_rows_may_ask_for_a_form(folder: Folder) -> None:
     assert texts["a"] in ("left", "right")
     assert texts["b"].isdecimal()
     assert folder.rows()["c"]["error"]["param"] == "response_format"
-    assert "objekt" in folder.rows()["c"]["error"]["message"]
+    assert "thing" in folder.rows()["c"]["error"]["message"]
 
 
 def test_equal_greedy_rows_are_answered_once(folder: Folder) -> None:

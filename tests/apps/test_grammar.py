@@ -104,7 +104,7 @@ def test_a_choice_is_one_of_them() -> None:
 @pytest.mark.parametrize(
     ("schema", "complaint"),
     [
-        ({"type": "objekt"}, "objekt"),
+        ({"type": "thing"}, "thing"),
         ({"type": "object", "properties": 5}, "properties"),
         ({"not": {"type": "string"}}, "not"),
         ({"$ref": "http://example.com/schema"}, "example.com"),

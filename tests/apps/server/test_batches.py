@@ -81,6 +81,14 @@ def test_a_batch_is_answered_as_the_client_expects(shared: Running) -> None:
     shared.settle()
 
 
+def test_rows_that_fail_at_once_do_not_stop_a_batch(shared: Running) -> None:
+    rows = [a_row(f"r{n}", "x", model="gpt-9") for n in range(100)]
+    with a_client(shared) as client:
+        batch = run(client, [*rows, a_row("good", "x")])
+        assert batch.request_counts is not None
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 100)
+
+
 def test_files_come_and_go(shared: Running) -> None:
     with a_client(shared) as client:
         made = client.files.create(file=("../../evil\\name.jsonl", b"abc\n"), purpose="batch")

@@ -180,7 +180,8 @@ class BatchRunner:
         snapshot = self._worker.snapshot
         if snapshot is not self._seen:
             self._seen, self._num_since = snapshot, 0
-        has_room = snapshot.num_waiting + self._num_since < MAX_WAITING
+        num_new = min(self._num_since, self._num_open)  # some may have ended already
+        has_room = snapshot.num_waiting + num_new < MAX_WAITING
         is_busy = self._gate.open_answers > BUSY_ANSWERS or self._is_draining()
         is_running = self._worker.state is WorkerState.RUNNING
         return has_room and self._num_open < MAX_ROWS and not is_busy and is_running
