@@ -1,6 +1,9 @@
 """Sessions: bounded, private to their owner, and back after a restart."""
 
+import signal
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mainstem.apps.session_file import SessionFile
 from mainstem.apps.sessions import (
     MAX_SESSION_TOKENS,
     SessionLimits,
@@ -75,39 +79,102 @@ def test_too_many_or_too_long_ones_are_forgotten_oldest_first() -> None:
     assert len(wide) == 0
 
 
+def save(sessions: Sessions, file: SessionFile) -> None:
+    file.save(sessions.take_changes())
+
+
+def restored(file: SessionFile, limits: SessionLimits, clock: Clock) -> Sessions:
+    sessions = Sessions(limits, clock)
+    sessions.restore(file.load())
+    sessions.check()
+    return sessions
+
+
 def test_sessions_come_back_from_their_file(tmp_path: Path) -> None:
-    path, clock = tmp_path / "sessions.sqlite", Clock()
-    sessions = Sessions(SessionLimits(ttl_s=100), clock)
+    path, clock, limits = tmp_path / "sessions.sqlite", Clock(), SessionLimits(ttl_s=100)
+    file = SessionFile(path, "t")
+    sessions = Sessions(limits, clock)
     sessions.keep("alice", "s", ids(5), "häß\x00")
     clock.now_s += 90
     sessions.keep("bob", "s", ids(2), "b")
-    sessions.save(path, "t")
+    save(sessions, file)
     assert path.stat().st_mode & 0o777 == 0o600
+    assert len(restored(file, limits, clock)) == 2
     clock.now_s += 20  # alice's is too old by now
-    again = Sessions(SessionLimits(ttl_s=100), clock)
-    assert again.load(path, "t") == 1
+    again = restored(file, limits, clock)
     found = again.find("bob", "s")
     assert found is not None
     assert (found.token_ids.tolist(), found.text, found.num_turns) == ([0, 1], "b", 1)
-    again.check()
-    assert Sessions(SessionLimits()).load(path, "another tokenizer") == 0
-    assert Sessions(SessionLimits()).load(tmp_path / "none", "t") == 0
-    again.save(path, "t")  # over the old one
-    assert Sessions(SessionLimits(), clock).load(path, "t") == 1
+    save(again, file)
+    assert [key[0] for key in file.load()] == ["bob"]
+    assert SessionFile(path, "another tokenizer").load() == {}
+    assert SessionFile(tmp_path / "none", "t").load() == {}
+
+
+def test_only_what_has_changed_is_saved(tmp_path: Path) -> None:
+    file = SessionFile(tmp_path / "sessions.sqlite", "t")
+    sessions = Sessions(SessionLimits())
+    for name in "abc":
+        sessions.keep("me", name, ids(3), name)
+    save(sessions, file)
+    assert sessions.take_changes() == {}
+    sessions.remove("me", "a")
+    sessions.keep("me", "b", ids(4), "bb")
+    changes = sessions.take_changes()
+    assert changes.keys() == {("me", "a"), ("me", "b")}
+    sessions.put_back(changes)  # the disk was full
+    save(sessions, file)
+    assert {key[1]: session.text for key, session in file.load().items()} == {"b": "bb", "c": "c"}
+
+
+def test_another_tokenizers_sessions_give_way(tmp_path: Path) -> None:
+    old, new = (SessionFile(tmp_path / "sessions.sqlite", name) for name in ("old", "new"))
+    sessions = Sessions(SessionLimits())
+    sessions.keep("me", "s", ids(3), "")
+    save(sessions, old)
+    new.save({})
+    assert old.load() == new.load() == {}
+
+
+KILLED_SAVE = """
+import os, pathlib, sqlite3, sys
+from mainstem.apps import session_file
+
+class Mortal(sqlite3.Connection):
+    def executemany(self, *_): os.kill(os.getpid(), 9)
+
+connect = sqlite3.connect
+session_file.sqlite3.connect = lambda *args, **fields: connect(*args, **fields, factory=Mortal)
+session_file.SessionFile(pathlib.Path(sys.argv[1]), sys.argv[2]).save({("me", "s"): None})
+"""
+
+
+@pytest.mark.parametrize("identity", ["t", "another tokenizer"])
+def test_a_save_that_is_killed_changes_nothing(tmp_path: Path, identity: str) -> None:
+    """The kill comes when everything old was deleted and nothing new is there."""
+    path = tmp_path / "sessions.sqlite"
+    kill = [sys.executable, "-c", KILLED_SAVE, str(path), identity]
+    assert subprocess.run(kill, check=False).returncode == -signal.SIGKILL
+    assert SessionFile(path, "t").load() == {}  # killed in the very first save
+    sessions = Sessions(SessionLimits())
+    sessions.keep("me", "s", ids(3), "text")
+    save(sessions, SessionFile(path, "t"))
+    assert subprocess.run(kill, check=False).returncode == -signal.SIGKILL
+    assert [session.text for session in SessionFile(path, "t").load().values()] == ["text"]
 
 
 def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "sessions.sqlite"
     path.write_bytes(b"not a database at all" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):
-        Sessions(SessionLimits()).load(path, "t")
+        SessionFile(path, "t").load()
     path.unlink()
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 9")
     database.commit()
     database.close()
     with pytest.raises(ConfigError, match="format 9"):
-        Sessions(SessionLimits()).load(path, "t")
+        SessionFile(path, "t").load()
 
 
 def test_a_turn_extends_the_ids_and_not_the_text() -> None:

@@ -7,21 +7,15 @@ remembers the ids and the text they stand for: a turn that begins with this text
 Ids only; the pages are the store's business, and without them a turn is computed like any other.
 """
 
-import sqlite3
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from time import time
-
-import numpy as np
 
 from mainstem.apps.text import Tokenizer
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s
 
-FORMAT = 1  # of the file
 MAX_SESSION_TOKENS = 1 << 20  # a longer conversation is not kept
 
 Key = tuple[str, str]  # owner, session id
@@ -63,6 +57,7 @@ class Sessions:
         self._clock = clock
         self._sessions: dict[Key, Session] = {}  # least recently used first
         self._num_tokens = 0
+        self._changed: set[Key] = set()  # since `take_changes`
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -90,6 +85,7 @@ class Sessions:
         num_turns = 1 if before is None else before.num_turns + 1
         created_s = now_s if before is None else before.created_s
         session = Session(session_id, token_ids, text, num_turns, created_s, now_s)
+        self._changed.add((owner, session_id))
         self._add((owner, session_id), session)
 
     def remove(self, owner: str, session_id: str) -> Session | None:
@@ -97,6 +93,7 @@ class Sessions:
         session = self._sessions.pop((owner, session_id), None)
         if session is not None:
             self._num_tokens -= len(session.token_ids)
+            self._changed.add((owner, session_id))
         return session
 
     def _add(self, key: Key, session: Session) -> None:
@@ -116,49 +113,22 @@ class Sessions:
 
     # --- on disk --------------------------------------------------------------------------------
 
-    def save(self, path: Path, identity: str) -> None:
-        """Write all sessions; `identity` names the tokenizer their ids belong to."""
+    def restore(self, saved: Mapping[Key, Session]) -> None:
+        """Take in what an earlier process saved, the least recently used first."""
+        for key, session in saved.items():
+            self._add(key, session)
         self._forget_old()
-        rows = [
-            (owner, s.session_id, s.token_ids.tobytes(), s.text, s.num_turns, s.created_s, s.used_s)
-            for (owner, _), s in self._sessions.items()
-        ]
-        path.touch(mode=0o600)
-        with closing(sqlite3.connect(path)) as database, database:
-            database.execute(f"PRAGMA user_version = {FORMAT}")
-            database.execute("DROP TABLE IF EXISTS sessions")
-            database.execute("DROP TABLE IF EXISTS identity")
-            database.execute("CREATE TABLE identity (value TEXT)")
-            database.execute("INSERT INTO identity VALUES (?)", (identity,))
-            database.execute(
-                "CREATE TABLE sessions (owner TEXT, session_id TEXT, token_ids BLOB, text TEXT, "
-                "num_turns INTEGER, created_s REAL, used_s REAL)"
-            )
-            database.executemany("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
-    def load(self, path: Path, identity: str) -> int:
-        """Read what an earlier process saved; returns how many sessions are left of it.
-
-        None if they belong to another tokenizer. Raises ConfigError if it is not such a file.
-        """
-        if not path.exists():
-            return 0
-        try:
-            with closing(sqlite3.connect(path)) as database:
-                (version,) = database.execute("PRAGMA user_version").fetchone()
-                if version != FORMAT:
-                    raise ConfigError(f"{path} has format {version}, this version reads {FORMAT}")
-                if database.execute("SELECT value FROM identity").fetchone() != (identity,):
-                    return 0
-                rows = database.execute("SELECT * FROM sessions ORDER BY used_s").fetchall()
-        except sqlite3.Error as error:
-            raise ConfigError(f"{path} cannot be read as sessions: {error}") from None
-        for owner, session_id, ids, text, num_turns, created_s, used_s in rows:
-            token_ids = np.frombuffer(ids, np.int32)
-            session = Session(session_id, token_ids, text, num_turns, created_s, used_s)
-            self._add((owner, session_id), session)
+    def take_changes(self) -> dict[Key, Session | None]:
+        """Sessions as they are since they were last taken; None: forgotten."""
         self._forget_old()
-        return len(self)
+        changes = {key: self._sessions.get(key) for key in self._changed}
+        self._changed = set()
+        return changes
+
+    def put_back(self, changes: Iterable[Key]) -> None:
+        """What was taken could not be saved."""
+        self._changed.update(changes)
 
     def check(self) -> None:
         """Raise if tokens are counted wrong or the order is."""

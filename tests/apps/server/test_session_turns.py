@@ -1,15 +1,20 @@
 """Sessions over HTTP: turns extend each other, tenants are apart, the window may be outgrown."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mainstem.apps.server.auth import ANYBODY
+from mainstem.apps.server.session_saver import SessionSaver
 from mainstem.apps.server.turns import owner_of
+from mainstem.apps.session_file import SessionFile
+from mainstem.apps.sessions import SessionLimits, Sessions
 from tests.apps.server.conftest import PIRATE, POLITE
 from tests.apps.server.process import Process, a_process
-from tests.apps.server.running import ALICE, BOB, Json, Running, a_server, events
+from tests.apps.server.running import ALICE, BOB, Json, Running, a_server, events, until
 
 
 class Talk:
@@ -196,13 +201,37 @@ def test_forty_sessions_of_a_real_model_answer_as_each_alone(
         assert process.stop() == 0
 
 
-def test_sessions_outlive_the_process(tmp_path: Path) -> None:
-    flags = ["--data-dir", str(tmp_path / "data")]
+def test_sessions_that_could_not_be_saved_are_saved_later(tmp_path: Path) -> None:
+    file = SessionFile(tmp_path / "gone" / "sessions.sqlite", "t")
+    sessions = Sessions(SessionLimits())
+    sessions.keep("me", "s", np.arange(3, dtype=np.int32), "abc")
+
+    async def serve() -> None:
+        saver = SessionSaver(sessions, file, every_s=0.01)
+        saver.start()
+        await asyncio.sleep(0.1)
+        (tmp_path / "gone").mkdir()
+        await saver.close()
+
+    asyncio.run(serve())
+    assert [session.text for session in file.load().values()] == ["abc"]
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_sessions_outlive_the_process(tmp_path: Path, end: str) -> None:
+    folder = tmp_path / "data"
+    flags = ["--data-dir", str(folder)]
     body = {"prompt": "a conversation", "session_id": "s", "max_tokens": 3}
     with a_process(flags) as first:
         assert first.request("POST", "/v1/completions", json=body).status_code == 200
         before = first.request("GET", "/v1/sessions").json()
-        assert first.stop() == 0
+        if end == "stop":
+            assert first.stop() == 0
+        else:
+            until((folder / "sessions.sqlite").exists)
+            until(lambda: (folder / "sessions.sqlite").stat().st_size > 0)
+            until(lambda: not (folder / "sessions.sqlite-journal").exists())  # it is committed
+            first.kill()
     with a_process(flags) as second:
         assert second.request("GET", "/v1/sessions").json() == before
         assert before["data"][0]["turns"] == 1

@@ -28,9 +28,11 @@ from mainstem.apps.server.live import Live, Record, RequestState
 from mainstem.apps.server.metrics import RequestTiming, ServerMetrics
 from mainstem.apps.server.replies import Heading, Reply, event
 from mainstem.apps.server.schema import Ask, AskParser
+from mainstem.apps.server.session_saver import SessionSaver
 from mainstem.apps.server.stream import ClientLeft, EventStream, while_connected
 from mainstem.apps.server.turns import Turn
 from mainstem.apps.server.worker import Answering, EngineFault, EngineRequest, Ticket, Worker
+from mainstem.apps.session_file import SessionFile
 from mainstem.apps.sessions import Sessions
 from mainstem.apps.tools import tool_format
 from mainstem.core.errors import InvalidRequest
@@ -90,6 +92,7 @@ class Gateway:
         self._ids = unique_ids()
         worker.on_tokens = live.rate.add
         worker.on_recovered = self._refill
+        self._saver: SessionSaver | None = None
         self._folder_lock: io.FileIO | None = None  # held until `close`
         self._refilling: asyncio.Task[None] | None = None
 
@@ -99,6 +102,8 @@ class Gateway:
         await self.filler.fill_all()
         if self.desk is not None:
             self.desk.runner.start()
+        if self._saver is not None:
+            self._saver.start()
         self.is_ready = True
         log.info("ready", extra={"facts": {"apps": self.apps.names}})
 
@@ -108,6 +113,8 @@ class Gateway:
         if self.desk is not None:
             await self.desk.runner.close()
         await self.worker.close()
+        if self._saver is not None:
+            await self._saver.close()
         if self._folder_lock is not None:
             self._folder_lock.close()
 
@@ -128,6 +135,14 @@ class Gateway:
             lambda: self.is_draining,
         )
         self.desk = BatchDesk(files, batches, runner)
+
+    def keep_sessions(self, file: SessionFile) -> None:
+        """Go on with the sessions of a file and save them there; before the server starts.
+
+        Raises ConfigError if it cannot be read.
+        """
+        self.sessions.restore(file.load())
+        self._saver = SessionSaver(self.sessions, file)
 
     def _refill(self) -> None:
         """The engine lost its cache: compute the apps' prefixes again."""

@@ -25,6 +25,7 @@ from mainstem.apps.server.logs import LEVELS, set_up_logs
 from mainstem.apps.server.metrics import ServerMetrics
 from mainstem.apps.server.routes import make_app
 from mainstem.apps.server.worker import Worker, WorkerState
+from mainstem.apps.session_file import SessionFile
 from mainstem.apps.sessions import SessionLimits, Sessions, tokenizer_identity
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
@@ -129,9 +130,6 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
             log.warning("anybody who reaches this address may use it; see --api-key-file")
         engine = make_engine(config)
         bus = engine.engine.bus
-        identity = tokenizer_identity(engine.tokenizer)
-        if folder is not None:
-            sessions.load(folder / SESSIONS_FILE, identity)
         gateway = Gateway(
             Worker(engine),
             ServedModel(names, int(time())),
@@ -144,14 +142,14 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
         )
         if args.data_dir is not None:
             gateway.open_desk(args.data_dir)
+        if folder is not None:
+            identity = tokenizer_identity(engine.tokenizer)
+            gateway.keep_sessions(SessionFile(folder / SESSIONS_FILE, identity))
         _check_apps(gateway)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("listening", extra={"facts": {"url": url, "model": names[0]}})
         Server(gateway, args.shutdown_s).run(sockets=[listener])
-        if folder is not None:
-            sessions.save(folder / SESSIONS_FILE, identity)
-            log.info("sessions saved", extra={"facts": {"sessions": len(sessions)}})
     return 1 if gateway.worker.state is WorkerState.FAILED else 0
 
 
