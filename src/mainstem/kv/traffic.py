@@ -158,7 +158,7 @@ class Traffic:
         arrivals = self.tiers.poll()
         for pages in arrivals.saved:
             self._let_go(pages)
-        if arrivals.saved and self._postponed:
+        if self._postponed and (arrivals.saved or not self.tiers.num_pages_saving):
             self._save_postponed()
         for load in arrivals.startable:
             news += load.keys
@@ -174,10 +174,10 @@ class Traffic:
         return news
 
     def flush(self) -> None:
-        """Return when everything that was to be saved is saved."""
+        """Return when everything that was to be saved is saved, or was refused."""
         self.tiers.flush()
         self.poll()
-        while self._postponed:
+        while self._postponed:  # each round saves or refuses some: nothing else is being saved
             self.tiers.flush()
             self.poll()
 
