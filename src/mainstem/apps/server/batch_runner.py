@@ -38,6 +38,8 @@ BUSY_ANSWERS = 8  # with more interactive answers open, no row is started
 LOOK_S = 0.02  # how often the runner looks whether it may go on
 WINDOW_BYTES = 64 << 20  # of rows that are planned together
 MAX_TRIES = 5  # of a row whose step failed
+RETRY_S = 1.0  # after the disk failed; doubled each time ...
+MAX_RETRY_S = 60.0  # ... up to this
 
 log = logging.getLogger("mainstem.server")
 
@@ -112,21 +114,44 @@ class BatchRunner:
             await self._wake.wait()
 
     async def _care_for(self, batch: Batch) -> None:
+        """Work on a batch until it has ended; while the disk fails, again and ever more rarely."""
+        wait_s = RETRY_S
+        try:
+            while not self._latest(batch).is_ended:
+                try:
+                    await self._attempt(self._latest(batch))
+                except OSError as error:
+                    facts = {"batch": batch.batch_id, "reason": str(error), "retry_s": wait_s}
+                    log.error("a batch waits for the disk", extra={"facts": facts})
+                    await self._sleep(wait_s)
+                    wait_s = min(2 * wait_s, MAX_RETRY_S)
+        finally:
+            del self._running[batch.batch_id]
+            self.wake()
+
+    async def _attempt(self, batch: Batch) -> None:
+        """Bring a batch to its end, whichever; raises OSError when the disk does not let it."""
         try:
             await self._work(batch)
         except asyncio.CancelledError:
             if self._is_closing:
                 raise
             await self._finish(self._latest(batch), BatchStatus.CANCELLED)
-        except Exception as error:  # of this batch; the others go on
+        except Exception as group:  # of this batch; the others go on
+            error = _first(group)
+            if (fault := _disk_fault(error)) is not None:
+                raise fault from None
             self._give_up(self._latest(batch), error)
-        finally:
-            del self._running[batch.batch_id]
-            self.wake()
 
-    def _give_up(self, batch: Batch, error: BaseException) -> None:
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+    async def _sleep(self, seconds: float) -> None:
+        """Until then, or until the batch is cancelled."""
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            if self._is_closing:
+                raise
+
+    def _give_up(self, batch: Batch, error: Exception) -> None:
         log.error("a batch failed", exc_info=error)
         is_known = isinstance(error, FileFault | InvalidRequest)
         fault = str(error) if is_known else "internal error"
@@ -149,8 +174,9 @@ class BatchRunner:
             raise InvalidRequest("key", "the key that this batch belongs to is gone")
         if await asyncio.to_thread(self._files.find, batch.owner, batch.input_file_id) is None:
             raise InvalidRequest("input_file_id", "the file is gone")
-        batch = batch.moved(BatchStatus.IN_PROGRESS)
-        self._batches.put(batch)
+        if batch.status is not BatchStatus.IN_PROGRESS:
+            batch = batch.moved(BatchStatus.IN_PROGRESS)
+            self._batches.put(batch)
         path = self._files.path(batch.owner, batch.input_file_id)
         work = str(self._batches.work_path(batch))
         out = await asyncio.to_thread(AnswerFile, work, Existing.RESUME)
@@ -280,7 +306,8 @@ class _BatchRun:
                         return False
                     self._runner.note_row(1)
                     ids = window.prompts[index].tolist()
-                    group.create_task(self._answer(window.rows[index], ids))
+                    task = group.create_task(self._answer(window.rows[index], ids))
+                    task.add_done_callback(lambda _: self._runner.note_row(-1))
         return True
 
     async def _answer(self, row: Row, ids: Sequence[int]) -> None:
@@ -292,8 +319,6 @@ class _BatchRun:
         else:
             self._out.append(self._runner.line(row, answers))
             self._count(completed=self._batch.completed + 1)
-        finally:
-            self._runner.note_row(-1)
 
     def _fail(self, failure: Failure) -> None:
         self._out.append(error_row(failure.line, failure.custom_id, failure.error))
@@ -302,6 +327,20 @@ class _BatchRun:
     def _count(self, **counts: int) -> None:
         self._batch = replace(self._batch, **counts)  # type: ignore[arg-type]  # its own fields
         self._runner.note(self._batch)
+
+
+def _first(error: Exception) -> Exception:
+    """The error that ended a group of tasks."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _disk_fault(error: Exception) -> OSError | None:
+    """The operating system's error behind an error of a file; it may be over when tried again."""
+    is_of_file = isinstance(error, FileFault | InvalidRequest)
+    root = error.__context__ if is_of_file else error
+    return root if isinstance(root, OSError) else None
 
 
 def _in_order(planned: PlannedWindow) -> Iterator[int]:
@@ -320,6 +359,8 @@ def _part(files: FileShelf, batch: Batch, work: Path) -> tuple[str | None, str |
             num_lines = 0
             with work.open("rb") as lines, path.open("wb") as target:
                 for line in lines:
+                    if not line.endswith(b"\n"):
+                        break  # torn by a kill
                     is_answer = json.loads(line)["response"] is not None
                     if is_answer is is_wanted:
                         target.write(line)

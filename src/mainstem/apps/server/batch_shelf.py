@@ -8,7 +8,7 @@ from pathlib import Path
 from secrets import token_hex
 from time import time
 
-from mainstem.apps.server.file_shelf import write_whole
+from mainstem.apps.server.file_shelf import remove_fresh, write_whole
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 WINDOW = "24h"  # the only completion window there is
@@ -93,6 +93,7 @@ class BatchShelf:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_fresh(self.folder)
         found = [_read(path) for path in self.folder.glob("*/batch_*.json")]
         for batch in sorted(found, key=lambda batch: (batch.times["created_at"], batch.batch_id)):
             self._batches[batch.batch_id] = batch

@@ -51,6 +51,7 @@ class FileShelf:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_fresh(folder)
         self._folder = folder
         for leftover in folder.glob("*/*.data"):
             if not leftover.with_suffix(".json").exists():
@@ -122,11 +123,21 @@ def _read(path: Path) -> StoredFile | None:
 def write_whole(path: Path, data: bytes) -> None:
     """Replace a file at once: a kill leaves the old one or the new one."""
     fresh = path.with_name(f"{path.name}.{token_hex(4)}.fresh")
-    with fresh.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
+    try:
+        with fresh.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def remove_fresh(folder: Path) -> None:
+    """Remove what a kill in `write_whole` left in the folders of owners."""
+    for leftover in folder.glob("*/*.fresh"):
+        leftover.unlink(missing_ok=True)
 
 
 def lock_folder(folder: Path) -> io.FileIO:

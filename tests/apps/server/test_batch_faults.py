@@ -1,0 +1,142 @@
+"""Batches on a disk that fails, or that a kill has left torn: nothing that was answered is lost."""
+
+import errno
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from mainstem.apps.server import batch_runner, batch_shelf
+from mainstem.apps.server.batch_shelf import BatchShelf, BatchStatus
+from mainstem.apps.server.file_shelf import FileShelf, write_whole
+from tests.apps.server.running import Running, a_server, until
+from tests.apps.server.test_batches import ENDED, a_client, a_row, answers, lines
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Disk:
+    """Refuses some kinds of writing for as long as a test says, and counts how often."""
+
+    def __init__(self) -> None:
+        self.refuses: tuple[str, ...] = ()
+        self.num_refused = 0
+
+    def check(self, kind: str) -> None:
+        if kind in self.refuses:
+            self.num_refused += 1
+            raise FULL
+
+    @contextmanager
+    def full(self, *kinds: str) -> Iterator[None]:
+        self.refuses = kinds
+        yield
+        until(lambda: self.num_refused > 0)
+        self.refuses = ()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk()
+    put = FileShelf.put
+
+    class Checked(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            disk.check("answer")
+            return super().write(data)
+
+    def checked_put(shelf: FileShelf, owner: str, *names: str) -> object:
+        disk.check("file")
+        return put(shelf, owner, *names)
+
+    def checked_write(path: Path, data: bytes) -> None:
+        disk.check("state")
+        write_whole(path, data)
+
+    monkeypatch.setattr(io, "FileIO", Checked)  # what answers are appended with
+    monkeypatch.setattr(FileShelf, "put", checked_put)
+    monkeypatch.setattr(batch_shelf, "write_whole", checked_write)
+    monkeypatch.setattr(batch_runner, "RETRY_S", 0.05)
+    return disk
+
+
+def begin(client: OpenAI, num_rows: int) -> str:
+    rows = [a_row(f"r{n}", f"row {n}", max_tokens=3 + n) for n in range(num_rows)]
+    made = client.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
+    return client.batches.create(
+        input_file_id=made.id, endpoint="/v1/completions", completion_window="24h"
+    ).id
+
+
+def num_answered(running: Running, batch_id: str) -> int:
+    return int(running.get(f"/v1/batches/{batch_id}").json()["request_counts"]["completed"])
+
+
+@pytest.mark.parametrize("kind", ["answer", "file", "state"])
+def test_a_batch_outlasts_a_full_disk(tmp_path: Path, disk: Disk, kind: str) -> None:
+    with a_server(data_dir=tmp_path) as running, a_client(running) as client:
+        running.pause(0.02)
+        batch_id = begin(client, 30)
+        until(lambda: num_answered(running, batch_id) > 5)
+        with disk.full(kind):
+            running.engines.at_step = None
+        until(lambda: client.batches.retrieve(batch_id).status in ENDED)
+        batch = client.batches.retrieve(batch_id)
+        assert batch.status == "completed"
+        assert len(answers(client, batch.output_file_id)) == 30
+        running.settle()
+
+
+def test_a_full_disk_is_tried_ever_more_rarely(tmp_path: Path, disk: Disk) -> None:
+    with a_server(data_dir=tmp_path) as running, a_client(running) as client:
+        running.pause(0.02)
+        batch_id = begin(client, 10)
+        with disk.full("answer", "state"):
+            sleep(1.0)
+            assert disk.num_refused < 20, "0.05 s, 0.1 s, 0.2 s and so on: five tries"
+            assert client.batches.retrieve(batch_id).status in ("validating", "in_progress")
+            cancelled = running.post(f"/v1/batches/{batch_id}/cancel", {})
+            assert cancelled.status_code == 500  # it cannot be written down
+        assert client.batches.cancel(batch_id).status == "cancelling"
+        until(lambda: client.batches.retrieve(batch_id).status == "cancelled")
+
+
+def test_a_cancelled_batch_with_a_torn_line_keeps_its_answers(tmp_path: Path) -> None:
+    with a_server(data_dir=tmp_path) as running, a_client(running) as client:
+        running.pause(0.02)
+        batch_id = begin(client, 40)
+        until(lambda: num_answered(running, batch_id) > 5)
+    shelf = BatchShelf(tmp_path / "batches")
+    (batch,) = shelf.opened()
+    shelf.put(batch.moved(BatchStatus.CANCELLING))
+    work = shelf.work_path(batch)
+    whole = work.read_bytes()
+    work.write_bytes(whole + whole[:40])  # as a kill may leave it
+    with a_server(data_dir=tmp_path) as running, a_client(running) as client:
+        until(lambda: client.batches.retrieve(batch_id).status in ENDED)
+        ended = client.batches.retrieve(batch_id)
+        assert ended.status == "cancelled"
+        assert len(answers(client, ended.output_file_id)) == whole.count(b"\n")
+
+
+def test_a_write_that_fails_or_is_killed_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise FULL
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "state.json", b"{}")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "owner").mkdir()
+    for shelf in (FileShelf, BatchShelf):
+        (tmp_path / "owner" / "state.json.0123abcd.fresh").touch()
+        shelf(tmp_path)
+        assert list(tmp_path.glob("*/*")) == []
