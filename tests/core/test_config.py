@@ -1,6 +1,7 @@
 """Settings: defaults, file, flags; nothing unknown, nothing out of range."""
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from mainstem.core.config import (
     StoreConfig,
     StorePolicy,
     cache_dir,
+    keep_freed_memory,
     load_config,
 )
 from mainstem.core.errors import ConfigError
@@ -89,3 +91,14 @@ def test_the_cache_folder_can_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MAINSTEM_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert cache_dir() == Path("/xdg/mainstem")
+
+
+def test_freed_memory_is_kept_unless_the_user_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MIMALLOC_PURGE_DELAY", raising=False)
+    keep_freed_memory()
+    assert os.environ["MIMALLOC_PURGE_DELAY"] == "10000"
+    monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "10")
+    keep_freed_memory()
+    assert os.environ["MIMALLOC_PURGE_DELAY"] == "10"

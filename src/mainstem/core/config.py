@@ -39,7 +39,7 @@ def keep_freed_memory() -> None:
     Its builds for Arm bring mimalloc, which hands memory back to the system 10 ms after it was
     freed: every layer of a long step then pays for fresh pages, a tenth of an int8 step's time.
     """
-    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "2000")  # milliseconds
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")  # milliseconds
 
 
 class Share(Enum):
