@@ -84,9 +84,6 @@ class PrefixIndex:
         ready = self._is_ready[pages]
         return pages, len(pages) if ready.all() else int(ready.argmin())
 
-    def is_ready(self, page: int) -> bool:
-        return bool(self._is_ready[page])
-
     @property
     def is_indexed(self) -> Bools:
         """By page, whether it has a name; not to be changed."""
@@ -101,9 +98,9 @@ class PrefixIndex:
             found.append((page, key, self._tokens[page].tobytes()))
         return found
 
-    def last_loading(self, pages: Sequence[int]) -> int:
-        """Place of the last of `pages` that is not ready; there must be one."""
-        return int(np.flatnonzero(~self._is_ready[list(pages)])[-1])
+    def loading(self, pages: Sequence[int]) -> list[int]:
+        """Places of those of `pages` that are not ready."""
+        return np.flatnonzero(~self._is_ready[list(pages)]).tolist()
 
     def best_follower(self, parent: PageKey, token_ids: Int32s) -> tuple[int, int] | None:
         """The READY page after `parent` that begins most like `token_ids`, and how many tokens.

@@ -130,10 +130,16 @@ class KVStore:
         """How much of the first `num_tokens` of a chain is there."""
         keys = chain.keys[: num_tokens // self.page_size]
         match = self.find(keys)
-        if match.outcome is Lookup.LOADING or match.loads is not None:
+        if match.outcome is Lookup.LOADING:
             return match
         num_ready = len(match.pages)
         stored = self.stored(keys[num_ready:])
+        if match.loads is not None:
+            if not stored.num_pages:
+                return match
+            # whoever starts now computes what could be loaded next
+            loading = self._index.loading(match.pages.tolist())
+            return Match(match.pages[: loading[0]], Lookup.LOADING, keys[loading[-1]])
         rest = chain.token_ids[num_ready * self.page_size : num_tokens]
         similar = self._similar(chain, num_ready, rest)
         outcome = Lookup.READY if len(rest) == 0 else Lookup.MISS
@@ -164,9 +170,9 @@ class KVStore:
         pages, num_ready = self._index.match(keys)
         ready = np.array(pages[:num_ready], np.int32)
         if num_ready < len(pages):
-            loads = self._startable(pages, num_ready)
+            loads = self._startable(pages)
             if loads is None:
-                return Match(ready, Lookup.LOADING, keys[self._index.last_loading(pages)])
+                return Match(ready, Lookup.LOADING, keys[self._index.loading(pages)[-1]])
             return Match(np.array(pages, np.int32), Lookup.MISS, loads=loads)
         return Match(ready, Lookup.READY if num_ready == len(keys) else Lookup.MISS)
 
@@ -294,12 +300,11 @@ class KVStore:
             self._traffic.flush()
             self._traffic.tiers.close()
 
-    def _startable(self, pages: list[int], num_ready: int) -> Int32s | None:
+    def _startable(self, pages: list[int]) -> Int32s | None:
         """Loads to wait for, if all of `pages` that are not READY may be read behind them."""
         if self._traffic is None:
             return None
-        loading = [page for page in pages[num_ready:] if not self._index.is_ready(page)]
-        return self._traffic.startable(loading)
+        return self._traffic.startable([pages[place] for place in self._index.loading(pages)])
 
     @contextmanager
     def distrust(self) -> Iterator[None]:

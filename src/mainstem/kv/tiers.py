@@ -15,6 +15,7 @@ thread; copies and disk work go on elsewhere and are looked at in `poll`.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from time import monotonic, perf_counter, time
 
 import numpy as np
@@ -36,7 +37,7 @@ from mainstem.kv.policy import Moves, PolicyConfig, PolicyKind, TierKind, TierPo
 from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
 
 SLACK = 16  # one slot in so many is beyond what the policy gives away: copies under way need them
-PREFETCH_PAGES = 64  # read ahead at most at once
+READ_AHEAD_S = 0.02  # reading ahead gives the disk so much to do: loads must not queue behind it
 CHORE_S = 0.5  # between looks at what has expired
 
 
@@ -232,26 +233,38 @@ class LowerTiers:
     def load(
         self, load_id: LoadId, keys: Sequence[PageKey], pages: Int32s, start_layers: int
     ) -> Load | None:
-        """Start bringing stored pages to the device; None: there is no slot to read them into."""
+        """Start bringing stored pages to the device, the leading ones that there are slots to read
+        into; None: there is not one."""
         entries = [self._entries[key] for key in keys]
         for entry in entries:
             entry.holds += 1
-        from_disk = [entry for entry in entries if not entry.is_in_host]
-        unread = [entry for entry in from_disk if entry.slot is None]
-        short = len(unread) - len(self._free_slots)
+        short = sum(entry.slot is None for entry in entries) - len(self._free_slots)
         if short > 0:
             self._carry_out(self._policy.choose_victims(TierKind.HOST, short), "room")
-        if len(unread) > len(self._free_slots):
-            for entry in entries:
-                self._release(entry)
+        count = self._num_with_slots(entries)
+        for entry in entries[count:]:
+            self._release(entry)
+        if not count:
             return None
-        for entry in unread:
-            self._read(entry, self._free_slots.pop())
-        load = Load(load_id, keys, pages, entries, start_layers, perf_counter(), len(from_disk))
+        keys, pages, entries = keys[:count], pages[:count], entries[:count]
+        num_from_disk = sum(not entry.is_in_host for entry in entries)
+        for entry in entries:
+            if entry.slot is None:
+                self._read(entry, self._free_slots.pop())
+        load = Load(load_id, keys, pages, entries, start_layers, perf_counter(), num_from_disk)
         self.host_link.start(len(pages) * self.page_bytes)
         self._loads.append(load)
         self._advance(load)
         return load
+
+    def _num_with_slots(self, entries: Sequence[_Entry]) -> int:
+        """Leading entries that have a slot or can be given one."""
+        num_free = len(self._free_slots)
+        for index, entry in enumerate(entries):
+            num_free -= entry.slot is None
+            if num_free < 0:
+                return index
+        return len(entries)
 
     def run_length(self, keys: Sequence[PageKey], most_from_disk: int) -> int:
         """Leading pages that are loaded together: all in host memory, or some from disk."""
@@ -588,9 +601,12 @@ class LowerTiers:
                 self._bus.publish(PagesLoaded(count, tier, seconds))
 
     def prefetch(self) -> None:
-        """Read from disk what waiting requests will need next."""
-        room = min(PREFETCH_PAGES, len(self._free_slots))
-        if room and self._policy.num_queued:
+        """Read from disk what waiting requests will need next, while the disk has little to do."""
+        idle_s = READ_AHEAD_S - self.disk_link.expect_s(0)
+        if self._disk is None or idle_s <= 0 or not self._policy.num_queued:
+            return
+        room = min(ceil(idle_s / self.disk_link.pass_s(self.page_bytes)), len(self._free_slots))
+        if room:
             self._carry_out(self._policy.choose_prefetch(room), "room")
 
     def _expire(self, now_s: float) -> None:

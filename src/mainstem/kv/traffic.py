@@ -130,16 +130,14 @@ class Traffic:
         were given back.
         """
         place = 0
-        awaited: PageKey | None = None
         while place < len(pages):
             size = self.tiers.run_length(chain.keys[first + place : first + len(pages)], DISK_PIECE)
-            piece = slice(first + place, first + place + size)
-            if not self._start(chain, piece, pages[place : place + size], start_layers):
+            started = self._start(chain, first + place, pages[place : place + size], start_layers)
+            place += started
+            if started < size:
                 break
-            awaited = chain.keys[piece.stop - 1]
-            place += size
         self._pool.give_back(pages[place:])
-        return awaited
+        return chain.keys[first + place - 1] if place else None
 
     def startable(self, pages: Sequence[int]) -> Int32s | None:
         """The loads that a step must wait for to read `pages`, all LOADING; None: it is too early,
@@ -193,21 +191,22 @@ class Traffic:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _start(self, chain: PageChain, piece: slice, pages: Int32s, start_layers: int) -> bool:
-        keys = chain.keys[piece]
+    def _start(self, chain: PageChain, first: int, pages: Int32s, start_layers: int) -> int:
+        """Start to load the chain's pages from number `first` on; returns how many, 0: none can."""
         size = chain.page_size
-        token_ids = chain.token_ids[piece.start * size : piece.stop * size].tobytes()
+        keys = chain.keys[first : first + len(pages)]
+        token_ids = chain.token_ids[first * size : (first + len(pages)) * size].tobytes()
         if not self.tiers.has_all(keys, token_ids):  # some may be gone to make room for others
-            return False
+            return 0
         load_id = LoadId(next(self._load_ids))
         load = self.tiers.load(load_id, keys, pages, start_layers)
         if load is None:
-            return False
-        self._copying[pages] += 1  # the taker's hold is the copy's from here on
-        self._index.reserve(chain, piece.start, pages)
+            return 0
+        self._copying[load.pages] += 1  # the taker's hold is the copy's from here on
+        self._index.reserve(chain, first, load.pages)
         self._loads[load_id] = load
-        self._load_of.update((page, load) for page in pages.tolist())
-        return True
+        self._load_of.update((page, load) for page in load.pages.tolist())
+        return len(load.pages)
 
     def _finish(self, load: Load) -> None:
         del self._loads[load.load_id]

@@ -203,6 +203,7 @@ class Scheduler:
     def _make_step(self, decodes: Int32s, prompts: "_Prompts", begin: float) -> Step | None:
         self._load_ahead(prompts)
         self._fill_prompts(prompts)
+        self._store.prefetch()
         load_ids = np.unique(np.concatenate(prompts.loads)) if prompts.loads else NO_LOADS
         started = tuple(prompts.started)
         batch = Batch(decodes, prompts.chunks, started, prompts.copies, prompts.moves, load_ids)
