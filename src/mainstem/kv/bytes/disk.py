@@ -28,7 +28,7 @@ from zlib import crc32
 from mainstem.core.errors import StoreError
 from mainstem.core.ids import PageKey
 from mainstem.kv.bytes.folder import StoreFolder
-from mainstem.kv.bytes.page_index import PageIndex, PageRow, remove_index
+from mainstem.kv.bytes.page_index import FILE, PageIndex, PageRow, remove_index
 from mainstem.kv.bytes.segments import SegmentFiles
 
 NUM_READERS = 4
@@ -214,6 +214,7 @@ class DiskTier:
     def _sound_index(self) -> tuple[PageIndex, list[PageRow]]:
         """An empty index in place of a damaged one, and only of such: a disk that is full or a file
         that is locked says nothing about the pages."""
+        had_index = (self.folder / FILE).is_file()
         try:
             index, rows = self._read_index()
         except sqlite3.Error as error:
@@ -222,8 +223,8 @@ class DiskTier:
             remove_index(self.folder)
             self.found = f"index damaged ({error})"
             index, rows = PageIndex(self.folder, self._about), []
-        if not rows and (count := self._files.remove_all()):
-            self.found = self.found or f"no index for {count} segment files, which were removed"
+        if not rows and (count := self._files.remove_all()) and not had_index:
+            self.found = f"no index for {count} segment files, which were removed"
         return index, rows
 
     def _read_index(self) -> tuple[PageIndex, list[PageRow]]:
