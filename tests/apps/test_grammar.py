@@ -2,8 +2,11 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
+from llguidance import LLMatcher
 
 from mainstem.apps.answers import TextEngine
 from mainstem.apps.grammar import (
@@ -124,6 +127,40 @@ def test_a_wrong_schema_is_refused_with_the_reason(schema: object, complaint: st
 def test_a_form_is_compiled_once() -> None:
     grammars = Grammars(a_tokenizer())
     assert grammars.compile(json_form(SCHEMA)) is grammars.compile(json_form(SCHEMA))
+
+
+def test_nobody_waits_while_another_form_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(a_tokenizer())
+    easy, hard = json_form(SCHEMA), json_form({"type": "object"})
+    ready = grammars.compile(easy)
+    begun, may_end = Event(), Event()
+    compile_hard = Grammars._matcher
+
+    def slowly(self: Grammars, form: str) -> LLMatcher:
+        begun.set()
+        assert may_end.wait(20)
+        return compile_hard(self, form)
+
+    monkeypatch.setattr(Grammars, "_matcher", slowly)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(grammars.compile, hard)
+        assert begun.wait(20)
+        second = pool.submit(grammars.compile, hard)
+        try:
+            assert pool.submit(grammars.compile, easy).result(20) is ready
+            assert grammars.find(easy) is ready
+            assert grammars.find(hard) is None
+            assert not first.done()
+        finally:
+            may_end.set()
+        assert first.result(20) is second.result(20), "it was compiled twice"
+
+
+def test_a_form_that_was_refused_is_refused_again() -> None:
+    grammars = Grammars(a_tokenizer())
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="thing"):
+            grammars.compile(json_form({"type": "thing"}))
 
 
 @pytest.mark.parametrize("field", ["min_tokens", "ignore_eos"])

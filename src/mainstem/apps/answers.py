@@ -11,6 +11,7 @@ from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.request import (
     Delivery,
     FinishReason,
+    Grammar,
     Output,
     Overflow,
     Request,
@@ -78,12 +79,16 @@ class TextEngine:
         session: str | None = None,
         overflow: Overflow | None = None,
         keep_tokens: int = 0,
+        grammar: Grammar | None = None,
     ) -> None:
         """Queue a prompt; raises InvalidRequest if it can never run.
 
         `overflow` says what becomes of a prompt that is longer than the context window; by default
         that of a `session` is truncated, all but its first `keep_tokens`, and any other refused.
+        `grammar` is the form that `sampling` names, for who has compiled it elsewhere.
         """
+        if grammar is None and sampling.grammar is not None:
+            grammar = self.grammars.compile(sampling.grammar)
         if sampling.stop_strings:
             delivery = Delivery.EACH_STEP  # each token may complete a stop string
         request = Request(
@@ -91,7 +96,7 @@ class TextEngine:
             prompt_ids=np.asarray(prompt_ids),
             sampling=sampling,
             eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
-            grammar=None if sampling.grammar is None else self.grammars.compile(sampling.grammar),
+            grammar=grammar,
             salt=salt,
             public_tokens=public_tokens,
             priority=priority,

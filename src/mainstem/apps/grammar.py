@@ -10,6 +10,7 @@ that small models do not come back from.
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -70,31 +71,52 @@ def _form(grammar: dict[str, object]) -> str:
 
 
 class Grammars:
-    """Compiles forms for one tokenizer. May be used on any thread."""
+    """Compiles forms for one tokenizer. May be used on any thread.
+
+    Compiling may take seconds: whoever wants another form does not wait for it.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._words: LLTokenizer | None = None  # made when first needed: it takes half a second
-        self._compiled: OrderedDict[str, CompiledForm] = OrderedDict()
-        self._lock = Lock()
+        self._words_lock = Lock()
+        self._forms: OrderedDict[str, Future[CompiledForm]] = OrderedDict()  # least used first
+        self._lock = Lock()  # of the forms, never held for long
 
     def compile(self, form: str) -> "CompiledForm":
         """Raises InvalidRequest with what is wrong with the form."""
         with self._lock:
-            found = self._compiled.get(form)
-            if found is None:
-                found = self._compiled[form] = CompiledForm(self._matcher(form))
-                if len(self._compiled) > FORMS_KEPT:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(form)
-            return found
+            found = self._forms.get(form)
+            wanted = self._forms.setdefault(form, Future())
+            self._forms.move_to_end(form)
+            if len(self._forms) > FORMS_KEPT:
+                self._forms.popitem(last=False)
+        if found is None:  # others who want it wait for this thread
+            self._fill(wanted, form)
+        return wanted.result()
+
+    def find(self, form: str) -> "CompiledForm | None":
+        """A form that is compiled already."""
+        with self._lock:
+            found = self._forms.get(form)
+        return found.result() if found is not None and found.done() else None
+
+    def _fill(self, wanted: "Future[CompiledForm]", form: str) -> None:
+        try:
+            wanted.set_result(CompiledForm(self._matcher(form)))
+        except BaseException as error:
+            with self._lock:
+                if self._forms.get(form) is wanted:
+                    del self._forms[form]
+            wanted.set_exception(error)
 
     def _matcher(self, form: str) -> "LLMatcher":
         try:
             from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415  # an optional package
         except ImportError:
             raise InvalidRequest(FIELD, "needs the package llguidance: mainstem[server]") from None
-        words = self._words or self._load_words()
+        with self._words_lock:
+            words = self._words or self._load_words()
         limits = LLParserLimits(
             max_grammar_size=_MAX_SYMBOLS, max_lexer_states=_MAX_STATES, verbose_errors=False
         )

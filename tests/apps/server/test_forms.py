@@ -2,10 +2,11 @@
 
 import json
 import re
+from threading import current_thread
 
 import pytest
 
-from mainstem.apps.grammar import MAX_FORM_CHARS
+from mainstem.apps.grammar import MAX_FORM_CHARS, CompiledForm, Grammars
 from tests.apps.server.running import Running, events
 
 CHAT = [{"role": "user", "content": "Give me a number."}]
@@ -45,6 +46,23 @@ def test_vllms_fields_work_in_completions(server: Running) -> None:
         response = server.post("/v1/completions", body | fields)
         assert response.status_code == 200, response.text
         assert re.fullmatch(pattern, response.json()["choices"][0]["text"])
+
+
+def test_the_engine_does_not_wait_for_forms(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    compile_ = Grammars.compile
+
+    def noted(self: Grammars, form: str) -> CompiledForm:
+        threads.append(current_thread().name)
+        return compile_(self, form)
+
+    monkeypatch.setattr(Grammars, "compile", noted)
+    body = {"prompt": "x", "guided_regex": "a form that nobody else asks for [0-9]"}
+    for _ in range(2):
+        assert server.post("/v1/completions", body).status_code == 200
+    assert [name.partition("_")[0] for name in threads] == ["grammar"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mainstem.apps.server.auth import ANYBODY
+from mainstem.apps.server.gateway import MAX_WINDOWS
 from mainstem.apps.server.session_saver import SessionSaver
 from mainstem.apps.server.turns import owner_of
 from mainstem.apps.session_file import SessionFile
@@ -149,6 +150,16 @@ def test_without_a_policy_the_window_is_the_end(server: Running) -> None:
     assert server.post("/v1/completions", explicit).status_code == 400
     cut = server.complete("x" * 900, max_tokens=1, context_overflow="recompute")
     assert cut["usage"]["prompt_tokens_details"]["dropped_tokens"] > 0
+
+
+def test_what_outgrows_the_window_too_often_never_reaches_the_engine(server: Running) -> None:
+    most = MAX_WINDOWS * server.gateway.worker.max_model_len
+    body = {"prompt": [5] * most, "max_tokens": 1, "session_id": "endless"}
+    assert server.post("/v1/completions", body).status_code == 200
+    refused = server.post("/v1/completions", body | {"prompt": [5] * (most + 1)})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert str(most) in refused.json()["error"]["message"]
 
 
 def test_two_apps_and_forty_sessions_at_once_answer_as_each_alone() -> None:

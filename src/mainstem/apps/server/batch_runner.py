@@ -235,26 +235,26 @@ class BatchRunner:
         """A row's answers; raises RowError. A step that fails is tried again."""
         self._check_row(batch, row)
         try:
-            if row.sampling.grammar is not None:
-                await asyncio.to_thread(self._worker.grammars.compile, row.sampling.grammar)
+            grammar = await self._worker.compile(row.sampling)
+            request = EngineRequest(
+                f"{batch.batch_id}-{row.line}",
+                ids,
+                seeded(row, 0),
+                salt=salt,
+                priority=PRIORITY + max(-PRIORITY // 2, min(row.priority, PRIORITY)),
+                grammar=grammar,
+            )
             for attempt in range(MAX_TRIES):
                 try:
-                    return await self._answer(batch, row, ids, salt)
+                    return await self._answer(request)
                 except EngineFault:
                     await asyncio.sleep(0.5 * 2**attempt)
         except InvalidRequest as error:
             raise RowError("invalid_value", str(error), error.field) from None
         raise RowError("engine_failed", f"the engine failed {MAX_TRIES} times over it")
 
-    async def _answer(self, batch: Batch, row: Row, ids: Sequence[int], salt: bytes) -> Answers:
-        request = EngineRequest(
-            f"{batch.batch_id}-{row.line}",
-            ids,
-            seeded(row, 0),
-            salt=salt,
-            priority=PRIORITY + max(-PRIORITY // 2, min(row.priority, PRIORITY)),
-        )
-        answers = Answers(len(ids), row.sampling)
+    async def _answer(self, request: EngineRequest) -> Answers:
+        answers = Answers(len(request.prompt_ids), request.sampling)
         answering = await self._worker.submit([request])
         try:
             async for news in answering:

@@ -33,12 +33,13 @@ from mainstem.apps.server.stream import ClientLeft, EventStream, while_connected
 from mainstem.apps.server.turns import Turn
 from mainstem.apps.server.worker import Answering, EngineFault, EngineRequest, Ticket, Worker
 from mainstem.apps.session_file import SessionFile
-from mainstem.apps.sessions import Sessions
+from mainstem.apps.sessions import MAX_SESSION_TOKENS, Sessions
 from mainstem.apps.tools import tool_format
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import Overflow
 
 INLINE_CHARS = 1 << 12  # a longer prompt is encoded on another thread
+MAX_WINDOWS = 32  # a conversation may outgrow the context so many times
 CLIENT_LEFT = 499  # nobody hears it; for logs and metrics
 
 log = logging.getLogger("mainstem.server")
@@ -164,12 +165,9 @@ class Gateway:
             held.enter_context(self.gate.enter(tenant, ask.num_answers))
             turn = self._turn(ask, tenant)
             prompt_ids = await self._encode(ask, app, turn)
-            await self._compile(ask)
-            requests = [
-                self._request(ask, f"{heading.reply_id}-{place}", ids, tenant, app, turn)
-                for place, ids in enumerate(prompt_ids)
-            ]
-            answering = await self._submit(requests, kind)
+            self._check_lengths(ask, prompt_ids)
+            requests = await self._requests(ask, heading.reply_id, prompt_ids, tenant, app, turn)
+            answering = await self._submit(requests)
             exchange = _Exchange(self, answering, heading, request, app)
             held.push(exchange)
             reply = Reply(ask, heading, prompt_ids, self.worker.tokenizer, turn)
@@ -228,49 +226,55 @@ class Gateway:
         except InvalidRequest as error:
             raise from_invalid(error) from None
 
-    async def _compile(self, ask: Ask) -> None:
-        """Check the form that answers must have; the engine finds it compiled."""
-        if ask.sampling.grammar is None:
-            return
-        try:
-            await asyncio.to_thread(self.worker.grammars.compile, ask.sampling.grammar)
-        except InvalidRequest as error:
-            raise from_invalid(error) from None
+    def _check_lengths(self, ask: Ask, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse what leaves no room for an answer, and what is far too long to be truncated:
+        everybody would wait for the engine to look at it."""
+        window = self.worker.max_model_len
+        most = window - 1
+        if ask.overflow is not Overflow.ERROR:
+            most = max(most, min(MAX_WINDOWS * window, MAX_SESSION_TOKENS))
+        longest = max(map(len, prompts))
+        if longest > most:
+            message = (
+                f"the prompt has {longest} tokens; with room for an answer in the context of "
+                f"{window}, it may have {most}"
+            )
+            param = "messages" if ask.kind is Kind.CHAT else "prompt"
+            raise ApiError(400, message, param, "context_length_exceeded")
 
-    def _request(
+    async def _requests(
         self,
         ask: Ask,
-        request_id: str,
-        ids: Sequence[int],
+        reply_id: str,
+        prompts: Sequence[Sequence[int]],
         tenant: Tenant,
         app: App | None,
         turn: Turn | None,
-    ) -> EngineRequest:
-        """The app's prompt is public, and is kept when a conversation outgrows the context."""
-        public_tokens = self.filler.public_tokens(app, ids)
-        return EngineRequest(
-            request_id,
-            ids,
-            ask.sampling,
-            salt=tenant.page_salt(ask.cache_salt),
-            priority=ask.priority,
-            public_tokens=public_tokens,
-            session=None if turn is None else turn.engine_id,
-            overflow=ask.overflow,
-            keep_tokens=public_tokens,
-        )
+    ) -> list[EngineRequest]:
+        """What the engine is asked. The app's prompt is public, and is kept when a conversation
+        outgrows the context; the form of the answers is compiled."""
+        try:
+            grammar = await self.worker.compile(ask.sampling)
+        except InvalidRequest as error:
+            raise from_invalid(error) from None
+        num_public = [self.filler.public_tokens(app, ids) for ids in prompts]
+        return [
+            EngineRequest(
+                f"{reply_id}-{place}",
+                ids,
+                ask.sampling,
+                salt=tenant.page_salt(ask.cache_salt),
+                priority=ask.priority,
+                public_tokens=num_public[place],
+                session=None if turn is None else turn.engine_id,
+                overflow=ask.overflow,
+                keep_tokens=num_public[place],
+                grammar=grammar,
+            )
+            for place, ids in enumerate(prompts)
+        ]
 
-    async def _submit(self, requests: Sequence[EngineRequest], kind: Kind) -> Answering:
-        for request in requests:
-            num_tokens = len(request.prompt_ids)
-            is_long = num_tokens >= self.worker.max_model_len
-            if is_long and request.overflow is Overflow.ERROR:
-                message = (
-                    f"the prompt has {num_tokens} tokens and leaves no room for an answer in the "
-                    f"context of {self.worker.max_model_len}"
-                )
-                param = "messages" if kind is Kind.CHAT else "prompt"
-                raise ApiError(400, message, param, "context_length_exceeded")
+    async def _submit(self, requests: Sequence[EngineRequest]) -> Answering:
         try:
             return await self.worker.submit(requests)
         except InvalidRequest as error:

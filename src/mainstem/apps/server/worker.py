@@ -12,6 +12,7 @@ table of open requests by the event loop alone.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from queue import Empty, SimpleQueue
@@ -20,6 +21,7 @@ from time import monotonic
 from typing import TypeVar
 
 from mainstem.apps.answers import TextEngine, TextOutput
+from mainstem.apps.grammar import CompiledForm
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import SequenceAdmitted
 from mainstem.core.request import Overflow, SamplingParams
@@ -28,6 +30,7 @@ from mainstem.core.snapshot import EngineSnapshot
 SNAPSHOT_S = 0.2  # a look at the engine is at most so old while it runs
 PROBE = "probe"
 MAX_PROBE_STEPS = 100
+NUM_COMPILERS = 2  # threads for forms, so that hard ones keep nothing else waiting
 
 log = logging.getLogger("mainstem.server")
 T = TypeVar("T")
@@ -59,6 +62,7 @@ class EngineRequest:
     session: str | None = None
     overflow: Overflow = Overflow.ERROR
     keep_tokens: int = 0
+    grammar: CompiledForm | None = None  # the form that `sampling` names
 
 
 class Ticket:
@@ -190,7 +194,8 @@ class Worker:
 
     def __init__(self, engine: TextEngine) -> None:
         self.tokenizer = engine.tokenizer  # immutable, safe between threads
-        self.grammars = engine.grammars  # safe between threads
+        self._grammars = engine.grammars  # safe between threads
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "grammar")
         self.max_model_len = engine.engine.max_model_len
         self.snapshot: EngineSnapshot = engine.engine.snapshot()
         self.state = WorkerState.RUNNING
@@ -235,6 +240,15 @@ class Worker:
             raise
         return answering
 
+    async def compile(self, sampling: SamplingParams) -> CompiledForm | None:
+        """The form that answers must have, if any; raises InvalidRequest."""
+        form = sampling.grammar
+        if form is None:
+            return None
+        loop, compile_ = asyncio.get_running_loop(), self._grammars.compile
+        found = self._grammars.find(form)
+        return found or await loop.run_in_executor(self._compilers, compile_, form)
+
     def abandon(self, answering: Answering) -> None:
         """Nobody listens any more: stop what is not finished."""
         for ticket in answering.tickets:
@@ -274,6 +288,7 @@ class Worker:
             self.state = WorkerState.STOPPING
         self._commands.put(_Stop())
         await asyncio.to_thread(self._thread.join)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _hear(self, report: _Report) -> None:
         """Hand a report's parts to the requests they belong to."""
@@ -349,6 +364,7 @@ class Worker:
                 session=request.session,
                 overflow=request.overflow,
                 keep_tokens=request.keep_tokens,
+                grammar=request.grammar,
             )
         except InvalidRequest as error:
             self._report.refused.append((request.request_id, error))
