@@ -28,6 +28,7 @@ from mainstem.core.request import Overflow, SamplingParams
 from mainstem.core.snapshot import EngineSnapshot
 
 SNAPSHOT_S = 0.2  # a look at the engine is at most so old while it runs
+IDLE_S = 0.2  # between two steps with nothing to run
 PROBE = "probe"
 MAX_PROBE_STEPS = 100
 NUM_COMPILERS = 2  # threads for forms, so that hard ones keep nothing else waiting
@@ -320,8 +321,7 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                if self._engine.has_work:
-                    self._step()
+                self._step()  # an idle one looks after the pages that are being saved
                 self._look()
                 self._send()
             self._drain()
@@ -334,11 +334,11 @@ class Worker:
             self._engine.engine.close()
 
     def _take_commands(self) -> bool:
-        """Obey what has been asked; waits when there is nothing to run. False: stop."""
+        """Obey what has been asked; waits a while when there is nothing to run. False: stop."""
         is_waiting = not self._engine.has_work
         while True:
             try:
-                command = self._commands.get(block=is_waiting)
+                command = self._commands.get(block=is_waiting, timeout=IDLE_S)
             except Empty:
                 return True
             is_waiting = False
