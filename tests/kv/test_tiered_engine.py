@@ -8,7 +8,9 @@ import pytest
 
 from mainstem.core.events import EventBus, PagesLost, SavesSkipped, StoreOpened
 from mainstem.core.metrics import Counters
+from mainstem.kv.keys import PageChain
 from mainstem.kv.policy import PolicyKind
+from mainstem.kv.store import Match
 from tests.builders import VOCAB, Collector, a_request, run_all
 from tests.fakes import fake_answer
 from tests.kv.faulty import FaultyFiles
@@ -195,3 +197,44 @@ def test_a_graceful_stop_saves_what_waits_in_the_write_buffer(tmp_path: Path) ->
     again = a_tiered_engine(**sizes)  # type: ignore[arg-type]
     assert again.tiers.num_disk_pages == 50
     again.engine.close()
+
+
+def test_many_that_wait_for_one_history_are_looked_up_over_several_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = 50
+    monkeypatch.setattr("mainstem.sched.scheduler.LOOK_UP_PAGES", most)
+    tiered = a_tiered_engine(num_pages=200, num_slots=80)
+    engine, store = tiered.engine, tiered.store
+    history = RNG.integers(0, VOCAB, 80).tolist()  # 20 pages
+    ask(tiered, [history])
+    engine.flush()
+    with store.distrust():
+        pass  # it is in host memory only
+    tiered.copier.patience = 10**9
+    engine.submit(a_request([1, 2, 3], 40, name="runs"))
+    got = Collector()
+    got.add(engine.step())
+    lookup, num_looked_up = store.lookup, 0
+
+    def count_pages(chain: PageChain, num_tokens: int) -> Match:
+        nonlocal num_looked_up
+        num_looked_up += num_tokens // 4
+        return lookup(chain, num_tokens)
+
+    monkeypatch.setattr(store, "lookup", count_pages)
+    prompts = [[*history, number, 1] for number in range(16)]
+    for number, prompt in enumerate(prompts):
+        engine.submit(a_request(prompt, 2, name=str(number), priority=1))
+    for _ in range(20):
+        num_looked_up = 0
+        got.add(engine.step())
+        # ahead of their turn and at it, and the last may go beyond
+        assert num_looked_up < 2 * (most + 20)
+    assert num_looked_up == 0, "all wait for the load"
+    tiered.copier.patience = 0
+    while engine.has_work:
+        got.add(engine.step())
+    for number, prompt in enumerate(prompts):
+        assert got.tokens[str(number), 0] == fake_answer(prompt, 2, VOCAB)
+    engine.close()

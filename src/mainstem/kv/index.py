@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 
 import numpy as np
@@ -72,15 +73,12 @@ class PrefixIndex:
             if page is not None and self._pins[page]:
                 self._pins[page] -= 1
 
-    def match(self, keys: Sequence[PageKey]) -> tuple[list[int], int]:
+    def match(self, keys: Sequence[PageKey]) -> tuple[Int32s, int]:
         """Pages of the longest indexed prefix of `keys`, and how many of them are ready."""
-        page_of = self._page_of
-        pages: list[int] = []
-        for key in keys:
-            page = page_of.get(key)
-            if page is None:
-                break
-            pages.append(page)
+        found: list[int] = []
+        with suppress(KeyError):  # the first key that is not there; what came before it stays
+            found.extend(map(self._page_of.__getitem__, keys))
+        pages = np.array(found, np.int32)
         ready = self._is_ready[pages]
         return pages, len(pages) if ready.all() else int(ready.argmin())
 
@@ -98,9 +96,9 @@ class PrefixIndex:
             found.append((page, key, self._tokens[page].tobytes()))
         return found
 
-    def loading(self, pages: Sequence[int]) -> list[int]:
+    def loading(self, pages: Int32s) -> list[int]:
         """Places of those of `pages` that are not ready."""
-        return np.flatnonzero(~self._is_ready[list(pages)]).tolist()
+        return np.flatnonzero(~self._is_ready[pages]).tolist()
 
     def best_follower(self, parent: PageKey, token_ids: Int32s) -> tuple[int, int] | None:
         """The READY page after `parent` that begins most like `token_ids`, and how many tokens.

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 
-import numpy as np
-
 from mainstem.core.errors import OutOfPages
 from mainstem.core.events import EventBus, PagesEvicted
 from mainstem.core.ids import PageKey
@@ -138,7 +136,7 @@ class KVStore:
             if not stored.num_pages:
                 return match
             # whoever starts now computes what could be loaded next
-            loading = self._index.loading(match.pages.tolist())
+            loading = self._index.loading(match.pages)
             return Match(match.pages[: loading[0]], Lookup.LOADING, keys[loading[-1]])
         rest = chain.token_ids[num_ready * self.page_size : num_tokens]
         similar = self._similar(chain, num_ready, rest)
@@ -168,13 +166,13 @@ class KVStore:
     def find(self, keys: Sequence[PageKey]) -> Match:
         """How many of these pages, the leading ones, are there; they need not follow each other."""
         pages, num_ready = self._index.match(keys)
-        ready = np.array(pages[:num_ready], np.int32)
-        if num_ready < len(pages):
-            loads = self._startable(pages)
-            if loads is None:
-                return Match(ready, Lookup.LOADING, keys[self._index.loading(pages)[-1]])
-            return Match(np.array(pages, np.int32), Lookup.MISS, loads=loads)
-        return Match(ready, Lookup.READY if num_ready == len(keys) else Lookup.MISS)
+        if num_ready == len(pages):
+            return Match(pages, Lookup.READY if num_ready == len(keys) else Lookup.MISS)
+        loading = self._index.loading(pages)
+        loads = None if self._traffic is None else self._traffic.startable(pages[loading].tolist())
+        if loads is None:
+            return Match(pages[:num_ready], Lookup.LOADING, keys[loading[-1]])
+        return Match(pages, Lookup.MISS, loads=loads)
 
     def take(self, count: int) -> Int32s:
         """Lend `count` empty pages, giving up idle ones for it; or raise OutOfPages, lend none."""
@@ -299,12 +297,6 @@ class KVStore:
         if self._traffic is not None:
             self._traffic.flush()
             self._traffic.tiers.close()
-
-    def _startable(self, pages: list[int]) -> Int32s | None:
-        """Loads to wait for, if all of `pages` that are not READY may be read behind them."""
-        if self._traffic is None:
-            return None
-        return self._traffic.startable([pages[place] for place in self._index.loading(pages)])
 
     @contextmanager
     def distrust(self) -> Iterator[None]:

@@ -50,6 +50,7 @@ from mainstem.sched.truncation import DEFAULT_RULES, Truncation, TruncationRules
 DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 64
 LOAD_AHEAD = 64  # waiting sequences whose pages are brought up before it is their turn
+LOOK_UP_PAGES = 8192  # looked up in a step for those that do not start in it; later steps go on
 REST_S = 0.0003
 NO_LOADS = np.empty(0, np.int32)
 
@@ -390,14 +391,15 @@ class Scheduler:
 
     def _start_waiting(self, prompts: "_Prompts", before: int | None) -> None:
         """Start sequences from the queue, or only those more urgent than `before`."""
-        while prompts.budget > 0 and (sequence := self._queue.head()) is not None:
+        while prompts.has_room and (sequence := self._queue.head()) is not None:
             if before is not None and sequence.request.priority >= before:
                 return
             slot = self._try_start(sequence, prompts)
             if slot is None:
                 if sequence is self._queue.head():
                     return  # no room: nobody overtakes it
-                continue  # parked
+                prompts.num_parked_pages += sequence.num_named_pages
+                continue
             self._running = np.append(self._running, np.int32(slot))
             if sequence.request.sampling.edits_logits:
                 prompts.started.append(_started(sequence, slot))
@@ -511,9 +513,12 @@ class Scheduler:
         that those before them need are left."""
         if self._fetching is None:
             return
-        tokens_ahead, pages_ahead = self._num_unfinished(), 0
+        tokens_ahead, pages_ahead, num_looked_up = self._num_unfinished(), 0, 0
         for sequence in self._queue.first(LOAD_AHEAD):
             if sequence.num_to_compute is None:
+                if num_looked_up >= LOOK_UP_PAGES:
+                    return
+                num_looked_up += sequence.num_named_pages
                 num_known, chain, match = self._look_up(sequence)
                 if match.outcome is Lookup.LOADING:
                     continue
@@ -790,6 +795,11 @@ class _Prompts:
     copies: list[PageCopy] = field(default_factory=list)
     moves: list[PageMove] = field(default_factory=list)
     outlook: Outlook | None = None  # made when the first sequence wants to start
+    num_parked_pages: int = 0  # looked up in vain
+
+    @property
+    def has_room(self) -> bool:
+        return self.budget > 0 and self.num_parked_pages < LOOK_UP_PAGES
 
     def sources(self) -> list[int]:
         """Pages that copies and moves of this step read, leased once for each."""

@@ -57,6 +57,11 @@ class Sequence:
             told = self.num_delivered > 0
             self.prompt_logprobs = None if told else [None]  # nothing predicts the first token
 
+    @property
+    def num_named_pages(self) -> int:
+        """Pages of the prompt that others may share."""
+        return 0 if self.chain is None else len(self.chain.keys)
+
     def known_ids(self) -> Int32s:
         """Prompt and output so far, for a sequence that is not running."""
         if len(self.output_ids) == 0:
