@@ -60,6 +60,16 @@ CASES: list[tuple[str, ToolFormat, list[Part]]] = [
     ('<tool_call>{"name": "f"}', ToolFormat.HERMES, [("f", "{}")]),
     ('<tool_call>{"name": ', ToolFormat.HERMES, ['<tool_call>{"name": ']),
     ('{"name": "f", "parameters": {"é": 1}}', ToolFormat.LLAMA, [("f", '{"é": 1}')]),
+    (
+        r'{"name": "\ud83d", "parameters": {"a": "\udc00!"}}',
+        ToolFormat.LLAMA,
+        [("\ufffd", '{"a": "\ufffd!"}')],
+    ),
+    (
+        r'{"name": "f", "parameters": "\ud83d\ude00 \ud83d"}',
+        ToolFormat.LLAMA,
+        [("f", "\U0001f600 \ufffd")],
+    ),
     ('{"name": "f"}; {"name": "g"}', ToolFormat.LLAMA, [("f", "{}"), ("g", "{}")]),
     ('{"name": "f", "parameters": {"a": "x; y"}}', ToolFormat.LLAMA, [("f", '{"a": "x; y"}')]),
     ('{"name": "f"}; and', ToolFormat.LLAMA, ['{"name": "f"}; and']),

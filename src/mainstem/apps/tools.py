@@ -20,6 +20,7 @@ from mainstem.core.errors import InvalidRequest
 MAX_TOOLS = 128
 BEGIN, END = "<tool_call>", "</tool_call>"
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+HALF = re.compile("[\ud800-\udfff]")  # escapes can spell half a character, which no reply can hold
 
 Json = Mapping[str, object]
 
@@ -215,7 +216,8 @@ def _read_calls(texts: Sequence[str]) -> list[ToolCall]:
         arguments = value.get("arguments", value.get("parameters", {}))
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        calls.append(ToolCall(f"call_{token_hex(12)}", value["name"], arguments))
+        name, arguments = (HALF.sub("\ufffd", text) for text in (value["name"], arguments))
+        calls.append(ToolCall(f"call_{token_hex(12)}", name, arguments))
     return calls
 
 
