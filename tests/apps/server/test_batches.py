@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from time import sleep
 from typing import Any
 
 import httpx
@@ -220,6 +223,49 @@ def test_a_huge_file_is_refused_whatever_its_headers_say(shared: Running) -> Non
     except httpx.WriteError:
         return  # the connection was closed on it
     assert response.status_code == 413
+
+
+def test_uploads_at_once_do_not_exceed_what_may_be_stored(tmp_path: Path) -> None:
+    """All of them are under way before the first is complete."""
+    size, num_uploads = 60_000, 8
+    head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    head += b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    tail = b"\r\n--b--\r\n"
+    limits = Limits(upload_bytes=size + 1000, stored_bytes=3 * (size + 1000))
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+    with a_server(data_dir=tmp_path, limits=limits) as running:
+        begun = Barrier(num_uploads)
+
+        def upload(number: int) -> int:
+            def pieces() -> Iterator[bytes]:
+                yield head
+                begun.wait(20)
+                sleep(0.2)
+                yield b"x" * size + tail
+
+            headers = dict(kind)
+            if number % 2:  # with a length, as most clients send it
+                headers["content-length"] = str(len(head) + size + len(tail))
+            url = f"{running.url}/v1/files"
+            try:
+                return httpx.post(url, content=pieces(), headers=headers, timeout=30).status_code
+            except httpx.WriteError:
+                return 413  # the connection was closed on it
+
+        with ThreadPoolExecutor(num_uploads) as pool:
+            codes = list(pool.map(upload, range(num_uploads)))
+        assert sorted(codes) == [200] * 3 + [413] * (num_uploads - 3)
+        stored = running.get("/v1/files").json()["data"]
+        assert sum(item["bytes"] for item in stored) == 3 * size
+        full = running.client.post(
+            "/v1/files", files={"file": b"x" * 5000}, data={"purpose": "batch"}
+        )
+        assert full.json()["error"]["code"] == "storage_full"
+        running.send("DELETE", f"/v1/files/{stored[0]['id']}")
+        again = running.client.post(
+            "/v1/files", files={"file": b"x" * size}, data={"purpose": "batch"}
+        )
+        assert again.status_code == 200
 
 
 def test_an_upload_that_stands_still_is_given_up(shared: Running) -> None:

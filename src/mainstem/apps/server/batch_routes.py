@@ -1,7 +1,9 @@
 """`/v1/files` and `/v1/batches`, as in OpenAI's API."""
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -14,7 +16,7 @@ from mainstem.apps.server.faults import ApiError, busy, unavailable
 from mainstem.apps.server.file_shelf import StoredFile
 from mainstem.apps.server.gateway import BatchDesk, Gateway
 from mainstem.apps.server.turns import owner_of
-from mainstem.apps.server.upload import receive_form
+from mainstem.apps.server.upload import expected_bytes, receive_form
 
 PURPOSE = "batch"
 MAX_LISTED = 100
@@ -28,6 +30,7 @@ class BatchRoutes:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._arriving: Counter[str] = Counter()  # bytes of uploads in progress, by owner
 
     def listed(self) -> list[Route]:
         return [
@@ -46,14 +49,36 @@ class BatchRoutes:
 
     async def upload(self, request: Request) -> Response:
         """Take a file in; it is there when the answer is."""
-        desk, owner, limits = self._desk(), _owner(request), self._gateway.limits
+        self._desk()
+        owner, limits = _owner(request), self._gateway.limits
         self._gateway.gate.allow(request.state.tenant)
         if self._gateway.is_draining:
             raise unavailable("the server is going down")
-        stored = await asyncio.to_thread(desk.files.listed, owner)
-        if sum(item.num_bytes for item in stored) >= limits.stored_bytes:
-            message = f"the files of this key have {limits.stored_bytes} bytes: delete some"
-            raise ApiError(413, message, "file", "storage_full")
+        async with self._room(owner, expected_bytes(request, limits)):
+            made = await self._receive(request)
+        return JSONResponse(made.to_json())
+
+    @asynccontextmanager
+    async def _room(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
+        """Room for one more file of an owner; raises ApiError 413 where there is none.
+
+        Counted before files are listed: one that is complete meanwhile is counted twice rather
+        than not at all.
+        """
+        limit = self._gateway.limits.stored_bytes
+        self._arriving[owner] += num_bytes
+        num_arriving = self._arriving[owner]
+        try:
+            stored = await asyncio.to_thread(self._desk().files.listed, owner)
+            if sum(item.num_bytes for item in stored) + num_arriving > limit:
+                message = f"the files of this key may have {limit} bytes: delete some"
+                raise ApiError(413, message, "file", "storage_full")
+            yield
+        finally:
+            self._arriving[owner] -= num_bytes
+
+    async def _receive(self, request: Request) -> StoredFile:
+        desk, owner, limits = self._desk(), _owner(request), self._gateway.limits
         with desk.files.writing(owner) as (file_id, path):
             form = await receive_form(request, path, limits)
             purpose = form.fields.get("purpose", b"").decode(errors="replace")
@@ -61,8 +86,7 @@ class BatchRoutes:
                 message = f"purpose: must be {PURPOSE!r}, got {purpose!r}"
                 raise ApiError(400, message, "purpose", "invalid_value")
             name = form.filename or ""
-            made = await asyncio.to_thread(desk.files.put, owner, file_id, name, purpose)
-        return JSONResponse(made.to_json())
+            return await asyncio.to_thread(desk.files.put, owner, file_id, name, purpose)
 
     async def list_files(self, request: Request) -> Response:
         files = await asyncio.to_thread(self._desk().files.listed, _owner(request))

@@ -89,6 +89,13 @@ class Form:
         self.is_complete = True
 
 
+def expected_bytes(request: Request, limits: Limits) -> int:
+    """How much a request may bring: what it announces, or as much as any may."""
+    length = request.headers.get("content-length", "")
+    is_known = length.isdecimal() and "transfer-encoding" not in request.headers
+    return min(int(length[:20]), limits.upload_bytes) if is_known else limits.upload_bytes
+
+
 async def receive_form(request: Request, path: Path, limits: Limits) -> Form:
     """Write the file of a form to `path`; raises ApiError 400, 408, 413 or 415."""
     kind, options = parse_options_header(request.headers.get("content-type", ""))
