@@ -68,7 +68,7 @@ def check(case: AttentionCase, shape: plans.Shape) -> None:
     right = (queries * spans.key_tokens - hidden) * shape.group
     assert (pairs == right).all()
     merges = ints[merges_at:pages_at].reshape(3, num_merges)
-    slots_of = np.concatenate([np.arange(f, f + n) for _, f, n in merges.T]) if num_merges else []
+    slots_of = [slot for _, first, count in merges.T for slot in range(first, first + count)]
     assert {slot for slot, _ in written} == set(slots_of)
     assert plan.num_slots == len(slots_of)
 

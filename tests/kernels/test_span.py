@@ -283,7 +283,8 @@ def test_a_step_with_too_many_partials_reads_its_prefix_more_often() -> None:
     attention = make_attention((4, 2, 64, 16), limits=Limits(8, 64, max_partials=1))
     attention.plan(spans)
     out = attention.run(q, *pages)
-    right, _ = reference.span_attention(q, *(p.nan_to_num(0.0) for p in pages), spans, 64**-0.5)
+    k_pages, v_pages = (p.nan_to_num(0.0) for p in pages)
+    right, _ = reference.span_attention(q, k_pages, v_pages, spans, 64**-0.5)
     assert float((out - right).abs().max()) < 1e-5
 
 

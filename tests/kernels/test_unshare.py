@@ -1,7 +1,12 @@
 """Joined runs give the same attention, with a span less per token."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 torch = pytest.importorskip("torch")
 
@@ -36,7 +41,7 @@ SHARED: Runs = [
 ]
 
 
-def attend(spans: Spans) -> torch.Tensor:
+def attend(spans: Spans) -> "Tensor":
     generator = torch.Generator().manual_seed(0)
     k_pages, v_pages = torch.randn(2, 32, 2, PAGE, 8, generator=generator)
     q = torch.randn(8, 4, 8, generator=generator)

@@ -59,8 +59,8 @@ def test_moved_keys_are_those_of_the_other_position(name: str, tmp_path: Path) -
     runner.launch(moving(step, [12, 13], [20, 21], [-48, -48])).wait()
     assert again.pages == [40, 41]
     for read in (runner.pages.keys, runner.pages.values):
-        layer = read(0)
-        assert torch.allclose(layer[[20, 21]], layer[[40, 41]], atol=2e-5)
+        first = read(0)
+        assert torch.allclose(first[[20, 21]], first[[40, 41]], atol=2e-5)
     for layer in range(3):
         assert torch.equal(runner.pages.values(layer)[[20, 21]], runner.pages.values(layer)[12:14])
         assert not torch.allclose(runner.pages.keys(layer)[20], runner.pages.keys(layer)[12])

@@ -17,7 +17,7 @@ from mainstem.core.request import FinishReason, Overflow, SamplingParams
 from mainstem.core.step import Int32s
 from mainstem.sched.truncation import TruncationRules, Truncator
 from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
-from tests.fakes import fake_answer
+from tests.fakes import FakeRunner, fake_answer
 from tests.kv.tiered import a_tiered_engine
 
 PAGE = 4
@@ -423,7 +423,8 @@ def test_many_answers_of_one_truncated_prompt_move_its_pages_once() -> None:
     got = run_all(engine, [a_request(prompt, sampling=sampling, session="s", name="r")])
     kept = prompt[:PAGE] + prompt[PAGE + 16 :]
     assert [got.tokens["r", i] for i in range(3)] == [fake_answer(kept, 4, VOCAB)] * 3
-    moves = sum(len(step.move_to) for step in engine._runner.steps)  # type: ignore[attr-defined]
+    assert isinstance(engine._runner, FakeRunner)
+    moves = sum(len(step.move_to) for step in engine._runner.steps)
     assert moves == 2
 
 
