@@ -84,8 +84,8 @@ ROWS = [
         ours=_is(engine="mainstem", requests=64, quantize="none"),
         value="{seconds} s",
         rival=_is(engine="vllm"),
-        rival_name="vLLM CPU 0.32, same run",
-        command="mainstem bench cpu --chunk-tokens 2048 --page-size 64 --rivals vllm",
+        rival_name="vLLM CPU 0.32, same machine",
+        command="mainstem bench cpu --chunk-tokens 1024 --page-size 64",
     ),
     Row(
         what="the same with int8 weights",

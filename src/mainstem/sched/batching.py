@@ -10,6 +10,8 @@ from mainstem.sched.sharing import SharingTree
 from mainstem.sched.spans import SpanBuilder, ragged_arange, starts_of
 from mainstem.sched.table import SeqTable
 
+NO_ROWS: Int32s = np.empty(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -65,7 +67,10 @@ def build_step(
     counts = np.concatenate([np.ones(len(decodes), np.int32), chunk_lens])
     seq_starts = starts_of(counts)
     num_before = table.computed[slots]
-    positions = np.repeat(num_before, counts) + ragged_arange(counts)
+    positions, token_slots = num_before, slots
+    if batch.chunks:  # decodes alone are one token each, and a lone one waits for the host
+        positions = np.repeat(num_before, counts) + ragged_arange(counts)
+        token_slots = np.repeat(slots, counts)
 
     token_ids = np.concatenate([table.last_token[decodes], *(c.token_ids for c in batch.chunks)])
     carry_to = np.flatnonzero(table.pending[decodes]).astype(np.int32)
@@ -84,7 +89,7 @@ def build_step(
         carry_to=carry_to,
         carry_from=carry_from,
         positions=positions,
-        write_slots=_write_slots(table.page_table, np.repeat(slots, counts), positions, spans),
+        write_slots=_write_slots(table.page_table, token_slots, positions, spans),
         spans=spans.build(tree, slots, seq_starts, num_before, table.page_table),
         sample_rows=seq_starts[1:][samples] - np.int32(1),
         sample_slots=sample_slots,
@@ -133,16 +138,17 @@ def _sample_batch(table: SeqTable, slots: Int32s) -> SampleBatch:
     wants_logprobs = table.wants_logprobs[slots]
     masked = np.flatnonzero(table.has_mask[slots]).astype(np.int32)
     is_edited = len(special) or len(masked)
+    is_drawn = bool(temperature.any())
     return SampleBatch(
         temperature=temperature,
         top_p=table.top_p[slots],
         top_k=table.top_k[slots],
         min_p=table.min_p[slots],
-        uniform=table.draw_uniforms(slots),
+        uniform=table.draw_uniforms(slots) if is_drawn else np.zeros(len(slots), np.float32),
         num_logprobs=table.num_logprobs[slots],
         wants_logprobs=wants_logprobs,
         special_rows=special,
-        is_greedy=not (is_edited or temperature.any() or wants_logprobs.any()),
+        is_greedy=not (is_edited or is_drawn or wants_logprobs.any()),
         mask_rows=masked,
         masks=table.masks(slots[masked]),
     )
@@ -152,6 +158,8 @@ def _prompt_logprob_rows(
     batch: Batch, table: SeqTable, chunk_starts: Int32s
 ) -> tuple[Int32s, Int32s, Int32s]:
     """Rows, the tokens that follow them, and how many alternatives are wanted."""
+    if not batch.chunks:
+        return NO_ROWS, NO_ROWS, NO_ROWS
     rows: list[Int32s] = [np.empty(0, np.int32)]
     targets: list[Int32s] = [np.empty(0, np.int32)]
     wanted: list[Int32s] = [np.empty(0, np.int32)]
