@@ -129,7 +129,7 @@ def test_tiers_and_truncations_are_counted() -> None:
     bus.publish(PromptTruncated(ID, Overflow.KV, 100, 50))
     bus.publish(PagesMoved(ID, 9))
     metrics.observe_sessions(2, 30)
-    metrics.observe_snapshot(EngineSnapshot(0, 0, 8, 16, 0, 0, (), 11, 12))
+    metrics.observe_snapshot(EngineSnapshot(0, 0, 8, 16, 0, 0, (), 11, 12, 100))
     values = read(metrics)
     assert values["mainstem:evicted_pages_total{room,host}"] == 3
     assert values["mainstem:loaded_pages_total{disk}"] == 6
@@ -142,6 +142,7 @@ def test_tiers_and_truncations_are_counted() -> None:
     assert values["mainstem:dropped_tokens_total"] == 100
     assert values["mainstem:moved_pages_total"] == 9
     assert (values["mainstem:host_pages"], values["mainstem:disk_pages"]) == (11, 12)
+    assert (values["mainstem:host_bytes"], values["mainstem:disk_bytes"]) == (1100, 1200)
     assert (values["mainstem:sessions"], values["mainstem:session_tokens"]) == (2, 30)
 
 

@@ -26,4 +26,5 @@ class EngineSnapshot:
     stems: tuple[StemView, ...]  # shared by two sequences or more, parents first
     num_host_pages: int = 0  # in host memory, on the device as well or not
     num_disk_pages: int = 0
+    stored_page_bytes: int = 0  # of a page in host memory or on disk
     num_copies: int = 0  # loads and saves under way

@@ -299,6 +299,7 @@ class Scheduler:
             num_cached_pages=store.num_cached_pages,
             stems=self._tree.view(store.page_size),
             num_host_pages=0 if store.tiers is None else store.tiers.num_host_pages,
+            stored_page_bytes=0 if store.tiers is None else store.tiers.page_bytes,
             num_disk_pages=0 if store.tiers is None else store.tiers.num_disk_pages,
             num_copies=0 if store.tiers is None else store.tiers.num_copies,
         )

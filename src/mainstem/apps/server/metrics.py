@@ -94,6 +94,8 @@ GAUGES = {
     "mainstem:cached_pages": "Pages that can be found by what they contain, held or not.",
     "mainstem:host_pages": "Pages in host memory, on the device as well or not.",
     "mainstem:disk_pages": "Pages on disk.",
+    "mainstem:host_bytes": "K and V in host memory.",
+    "mainstem:disk_bytes": "K and V on disk.",
     "mainstem:page_size_tokens": "Token slots of a page.",
     "mainstem:shared_runs": "Runs of tokens that two or more running sequences share.",
     "mainstem:sessions": "Conversations that are remembered.",
@@ -190,6 +192,8 @@ class ServerMetrics:
                 "mainstem:cached_pages": snapshot.num_cached_pages,
                 "mainstem:host_pages": snapshot.num_host_pages,
                 "mainstem:disk_pages": snapshot.num_disk_pages,
+                "mainstem:host_bytes": snapshot.num_host_pages * snapshot.stored_page_bytes,
+                "mainstem:disk_bytes": snapshot.num_disk_pages * snapshot.stored_page_bytes,
                 "mainstem:page_size_tokens": snapshot.page_size,
                 "mainstem:shared_runs": len(snapshot.stems),
             }
