@@ -26,6 +26,7 @@ from mainstem.models.config import ModelSpec
 from mainstem.models.decoder import Gate, OpenGate
 from mainstem.models.device import DeviceDecoder, Workspace
 from mainstem.models.layers import inverse_frequencies
+from mainstem.runner.edits import upload
 from mainstem.runner.gates import Loads
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
@@ -270,7 +271,7 @@ class GpuRunner:
         raw = None
         if len(wanted):
             # the sampler edits in place, and logprobs are of the model's own distribution
-            rows = torch.from_numpy(wanted).to(self._device)
+            rows = upload(wanted, self._device)
             raw = wide[rows]
         ids = self.sampler.sample(wide, step)
         if raw is None:
@@ -278,7 +279,7 @@ class GpuRunner:
         return ids, start_logprobs(raw, ids[rows], step.sampling.num_logprobs[wanted])
 
     def _prompt_logprobs(self, hidden: Tensor, step: Step) -> list[LogprobRows]:
-        targets = torch.from_numpy(step.prompt_logprob_targets).long().to(self._device)
+        targets = upload(step.prompt_logprob_targets.astype(np.int64), self._device)
         records = []
         for first in range(0, len(hidden), _PROMPT_LOGPROB_ROWS):
             rows = slice(first, first + _PROMPT_LOGPROB_ROWS)

@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mainstem.core.step import Int32s, Step
+from mainstem.core.step import Step
+from mainstem.runner.edits import upload
 
 _ROWS = 6  # token ids, positions, slots, hidden rows, carry to, carry from
 _NUM_STAGING = 3  # steps that may be on their way to the device
@@ -109,19 +110,12 @@ class InputBuffers:
     def _copies(self, step: Step) -> tuple[Tensor, Tensor] | None:
         if len(step.copy_to) == 0:
             return None
-        source, target = self._sent(np.stack((step.copy_from, step.copy_to)))
+        source, target = upload(np.stack((step.copy_from, step.copy_to)), self._device)
         return source, target
 
     def _moves(self, step: Step) -> tuple[Tensor, Tensor, Tensor] | None:
         if len(step.move_to) == 0:
             return None
-        source, target, distance = self._sent(
-            np.stack((step.move_from, step.move_to, step.move_by))
-        )
+        arrays = np.stack((step.move_from, step.move_to, step.move_by))
+        source, target, distance = upload(arrays, self._device)
         return source, target, distance
-
-    def _sent(self, array: NDArray[np.int64] | Int32s) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor

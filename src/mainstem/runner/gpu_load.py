@@ -32,6 +32,8 @@ def load_gpu_runner(
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
     model, cache, spec = config.model, config.cache, origin.spec
     _check(config)
+    if model.threads is not None:
+        torch.set_num_threads(model.threads)
     context = context_of(spec, config.sched.max_model_len)
     dtype = _dtype(model, spec)
     max_tokens = config.sched.chunk_tokens or DEFAULT_TOKENS
