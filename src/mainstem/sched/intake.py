@@ -1,0 +1,101 @@
+"""From a Request to the Sequences that answer it: checked, cut to the window, named, seeded."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from mainstem.core.config import SchedConfig, Share
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.request import Overflow, Request
+from mainstem.kv.keys import PageChain
+from mainstem.kv.store import KVStore
+from mainstem.sched.origins import Origins, truncated_chain
+from mainstem.sched.random import mix
+from mainstem.sched.sequence import Sequence
+from mainstem.sched.truncation import Truncation, TruncationRules, Truncator
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A request as it will run: what is left of its prompt, and one sequence per answer."""
+
+    request: Request
+    truncation: Truncation | None
+    answers: list[Sequence]
+
+
+class Intake:
+    """Takes requests in; refuses those that can never run."""
+
+    def __init__(
+        self,
+        config: SchedConfig,
+        store: KVStore,
+        vocab_size: int,
+        window: int,
+        rules: TruncationRules,
+    ) -> None:
+        """`window`: most tokens of prompt and answer together."""
+        self._store = store
+        self._vocab_size = vocab_size
+        self._window = window
+        self._truncator = Truncator(config, window, store.page_size, rules)
+        self._is_sharing = config.share is not Share.NONE
+        self._seed = config.seed
+        self._arrivals = count()
+
+    def take(self, given: Request) -> Taken:
+        """The sequences of a request, not queued yet; raises InvalidRequest."""
+        self._check_ids("prompt", [int(given.prompt_ids.max())])
+        self._check_ids("stop_token_ids", given.sampling.stop_token_ids)
+        self._check_ids("logit_bias", given.sampling.logit_bias or ())
+        request, truncation = self._truncator.fit(given)
+        chain, origins = self._names(given, request, truncation)
+        room = self._window - len(request.prompt_ids)
+        wanted = request.sampling.max_tokens
+        answers = [
+            Sequence(
+                request,
+                index,
+                *self._arrive(request, index),
+                room if wanted is None else min(wanted, room),
+                request.expected_tokens,
+                chain,
+                origins,
+                0 if truncation is None else truncation.num_dropped,
+            )
+            for index in range(request.sampling.n)
+        ]
+        return Taken(request, truncation, answers)
+
+    def _arrive(self, request: Request, index: int) -> tuple[int, int]:
+        """Seed and arrival number of an answer; the seed of request and index alone, if it can."""
+        arrival, seed = next(self._arrivals), request.sampling.seed
+        if seed is None:
+            seed = _mix(self._seed, arrival)
+        return _mix(seed, index) if index else seed, arrival
+
+    def _names(
+        self, given: Request, request: Request, truncation: Truncation | None
+    ) -> tuple[PageChain | None, Origins | None]:
+        """Names of a prompt's pages, and where those that outlive its truncation may be found."""
+        if not self._is_sharing:
+            return None, None
+        if truncation is None or truncation.policy is Overflow.RECOMPUTE:
+            return self._store.chain(request.prompt_ids, request.salt, request.public_tokens), None
+        whole = self._store.chain(given.prompt_ids, given.salt, given.public_tokens)
+        chain = truncated_chain(whole, given, truncation.cut)
+        return chain, Origins(whole, given, truncation)
+
+    def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if token_id >= self._vocab_size:
+                raise InvalidRequest(
+                    field, f"token id {token_id} is outside the vocabulary of {self._vocab_size}"
+                )
+
+
+def _mix(seed: int, index: int) -> int:
+    return int(mix(np.array([seed], np.int64), np.array([index], np.int64))[0])

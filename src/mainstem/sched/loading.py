@@ -1,0 +1,122 @@
+"""Pages of waiting sequences: what is there of them, and what is brought up from lower tiers."""
+
+import numpy as np
+
+from mainstem.core.errors import OutOfPages
+from mainstem.core.ids import PageKey
+from mainstem.kv.keys import PageChain
+from mainstem.kv.store import Lookup, Match, StoredRun
+from mainstem.sched.admission import Admission
+from mainstem.sched.fetching import Fetching
+from mainstem.sched.lookahead import OutputLengths
+from mainstem.sched.prompts import Prompts
+from mainstem.sched.queue import WaitingQueue
+from mainstem.sched.running import RunningSet
+from mainstem.sched.sequence import Sequence
+
+LOAD_AHEAD = 64  # waiting sequences whose pages are brought up before it is their turn
+
+
+class Loader:
+    """Looks waiting sequences up, and starts loads where that is the faster way."""
+
+    def __init__(
+        self,
+        running: RunningSet,
+        queue: WaitingQueue,
+        lengths: OutputLengths,
+        fetching: Fetching | None,
+    ) -> None:
+        """`fetching` decides between loading and computing; None: nothing is loaded."""
+        self.fetching = fetching
+        self._running = running
+        self._queue = queue
+        self._lengths = lengths
+        self._store = running.store
+        self._page_size = running.page_size
+        self._admission = Admission(running.page_size)
+
+    def look_up(self, sequence: Sequence) -> tuple[int, PageChain | None, Match]:
+        """How many tokens a waiting sequence has, their chain, and what is there of it."""
+        known = sequence.known_ids()
+        chain = sequence.chain
+        if chain is not None and len(known) > len(chain.token_ids):
+            chain = chain.extended(known)
+        if chain is None or sequence.prompt_logprobs is not None:
+            return len(known), chain, Match(np.empty(0, np.int32), Lookup.MISS)
+        # the last token is always computed: its logits are wanted
+        return len(known), chain, self._store.lookup(chain, len(known) - 1)
+
+    def load_ahead(self, prompts: Prompts) -> None:
+        """Start loads for those next in the queue while others run, in order and while the pages
+        that those before them need are left."""
+        if self.fetching is None:
+            return
+        tokens_ahead, pages_ahead = self._running.num_unfinished_tokens(), 0
+        for sequence in self._queue.first(LOAD_AHEAD):
+            if sequence.num_to_compute is None:
+                if not prompts.may_look_ahead:
+                    return
+                prompts.num_pages_ahead += sequence.num_named_pages
+                num_known, chain, match = self.look_up(sequence)
+                if match.outcome is Lookup.LOADING:
+                    continue
+                if self.must_wait(match):
+                    return
+                num_new = -(-num_known // self._page_size) - len(match.pages)
+                expected = self._lengths.expect(sequence) - len(sequence.output_ids)
+                if prompts.outlook is None:
+                    prompts.outlook = self._running.outlook()
+                available = self._store.num_available()
+                if not self._admission.may_start(
+                    pages_ahead + num_new, expected, available, prompts.outlook
+                ):
+                    return
+                pages_ahead += num_new
+                sequence.num_to_compute = num_known - len(match.pages) * self._page_size
+                if self.load(sequence, chain, match, tokens_ahead) is not None:
+                    sequence.num_to_compute -= match.stored.num_pages * self._page_size
+                    pages_ahead -= match.stored.num_pages
+            tokens_ahead += sequence.num_to_compute
+
+    def must_wait(self, match: Match) -> bool:
+        """Whether a sequence is better loaded, and the way to it is not free yet."""
+        fetching, stored = self.fetching, match.stored
+        if fetching is None or not stored.num_pages or not fetching.is_busy(stored):
+            return False
+        tokens_ahead = self._running.num_unfinished_tokens()
+        return fetching.is_worth_it(stored, tokens_ahead, len(self._queue))
+
+    def load(
+        self, sequence: Sequence, chain: PageChain | None, match: Match, tokens_ahead: int
+    ) -> PageKey | None:
+        """Load what lower tiers have of a sequence, where that is the faster way; returns the key
+        to wait for."""
+        fetching, num_known = self.fetching, len(sequence.known_ids())
+        if fetching is None or chain is None:
+            return None
+        runs, kept = [StoredRun(chain, len(match.pages), match.stored.num_pages)], match.pages
+        if sequence.origins is not None:
+            if sequence.has_fetched:  # what came up is gone again: rather compute than try for ever
+                return None
+            wanted = range(len(match.pages), (num_known - 1) // self._page_size)
+            runs, sources = sequence.origins.find_stored(self._store, chain, wanted)
+            kept = np.union1d(kept, sources).astype(np.int32)
+        stored = self._store.stored([key for run in runs for key in run.keys])
+        if not stored.num_pages:
+            return None
+        if not fetching.is_worth_it(stored, tokens_ahead, len(self._queue)):
+            self._store.dismiss(sequence.arrival)  # nothing need be read ahead for it
+            return None
+        num_there = (len(kept) + stored.num_pages) * self._page_size
+        layers = fetching.start_layers(stored, max(num_known - num_there, 1))
+        if match.similar_page is not None:  # wanted still, if nothing can be loaded after all
+            kept = np.append(kept, np.int32(match.similar_page))
+        awaited: PageKey | None = None
+        try:
+            for run in runs:
+                awaited = self._store.load(run, kept, layers) or awaited
+        except OutOfPages:  # the pages it has itself were counted on
+            pass
+        sequence.has_fetched = awaited is not None
+        return awaited

@@ -1,0 +1,45 @@
+"""Prompt work of the step being made: what was put into it so far, and what may still be."""
+
+from dataclasses import dataclass, field
+
+from mainstem.core.step import Int32s, StartedSequence
+from mainstem.sched.admission import Outlook
+from mainstem.sched.batching import Chunk, PageCopy, PageMove
+
+LOOK_UP_PAGES = 8192  # looked up in a step for those that do not start in it; later steps go on
+
+
+@dataclass(slots=True)
+class Prompts:
+    """Chunks for a budget of tokens, and what sequences that start bring into the step."""
+
+    budget: int  # tokens left
+    chunks: list[Chunk] = field(default_factory=list)
+    loads: list[Int32s] = field(default_factory=list)
+    started: list[StartedSequence] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+    moves: list[PageMove] = field(default_factory=list)
+    outlook: Outlook | None = None  # made when the first sequence wants to start
+    num_parked_pages: int = 0  # looked up in vain
+    num_pages_ahead: int = 0  # looked up for those whose turn it is not
+
+    @property
+    def has_room(self) -> bool:
+        return self.budget > 0 and self.num_parked_pages < LOOK_UP_PAGES
+
+    @property
+    def may_look_ahead(self) -> bool:
+        return self.num_pages_ahead < LOOK_UP_PAGES
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.budget -= len(chunk.token_ids)
+
+    def sources(self) -> list[int]:
+        """Pages that copies and moves of this step read, leased once for each."""
+        return [copy.source for copy in self.copies] + [move.source for move in self.moves]
+
+    @property
+    def filled_pages(self) -> list[int]:
+        """Pages that get their content by copies and moves of this step."""
+        return [copy.target for copy in self.copies] + [move.target for move in self.moves]

@@ -1,0 +1,129 @@
+"""Sequences that run: their slots and pages, from the start until no step uses them any more."""
+
+import numpy as np
+
+from mainstem.core.ids import SeqSlot
+from mainstem.core.step import Int32s, StepId
+from mainstem.kv.store import KVStore
+from mainstem.sched.admission import Outlook
+from mainstem.sched.lookahead import PlannedOrder
+from mainstem.sched.queue import WaitingQueue
+from mainstem.sched.sequence import SeqState, Sequence, urgency
+from mainstem.sched.sharing import SharingTree
+from mainstem.sched.table import SeqTable
+
+
+class RunningSet:
+    """Who holds a slot, and through it pages.
+
+    A sequence that ends while a step in flight uses it is not in `slots` any more, but keeps slot
+    and pages until that step commits.
+    """
+
+    def __init__(
+        self, store: KVStore, queue: WaitingQueue, order: PlannedOrder, vocab_size: int
+    ) -> None:
+        """Whoever waits in `queue` for a page that will not come after all is told."""
+        self.store = store
+        self.page_size = store.page_size
+        self.table = SeqTable(vocab_size)
+        self.tree = SharingTree()
+        self.slots: Int32s = np.empty(0, np.int32)  # in the order they started
+        self._queue = queue
+        self._order = order
+        self._leaving: list[SeqSlot] = []  # ended, but part of the step in flight
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def has_leaving(self) -> bool:
+        return bool(self._leaving)
+
+    def enter(self, sequence: Sequence, pages: Int32s, num_cached: int, expected: int) -> SeqSlot:
+        """Give a waiting sequence a slot; `num_cached` of its tokens are in `pages` already."""
+        num_known = len(sequence.request.prompt_ids) + len(sequence.output_ids)
+        slot = self.table.enter(sequence, pages, num_cached, expected)
+        self.tree.attach(slot, pages[: num_known // self.page_size])
+        self.slots = np.append(self.slots, np.int32(slot))
+        return slot
+
+    def leave(self, slot: SeqSlot, in_flight: StepId | None) -> None:
+        """A sequence ended, or is preempted: it goes as soon as no step uses its slot."""
+        self.slots = self.slots[self.slots != slot]
+        self.table.is_alive[slot] = False
+        if in_flight is not None and self.table.last_step[slot] == in_flight:
+            self._leaving.append(slot)
+        else:
+            self._release(slot)
+
+    def settle(self, step_id: StepId) -> None:
+        """Steps up to this one are done: free what only they used."""
+        if not self._leaving:
+            return
+        still: list[SeqSlot] = []
+        for slot in self._leaving:
+            if self.table.last_step[slot] <= step_id:
+                self._release(slot)
+            else:
+                still.append(slot)
+        self._leaving = still
+
+    def last_step(self) -> StepId:
+        """The last step that used any slot."""
+        return StepId(int(self.table.last_step.max()))
+
+    def victim(self) -> SeqSlot:
+        """The least urgent of the running sequences, and of these the last to arrive."""
+        worst = max(map(self.table.sequence, self.slots.tolist()), key=urgency)
+        assert worst.slot is not None
+        return worst.slot
+
+    def unfinished(self) -> list[Sequence]:
+        """Sequences whose prompts are under way, the most urgent first."""
+        table, slots = self.table, self.slots
+        under_way = slots[table.computed[slots] < table.prefill_end[slots]]
+        if len(under_way) == 0:
+            return []
+        return sorted(map(table.sequence, under_way.tolist()), key=urgency)
+
+    def num_unfinished_tokens(self) -> int:
+        """Prompt tokens that are still to be computed."""
+        table, slots = self.table, self.slots
+        return int(np.maximum(table.prefill_end[slots] - table.computed[slots], 0).sum())
+
+    def outlook(self) -> Outlook:
+        """How much longer each will run, and what it then gives back."""
+        in_tree, part = self.tree.shares(self.slots)
+        return Outlook(
+            remaining=self.table.expect_remaining(self.slots, at_least=self.page_size),
+            own_pages=self.table.num_pages[self.slots] - in_tree + part,
+        )
+
+    def check(self) -> None:
+        """Raise if a slot was lost or a page is shared wrongly."""
+        self.tree.check()
+        assert self.table.num_used == len(self.slots) + len(self._leaving), "a slot was lost"
+
+    def _release(self, slot: SeqSlot) -> None:
+        """Free slot and pages; full pages of known tokens stay behind as cache."""
+        table, store, page_size = self.table, self.store, self.page_size
+        sequence = table.sequence(slot)
+        pages = table.pages(slot)
+        chain = sequence.chain
+        if chain is not None:
+            self._queue.unpark(store.abort(pages))
+            output_ids = table.output_ids(slot)
+            # of the last token only the id is known, K and V are not computed
+            num_known = len(chain.token_ids) + len(output_ids)
+            num_full = min(int(table.computed[slot]), num_known - 1) // page_size
+            first = len(chain.keys)
+            if num_full > first:
+                known = np.concatenate([chain.token_ids, output_ids])
+                store.name(chain.extended(known), first, pages[first:num_full])
+        num_wanted = None
+        if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
+            num_wanted = self._order.tokens_wanted(sequence.request.plan_place) // page_size
+        self.tree.detach(slot)
+        table.leave(slot)
+        store.give_back(pages, num_wanted)

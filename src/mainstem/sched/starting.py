@@ -1,0 +1,199 @@
+"""What begins: prompts in progress go on, and sequences from the queue start.
+
+queue's head --> looked up --> READY or MISS --> may_start --> pages, slot, first chunk
+                     |                              | no: it stays, and nobody overtakes it
+                     '--> LOADING, or to be loaded: parked until its page is there
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from mainstem.core.events import EventBus, PagesMoved, SequenceAdmitted, SequenceResumed
+from mainstem.core.ids import SeqSlot
+from mainstem.core.step import Int32s, StartedSequence
+from mainstem.kv.keys import PageChain
+from mainstem.kv.store import Lookup, Match
+from mainstem.sched.admission import Admission
+from mainstem.sched.batching import Chunk, PageCopy, PageMove
+from mainstem.sched.loading import Loader
+from mainstem.sched.lookahead import OutputLengths, PlannedOrder
+from mainstem.sched.origins import NO_MOVES, Moves
+from mainstem.sched.prompts import Prompts
+from mainstem.sched.queue import WaitingQueue
+from mainstem.sched.running import RunningSet
+from mainstem.sched.sequence import Sequence
+
+
+class Starter:
+    """Fills the prompt part of a step."""
+
+    def __init__(  # the parts of a scheduler that have a say in it
+        self,
+        running: RunningSet,
+        queue: WaitingQueue,
+        lengths: OutputLengths,
+        order: PlannedOrder,
+        loader: Loader,
+        bus: EventBus,
+    ) -> None:
+        self._running = running
+        self._queue = queue
+        self._lengths = lengths
+        self._order = order
+        self._loader = loader
+        self._bus = bus
+        self._store = running.store
+        self._page_size = running.page_size
+        self._admission = Admission(running.page_size)
+
+    def fill(self, prompts: Prompts) -> None:
+        """Prompt chunks for the budget: sequences under way, then new ones; by priority."""
+        for sequence in self._running.unfinished():
+            self._start_waiting(prompts, before=sequence.request.priority)
+            if prompts.budget <= 0:
+                break
+            assert sequence.slot is not None
+            prompts.add(self._next_chunk(sequence.slot, prompts.budget))
+        self._start_waiting(prompts, before=None)
+
+    def _start_waiting(self, prompts: Prompts, before: int | None) -> None:
+        """Start sequences from the queue, or only those more urgent than `before`."""
+        while prompts.has_room and (sequence := self._queue.head()) is not None:
+            if before is not None and sequence.request.priority >= before:
+                return
+            slot = self._try_start(sequence, prompts)
+            if slot is None:
+                if sequence is self._queue.head():
+                    return  # no room: nobody overtakes it
+                prompts.num_parked_pages += sequence.num_named_pages
+                continue
+            self._announce(sequence, int(self._running.table.computed[slot]))
+            if sequence.request.sampling.edits_logits:
+                prompts.started.append(_started(sequence, slot))
+            prompts.add(self._next_chunk(slot, prompts.budget))
+
+    def _try_start(self, sequence: Sequence, prompts: Prompts) -> SeqSlot | None:
+        """Give the queue's head its pages and a slot, or park it, or leave it where it is."""
+        store = self._store
+        num_known, chain, match = self._loader.look_up(sequence)
+        if match.outcome is Lookup.LOADING:
+            assert match.awaited is not None
+            self._queue.park(self._queue.pop(), match.awaited)
+            return None
+        cached = match.pages
+        store.lease(cached)  # before counting: leased pages cannot be given up for room
+        held = [cached]
+        try:
+            return self._start_leased(sequence, chain, match, num_known, prompts, held)
+        except BaseException:
+            for pages in held:
+                self._queue.unpark(store.abort(pages))
+                store.release(pages)
+            if len(held) > 1:  # it has left the queue already
+                self._queue.push(sequence)
+            raise
+
+    def _start_leased(
+        self,
+        sequence: Sequence,
+        chain: PageChain | None,
+        match: Match,
+        num_known: int,
+        prompts: Prompts,
+        held: list[Int32s],
+    ) -> SeqSlot | None:
+        """As _try_start, with the cached pages leased; what it takes more is added to `held`."""
+        store, cached = self._store, match.pages
+        num_new = -(-num_known // self._page_size) - len(cached)
+        expected = self._lengths.expect(sequence)
+        to_come = expected - len(sequence.output_ids)
+        if prompts.outlook is None:
+            prompts.outlook = self._running.outlook()
+        # pinned pages are for nobody, unless nothing could run without them
+        available = store.num_available() if len(self._running) else store.num_takeable()
+        may_start = self._admission.may_start(num_new, to_come, available, prompts.outlook)
+        if not may_start or self._loader.must_wait(match):
+            store.release(cached)
+            return None
+        tokens_ahead = self._running.num_unfinished_tokens()
+        awaited = self._loader.load(sequence, chain, match, tokens_ahead)
+        moves = NO_MOVES
+        if awaited is None and sequence.origins is not None:
+            wanted = range(len(cached), (num_known - 1) // self._page_size)
+            moves = sequence.origins.find(store, wanted, prompts.filled_pages)
+            awaited = moves.awaited
+        if awaited is not None:
+            store.release(cached)
+            self._queue.park(self._queue.pop(), awaited)
+            return None
+        prompts.outlook = prompts.outlook.joined_by(num_new, to_come)
+        if len(moves.pages):
+            match = _without_similar(match)  # it is moved as a whole
+        similar = np.array([] if match.similar_page is None else [match.similar_page], np.int32)
+        num_moved = moves.lease(store, num_new)
+        store.lease(similar)  # until the step that copies from it has run
+        if store.num_takeable() < num_new:  # it is the page that was counted on
+            store.release(similar)
+            match = _without_similar(match)
+        fresh = store.take(num_new)
+        held.append(fresh)
+        self._queue.pop()
+        if match.similar_page is not None:
+            copy = PageCopy(match.similar_page, int(fresh[0]), match.similar_tokens)
+            prompts.copies.append(copy)
+        if chain is not None:
+            store.reserve(chain, len(cached), fresh[: len(chain.keys) - len(cached)])
+        if num_moved:
+            self._move(sequence, moves, fresh[:num_moved], prompts)
+        num_cached = (len(cached) + num_moved) * self._page_size + match.similar_tokens
+        prompts.loads += [loads for loads in (match.loads, moves.loads) if loads is not None]
+        store.dismiss(sequence.arrival)
+        pages = np.concatenate([cached, fresh])
+        return self._running.enter(sequence, pages, num_cached, expected)
+
+    def _move(self, sequence: Sequence, moves: Moves, fresh: Int32s, prompts: Prompts) -> None:
+        """Have this step fill `fresh` with pages that outlived a truncation."""
+        places = zip(moves.pages.tolist(), fresh.tolist(), moves.distances, strict=False)
+        prompts.moves += [PageMove(*place) for place in places]
+        self._queue.unpark(self._store.commit(fresh))
+        self._bus.publish(PagesMoved(sequence.request.request_id, len(fresh)))
+
+    def _next_chunk(self, slot: SeqSlot, budget: int) -> Chunk:
+        """The next tokens to compute; pages they fill become readable for this very step."""
+        table, page_size = self._running.table, self._page_size
+        num_before = int(table.computed[slot])
+        length = min(budget, int(table.prefill_end[slot]) - num_before)
+        prompt_ids = table.sequence(slot).request.prompt_ids
+        end = num_before + length
+        token_ids = prompt_ids[num_before:end]
+        if end > len(prompt_ids):  # back from preemption: output tokens are computed again
+            output = table.outputs[
+                slot, max(0, num_before - len(prompt_ids)) : end - len(prompt_ids)
+            ]
+            token_ids = np.concatenate([token_ids, output])
+        filled = table.page_table[slot, num_before // page_size : end // page_size]
+        self._queue.unpark(self._store.commit(filled))
+        return Chunk(slot, num_before, token_ids)
+
+    def _announce(self, sequence: Sequence, num_cached: int) -> None:
+        request_id, index = sequence.request.request_id, sequence.index
+        num_known = len(sequence.request.prompt_ids) + len(sequence.output_ids)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_cached
+            if sequence.request.plan_place is not None:
+                self._order.start(sequence.request.plan_place)
+            self._bus.publish(SequenceAdmitted(request_id, index, num_known, num_cached))
+        else:
+            self._bus.publish(SequenceResumed(request_id, index, num_known - num_cached))
+
+
+def _without_similar(match: Match) -> Match:
+    return replace(match, similar_page=None, similar_tokens=0)
+
+
+def _started(sequence: Sequence, slot: SeqSlot) -> StartedSequence:
+    request = sequence.request
+    return StartedSequence(
+        slot, request.sampling, request.prompt_ids, sequence.output_ids, request.stop_ids
+    )
