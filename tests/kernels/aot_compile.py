@@ -22,6 +22,7 @@ from mainstem.kernels.fused import (
 )
 from mainstem.kernels.invariant import _matmul_kernel
 from mainstem.kernels.merge import _merge_kernel
+from mainstem.kernels.parts import _merge_parts_kernel
 from mainstem.kernels.rotate import _rerotate_kernel
 from mainstem.kernels.sample import (
     _argmax_kernel,
@@ -40,7 +41,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 INT_POINTERS = (
-    "plan_ptr", "barrier_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr",
+    "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr",
     "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr",
 )  # fmt: skip
 LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr")
@@ -79,8 +80,8 @@ def _span_constants(tiles: Tiles) -> dict[str, object]:
     return {
         **HEAD, "KV_HEADS": 8, "GROUP": 4, "PAGE_SIZE": 16, "FOLD": 4, "SMALL_Q": 16,
         "SMALL_STAGES": tiles.small_stages, "LARGE_Q": tiles.large_q, "LARGE_K": tiles.large_k,
-        "LARGE_STAGES": tiles.large_stages, "PER_SM": tiles.programs_per_sm, "IS_ORDERED": False,
-        "HAS_LSE": True, "WIDE": True, "UPCAST": False, "PHASE": 0,
+        "LARGE_STAGES": tiles.large_stages, "PER_SM": tiles.programs_per_sm,
+        "HAS_LSE": True, "WIDE": True, "UPCAST": False, "OVERLAPS": tiles is HOPPER,
     }  # fmt: skip
 
 
@@ -88,6 +89,9 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     half = {"HALF": 64, "HALF_LANES": 64, "PAGE_SIZE": 16}
     heads = {"HEADS": 32, "HEAD_LANES": 32, "KV_HEADS": 8, "KV_LANES": 8}
     yield Job(_span_kernel, _span_constants(tiles), options={"num_warps": tiles.num_warps})
+    for is_ordered in (False, True):
+        merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True}
+        yield Job(_merge_parts_kernel, {**HEAD, **merge, "OVERLAPS": tiles is HOPPER})
     yield Job(_rope_append_kernel, {**HEAD, **half, **heads})
     yield Job(_rerotate_kernel, {**HEAD, **half})
     yield Job(_merge_kernel, {**HEAD, "TILE_ROWS": 16})

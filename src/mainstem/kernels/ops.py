@@ -21,9 +21,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.errors import MainstemError
 from mainstem.core.step import Int32s, Spans
+from mainstem.kernels.parts import _merge_parts_kernel
 from mainstem.kernels.schedule import HEADER_INTS, PIECE_FIELDS, Schedule, Shape, schedule
-from mainstem.kernels.span import ATTEND, BOTH, MERGE, _span_kernel
-from mainstem.kernels.tuning import Tiles, choose_tiles
+from mainstem.kernels.span import _span_kernel
+from mainstem.kernels.tuning import Tiles, can_overlap, choose_tiles
 from mainstem.kernels.unshare import unshare
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,6 +33,7 @@ PAGE_SIZES = (16, 32, 64)
 NUM_STAGING = 3  # plans that may be on their way to the device
 PROMPT_QUERIES = 16  # of one sequence: more than a decode has
 INTERPRETER_PROGRAMS = 3
+MERGES_PER_SM = 4
 
 
 class LayoutError(MainstemError, ValueError):
@@ -131,9 +133,12 @@ class SpanAttention:
         self._is_interpreted = device.type == "cpu"
         if self._is_interpreted:
             num_programs = INTERPRETER_PROGRAMS
+            self._merge_programs = INTERPRETER_PROGRAMS
         else:
-            properties = torch.cuda.get_device_properties(device)
-            num_programs = properties.multi_processor_count * tiles.programs_per_sm
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            num_programs = num_sms * tiles.programs_per_sm
+            self._merge_programs = num_sms * MERGES_PER_SM
+        self._overlaps = can_overlap(device)
         self._shape = Shape(
             group=heads // kv_heads,
             kv_heads=kv_heads,
@@ -158,7 +163,6 @@ class SpanAttention:
         rows = limits.partials() * self._heads
         self._partial = torch.empty((rows, self._dim), dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
-        self._barrier = torch.zeros(2, dtype=torch.int32, device=device)
         self._staging = [
             _Staging(device) for _ in range(1 if self._is_interpreted else NUM_STAGING)
         ]
@@ -243,37 +247,42 @@ class SpanAttention:
         if out is None:
             out = torch.empty_like(q)
         self._check_tensors(q, k_pages, v_pages, out, lse)
-        arguments = (
-            q, k_pages, v_pages, self._rows_of(k_pages), self._rows_of(v_pages),
-            out, lse if lse is not None else self._partial_lse,
-            self._plan, self._partial, self._partial_lse, self._barrier,
-            q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-            k_pages.stride(0), k_pages.stride(1), self._scale * math.log2(math.e),
-        )  # fmt: skip
-        # The interpreter runs one program after the other, so nobody can wait for all.
-        for phase in (ATTEND, MERGE) if self._is_interpreted else (BOTH,):
-            self._launch(arguments, k_pages.numel() >= 2**31, lse is not None, phase.value)
+        self._attend(q, k_pages, v_pages, out, lse)
+        self._merge(out, lse)
         return out
 
-    def _launch(
-        self, arguments: tuple[object, ...], is_wide: bool, has_lse: bool, phase: int
+    def _attend(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         tiles, shape = self._tiles, self._shape
         options: dict[str, object] = {}
-        if not self._is_interpreted:
-            options["launch_cooperative_grid"] = True
-            if tiles.max_registers is not None and torch.version.hip is None:
-                options["maxnreg"] = tiles.max_registers
+        if tiles.max_registers is not None and torch.version.hip is None:
+            options["maxnreg"] = tiles.max_registers
         _span_kernel[(shape.num_programs,)](
-            *arguments,
+            q, k_pages, v_pages, self._rows_of(k_pages), self._rows_of(v_pages),
+            out, lse if lse is not None else self._partial_lse,
+            self._plan, self._partial, self._partial_lse,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+            k_pages.stride(0), k_pages.stride(1), self._scale * math.log2(math.e),
             KV_HEADS=shape.kv_heads, GROUP=shape.group, HEAD_DIM=self._head_dim, DIM=self._dim,
             PAGE_SIZE=self._page_size,
             FOLD=shape.fold, SMALL_Q=shape.small_q, SMALL_STAGES=tiles.small_stages,
             LARGE_Q=tiles.large_q, LARGE_K=tiles.large_k, LARGE_STAGES=tiles.large_stages,
             PER_SM=1 if self._is_interpreted else tiles.programs_per_sm,
-            IS_ORDERED=shape.fixed_stretch is not None,
-            HAS_LSE=has_lse, WIDE=is_wide, UPCAST=self._is_interpreted, PHASE=phase,
+            HAS_LSE=lse is not None, WIDE=k_pages.numel() >= 2**31,
+            UPCAST=self._is_interpreted, OVERLAPS=self._overlaps,
             num_warps=tiles.num_warps, **options,
+        )  # fmt: skip
+
+    def _merge(self, out: Tensor, lse: Tensor | None) -> None:
+        options = {"launch_pdl": True} if self._overlaps else {}
+        _merge_parts_kernel[(self._merge_programs,)](
+            out, lse if lse is not None else self._partial_lse,
+            self._plan, self._partial, self._partial_lse, out.stride(0), out.stride(1),
+            HEADS=self._heads, HEAD_DIM=self._head_dim, DIM=self._dim,
+            IS_ORDERED=self._shape.fixed_stretch is not None,
+            HAS_LSE=lse is not None, OVERLAPS=self._overlaps,
+            num_warps=4, **options,
         )  # fmt: skip
 
     def _rows_of(self, pages: Tensor) -> TensorDescriptor:

@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-# ruff: noqa: PLR0912, PLR0917, SIM102
+# ruff: noqa: PLR0917
 """The span attention kernel: shared and own runs of keys in one launch.
 
-A fixed grid of programs, all resident at once, reads its work from a list in device memory, so the
-launch is the same whatever the step holds and a CUDA graph can be replayed over it. One unit of
-work is
+A fixed grid of programs reads its work from a list in device memory, so the launch is the same
+whatever the step holds and a CUDA graph can be replayed over it. One unit of work is
 
     (rows of one span that share a KV head) x (a stretch of the span's keys) x (that KV head)
 
@@ -17,8 +16,7 @@ tile takes the same keys of several KV heads at once, which are one block of a p
 rows (shared prefixes, prompt chunks) use the large tile.
 
 A row that lies in one unit only is written to `out` at once. Every other row leaves a Partial (fp32
-output and base-2 lse) in its slot; when all programs have arrived at a barrier, they merge the
-Partials of each row in slot order, which is the order of the spans.
+output and base-2 lse) in its slot, for `parts.py` to merge.
 
 The plan buffer is int32, made by `schedule.py`, which says what lies where in it.
 """
@@ -26,10 +24,7 @@ The plan buffer is int32, made by `schedule.py`, which says what lies where in i
 import triton
 import triton.language as tl
 
-LN_2 = tl.constexpr(0.6931471805599453)
-BOTH = tl.constexpr(0)  # PHASE: attend, wait for all, merge
-ATTEND = tl.constexpr(1)  # only the first half; MERGE is a second launch
-MERGE = tl.constexpr(2)
+from mainstem.kernels.rows import normalised, write_rows
 
 
 @triton.jit
@@ -76,32 +71,24 @@ def _load_tile(
 
 
 @triton.jit
-def _write_rows(
+def _finish_rows(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, token, slot, stretch,
     acc, max_score, weight, is_row, head, stride_out_token, stride_out_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Rows that are whole go to `out`, the others to their slots."""
+    """A unit's rows are whole and go to `out`, or are Partials and go to their slots."""
     dims = tl.arange(0, DIM)
-    is_whole = is_row & (slot < 0)
-    is_part = is_row & (slot >= 0)
-    has_keys = weight > 0
-    acc = acc / tl.where(has_keys, weight, 1.0)[:, None]
-    lse = tl.where(has_keys, max_score + tl.log2(tl.where(has_keys, weight, 1.0)), float("-inf"))
-    if tl.max(is_whole.to(tl.int32), 0) > 0:
-        out_offset = token.to(tl.int64) * stride_out_token + head * stride_out_head
-        tl.store(
-            out_ptr + out_offset[:, None] + dims[None, :],
-            acc.to(out_ptr.dtype.element_ty),
-            mask=is_whole[:, None] & (dims < HEAD_DIM)[None, :],
-        )
-        if HAS_LSE:
-            tl.store(lse_ptr + token * HEADS + head, lse * LN_2, mask=is_whole)
+    acc, lse = normalised(acc, max_score, weight)
+    if tl.max((is_row & (slot < 0)).to(tl.int32), 0) > 0:
+        write_rows(
+            out_ptr, lse_ptr, token, head, dims, acc, lse, is_row,
+            stride_out_token, stride_out_head, HEADS, HEAD_DIM, HAS_LSE,
+        )  # fmt: skip
     else:
         place = (slot + stretch) * HEADS + head
         part_ptrs = partial_ptr + place.to(tl.int64)[:, None] * DIM + dims[None, :]
-        tl.store(part_ptrs, acc, mask=is_part[:, None])
-        tl.store(partial_lse_ptr + place, lse, mask=is_part)
+        tl.store(part_ptrs, acc, mask=is_row[:, None])
+        tl.store(partial_lse_ptr + place, lse, mask=is_row)
 
 
 @triton.jit
@@ -232,7 +219,7 @@ def _small_units(
             max_score, weight, acc = _small_step(
                 q, k, v, is_seen, max_score, weight, acc, scale, UPCAST
             )
-        _write_rows(
+        _finish_rows(
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, token, slot, stretch,
             acc, max_score, tl.sum(weight, 1), row < num_rows,
             (kv_head + row_head) * GROUP + row % GROUP,
@@ -341,7 +328,7 @@ def _large_unit(
         )  # fmt: skip
         page = _page_of(pages_ptr, start + TILE_K, key_end, PAGE_SIZE, TILE_K)
     slot = tl.load(entry_ptr + num_entries, mask=is_row, other=0)
-    _write_rows(
+    _finish_rows(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, token, slot, stretch,
         acc, max_score, weight, is_row, head, stride_out_token, stride_out_head,
         HEADS, HEAD_DIM, DIM, HAS_LSE,
@@ -349,158 +336,55 @@ def _large_unit(
 
 
 @triton.jit
-def _merge_rows(
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges, first_row, num_rows,
-    stride_out_token, stride_out_head,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
-    """Rows [first_row, first_row + ROWS) of the merge list x heads, PARTS of their Partials at a
-    time.
-    """
-    dims = tl.arange(0, DIM)
-    rows = first_row + tl.arange(0, ROWS)
-    is_row = rows < num_rows
-    merge_ptr = merges_ptr + rows // HEADS
-    head = rows % HEADS
-    token = tl.load(merge_ptr, mask=is_row, other=0)
-    slot = tl.load(merge_ptr + num_merges, mask=is_row, other=0)
-    parts = tl.load(merge_ptr + 2 * num_merges, mask=is_row, other=0)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    merged = tl.zeros([ROWS, DIM], tl.float32)
-    for first in range(0, tl.max(parts, 0), PARTS):
-        part = first + tl.arange(0, PARTS)
-        is_there = part[None, :] < parts[:, None]
-        place = (slot[:, None] + part[None, :]) * HEADS + head[:, None]
-        lse = tl.load(
-            partial_lse_ptr + place, mask=is_there, other=float("-inf"), cache_modifier=".cg"
-        )
-        out = tl.load(
-            partial_ptr + place.to(tl.int64)[:, :, None] * DIM + dims[None, None, :],
-            mask=is_there[:, :, None], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(lse, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        old_share = tl.exp2(top - base)
-        share = tl.exp2(lse - base[:, None])
-        total = total * old_share + tl.sum(share, 1)
-        merged = merged * old_share[:, None] + tl.sum(out * share[:, :, None], 1)
-        top = new_top
-    has_keys = total > 0
-    merged = merged / tl.where(has_keys, total, 1.0)[:, None]
-    out_offset = token.to(tl.int64) * stride_out_token + head * stride_out_head
-    tl.store(
-        out_ptr + out_offset[:, None] + dims[None, :],
-        merged.to(out_ptr.dtype.element_ty),
-        mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
-    )
-    if HAS_LSE:
-        lse = tl.where(has_keys, top + tl.log2(tl.where(has_keys, total, 1.0)), float("-inf"))
-        tl.store(lse_ptr + token * HEADS + head, lse * LN_2, mask=is_row)
-
-
-@triton.jit
 def _span_kernel(
     q_ptr, k_ptr, v_ptr, k_rows, v_rows, out_ptr, lse_ptr,
-    plan_ptr, partial_ptr, partial_lse_ptr, barrier_ptr,
+    plan_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_page, stride_kv_head,
     scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     FOLD: tl.constexpr, SMALL_Q: tl.constexpr, SMALL_STAGES: tl.constexpr,
     LARGE_Q: tl.constexpr, LARGE_K: tl.constexpr, LARGE_STAGES: tl.constexpr,
-    PER_SM: tl.constexpr, IS_ORDERED: tl.constexpr, HAS_LSE: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr, PHASE: tl.constexpr,
+    PER_SM: tl.constexpr, HAS_LSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the units of this program, then merge its share of the rows. `scale` includes
-    log2(e).
-    """
+    """Attend to the units of this program. `scale` includes log2(e)."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    num_merges = tl.load(plan_ptr + 6)
-    if PHASE == BOTH:
-        generation = tl.load(barrier_ptr + 1, volatile=True)
-    if PHASE != MERGE:
-        # Neighbours in the list of shares run on one SM: large units come to lie beside small ones.
-        sms = num_programs // PER_SM
-        share_ptr = plan_ptr + 16 + (program % sms) * PER_SM + program // sms
-        large_begin = tl.load(share_ptr)
-        large_end = tl.load(share_ptr + 1)
-        small_begin = tl.load(share_ptr + num_programs + 1)
-        small_end = tl.load(share_ptr + num_programs + 2)
-        small_ptr = plan_ptr + tl.load(plan_ptr)
-        large_ptr = plan_ptr + tl.load(plan_ptr + 1)
-        entries_ptr = plan_ptr + tl.load(plan_ptr + 2)
-        num_entries = tl.load(plan_ptr + 3)
-        page_ids_ptr = plan_ptr + tl.load(plan_ptr + 4)
-        large_order_at = tl.load(plan_ptr + 8)
-        order_ptr = plan_ptr + tl.load(plan_ptr + 9)
-        for index in range(large_begin, large_end):
-            unit = tl.load(plan_ptr + large_order_at + index)
-            _large_unit(
-                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-                large_ptr + (unit // KV_HEADS) * 8, entries_ptr, num_entries, page_ids_ptr,
-                unit % KV_HEADS,
-                stride_q_token, stride_q_head, stride_out_token, stride_out_head,
-                stride_page, stride_kv_head, scale,
-                HEADS, GROUP, HEAD_DIM, DIM, PAGE_SIZE, LARGE_Q, LARGE_K, LARGE_STAGES,
-                HAS_LSE, WIDE, UPCAST,
-            )  # fmt: skip
-        if small_begin < small_end:
-            _small_units(
-                q_ptr, k_rows, v_rows, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-                small_ptr, entries_ptr, num_entries, page_ids_ptr,
-                order_ptr, small_begin, small_end,
-                stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
-                KV_HEADS, GROUP, FOLD, HEAD_DIM, DIM, PAGE_SIZE, SMALL_Q, SMALL_STAGES,
-                HAS_LSE, UPCAST,
-            )  # fmt: skip
-    if PHASE == BOTH:
-        if num_merges > 0:
-            # Every store of this program happens before its arrival, every load below after the
-            # last one.
-            tl.debug_barrier()
-            if tl.atomic_add(barrier_ptr, 1, sem="acq_rel") == num_programs - 1:
-                tl.atomic_xchg(barrier_ptr, 0, sem="relaxed")
-                tl.atomic_add(barrier_ptr + 1, 1, sem="release")
-            else:
-                while tl.atomic_add(barrier_ptr + 1, 0, sem="acquire") == generation:
-                    pass
-            tl.debug_barrier()
-    if PHASE != ATTEND:
-        if num_merges > 0:
-            merges_ptr = plan_ptr + tl.load(plan_ptr + 5)
-            num_rows = num_merges * HEADS
-            # Few rows: one at a time, many Partials at once; else as many rows as have few
-            # Partials.
-            most_parts = tl.load(plan_ptr + 7)
-            if IS_ORDERED:
-                for row in range(program * 16, num_rows, num_programs * 16):
-                    _merge_rows(
-                        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
-                        row, num_rows, stride_out_token, stride_out_head,
-                        HEADS, HEAD_DIM, DIM, 16, 1, HAS_LSE,
-                    )  # fmt: skip
-            elif num_rows <= num_programs:
-                for row in range(program, num_rows, num_programs):
-                    _merge_rows(
-                        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
-                        row, num_rows, stride_out_token, stride_out_head,
-                        HEADS, HEAD_DIM, DIM, 1, 64, HAS_LSE,
-                    )  # fmt: skip
-            elif most_parts > 4:
-                for row in range(program * 8, num_rows, num_programs * 8):
-                    _merge_rows(
-                        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
-                        row, num_rows, stride_out_token, stride_out_head,
-                        HEADS, HEAD_DIM, DIM, 8, 8, HAS_LSE,
-                    )  # fmt: skip
-            else:
-                for row in range(program * 32, num_rows, num_programs * 32):
-                    _merge_rows(
-                        out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges,
-                        row, num_rows, stride_out_token, stride_out_head,
-                        HEADS, HEAD_DIM, DIM, 32, 2, HAS_LSE,
-                    )  # fmt: skip
+    if OVERLAPS:  # the merge may take its places as programs end
+        tl.extra.cuda.gdc_launch_dependents()
+    # Neighbours in the list of shares run on one SM: large units come to lie beside small ones.
+    sms = num_programs // PER_SM
+    share_ptr = plan_ptr + 16 + (program % sms) * PER_SM + program // sms
+    large_begin = tl.load(share_ptr)
+    large_end = tl.load(share_ptr + 1)
+    small_begin = tl.load(share_ptr + num_programs + 1)
+    small_end = tl.load(share_ptr + num_programs + 2)
+    small_ptr = plan_ptr + tl.load(plan_ptr)
+    large_ptr = plan_ptr + tl.load(plan_ptr + 1)
+    entries_ptr = plan_ptr + tl.load(plan_ptr + 2)
+    num_entries = tl.load(plan_ptr + 3)
+    page_ids_ptr = plan_ptr + tl.load(plan_ptr + 4)
+    large_order_at = tl.load(plan_ptr + 8)
+    order_ptr = plan_ptr + tl.load(plan_ptr + 9)
+    for index in range(large_begin, large_end):
+        unit = tl.load(plan_ptr + large_order_at + index)
+        _large_unit(
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+            large_ptr + (unit // KV_HEADS) * 8, entries_ptr, num_entries, page_ids_ptr,
+            unit % KV_HEADS,
+            stride_q_token, stride_q_head, stride_out_token, stride_out_head,
+            stride_page, stride_kv_head, scale,
+            HEADS, GROUP, HEAD_DIM, DIM, PAGE_SIZE, LARGE_Q, LARGE_K, LARGE_STAGES,
+            HAS_LSE, WIDE, UPCAST,
+        )  # fmt: skip
+    if small_begin < small_end:
+        _small_units(
+            q_ptr, k_rows, v_rows, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+            small_ptr, entries_ptr, num_entries, page_ids_ptr,
+            order_ptr, small_begin, small_end,
+            stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+            KV_HEADS, GROUP, FOLD, HEAD_DIM, DIM, PAGE_SIZE, SMALL_Q, SMALL_STAGES,
+            HAS_LSE, UPCAST,
+        )  # fmt: skip

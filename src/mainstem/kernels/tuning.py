@@ -19,7 +19,7 @@ class Tiles:
     large_k: int  # keys per step of its loop
     large_stages: int
     num_warps: int
-    programs_per_sm: int  # all programs must be resident at once, so this must fit
+    programs_per_sm: int  # as many as fit: shares are cut for programs that all run at once
     max_registers: int | None = None
     large_weight: float = 0.8  # time of a large tile's key over that of a small one
 
@@ -50,3 +50,10 @@ def choose_tiles(device: torch.device, dtype: torch.dtype) -> Tiles:
     if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
         return HOPPER
     return FALLBACK
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may begin before the one ahead of it has ended (from Hopper on)."""
+    if device.type == "cpu" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
