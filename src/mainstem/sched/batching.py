@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from mainstem.core.ids import SeqSlot
-from mainstem.core.step import Int32s, Int64s, SampleBatch, StartedSequence, Step, StepId
+from mainstem.core.step import Int32s, Int64s, StartedSequence, Step, StepId
 from mainstem.sched.sharing import SharingTree
 from mainstem.sched.spans import SpanBuilder, ragged_arange, starts_of
 from mainstem.sched.table import SeqTable
 
 NO_ROWS: Int32s = np.empty(0, np.int32)
+NO_MOVES: Int32s = np.empty((3, 0), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +62,29 @@ def build_step(
 ) -> Step:
     """Lay the batch out as arrays and move the table's counters past it."""
     decodes = batch.decodes
-    chunk_slots = np.array([chunk.slot for chunk in batch.chunks], np.int32)
-    chunk_lens = np.array([len(chunk.token_ids) for chunk in batch.chunks], np.int32)
-    slots = np.concatenate([decodes, chunk_slots])
-    counts = np.concatenate([np.ones(len(decodes), np.int32), chunk_lens])
+    slots, counts = decodes, np.ones(len(decodes), np.int32)
+    token_ids = table.last_token[decodes]
+    if batch.chunks:  # decodes alone are one token each, and a lone one waits for the host
+        chunk_slots = np.array([chunk.slot for chunk in batch.chunks], np.int32)
+        chunk_lens = np.array([len(chunk.token_ids) for chunk in batch.chunks], np.int32)
+        slots = np.concatenate([decodes, chunk_slots])
+        counts = np.concatenate([counts, chunk_lens])
+        token_ids = np.concatenate([token_ids, *(chunk.token_ids for chunk in batch.chunks)])
     seq_starts = starts_of(counts)
     num_before = table.computed[slots]
     positions, token_slots = num_before, slots
-    if batch.chunks:  # decodes alone are one token each, and a lone one waits for the host
+    if batch.chunks:
         positions = np.repeat(num_before, counts) + ragged_arange(counts)
         token_slots = np.repeat(slots, counts)
 
-    token_ids = np.concatenate([table.last_token[decodes], *(c.token_ids for c in batch.chunks)])
-    carry_to = np.flatnonzero(table.pending[decodes]).astype(np.int32)
+    carry_to = table.pending[decodes].nonzero()[0].astype(np.int32)
     carry_from = table.sample_row[decodes[carry_to]]
 
     # decodes and chunks that reach the end of what is known are followed by a new token
     samples = table.total[slots] == num_before + counts
     sample_slots = slots[samples]
     copy_from, copy_to = _copy_slots(batch.copies, spans.page_size)
+    moves = _move_rows(batch.moves)
     prompt_rows = _prompt_logprob_rows(batch, table, seq_starts[len(decodes) :])
     step = Step(
         step_id=step_id,
@@ -93,7 +98,7 @@ def build_step(
         spans=spans.build(tree, slots, seq_starts, num_before, table.page_table),
         sample_rows=seq_starts[1:][samples] - np.int32(1),
         sample_slots=sample_slots,
-        sampling=_sample_batch(table, sample_slots),
+        sampling=table.sample_batch(sample_slots),
         prompt_logprob_rows=prompt_rows[0],
         prompt_logprob_targets=prompt_rows[1],
         num_prompt_logprobs=prompt_rows[2],
@@ -101,9 +106,9 @@ def build_step(
         num_decodes=len(decodes),
         copy_from=copy_from,
         copy_to=copy_to,
-        move_from=np.array([move.source for move in batch.moves], np.int32),
-        move_to=np.array([move.target for move in batch.moves], np.int32),
-        move_by=np.array([move.distance for move in batch.moves], np.int32),
+        move_from=moves[0],
+        move_to=moves[1],
+        move_by=moves[2],
         load_ids=batch.load_ids,
     )
     table.computed[slots] += counts
@@ -132,26 +137,12 @@ def _copy_slots(copies: list[PageCopy], page_size: int) -> tuple[Int64s, Int64s]
     return np.array(list(origin.values()), np.int64), np.array(list(origin), np.int64)
 
 
-def _sample_batch(table: SeqTable, slots: Int32s) -> SampleBatch:
-    temperature = table.temperature[slots]
-    special = np.flatnonzero(table.edits_logits[slots]).astype(np.int32)
-    wants_logprobs = table.wants_logprobs[slots]
-    masked = np.flatnonzero(table.has_mask[slots]).astype(np.int32)
-    is_edited = len(special) or len(masked)
-    is_drawn = bool(temperature.any())
-    return SampleBatch(
-        temperature=temperature,
-        top_p=table.top_p[slots],
-        top_k=table.top_k[slots],
-        min_p=table.min_p[slots],
-        uniform=table.draw_uniforms(slots) if is_drawn else np.zeros(len(slots), np.float32),
-        num_logprobs=table.num_logprobs[slots],
-        wants_logprobs=wants_logprobs,
-        special_rows=special,
-        is_greedy=not (is_edited or is_drawn or wants_logprobs.any()),
-        mask_rows=masked,
-        masks=table.masks(slots[masked]),
-    )
+def _move_rows(moves: list[PageMove]) -> Int32s:
+    """Sources, targets and distances: [3, moves]"""
+    if not moves:
+        return NO_MOVES
+    places = [(move.source, move.target, move.distance) for move in moves]
+    return np.ascontiguousarray(np.array(places, np.int32).T)
 
 
 def _prompt_logprob_rows(

@@ -194,9 +194,10 @@ class Scheduler:
         if self._in_flight is step:
             self._in_flight = None
         self._store.settle(step.step_id)
-        alive = table.is_alive[step.sample_slots]
-        rows = np.flatnonzero(alive)
-        slots, token_ids = step.sample_slots[rows], result.token_ids[rows]
+        slots, token_ids = step.sample_slots, result.token_ids
+        is_alive = table.is_alive[slots]
+        if not is_alive.all():
+            slots, token_ids = slots[is_alive], token_ids[is_alive]
         table.append_samples(slots, token_ids)
         self._news.keep_logprobs(step, result)
 
@@ -205,7 +206,7 @@ class Scheduler:
         is_done = is_stop | is_full
         is_streaming = table.is_streaming[slots] & ~is_done
         outputs = self._news.stream(slots[is_streaming], token_ids[is_streaming])
-        for row in np.flatnonzero(is_done).tolist():
+        for row in is_done.nonzero()[0].tolist():
             reason = FinishReason.STOP if is_stop[row] else FinishReason.LENGTH
             outputs.append(self._finish(SeqSlot(int(slots[row])), reason))
         self._running.settle(step.step_id)

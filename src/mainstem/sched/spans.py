@@ -69,15 +69,19 @@ class SpanBuilder:
         if self._kept is None or self._kept[0] != seen:
             self._kept = (seen, self._share(tree, slots, seq_starts, num_readable))
         shared = self._kept[1]
-        counts = np.diff(seq_starts)
+        counts = seq_starts[1:] - seq_starts[:-1]
         num_keys = num_before + counts - shared.own_first * self.page_size
         num_pages = -(-num_keys // self.page_size)
-        columns = ragged_arange(num_pages) + np.repeat(shared.own_first, num_pages)
-        own_pages = page_table[np.repeat(slots, num_pages), columns]
+        page_starts = starts_of(num_pages)
+        offsets = np.arange(page_starts[-1], dtype=np.int32)
+        offsets += (shared.own_first - page_starts[:-1]).repeat(num_pages)
+        own_pages = page_table[slots.repeat(num_pages), offsets]
+        own_rows = np.arange(seq_starts[-1], dtype=np.int32)
+        if len(shared.page_counts) == 0:
+            return Spans(seq_starts, own_rows, page_starts, own_pages, num_keys, counts > 1)
         shared_keys = shared.page_counts * self.page_size
         is_causal = np.zeros(len(shared_keys) + len(slots), np.bool_)
         is_causal[len(shared_keys) :] = counts > 1
-        own_rows = np.arange(seq_starts[-1], dtype=np.int32)
         return Spans(
             query_starts=starts_of(np.concatenate([shared.query_counts, counts])),
             query_rows=np.concatenate([shared.query_rows, own_rows]),
@@ -192,7 +196,7 @@ def _num_chosen_above(tree: SharingTree, stems: Int32s, chosen: Bools) -> Int32s
 def starts_of(counts: Int32s) -> Int32s:
     """Exclusive prefix sums: n + 1 entries."""
     starts = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=starts[1:])
+    counts.cumsum(out=starts[1:])
     return starts
 
 

@@ -8,13 +8,14 @@
 counted in `total` before they are read back (`pending`).
 """
 
+from dataclasses import replace
 from typing import overload
 
 import numpy as np
 
 from mainstem.core.ids import SeqSlot
 from mainstem.core.request import Delivery
-from mainstem.core.step import Bools, Bytes, Float32s, Int32s, Int64s
+from mainstem.core.step import Bools, Bytes, Float32s, Int32s, Int64s, SampleBatch
 from mainstem.sched.random import uniforms
 from mainstem.sched.sequence import SeqState, Sequence
 
@@ -61,6 +62,8 @@ class SeqTable:
         ]
         self.page_table: Int32s = np.zeros((size, 16), np.int32)
         self.outputs: Int32s = np.zeros((size, 32), np.int32)
+        # of the last step: how slots are sampled stays the same until one gets another sequence
+        self._kept_samples: tuple[bytes, SampleBatch] | None = None
         self._grow_slots(initial_slots)
 
     @property
@@ -73,6 +76,7 @@ class SeqTable:
         """Give a waiting sequence a slot; `num_cached` of its tokens are in `pages` already."""
         if not self._free_slots:
             self._grow_slots(max(64, len(self.sequences)))
+        self._kept_samples = None
         slot = SeqSlot(self._free_slots.pop())
         request, sampling = sequence.request, sequence.request.sampling
         num_prompt, num_output = len(request.prompt_ids), len(sequence.output_ids)
@@ -178,12 +182,45 @@ class SeqTable:
     def is_stop(self, slots: Int32s, token_ids: Int32s) -> Bools:
         """Which of these new samples end their sequence."""
         stops: Bools = (self.stop_ids[slots] == token_ids[:, None]).any(axis=1)
-        for row in np.flatnonzero(self.has_many_stops[slots]):
+        for row in self.has_many_stops[slots].nonzero()[0]:
             stops[row] = int(token_ids[row]) in self.sequence(slots[row]).request.stop_ids
         is_allowed: Bools = self.num_read_back(slots) > self.min_output[slots]
         return stops & is_allowed
 
-    def masks(self, slots: Int32s) -> Bytes:
+    def sample_batch(self, slots: Int32s) -> SampleBatch:
+        """How the next token of each of these slots is chosen."""
+        seen = slots.tobytes()
+        if self._kept_samples is None or self._kept_samples[0] != seen:
+            self._kept_samples = (seen, self._settings(slots))
+        batch = self._kept_samples[1]
+        if len(batch.mask_rows):
+            batch = replace(batch, masks=self._masks(slots[batch.mask_rows]))
+        if batch.temperature.any():
+            batch = replace(batch, uniform=self._draw_uniforms(slots))
+        return batch
+
+    def _settings(self, slots: Int32s) -> SampleBatch:
+        """What does not change from token to token; no masks and no random numbers."""
+        temperature = self.temperature[slots]
+        special = self.edits_logits[slots].nonzero()[0].astype(np.int32)
+        masked = self.has_mask[slots].nonzero()[0].astype(np.int32)
+        wants_logprobs = self.wants_logprobs[slots]
+        is_edited = len(special) or len(masked)
+        return SampleBatch(
+            temperature=temperature,
+            top_p=self.top_p[slots],
+            top_k=self.top_k[slots],
+            min_p=self.min_p[slots],
+            uniform=np.zeros(len(slots), np.float32),
+            num_logprobs=self.num_logprobs[slots],
+            wants_logprobs=wants_logprobs,
+            special_rows=special,
+            is_greedy=not (is_edited or temperature.any() or wants_logprobs.any()),
+            mask_rows=masked,
+            masks=np.zeros((0, -(-self._vocab_size // 8)), np.uint8),
+        )
+
+    def _masks(self, slots: Int32s) -> Bytes:
         """The tokens that may come next in sequences with a grammar, packed as in SampleBatch."""
         packed = np.zeros((len(slots), -(-self._vocab_size // 8)), np.uint8)
         for row, slot in enumerate(slots.tolist()):
@@ -198,7 +235,7 @@ class SeqTable:
         packed[~packed.any(axis=1)] = 0xFF
         return packed
 
-    def draw_uniforms(self, slots: Int32s) -> Float32s:
+    def _draw_uniforms(self, slots: Int32s) -> Float32s:
         """The random number for each slot's next output token."""
         return uniforms(self.seed[slots], self.total[slots] - self.prompt_len[slots])
 
