@@ -1,17 +1,18 @@
 """Real conversations of a real model that come back turn by turn; see `mainstem bench sessions`.
 
-    first process     turns 1 .. n-1, each session away in between; ends as --end says
-    this process      turn n, from the disk alone, then every turn once more without a store
+    first process     turns 1 .. n-k, each session away in between; ends as the first --end says
+    k more            one turn each, from the disk alone; all but the last end as --end says
 
-The same prompts are asked with and without a store, so times and tokens can be compared.
+Every batch is asked of an engine with a store and then, in the same process, of one without, so
+that both meet the machine in the same state; times and tokens are compared.
 """
 
-import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -31,6 +32,8 @@ from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
 
 Ids = list[int]
+Todo = list[tuple[int, int, Ids]]  # session, turn, prompt
+KILLED = -signal.SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class ChatWork:
     turns: int  # of each, at most
     output: int  # tokens of an answer
     at_once: int
-    end: str  # close or kill: how the first process ends
+    ends: tuple[str, ...]  # close or kill: how the process ends before each of the last turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,38 +60,57 @@ class Asked:
     cached: int
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one process asks, and how it ends."""
+
+    turns: range
+    end: str
+    where: str  # its histories are
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A turn of all sessions, with a store and without."""
+
+    turn: int
+    pairs: list[tuple[Asked, Asked]]
+    loaded: dict[str, int]  # pages since the process began, by tier
+
+
 def measure_chats(work: ChatWork, config: EngineConfig) -> Iterator[dict[str, object]]:
-    """A line a turn: its time to the first token with a store and without."""
+    """A line a turn as soon as it is there: its time to the first token with a store and without;
+    then one over all turns but the first."""
+    later: list[tuple[Asked, Asked]] = []
     with TemporaryDirectory(prefix="mainstem-chats-") as folder:
-        disk_dir = config.store.disk_dir or folder
-        stored = replace(config, store=replace(config.store, disk_dir=disk_dir))
-        told = Path(folder) / "told.json"
-        child = get_context("spawn").Process(target=_first_process, args=(work, stored, told))
-        child.start()
-        child.join()
-        asked = [Asked(**row) for row in json.loads(told.read_text())]
-        expected = -signal.SIGKILL if work.end == "kill" else 0
-        if child.exitcode != expected:
-            raise RuntimeError(f"the first process ended with {child.exitcode}")
-        last, loaded = _last_turn(work, stored, asked)
-    computed = _again(work, replace(config, store=StoreConfig()), [*asked, *last])
-    for turn in range(1, work.turns + 1):
-        pairs = [
-            pair for pair in zip([*asked, *last], computed, strict=True) if pair[0].turn == turn
-        ]
-        if pairs:
-            where = f"after {work.end}" if turn == work.turns else "running"
-            yield _result(turn, where, pairs) | {"loaded_pages": dict(loaded)}
+        store = replace(config.store, disk_dir=config.store.disk_dir or folder)
+        before: list[Asked] = []
+        for stage in stages(work):
+            for told in _in_process(work, stage, replace(config, store=store), before):
+                before = [stored for stored, _ in told.pairs]
+                later += told.pairs if told.turn > 1 else []
+                about = {"turn": told.turn, "where": stage.where, "loaded_pages": told.loaded}
+                yield about | _result(told.pairs)
+    yield {"turn": "later", "where": "all"} | _result(later)
 
 
-def _result(turn: int, where: str, pairs: Sequence[tuple[Asked, Asked]]) -> dict[str, object]:
+def stages(work: ChatWork) -> list[Stage]:
+    """The processes, one after the other."""
+    first_alone = work.turns - len(work.ends) + 1
+    found = [Stage(range(1, first_alone), work.ends[0], "running")]
+    nexts = (*work.ends[1:], "close")
+    for turn, past, end in zip(range(first_alone, work.turns + 1), work.ends, nexts, strict=True):
+        found.append(Stage(range(turn, turn + 1), end, f"after {past}"))
+    return found
+
+
+def _result(pairs: Sequence[tuple[Asked, Asked]]) -> dict[str, object]:
     stored_ms = 1e3 * np.array([with_store.first_s for with_store, _ in pairs])
     computed_ms = 1e3 * np.array([without.first_s for _, without in pairs])
     return {
         "part": "chats",
-        "turn": turn,
-        "where": where,
-        "sessions": len(pairs),
+        "sessions": len({stored.session for stored, _ in pairs}),
+        "requests": len(pairs),
         "prompt_tokens": round(float(np.mean([len(pair[0].prompt) for pair in pairs])), 1),
         "cached_tokens": round(float(np.mean([pair[0].cached for pair in pairs])), 1),
         "mean_ttft_ms": round(float(stored_ms.mean()), 1),
@@ -99,42 +121,50 @@ def _result(turn: int, where: str, pairs: Sequence[tuple[Asked, Asked]]) -> dict
     }
 
 
-def _first_process(work: ChatWork, config: EngineConfig, told: Path) -> None:
-    """Every turn but the last, with a store; on a process of its own."""
-    chats = Chats(work, config)
-    asked: list[Asked] = []
-    for turn in range(1, work.turns):
-        asked += chats.ask_turn(turn, asked)
-    rows = [{name: getattr(each, name) for name in Asked.__slots__} for each in asked]
-    told.write_text(json.dumps(rows))
-    if work.end == "kill":
-        chats.engine.flush()  # what is on its way to the disk; nothing is closed
+def _in_process(
+    work: ChatWork, stage: Stage, config: EngineConfig, before: list[Asked]
+) -> Iterator[Told]:
+    """The turns of a stage as they come, asked by a process that lives no longer than that."""
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_ask_stage, args=(work, stage, config, before, sender))
+    child.start()
+    sender.close()  # the child has its own: when it is gone, so is the pipe
+    num_told = 0
+    try:
+        while True:
+            yield receiver.recv()
+            num_told += 1
+    except EOFError:
+        child.join()
+    expected = KILLED if stage.end == "kill" else 0
+    if child.exitcode != expected or num_told != len(stage.turns):
+        raise RuntimeError(f"a process that asks ended with {child.exitcode} after {num_told}")
+
+
+def _ask_stage(
+    work: ChatWork, stage: Stage, config: EngineConfig, before: list[Asked], sender: Connection
+) -> None:
+    """On the process of its own."""
+    stored = Chats(work, config)
+    plain = Chats(work, replace(config, store=StoreConfig()))
+    for chats in (stored, plain):
+        chats.warm_up()
+    for turn in stage.turns:
+        pairs: list[tuple[Asked, Asked]] = []
+        for batch in stored.batches(turn, before):
+            asked = stored.ask(batch)
+            stored.engine.flush()  # nothing of it goes on while the other is timed
+            plain.engine.clear_cache()
+            pairs += zip(asked, plain.ask(batch), strict=True)
+        before = [asked for asked, _ in pairs]
+        loaded = stored.counters.loaded_pages | {"prefetched": stored.counters.prefetched_pages}
+        sender.send(Told(turn, pairs, loaded))
+    stored.engine.check()
+    if stage.end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    chats.engine.close()
-
-
-def _last_turn(
-    work: ChatWork, config: EngineConfig, asked: list[Asked]
-) -> tuple[list[Asked], dict[str, int]]:
-    chats = Chats(work, config)
-    last = chats.ask_turn(work.turns, asked)
-    chats.engine.check()
-    loaded = dict(chats.counters.loaded_pages)
-    loaded["prefetched"] = chats.counters.prefetched_pages
-    chats.engine.close()
-    return last, loaded
-
-
-def _again(work: ChatWork, config: EngineConfig, asked: list[Asked]) -> list[Asked]:
-    """The same prompts, in the same order and company, with nothing but the device to keep them."""
-    chats = Chats(work, config)
-    computed: list[Asked] = []
-    for first in range(0, len(asked), work.at_once):
-        batch = asked[first : first + work.at_once]
-        chats.engine.clear_cache()
-        computed += chats.ask([(each.session, each.turn, each.prompt) for each in batch])
-    chats.engine.close()
-    return computed
+    stored.engine.close()
+    plain.engine.close()
 
 
 class Chats:
@@ -150,19 +180,22 @@ class Chats:
         self._chats = _choose(work)
         self._num_asked = 0
 
-    def ask_turn(self, turn: int, asked: Sequence[Asked]) -> list[Asked]:
-        """All sessions that have this turn, some at once; the others are away meanwhile."""
-        before = {each.session: each for each in asked if each.turn == turn - 1}
+    def batches(self, turn: int, before: Sequence[Asked]) -> Iterator[Todo]:
+        """What the sessions that have this turn ask, so many at once; the others are away."""
+        past = {each.session: each for each in before}
         todo = []
         for session, chat in enumerate(self._chats):
             if len(chat.questions) >= turn:
-                todo.append((session, turn, self._prompt(chat, turn, before.get(session))))
-        found: list[Asked] = []
+                todo.append((session, turn, self._prompt(chat, turn, past.get(session))))
         for first in range(0, len(todo), self._work.at_once):
-            found += self.ask(todo[first : first + self._work.at_once])
-        return found
+            yield todo[first : first + self._work.at_once]
 
-    def ask(self, todo: Sequence[tuple[int, int, Ids]]) -> list[Asked]:
+    def warm_up(self) -> None:
+        """What a process does for the first time is not to be timed."""
+        words = [{"role": "user", "content": "Tell me about the tides of the sea. " * 4}]
+        self.ask([(0, 0, self._tokenizer.encode_chat(words))])
+
+    def ask(self, todo: Todo) -> list[Asked]:
         """All at once; first tokens are timed from before the first is submitted."""
         count = len(todo)
         sampling = SamplingParams(temperature=0.0, max_tokens=self._work.output, ignore_eos=True)
@@ -199,14 +232,17 @@ class Chats:
 
 
 def _choose(work: ChatWork) -> list[Conversation]:
-    """So many from all files in turn, with at least two questions each."""
+    """So many from all files in turn, with questions for every turn."""
     files = [
-        [chat for chat in from_file(Path(file)) if len(chat.questions) > 1] for file in work.files
+        [chat for chat in from_file(Path(file)) if len(chat.questions) >= work.turns]
+        for file in work.files
     ]
     found = []
     for index in range(max(map(len, files))):
         found += [chats[index] for chats in files if index < len(chats)]
     if len(found) < work.sessions:
-        raise ConfigError(f"--conversations: {len(found)} with two turns, {work.sessions} wanted")
+        raise ConfigError(
+            f"--conversations: {len(found)} have {work.turns} turns, {work.sessions} wanted"
+        )
     chosen = found[: work.sessions]
     return [replace(chat, questions=chat.questions[: work.turns]) for chat in chosen]

@@ -78,8 +78,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output", type=int, default=96, metavar="N", help="of real ones (96)")
     made.add_argument("--at-once", type=int, default=10, metavar="N", help="of real ones (10)")
     made.add_argument(
-        "--end", choices=["close", "kill"], default="close",
-        help="how the process ends before the last turn of real ones: closed, or kill -9 (close)",
+        "--end", choices=["close", "kill"], action="append",
+        help="how the process ends before the last turn of real ones: closed, or kill -9 (close); "
+        "given twice: before each of the last two turns",
     )  # fmt: skip
     made.add_argument("--json", action="store_true", help="a line a result")
     add_engine_flags(made)
@@ -112,10 +113,11 @@ def main(argv: list[str]) -> int:
 
 
 def _measure_chats(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    if min(args.turns, args.output, args.at_once) < 1 or args.turns < 2:
-        raise ConfigError("--turns must be at least 2, --output and --at-once at least 1")
+    ends = tuple(args.end or ["close"])
+    if min(args.output, args.at_once) < 1 or args.turns <= len(ends):
+        raise ConfigError("--turns must be more than --end, --output and --at-once at least 1")
     files = tuple(args.conversations)
-    work = ChatWork(files, args.sessions or 100, args.turns, args.output, args.at_once, args.end)
+    work = ChatWork(files, args.sessions or 100, args.turns, args.output, args.at_once, ends)
     config = engine_config(args)
     for result in measure_chats(work, config):
         yield result | {"settings": settings(config)}
