@@ -49,6 +49,23 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert one.outputs[0].finish_reason == "stop"
 
 
+def test_a_turn_of_a_session_extends_the_ids_that_were_sampled(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Invent some words."}]
+    sampling = SamplingParams(temperature=1.5, seed=3, max_tokens=24)
+    (first,) = llm.chat(messages, sampling, use_tqdm=False, sessions=["a"])
+    answer = first.outputs[0]
+    said = [*first.prompt_token_ids, *answer.token_ids]
+    messages.append({"role": "assistant", "content": answer.text})
+    messages.append({"role": "user", "content": "And more?"})
+    encoded = llm.tokenizer.encode_chat(messages)
+    assert encoded[: len(said)] != said, "the answer must be one that is encoded otherwise"
+    (with_session,) = llm.chat(messages, greedy(1), use_tqdm=False, sessions=["a"])
+    (without,) = llm.chat(messages, greedy(1), use_tqdm=False)
+    assert with_session.prompt_token_ids[: len(said)] == said
+    assert without.prompt_token_ids == encoded
+    assert with_session.num_cached_tokens > without.num_cached_tokens
+
+
 def test_stop_strings_cut_the_text_and_end_the_answer(llm: LLM) -> None:
     (whole,) = llm.generate(STORY, greedy(24), use_tqdm=False)
     text = whole.outputs[0].text
@@ -152,6 +169,19 @@ def test_the_demo_answers_and_leaves_its_file(
     shown = capsys.readouterr().out
     assert "2 of 2 answers are the same" in shown
     assert "prompt tokens computed" in shown
+
+
+def test_the_demo_uses_the_store_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    docs = tmp_path / "docs.jsonl"
+    docs.write_text(json.dumps({"doc": STORY, "items": [{"q": "Who lives by the sea?"}]}) + "\n")
+    folder = tmp_path / "pages"
+    argv = ["--input", str(docs), "--out", str(tmp_path / "out.jsonl"), "--max-tokens", "1"]
+    argv += ["--kv-tokens", "1024", "--host-gb", "0.05", "--disk-gb", "0.5"]
+    assert demo.main([*argv, "--disk-dir", str(folder)]) == 0
+    assert any(folder.rglob("*"))
+    capsys.readouterr()
 
 
 def test_a_demo_file_with_a_bad_line_is_refused_by_line(tmp_path: Path) -> None:

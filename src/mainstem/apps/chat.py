@@ -12,6 +12,7 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import SamplingParams
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+SESSION = "chat"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,16 +79,18 @@ def _answer(
 ) -> str:
     """Stream one answer; Ctrl-C keeps what has come so far."""
     engine = llm.text_engine
-    ids = llm.tokenizer.encode_chat(messages)
+    prompt = llm.tokenizer.render_chat(messages)
+    ids = llm.encode_turn(SESSION, prompt)
     began_s, first_s = perf_counter(), 0.0
-    engine.submit("chat", ids, sampling, session="chat", keep_tokens=num_fixed)
+    engine.submit("chat", ids, sampling, session=SESSION, keep_tokens=num_fixed)
     text: list[str] = []
-    num_tokens, num_cached, num_dropped = 0, 0, 0
+    token_ids: list[int] = []
+    num_cached, num_dropped = 0, 0
     while engine.has_work:
         try:
             for output in engine.step():
                 first_s = first_s or perf_counter() - began_s
-                num_tokens += len(output.token_ids)
+                token_ids += output.token_ids
                 num_cached = output.num_cached_tokens
                 num_dropped = output.num_dropped_tokens
                 text.append(output.text)
@@ -95,13 +98,14 @@ def _answer(
         except KeyboardInterrupt:
             engine.abort("chat")
     print()
+    llm.keep_turn(SESSION, prompt, ids, token_ids)
     if num_dropped:
         print(f"(the first part of this conversation, {num_dropped} tokens, is out of the window)")
     if shows_stats:
         seconds = perf_counter() - began_s
-        rate = (num_tokens - 1) / max(seconds - first_s, 1e-9)
+        rate = (len(token_ids) - 1) / max(seconds - first_s, 1e-9)
         print(
             f"({len(ids)} prompt tokens, {num_cached} cached; first token {first_s * 1e3:.0f} ms; "
-            f"{num_tokens} tokens, {rate:.1f} tokens/s)"
+            f"{len(token_ids)} tokens, {rate:.1f} tokens/s)"
         )
     return "".join(text)

@@ -7,7 +7,7 @@ form, one JSON object a line: {"doc": text, "items": [{"q": question}, ...]}.
 import argparse
 import json
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
@@ -95,7 +95,7 @@ def load_questions(path: Path | None) -> list[Question]:
 def run(config: EngineConfig, share: Share, questions: list[Question], max_tokens: int) -> Run:
     """Answer everything with a fresh engine; loading is outside the clock."""
     sched = update_section(config.sched, {"share": share.value}, "demo")
-    llm = LLM.from_config(EngineConfig(config.model, config.cache, sched))
+    llm = LLM.from_config(replace(config, sched=sched))
     print("sharing on" if share is Share.READS else "sharing off", flush=True)
     began_s = perf_counter()
     answers = llm.chat(

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from mainstem.apps.answers import TextEngine, TextOutput
 from mainstem.apps.hub import resolve_model
 from mainstem.apps.jobs.ordering import shared_with_next
 from mainstem.apps.progress import StageBar
+from mainstem.apps.sessions import SessionLimits, Sessions, continued_ids, spoken_text
 from mainstem.apps.text import Tokenizer
 from mainstem.core.config import (
     CacheConfig,
@@ -87,8 +89,10 @@ class LLM:
         quantize: str = "none",
         page_size: int = 16,
         kv_tokens: int | None = None,
+        gpu_memory_utilization: float | None = None,
         chunk_tokens: int | None = None,
         share: str = "reads",
+        span_levels: int | None = None,
         max_model_len: int | None = None,
         threads: int | None = None,
         deterministic: bool = False,
@@ -101,19 +105,22 @@ class LLM:
         disk_gb: float = StoreConfig().disk_gb,
         store_ttl: float | None = None,
         store_policy: str = "lookahead",
+        store_fetch: str = "auto",
+        preload: str = "auto",
     ) -> None:
-        """`truncation_ratio`, `sink_tokens` and `choose_kept` say what a session keeps that has
-        outgrown the context window: see docs/design/truncation.md. `host_gb` and `disk_dir` keep
-        pages that the device has no room for, on disk beyond this process: docs/design/kv.md."""
+        """Settings mean what the flags of the same names mean (docs/settings.md); `choose_kept`
+        names pages that a truncation should spare (docs/design/truncation.md)."""
         weights: dict[str, object] = {"model": str(model), "dtype": dtype, "device": device}
         weights |= {"quantize": quantize, "threads": threads, "deterministic": deterministic}
         memory: dict[str, object] = {"page_size": page_size, "kv_tokens": kv_tokens}
+        memory |= {"memory_share": gpu_memory_utilization}
         steps: dict[str, object] = {"chunk_tokens": chunk_tokens, "share": share}
-        steps |= {"max_model_len": max_model_len, "seed": seed}
+        steps |= {"span_levels": span_levels, "max_model_len": max_model_len, "seed": seed}
         steps |= {"truncation_ratio": truncation_ratio, "sink_tokens": sink_tokens}
         folder = None if disk_dir is None else str(disk_dir)
         below: dict[str, object] = {"host_gb": host_gb, "disk_dir": folder, "disk_gb": disk_gb}
         below |= {"ttl_s": store_ttl, "policy": store_policy}
+        below |= {"fetch": store_fetch, "preload": preload}
         config = EngineConfig(
             model=update_section(ModelConfig(), weights, "LLM"),
             cache=update_section(CacheConfig(), memory, "LLM"),
@@ -137,6 +144,7 @@ class LLM:
         engine = build_engine(folder, config, bus, choose_kept=choose_kept)
         self.text_engine = TextEngine(engine, Tokenizer.load(folder))
         self._request_ids = count()
+        self._sessions = Sessions(SessionLimits())
         self._shares = config.sched.share is not Share.NONE
 
     @property
@@ -177,14 +185,33 @@ class LLM:
         overflow: Overflow | str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template; `sessions` and
-        `overflow` as in `generate`."""
+        `overflow` as in `generate`. A turn of a session extends the ids of the turns before it."""
         conversations = _listed_conversations(messages)
         texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
-        ids = [self.tokenizer.encode_plain(text) for text in texts]
         params = _listed_params(sampling_params, len(texts))
-        return self._run(
-            texts, ids, params, _window_rules(sessions, overflow, len(texts)), use_tqdm
-        )
+        window = _window_rules(sessions, overflow, len(texts))
+        turns = list(zip(window.sessions, texts, strict=True))
+        ids = [self.encode_turn(session, text) for session, text in turns]
+        results = self._run(texts, ids, params, window, use_tqdm)
+        for (session, text), result in zip(turns, results, strict=True):
+            self.keep_turn(session, text, result.prompt_token_ids, result.outputs[0].token_ids)
+        return results
+
+    def encode_turn(self, session: str | None, text: str) -> list[int]:
+        """Ids of a conversation: where it goes on from what `session` has said, those ids and the
+        new ones. Encoding an answer again could give others, whose pages are not cached."""
+        known = None if session is None else self._sessions.find("", session)
+        ids = continued_ids(known, text, self.tokenizer)
+        return self.tokenizer.encode_plain(text) if ids is None else ids
+
+    def keep_turn(
+        self, session: str | None, text: str, prompt_ids: list[int], output_ids: list[int]
+    ) -> None:
+        """Remember a turn that has ended, for `encode_turn` of the next."""
+        if session is not None:
+            said = spoken_text(text, output_ids, self.tokenizer)
+            token_ids = np.array([*prompt_ids, *output_ids], np.int32)
+            self._sessions.keep("", session, token_ids, said)
 
     def close(self) -> None:
         """Stop whatever runs. The memory goes with the last reference to the LLM."""
