@@ -37,7 +37,13 @@ def check(case: AttentionCase, shape: plans.Shape) -> None:
     plan = plans.schedule(spans, shape)
     ints = plan.ints
     small_at, large_at, entries_at, num_entries, pages_at, merges_at, num_merges = ints[:7]
-    shares = ints[plans.HEADER_INTS :][: 2 * shape.num_programs + 2].reshape(2, -1)
+    table = ints[plans.HEADER_INTS :][: shape.num_programs * plans.SHARE_FIELDS]
+    table = table.reshape(shape.num_programs, plans.SHARE_FIELDS)
+    shares = np.array(
+        [[*table[:, at], table[-1, at + 1]] for at in (plans.SHARE_LARGE, plans.SHARE_SMALL)]
+    )
+    assert (table[:-1, 1] == table[1:, 0]).all()
+    assert (table[:-1, 3] == table[1:, 2]).all()
     assert (np.diff(shares) >= 0).all()
     assert ints[pages_at:-1].tolist() == spans.page_ids.tolist()
     entries = ints[entries_at:merges_at].reshape(2, num_entries)
@@ -52,6 +58,7 @@ def check(case: AttentionCase, shape: plans.Shape) -> None:
         per_piece = shape.kv_heads // heads
         units = ints[order_at:][: shares[kind][-1]]
         assert len(np.unique(units)) == len(units)
+        _check_first_units(ints, kind, table, units, pieces_at, per_piece, shape)
         for unit in units.tolist():
             piece = ints[pieces_at + unit // per_piece * plans.PIECE_FIELDS :][: plans.PIECE_FIELDS]
             entry, row_begin, row_end, _, key_begin, key_end, limit, stretch = piece.tolist()
@@ -71,6 +78,25 @@ def check(case: AttentionCase, shape: plans.Shape) -> None:
     slots_of = [slot for _, first, count in merges.T for slot in range(first, first + count)]
     assert {slot for slot, _ in written} == set(slots_of)
     assert plan.num_slots == len(slots_of)
+
+
+def _check_first_units(
+    ints: np.ndarray, kind: int, table: np.ndarray, units: np.ndarray, pieces_at: int,
+    per_piece: int, shape: plans.Shape,
+) -> None:  # fmt: skip
+    """What a share says of its first unit is what the orders and pieces say."""
+    for share in table[table[:, 2 * kind] < table[:, 2 * kind + 1]]:
+        begin, end = share[2 * kind : 2 * kind + 2]
+        first = int(units[begin])
+        piece = ints[pieces_at + first // per_piece * plans.PIECE_FIELDS :][: plans.PIECE_FIELDS]
+        at = (plans.SHARE_LARGE_PIECE, plans.SHARE_SMALL_PIECE)[kind]
+        assert share[at : at + plans.PIECE_FIELDS].tolist() == piece.tolist()
+        head = share[(plans.SHARE_LARGE_HEAD, plans.SHARE_SMALL_HEAD)[kind]]
+        assert head == first % per_piece * (shape.kv_heads // per_piece)
+        if kind == 1:
+            assert share[plans.SHARE_SMALL_NEXT] == units[min(begin + 1, end - 1)]
+            page = piece[plans.PIECE_PAGE] + piece[plans.PIECE_KEY_BEGIN] // shape.page_size
+            assert share[plans.SHARE_SMALL_PAGE] == ints[ints[plans.H_PAGES] + page]
 
 
 @pytest.mark.parametrize("name", list(CASES))

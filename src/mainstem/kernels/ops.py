@@ -22,7 +22,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mainstem.core.errors import MainstemError
 from mainstem.core.step import Int32s, Spans
 from mainstem.kernels.parts import _merge_parts_kernel
-from mainstem.kernels.schedule import HEADER_INTS, PIECE_FIELDS, Schedule, Shape, schedule
+from mainstem.kernels.schedule import (
+    HEADER_INTS,
+    PIECE_FIELDS,
+    SHARE_FIELDS,
+    Schedule,
+    Shape,
+    schedule,
+)
 from mainstem.kernels.span import _span_kernel
 from mainstem.kernels.tuning import Tiles, can_overlap, choose_tiles
 from mainstem.kernels.unshare import unshare
@@ -156,7 +163,8 @@ class SpanAttention:
         pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
         max_pieces = pieces_of_token * limits.entries() + 4 * shape.num_programs
         self._plan_ints = (
-            HEADER_INTS + 2 * shape.num_programs + 2 + (PIECE_FIELDS + shape.kv_heads) * max_pieces
+            HEADER_INTS + SHARE_FIELDS * shape.num_programs
+            + (PIECE_FIELDS + shape.kv_heads) * max_pieces
             + 5 * limits.entries() + limits.max_pages + 1
         )  # fmt: skip
         self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)
@@ -255,7 +263,7 @@ class SpanAttention:
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         tiles, shape = self._tiles, self._shape
-        options: dict[str, object] = {}
+        options: dict[str, object] = {"launch_pdl": True} if self._overlaps else {}
         if tiles.max_registers is not None and torch.version.hip is None:
             options["maxnreg"] = tiles.max_registers
         _span_kernel[(shape.num_programs,)](

@@ -4,7 +4,8 @@ step.
 The plan is one int32 array, so that it travels in one copy:
 
     header  | HEADER_INTS ints, the H_ places below
-    shares  | [programs + 1] places in the order of large units, [programs + 1] of small ones
+    shares  | [programs, 24] SHARE_ columns: a program's part of the orders, and what its first
+            | units are, so that it need not look them up one after the other
     orders  | [large units], [small units]: piece * (units of a piece) + (which of them)
     large   | [pieces, 8] PIECE_ columns; a piece is a unit of every KV head
     small   | [pieces, 8]
@@ -42,6 +43,17 @@ PIECE_LIMIT = 6  # query j sees keys up to and including limit + j
 PIECE_STRETCH = 7  # which stretch of the span this is
 PIECE_FIELDS = 8
 NO_LIMIT = 1 << 30  # PIECE_LIMIT of a plain span
+
+# Columns of a program's share.
+SHARE_LARGE = 0  # places in the order of large units, [begin, end)
+SHARE_SMALL = 2  # the same of small ones
+SHARE_LARGE_HEAD = 4  # KV head of its first large unit, and of its first small one
+SHARE_SMALL_HEAD = 5
+SHARE_SMALL_PAGE = 6  # first page id of its first small unit
+SHARE_SMALL_NEXT = 7  # its second small unit
+SHARE_LARGE_PIECE = 8  # the piece of its first large unit, and of its first small one
+SHARE_SMALL_PIECE = 16
+SHARE_FIELDS = 24
 
 CANDIDATES = (1.5, 1.04, 0.9, 0.75, 0.52, 0.34, 0.26, 0.17)  # unit size over a program's fair share
 SMALL_FIXED = 90.0  # time of a unit beside its keys, in keys of a small unit
@@ -263,6 +275,35 @@ def _split_tokens(tokens: Int32s, queries: Int64s, is_split: Bools) -> Bools:
     return is_split
 
 
+def _tell_shares(
+    table: Int32s,
+    shares: Int32s,
+    orders: tuple[Int64s, Int64s],
+    pieces: Int32s,
+    num_large: int,
+    shape: Shape,
+) -> None:
+    """Fill in the shares but for SHARE_SMALL_PAGE; who has no unit of a kind gets zeros for it."""
+    table[:] = 0
+    ends = shares.reshape(2, -1)
+    for order, bounds, units, first_piece, at, head, piece in (
+        (orders[0], ends[0], shape.kv_heads, 0, SHARE_LARGE, SHARE_LARGE_HEAD, SHARE_LARGE_PIECE),
+        (
+            orders[1], ends[1], shape.kv_heads // shape.fold, num_large,
+            SHARE_SMALL, SHARE_SMALL_HEAD, SHARE_SMALL_PIECE,
+        ),
+    ):  # fmt: skip
+        table[:, at], table[:, at + 1] = bounds[:-1], bounds[1:]
+        busy = np.flatnonzero(bounds[:-1] < bounds[1:])
+        first = order[bounds[busy]]
+        table[busy, head] = first % units
+        table[busy, piece : piece + PIECE_FIELDS] = pieces[first_piece + first // units]
+        if at == SHARE_SMALL:
+            table[busy, head] *= shape.fold
+            second = np.minimum(bounds[busy] + 1, bounds[busy + 1] - 1)
+            table[busy, SHARE_SMALL_NEXT] = order[second]
+
+
 def schedule(spans: Spans, shape: Shape) -> Schedule:
     """Cut the spans into units, share them out and place every row's Partials."""
     tiles = shape.tiles
@@ -315,7 +356,7 @@ def schedule(spans: Spans, shape: Shape) -> Schedule:
         (large_steps * weight[:num_large] + LARGE_FIXED, shape.kv_heads),
         (small_steps * weight[num_large:] + SMALL_FIXED, shape.kv_heads // shape.fold),
     )
-    large_order_at = HEADER_INTS + len(shares)
+    large_order_at = HEADER_INTS + shape.num_programs * SHARE_FIELDS
     small_order_at = large_order_at + len(large_order)
     large_at = small_order_at + len(small_order)
     small_at = large_at + num_large * PIECE_FIELDS
@@ -329,7 +370,6 @@ def schedule(spans: Spans, shape: Shape) -> Schedule:
         small_at, large_at, entries_at, len(tokens), pages_at, merges_at, len(merges),
         merge_parts.max() if len(merges) else 0, large_order_at, small_order_at,
     )  # fmt: skip
-    ints[HEADER_INTS:large_order_at] = shares
     ints[large_order_at:small_order_at] = large_order
     ints[small_order_at:large_at] = small_order
     pieces = ints[large_at:entries_at].reshape(num_pieces, PIECE_FIELDS)
@@ -350,4 +390,10 @@ def schedule(spans: Spans, shape: Shape) -> Schedule:
     merge_rows[2] = merge_parts
     ints[pages_at:-1] = spans.page_ids
     ints[-1] = 0
+    table = ints[HEADER_INTS:large_order_at].reshape(shape.num_programs, SHARE_FIELDS)
+    _tell_shares(table, shares, (large_order, small_order), pieces, num_large, shape)
+    first_page = table[:, SHARE_SMALL_PIECE + PIECE_PAGE] + (
+        table[:, SHARE_SMALL_PIECE + PIECE_KEY_BEGIN] // shape.page_size
+    )
+    table[:, SHARE_SMALL_PAGE] = ints[pages_at + first_page]
     return Schedule(ints, num_pieces, int(slot_ends[-1]) if len(slot_ends) else 0)

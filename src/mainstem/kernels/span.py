@@ -133,7 +133,7 @@ def _small_step(q, k, v, is_seen, max_score, weight, acc, scale, UPCAST: tl.cons
 @triton.jit
 def _small_units(
     q_ptr, k_rows, v_rows, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-    pieces_ptr, entries_ptr, num_entries, page_ids_ptr, order_ptr, begin, end,
+    pieces_ptr, entries_ptr, num_entries, page_ids_ptr, share_ptr, order_ptr, begin, end,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -156,9 +156,8 @@ def _small_units(
     key_of_lane = lanes % PAGE_SIZE
     is_same_head = row_head[:, None] == (lanes // PAGE_SIZE)[None, :]
 
-    unit = tl.load(order_ptr + begin)
-    piece_ptr = pieces_ptr + (unit // UNITS) * 8
-    kv_head = (unit % UNITS) * FOLD
+    piece_ptr = share_ptr + 16
+    kv_head = tl.load(share_ptr + 5)
     entry = tl.load(piece_ptr)
     num_rows = tl.load(piece_ptr + 2)
     page_at = tl.load(piece_ptr + 3)
@@ -166,12 +165,12 @@ def _small_units(
     key_end = tl.load(piece_ptr + 5)
     first_limit = tl.load(piece_ptr + 6)
     stretch = tl.load(piece_ptr + 7)
-    page = tl.load(page_ids_ptr + page_at + key_begin // PAGE_SIZE)
+    page = tl.load(share_ptr + 6)
     q, token, slot = _small_queries(
         q_ptr, entries_ptr, num_entries, entry, num_rows, kv_head,
         stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM, DIM, TILE_Q,
     )  # fmt: skip
-    next_unit = tl.load(order_ptr + tl.minimum(begin + 1, end - 1))
+    next_unit = tl.load(share_ptr + 7)
     for index in range(begin, end):
         # Which unit comes after the next is fetched two ahead, all else one ahead.
         after_next = tl.load(order_ptr + tl.minimum(index + 2, end - 1))
@@ -356,34 +355,39 @@ def _span_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbours in the list of shares run on one SM: large units come to lie beside small ones.
     sms = num_programs // PER_SM
-    share_ptr = plan_ptr + 16 + (program % sms) * PER_SM + program // sms
+    share_ptr = plan_ptr + 16 + ((program % sms) * PER_SM + program // sms) * 24
     large_begin = tl.load(share_ptr)
     large_end = tl.load(share_ptr + 1)
-    small_begin = tl.load(share_ptr + num_programs + 1)
-    small_end = tl.load(share_ptr + num_programs + 2)
+    small_begin = tl.load(share_ptr + 2)
+    small_end = tl.load(share_ptr + 3)
     small_ptr = plan_ptr + tl.load(plan_ptr)
     large_ptr = plan_ptr + tl.load(plan_ptr + 1)
     entries_ptr = plan_ptr + tl.load(plan_ptr + 2)
     num_entries = tl.load(plan_ptr + 3)
     page_ids_ptr = plan_ptr + tl.load(plan_ptr + 4)
-    large_order_at = tl.load(plan_ptr + 8)
-    order_ptr = plan_ptr + tl.load(plan_ptr + 9)
+    large_order_ptr = plan_ptr + tl.load(plan_ptr + 8)
+    small_order_ptr = plan_ptr + tl.load(plan_ptr + 9)
+    piece_ptr = share_ptr + 8
+    kv_head = tl.load(share_ptr + 4)
+    if OVERLAPS:  # the plan was there long before; queries and keys come from the kernel ahead
+        tl.extra.cuda.gdc_wait()
     for index in range(large_begin, large_end):
-        unit = tl.load(plan_ptr + large_order_at + index)
+        next_unit = tl.load(large_order_ptr + tl.minimum(index + 1, large_end - 1))
         _large_unit(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-            large_ptr + (unit // KV_HEADS) * 8, entries_ptr, num_entries, page_ids_ptr,
-            unit % KV_HEADS,
+            piece_ptr, entries_ptr, num_entries, page_ids_ptr, kv_head,
             stride_q_token, stride_q_head, stride_out_token, stride_out_head,
             stride_page, stride_kv_head, scale,
             HEADS, GROUP, HEAD_DIM, DIM, PAGE_SIZE, LARGE_Q, LARGE_K, LARGE_STAGES,
             HAS_LSE, WIDE, UPCAST,
         )  # fmt: skip
+        piece_ptr = large_ptr + (next_unit // KV_HEADS) * 8
+        kv_head = next_unit % KV_HEADS
     if small_begin < small_end:
         _small_units(
             q_ptr, k_rows, v_rows, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
             small_ptr, entries_ptr, num_entries, page_ids_ptr,
-            order_ptr, small_begin, small_end,
+            share_ptr, small_order_ptr, small_begin, small_end,
             stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
             KV_HEADS, GROUP, FOLD, HEAD_DIM, DIM, PAGE_SIZE, SMALL_Q, SMALL_STAGES,
             HAS_LSE, UPCAST,
