@@ -52,6 +52,11 @@ def test_enclosing_work_does_not_count_what_it_encloses() -> None:
     assert self_us(works) == [("outer", 5), ("inner", 2), ("innermost", 1), ("next", 2)]
 
 
+def test_a_kernel_that_waits_for_the_one_ahead_counts_from_its_end() -> None:
+    works = [work("span", 0, 10), work("merge", 7, 5), work("next", 12, 1)]
+    assert self_us(works) == [("span", 10), ("merge", 2), ("next", 1)]
+
+
 def test_time_on_two_streams_is_busy_once() -> None:
     works = [work("a", 0, 4), work("b", 2, 4, stream=8), work("c", 10, 1)]
     assert busy_us(works) == 7

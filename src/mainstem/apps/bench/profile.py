@@ -73,8 +73,9 @@ def read_trace(path: Path) -> list[Work]:
 
 
 def self_us(works: Iterable[Work]) -> list[tuple[str, float]]:
-    """Each piece's own time: without the pieces inside it. Works are in order of their beginning,
-    enclosing ones first.
+    """Each piece's own time: without the pieces inside it, nor the end of an earlier one, for which
+    a kernel that began ahead of time waits. Works are in order of their beginning, enclosing ones
+    first.
     """
     spent: list[tuple[str, float]] = []
     open_works: dict[object, list[tuple[int, Work]]] = defaultdict(list)
@@ -82,12 +83,15 @@ def self_us(works: Iterable[Work]) -> list[tuple[str, float]]:
         stack = open_works[work.lane]
         while stack and stack[-1][1].end_us <= work.begin_us:
             stack.pop()
-        if stack:
+        own_us = work.duration_us
+        if stack and stack[-1][1].end_us < work.end_us:
+            own_us = work.end_us - stack[-1][1].end_us
+        elif stack:
             index = stack[-1][0]
-            name, own_us = spent[index]
-            spent[index] = (name, own_us - work.duration_us)
+            name, outer_us = spent[index]
+            spent[index] = (name, outer_us - own_us)
         stack.append((len(spent), work))
-        spent.append((work.name, work.duration_us))
+        spent.append((work.name, own_us))
     return spent
 
 
