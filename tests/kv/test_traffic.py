@@ -7,6 +7,7 @@ import pytest
 
 from mainstem.core.events import EventBus, SavesSkipped
 from mainstem.core.metrics import Counters
+from mainstem.kv.store import StoredRun
 from tests.builders import VOCAB, a_request, run_all
 from tests.kv.tiered import Tiered, a_tiered_engine
 
@@ -83,3 +84,28 @@ def test_closing_ends_when_host_memory_refuses_what_was_postponed(
     tiered.store.flush()
     assert skipped[-1] == SavesSkipped(3, "host", "no room in host memory")
     engine.close()
+
+
+def test_a_load_is_startable_when_it_will_be_there_in_time() -> None:
+    """Loads are copied one after the other: what the first needs, the second has not."""
+    tiered = a_tiered_engine(num_pages=32, num_slots=32)
+    prompts = [[first, *RNG.integers(0, VOCAB, 15).tolist()] for first in range(2)]
+    run_all(tiered.engine, [a_request(prompt, 1) for prompt in prompts])
+    tiered.engine.flush()
+    tiered.engine.clear_device()
+    tiered.copier.patience = 1000  # copies do not get on meanwhile
+    store, tiers = tiered.store, tiered.tiers
+    nothing = np.empty(0, np.int32)
+    for prompt in prompts:
+        chain = store.chain(np.array(prompt, np.int32), b"")
+        assert store.load(StoredRun(chain, 0, 4), nothing, start_layers=tiers.num_layers)
+    load_s = tiers.host_link.pass_s(4 * tiers.page_bytes)
+    assert [len(tiers.poll(part * load_s).startable) for part in (0.0, 0.9, 1.1, 1.9, 2.1)] == [
+        0,
+        0,
+        1,
+        0,
+        1,
+    ]
+    tiered.copier.patience = 0
+    tiered.engine.close()

@@ -17,7 +17,7 @@ from mainstem.kv.policy import PolicyKind
 from mainstem.kv.store import KVStore
 from mainstem.kv.tiers import LowerTiers
 from mainstem.kv.transfer import LoadId
-from mainstem.sched.fetching import Fetching
+from mainstem.sched.fetching import Fetching, StepTimes
 from mainstem.sched.scheduler import Scheduler
 from tests.builders import VOCAB
 from tests.fakes import FakeRunner
@@ -174,7 +174,7 @@ def a_tiered_engine(  # noqa: PLR0917
     tiers = LowerTiers(copier, policy, ttl_s, disk, bus)
     store = KVStore(num_pages, page_size, b"fake", bus, tiers)
     config = StoreConfig(host_gb=1.0, fetch=Fetch.ALWAYS, preload=preload)
-    fetching = Fetching(config, tiers, page_size, token_s=1e-3)
+    fetching = Fetching(config, tiers, page_size, StepTimes(token_s=1e-3))
     sched = SchedConfig(chunk_tokens=chunk_tokens)
     scheduler = Scheduler(sched, store, VOCAB, max_model_len, bus, fetching=fetching)
     return Tiered(Engine(scheduler, runner, bus), store, tiers, copier, runner)

@@ -7,7 +7,7 @@ import pytest
 from mainstem.core.config import Fetch, StoreConfig
 from mainstem.kv.tiers import LowerTiers, Stored
 from mainstem.kv.transfer import Link
-from mainstem.sched.fetching import Fetching
+from mainstem.sched.fetching import CAUTION, Fetching, StepTimes
 
 PAGE_BYTES = 2 << 20  # Llama 8B, 16 tokens in bf16
 TOKEN_S = 22e-6
@@ -29,7 +29,7 @@ def a_fetching(fetch: Fetch = Fetch.AUTO, preload: str = "auto") -> tuple[Fetchi
     config = StoreConfig(host_gb=1.0, fetch=fetch, preload=preload)
     assert isinstance(tiers, Tiers)
     stand_in: LowerTiers = tiers  # type: ignore[assignment]  # it has what Fetching looks at
-    return Fetching(config, stand_in, 16, TOKEN_S), tiers
+    return Fetching(config, stand_in, 16, StepTimes(TOKEN_S)), tiers
 
 
 def assign(fetching: Fetching, tiers: Tiers, count: int, is_on_disk: bool) -> tuple[int, int]:
@@ -113,3 +113,26 @@ def test_a_started_prompt_waits_for_no_layer() -> None:
 def test_the_read_buffer_can_be_set(preload: str, layers: int) -> None:
     fetching, _ = a_fetching(preload=preload)
     assert fetching.start_layers(Stored(HISTORY), 100) == layers
+
+
+def test_steps_are_expected_to_take_what_the_latest_took() -> None:
+    steps = StepTimes(TOKEN_S, floor_s=3.5e-3)
+    assert steps.expect_s(0) == pytest.approx(3.5e-3)
+    for _ in range(30):  # a device with a larger fixed cost than the figures say
+        steps.observe(100, 8e-3)
+    assert steps.expect_s(100) == pytest.approx(8e-3, rel=1e-3)
+    assert steps.expect_s(2000) < 8e-3 * 2000 / 100
+
+
+def test_a_step_in_flight_gives_loads_the_time_it_has_left() -> None:
+    fetching, _ = a_fetching()
+    whole_s = CAUTION * 100 * TOKEN_S
+    assert fetching.lead_s(100, ran_s=0.0) == pytest.approx(whole_s)
+    assert fetching.lead_s(100, ran_s=1e-3) == pytest.approx(whole_s - 1e-3)
+    assert fetching.lead_s(100, ran_s=1.0) == 0.0
+
+
+@pytest.mark.parametrize("preload", ["all", "5"])
+def test_a_read_buffer_that_was_set_is_waited_for(preload: str) -> None:
+    fetching, _ = a_fetching(preload=preload)
+    assert fetching.lead_s(100, ran_s=0.0) == 0.0

@@ -11,7 +11,7 @@ from mainstem.kv.store import KVStore
 from mainstem.kv.tiers import LowerTiers
 from mainstem.plan.cost import Card, ModelSize, step_s
 from mainstem.runner.transfer import connect
-from mainstem.sched.fetching import Fetching
+from mainstem.sched.fetching import Fetching, StepTimes
 
 PROMPT_TOKENS = 512  # a step of so many is what a prompt's token costs
 
@@ -41,4 +41,5 @@ def make_fetching(card: Card, num_params: int, config: StoreConfig, store: KVSto
     assert store.tiers is not None
     size = ModelSize(num_params, 0.0, 0.0)
     token_s = step_s(card, size, PROMPT_TOKENS, 0, 0) / PROMPT_TOKENS
-    return Fetching(config, store.tiers, store.page_size, token_s)
+    steps = StepTimes(token_s, floor_s=step_s(card, size, 0, 0, 0))
+    return Fetching(config, store.tiers, store.page_size, steps)

@@ -79,12 +79,10 @@ class PageChain:
 
 def page_keys(previous: PageKey, token_ids: Int32s, page_size: int) -> list[PageKey]:
     """Keys of the full pages of `token_ids`, continuing the chain from `previous`."""
-    raw = memoryview(token_ids.tobytes())
+    raw = token_ids.tobytes()
     width = page_size * token_ids.itemsize
     keys: list[PageKey] = []
     for start in range(0, len(raw) - width + 1, width):
-        digest = sha256(previous)
-        digest.update(raw[start : start + width])
-        previous = PageKey(digest.digest())
+        previous = PageKey(sha256(previous + raw[start : start + width]).digest())
         keys.append(previous)
     return keys

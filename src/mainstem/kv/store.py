@@ -268,9 +268,10 @@ class KVStore:
         if self._traffic is not None:
             self._traffic.settle(step_id)
 
-    def poll(self) -> list[PageKey]:
-        """Look at copies under way; returns keys somebody may have waited for."""
-        return [] if self._traffic is None else self._traffic.poll()
+    def poll(self, lead_s: float = 0.0) -> list[PageKey]:
+        """Look at copies under way; returns keys somebody may have waited for. A step that is made
+        now runs in `lead_s` at the earliest."""
+        return [] if self._traffic is None else self._traffic.poll(lead_s)
 
     def expect(self, ticket: int, chain: PageChain) -> None:
         """A request that wants the chain waits: lower tiers keep and bring nearer what it needs."""

@@ -294,14 +294,16 @@ class LowerTiers:
 
     # --- what came to an end --------------------------------------------------------------------
 
-    def poll(self) -> Arrivals:
-        """Look at everything under way; start what can go on."""
+    def poll(self, lead_s: float = 0.0) -> Arrivals:
+        """Look at everything under way; start what can go on. Whoever starts now reads pages in
+        `lead_s` at the earliest."""
         arrivals = Arrivals()
         if self._disk is not None:
             self._poll_disk(self._disk)
         self._poll_saves(arrivals)
+        left_s = lead_s
         for load in list(self._loads):
-            self._poll_load(load, arrivals)
+            left_s = self._poll_load(load, left_s, arrivals)
         if self._disk is not None:
             self._back_up()
         now_s = monotonic()
@@ -563,20 +565,26 @@ class LowerTiers:
         if num_saved:
             self._bus.publish(PagesSaved(num_saved, "host"))
 
-    def _poll_load(self, load: Load, arrivals: Arrivals) -> None:
+    def _poll_load(self, load: Load, left_s: float, arrivals: Arrivals) -> float:
+        """`left_s` is how long its copy can go on before anybody reads it; loads are copied one
+        after the other, so the next has what this one leaves."""
         self._advance(load)
         if load.transfer is None:
             if any(entry.is_lost for entry in load.entries):
                 self._end(load, None)
                 arrivals.failed.append(load)
-            return
-        if self._is_done(load.transfer):
+            return left_s
+        num_done = load.transfer.num_layers_done()
+        if num_done == self.num_layers:
             self._end(load, load.transfer.seconds())
             arrivals.loaded.append(load)
             self._tell_loaded(load)
-        elif not load.is_startable and load.transfer.num_layers_done() >= load.start_layers:
+            return left_s
+        layer_s = self.host_link.pass_s(len(load.pages) * self.page_bytes) / self.num_layers
+        if not load.is_startable and num_done + left_s / layer_s >= load.start_layers:
             load.is_startable = True
             arrivals.startable.append(load)
+        return max(0.0, left_s - (self.num_layers - num_done) * layer_s)
 
     def _advance(self, load: Load) -> None:
         """Copy to the device once everything is in host memory."""

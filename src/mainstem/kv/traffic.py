@@ -150,10 +150,10 @@ class Traffic:
             loads[load.load_id] = None
         return np.array(list(loads), np.int32)
 
-    def poll(self) -> list[PageKey]:
+    def poll(self, lead_s: float = 0.0) -> list[PageKey]:
         """Look at copies under way; returns keys somebody may have waited for."""
         news: list[PageKey] = []
-        arrivals = self.tiers.poll()
+        arrivals = self.tiers.poll(lead_s)
         for pages in arrivals.saved:
             self._let_go(pages)
         if self._postponed and (arrivals.saved or not self.tiers.num_pages_saving):

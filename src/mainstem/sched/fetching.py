@@ -7,7 +7,32 @@ from mainstem.core.config import Fetch, StoreConfig
 from mainstem.kv.tiers import LowerTiers, Stored
 
 BUSY_S = 0.03
+LEARNING = 0.3  # weight of the latest step in what steps are known to take
+CAUTION = 0.8  # of a step that runs, so much is counted on: a step that waits holds up everybody
 HELD_UP = 4  # of those that wait, as many count: the others may take the other way
+
+
+class StepTimes:
+    """How long a step takes: the card's figures, corrected by how the latest steps compared."""
+
+    def __init__(self, token_s: float, floor_s: float = 0.0) -> None:
+        """`token_s` is what a prompt's token costs in a large step, `floor_s` what a step of next
+        to nothing does."""
+        self.token_s = token_s
+        self._floor_s = floor_s
+        self._factor = 1.0
+
+    def expect_s(self, num_tokens: int) -> float:
+        """Seconds that a step of so many tokens will take."""
+        return self._factor * self._figure_s(num_tokens)
+
+    def observe(self, num_tokens: int, device_s: float) -> None:
+        """A step took so long, and waited for no load."""
+        seen = device_s / self._figure_s(num_tokens)
+        self._factor += LEARNING * (seen - self._factor)
+
+    def _figure_s(self, num_tokens: int) -> float:
+        return self._floor_s + num_tokens * self.token_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +47,7 @@ class Fetching:
     config: StoreConfig
     tiers: LowerTiers
     page_size: int
-    token_s: float  # computing one prompt token
+    steps: StepTimes
 
     def is_worth_it(self, stored: Stored, tokens_ahead: int, num_waiting: int) -> bool:
         """Whether loading is done before computing would be, behind `tokens_ahead` others; how much
@@ -30,8 +55,9 @@ class Fetching:
         if self.config.fetch is not Fetch.AUTO:
             return self.config.fetch is Fetch.ALWAYS
         num_held_up = min(num_waiting, HELD_UP)
-        own_s = stored.num_pages * self.page_size * self.token_s
-        compute_s = tokens_ahead * self.token_s + (1 + num_held_up) * own_s
+        token_s = self.steps.token_s
+        own_s = stored.num_pages * self.page_size * token_s
+        compute_s = tokens_ahead * token_s + (1 + num_held_up) * own_s
         return self._load_s(stored, num_held_up) < compute_s
 
     def is_busy(self, stored: Stored) -> bool:
@@ -53,10 +79,17 @@ class Fetching:
         if self.config.preload != "auto":
             return min(int(self.config.preload), num_layers)
         load_s = self.tiers.host_link.pass_s(stored.num_pages * self.tiers.page_bytes)
-        prompt_s = new_tokens * self.token_s
+        prompt_s = self.steps.expect_s(new_tokens)
         if load_s <= prompt_s:
             return 1
         return math.ceil(num_layers - (num_layers - 1) * prompt_s / load_s)
+
+    def lead_s(self, num_tokens: int, ran_s: float) -> float:
+        """Seconds that a step of `num_tokens`, which has run for `ran_s`, will keep the device:
+        the next one begins no earlier, and may count on what is loaded by then."""
+        if self.config.preload != "auto":
+            return 0.0
+        return max(0.0, CAUTION * self.steps.expect_s(num_tokens) - ran_s)
 
     def _load_s(self, stored: Stored, num_held_up: int) -> float:
         seconds = 0.0

@@ -1,9 +1,12 @@
 """Pages of waiting sequences: what is there of them, and what is brought up from lower tiers."""
 
+from time import perf_counter
+
 import numpy as np
 
 from mainstem.core.errors import OutOfPages
 from mainstem.core.ids import PageKey
+from mainstem.core.step import Step
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import Lookup, Match, StoredRun
 from mainstem.sched.admission import Admission
@@ -29,6 +32,7 @@ class Loader:
     ) -> None:
         """`fetching` decides between loading and computing; None: nothing is loaded."""
         self.fetching = fetching
+        self._last_end_s = 0.0  # when the latest step was seen to have ended
         self._running = running
         self._queue = queue
         self._lengths = lengths
@@ -78,6 +82,18 @@ class Loader:
                     sequence.num_to_compute -= match.stored.num_pages * self._page_size
                     pages_ahead -= match.stored.num_pages
             tokens_ahead += sequence.num_to_compute
+
+    def note_end(self, step: Step, device_s: float) -> None:
+        """A step has ended, and the one in flight runs."""
+        self._last_end_s = perf_counter()
+        if self.fetching is not None and device_s and not len(step.load_ids):
+            self.fetching.steps.observe(step.num_tokens, device_s)
+
+    def lead_s(self, in_flight: Step | None) -> float:
+        """How long a step that is made now will wait for the one in flight, at least."""
+        if self.fetching is None or in_flight is None:
+            return 0.0
+        return self.fetching.lead_s(in_flight.num_tokens, perf_counter() - self._last_end_s)
 
     def must_wait(self, match: Match) -> bool:
         """Whether a sequence is better loaded, and the way to it is not free yet."""

@@ -154,7 +154,7 @@ class Scheduler:
     def next_step(self) -> Step | None:
         """The next step, or None when nothing can run before the one in flight commits."""
         begin = perf_counter()
-        self._queue.unpark(self._store.poll())
+        self._queue.unpark(self._store.poll(self._loader.lead_s(self._in_flight)))
         decodes = self._grow_decodes()
         if decodes is None:
             return None
@@ -194,6 +194,7 @@ class Scheduler:
         if self._in_flight is step:
             self._in_flight = None
         self._store.settle(step.step_id)
+        self._loader.note_end(step, device_s)
         slots, token_ids = step.sample_slots, result.token_ids
         is_alive = table.is_alive[slots]
         if not is_alive.all():
