@@ -9,6 +9,7 @@ from mainstem.core.events import EventBus, SavesSkipped
 from mainstem.core.metrics import Counters
 from mainstem.kv.store import StoredRun
 from tests.builders import VOCAB, a_request, run_all
+from tests.kv.faulty import FaultyFiles
 from tests.kv.tiered import Tiered, a_tiered_engine
 
 RNG = np.random.default_rng(0)
@@ -108,4 +109,22 @@ def test_a_load_is_startable_when_it_will_be_there_in_time() -> None:
         1,
     ]
     tiered.copier.patience = 0
+    tiered.engine.close()
+
+
+def test_pages_wait_on_the_device_for_a_slow_disk(tmp_path: Path) -> None:
+    """Host memory is full of pages that the disk has not taken yet: none is refused for that."""
+    FaultyFiles.reset()
+    FaultyFiles.writes.extend(["slow"] * 40)
+    bus = EventBus()
+    skipped: list[SavesSkipped] = []
+    bus.subscribe(SavesSkipped, skipped.append)
+    counters = Counters().attach(bus)
+    tiered = a_tiered_engine(64, 4, 6, tmp_path, num_records=64, files=FaultyFiles, bus=bus)
+    prompts = [[first, *RNG.integers(0, VOCAB, 19).tolist()] for first in range(8)]
+    run_all(tiered.engine, [a_request(prompt, 1) for prompt in prompts])
+    tiered.engine.flush()
+    assert not skipped
+    assert counters.saved_pages["disk"] == 40
+    tiered.engine.check()
     tiered.engine.close()

@@ -142,6 +142,10 @@ class LowerTiers:
         return self._copier.num_layers
 
     @property
+    def num_slots(self) -> int:
+        return self._copier.num_slots
+
+    @property
     def num_host_pages(self) -> int:
         return self._policy.num_host
 
@@ -157,6 +161,15 @@ class LowerTiers:
     @property
     def num_pages_saving(self) -> int:
         return sum(len(save.pages) for save in self._saves)
+
+    @property
+    def num_slots_to_save(self) -> int:
+        """Slots that are free, or can be freed at once: not those whose pages are still to reach
+        the disk, nor those that loads use."""
+        num_busy = sum(len(load.pages) for load in self._loads)
+        if self._disk is not None:
+            num_busy += len(self._to_back_up) + self._disk.num_writes_pending
+        return self.num_slots - num_busy
 
     def has(self, key: PageKey) -> bool:
         """Whether a page is stored or being saved."""
