@@ -10,12 +10,12 @@ import pytest
 from mainstem.apps.bench import offline
 from mainstem.apps.bench.feed import Feed, Order, StepLog, run_job
 from mainstem.apps.bench.offline import check_sharing, main
-from mainstem.apps.bench.settings import settings
+from mainstem.apps.bench.settings import check_room, settings
 from mainstem.apps.bench.workloads import OfflineJob, shared, shuffled
 from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.plan import Prompts
-from mainstem.core.shapes import ModelShape
+from mainstem.core.shapes import SHAPES, ModelShape
 from mainstem.core.step import InFlight, Step
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
@@ -194,6 +194,12 @@ def test_a_profile_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_wrong_calls_are_refused(flags: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         main([*SMALL, *flags])
+
+
+def test_a_shape_beyond_the_memory_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="llama31-8b with 450,000 tokens of KV takes 150 GB"):
+        check_room(SHAPES["llama31-8b"], 450_000, 24 * 10**9)
+    check_room(SHAPES["tiny"], 450_000, 24 * 10**9)
 
 
 def test_settings_are_plain_json() -> None:

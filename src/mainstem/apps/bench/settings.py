@@ -5,9 +5,14 @@ from dataclasses import asdict, fields, replace
 from enum import Enum
 from pathlib import Path
 
+from mainstem.apps.bench.machine import Machine
 from mainstem.apps.flags import engine_config
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
+from mainstem.core.shapes import SHAPES, ModelShape
+from mainstem.kernels.device import describe_cpu
+
+FP32_BYTES = 4  # what a CPU computes in
 
 
 def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) -> EngineConfig:
@@ -15,11 +20,27 @@ def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) ->
     if args.model is not None:
         raise ConfigError("--model: weights are random here; choose a --model-shape")
     config = engine_config(args)
-    return replace(
+    made = replace(
         config,
         model=replace(config.model, model=model_shape),
         cache=replace(config.cache, kv_tokens=config.cache.kv_tokens or kv_tokens),
     )
+    if not Machine.of(made).has_gpu:
+        check_room(
+            SHAPES[model_shape], made.cache.kv_tokens or kv_tokens, describe_cpu().free_bytes
+        )
+    return made
+
+
+def check_room(shape: ModelShape, kv_tokens: int, free_bytes: int) -> None:
+    """Refuse a shape that a machine without a GPU has no memory for, before it begins to swap."""
+    kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * kv_tokens
+    values = shape.layer_params + 2 * shape.head_params + kv_values
+    if FP32_BYTES * values > free_bytes:
+        raise ConfigError(
+            f"{shape.name} with {kv_tokens:,} tokens of KV takes {FP32_BYTES * values / 1e9:.0f} GB"
+            f" without a GPU, and {free_bytes / 1e9:.0f} are free: --model-shape tiny"
+        )
 
 
 def settings(config: EngineConfig) -> dict[str, object]:
