@@ -11,7 +11,6 @@ from mainstem.core.events import EventBus, SequenceResumed
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Delivery, FinishReason, Overflow, SamplingParams
 from mainstem.engine.engine import Engine
-from mainstem.sched.admission import peak_need
 from mainstem.sched.random import uniforms
 from mainstem.sched.truncation import TruncationRules, Truncator
 from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
@@ -186,14 +185,6 @@ def test_random_numbers_depend_on_seed_and_index_only() -> None:
     c = uniforms(np.zeros(1000, np.int64), np.arange(1000, dtype=np.int32))
     assert abs(float(c.mean()) - 0.5) < 0.05
     assert len(np.unique(c)) > 990
-
-
-def test_a_forecast_admits_what_memory_will_hold() -> None:
-    """Two of 40 pages: alone each needs 20 more at its peak, but the first ends before."""
-    remaining, own = np.array([10, 160], np.int32), np.array([20, 20], np.float32)
-    assert peak_need(remaining, own, page_size=16) == 2  # both begin a page; then 20 come back
-    remaining = np.array([160, 160], np.int32)
-    assert peak_need(remaining, own, page_size=16) == 22
 
 
 def test_wrong_expectations_do_not_thrash() -> None:

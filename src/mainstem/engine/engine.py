@@ -10,6 +10,7 @@ from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step, StepResult
+from mainstem.plan.pace import Limits
 from mainstem.sched.scheduler import Scheduler
 
 
@@ -29,6 +30,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
+
+    @property
+    def limits(self) -> Limits:
+        """What there is for a job that runs alone."""
+        return self._scheduler.limits
 
     @property
     def num_waiting(self) -> int:

@@ -94,10 +94,12 @@ class RunningSet:
 
     def outlook(self) -> Outlook:
         """How much longer each will run, and what it then gives back."""
-        in_tree, part = self.tree.shares(self.slots)
+        table, slots = self.table, self.slots
+        in_tree, part = self.tree.shares(slots)
         return Outlook(
-            remaining=self.table.expect_remaining(self.slots, at_least=self.page_size),
-            own_pages=self.table.num_pages[self.slots] - in_tree + part,
+            remaining=table.expect_remaining(slots, at_least=self.page_size),
+            own_pages=table.num_pages[slots] - in_tree + part,
+            free_tokens=table.num_pages[slots] * self.page_size - table.total[slots],
         )
 
     def check(self) -> None:

@@ -29,6 +29,7 @@ from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s, Step, StepId, StepResult
 from mainstem.kv.store import KVStore
+from mainstem.plan.pace import Limits
 from mainstem.sched.batching import Batch, build_step
 from mainstem.sched.fetching import Fetching
 from mainstem.sched.intake import Intake
@@ -135,6 +136,12 @@ class Scheduler:
         for sequence in list(self._sequences.get(request_id, ())):
             if sequence.index == index:
                 self._end_early(sequence, FinishReason.STOP)
+
+    @property
+    def limits(self) -> Limits:
+        """What there is for a job that runs alone."""
+        room_tokens = self._store.num_pages * self._page_size
+        return Limits(room_tokens, self._page_size, self._size.prompt_tokens(num_decodes=0))
 
     @property
     def num_waiting(self) -> int:

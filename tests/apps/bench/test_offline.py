@@ -12,6 +12,7 @@ from mainstem.apps.bench.feed import Feed, Order, StepLog, run_job
 from mainstem.apps.bench.offline import check_sharing, main
 from mainstem.apps.bench.settings import check_room, settings
 from mainstem.apps.bench.workloads import OfflineJob, shared, shuffled
+from mainstem.apps.jobs.supply import LOOK_AHEAD, Supply
 from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.plan import Prompts
@@ -44,16 +45,16 @@ def test_new_tokens_are_those_the_prompt_before_does_not_share() -> None:
 
 
 def test_feed_keeps_what_the_next_steps_need_and_no_more() -> None:
-    prompts = some_prompts()
-    engine = an_engine(num_pages=256)
-    feed = Feed(engine, prompts, Order.planned(prompts, np.full(len(prompts), 4)), 4)
-    feed.top_up(40)
+    prompts, outputs = some_prompts(groups=60), np.full(180, 4)
+    engine = an_engine(num_pages=2048, config=SchedConfig(chunk_tokens=40))
+    feed = Feed(engine, prompts, Order.planned(prompts, outputs), outputs, is_paced=True)
+    feed.top_up()
     assert engine.num_waiting == 4  # 29 + 5 + 5 + 29: a group's prefix counts once
-    feed.top_up(40)
-    assert engine.num_waiting == 4
-    feed.top_up(10_000)
-    assert engine.num_waiting == len(prompts)
-    assert feed.is_empty
+    feed.top_up()
+    assert engine.num_waiting == LOOK_AHEAD
+    feed.top_up()
+    assert engine.num_waiting == LOOK_AHEAD
+    assert not feed.is_empty
 
 
 @pytest.mark.parametrize("is_planned", [True, False])
@@ -61,7 +62,7 @@ def test_feed_keeps_what_the_next_steps_need_and_no_more() -> None:
 def test_a_job_gives_every_prompt_its_answer(is_planned: bool, can_overlap: bool) -> None:
     prompts = some_prompts()
     engine = an_engine(num_pages=256, can_overlap=can_overlap)
-    run = run_job(engine, prompts, 4, is_planned, chunk_tokens=32)
+    run = run_job(engine, prompts, 4, is_planned)
     for index, tokens in run.answers.items():
         assert list(tokens) == fake_answer(prompts[index].tolist(), 4, VOCAB)
     assert len(run.answers) == run.counters.requests == 18
@@ -80,17 +81,37 @@ def test_a_plan_saves_where_memory_is_short() -> None:
 
 
 @pytest.mark.parametrize("is_planned", [True, False])
-def test_steps_are_never_short_of_waiting_prompts(is_planned: bool) -> None:
+def test_steps_are_never_short_of_waiting_prompts(
+    is_planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is fed a little ahead fills the same steps as what is submitted all at once; sorted, so
     that most of a prompt is cached without a plan, too."""
     prompts = Prompts.from_lists(shared(20, 4, 96, 17, vocab=VOCAB))
 
-    def num_steps(chunk_tokens: int) -> int:
+    def num_steps() -> int:
         engine = an_engine(num_pages=1024, config=SchedConfig(chunk_tokens=64), can_overlap=True)
-        run = run_job(engine, prompts, 4, is_planned, chunk_tokens=chunk_tokens)
-        return run.steps.num_steps
+        return run_job(engine, prompts, 4, is_planned).steps.num_steps
 
-    assert num_steps(64) == num_steps(1 << 30)
+    fed = num_steps()
+    monkeypatch.setattr(Supply, "has_room", lambda *_: True)
+    assert fed == num_steps()
+
+
+def test_a_paced_job_takes_fewer_steps() -> None:
+    """Memory holds three in four of the requests: all run side by side if they start apart."""
+    prompts = Prompts.from_lists(shared(1, 96, 32, 8, vocab=VOCAB))
+    outputs = np.full(len(prompts), 32)
+    steps = {}
+    for is_paced in (True, False):
+        engine = an_engine(num_pages=800, page_size=4, config=SchedConfig(chunk_tokens=256))
+        feed = Feed(engine, prompts, Order.planned(prompts, outputs), outputs, is_paced=is_paced)
+        log = StepLog.attach(engine)
+        while not feed.is_empty or engine.has_work:
+            feed.top_up()
+            engine.step()
+        steps[is_paced] = log.num_steps
+    assert steps[False] >= 64  # two waves
+    assert steps[True] < 54
 
 
 @pytest.mark.parametrize("can_overlap", [True, False])

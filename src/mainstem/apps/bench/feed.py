@@ -3,19 +3,21 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 
 from mainstem.apps.jobs.ordering import shared_with_next
+from mainstem.apps.jobs.supply import Supply
 from mainstem.core.events import StepFinished
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Int32s, Int64s, Prompts
 from mainstem.core.request import Delivery, FinishReason, Request, SamplingParams
 from mainstem.engine.engine import Engine
+from mainstem.plan.pace import Limits
 from mainstem.plan.planner import plan_prompts
 
-CHUNK_TOKENS = 8192  # at least what a step takes where the engine chooses its size itself
 LEAST_NEW_TOKENS = 16  # of a prompt whose prefix may be cached or not
 
 
@@ -47,54 +49,65 @@ class Order:
         return lengths
 
 
+class Submits(Protocol):
+    """What takes requests: an Engine, or a Scheduler alone."""
+
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def num_waiting(self) -> int: ...
+    def expect(self, shared_with_next: Int32s) -> int: ...
+    def submit(self, request: Request) -> None: ...
+
+
 class Feed:
-    """Submits a job's prompts in order, a little ahead of need.
+    """Submits a job's prompts in order, when its Supply says so."""
 
-    What a step takes is counted in tokens to compute, so that is what is kept waiting. Submitting
-    a prompt hashes its pages: all of a job at once would keep the device idle at the start, a few
-    at a time are hashed while it computes.
-    """
-
-    def __init__(self, engine: Engine, prompts: Prompts, order: Order, output: int) -> None:
+    def __init__(
+        self, engine: Submits, prompts: Prompts, order: Order, outputs: Int64s, *, is_paced: bool
+    ) -> None:
+        """`outputs` [prompts]: tokens that each is answered with."""
         self._engine = engine
         self._prompts = prompts
         self._order = order.members.tolist()
-        self._sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        self._output = output
-        self._new_before: Int64s = np.r_[0, np.cumsum(order.new_tokens(prompts))]
+        self._outputs = outputs
+        self._expected = round(float(outputs.mean()))
+        self._new_tokens = order.new_tokens(prompts).tolist()
         self._first_place: int | None = None
         if order.shared_with_next is not None:
             self._first_place = engine.expect(order.shared_with_next)
         self._num_submitted = 0
+        self._supply = Supply(engine.limits)
+        if is_paced and np.ptp(outputs) == 0:
+            self._supply.pace(self._new_tokens, self._expected)
 
     @property
     def is_empty(self) -> bool:
         return self._num_submitted == len(self._order)
 
-    def top_up(self, ahead_tokens: int) -> None:
-        """Submit until `ahead_tokens` are waiting to be computed, or nothing is left."""
-        while not self.is_empty and self._waiting_tokens() < ahead_tokens:
+    def top_up(self) -> None:
+        """Submit what should be there before the next step."""
+        num_left = len(self._order) - self._num_submitted + self._engine.num_waiting
+        self._supply.begin_step(num_left)
+        while not self.is_empty and self._supply.has_room(self._engine.num_waiting):
             self._submit_next()
-
-    def _waiting_tokens(self) -> int:
-        """The last prompts submitted are those that wait."""
-        first = max(0, self._num_submitted - self._engine.num_waiting)
-        return int(self._new_before[self._num_submitted] - self._new_before[first])
 
     def _submit_next(self) -> None:
         place = self._num_submitted
         index = self._order[place]
+        output = int(self._outputs[index])
         self._engine.submit(
             Request(
                 RequestId(str(index)),
                 self._prompts[index],
-                self._sampling,
+                SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True),
                 delivery=Delivery.AT_END,
                 plan_place=None if self._first_place is None else self._first_place + place,
-                expected_tokens=self._output,
+                expected_tokens=self._expected,
             )
         )
         self._num_submitted += 1
+        self._supply.note(self._new_tokens[place])
 
 
 @dataclass(slots=True)
@@ -145,26 +158,22 @@ def run_job(
     prompts: Prompts,
     output: int,
     is_planned: bool,
-    chunk_tokens: int = CHUNK_TOKENS,
     after_step: Callable[[Counters], None] = lambda _: None,
 ) -> JobRun:
     """Answer every prompt with `output` tokens, greedily. Planning and submitting are in the time.
 
-    Prompts for one step wait before the first, for two steps of `chunk_tokens` from then on.
-    Raises AssertionError if an answer is missing or short.
+    A planned job is paced, too. Raises AssertionError if an answer is missing or short.
     """
     counters = Counters().attach(engine.bus)
     began_s = perf_counter()
-    if is_planned:
-        order = Order.planned(prompts, np.full(len(prompts), output))
-    else:
-        order = Order.as_given(prompts)
-    feed = Feed(engine, prompts, order, output)
+    outputs = np.full(len(prompts), output)
+    order = Order.planned(prompts, outputs) if is_planned else Order.as_given(prompts)
+    feed = Feed(engine, prompts, order, outputs, is_paced=is_planned)
     run = JobRun(plan_s=perf_counter() - began_s, counters=counters)
     run.steps = StepLog.attach(engine)
     while not feed.is_empty or engine.has_work:
         submitting_s = perf_counter()
-        feed.top_up(2 * chunk_tokens if run.steps.num_steps else chunk_tokens)
+        feed.top_up()
         run.submit_s += perf_counter() - submitting_s
         for news in engine.step():
             assert news.finish_reason is FinishReason.LENGTH, f"{news.request_id} ended early"

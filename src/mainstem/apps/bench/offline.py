@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mainstem.apps.bench.arrivals import run_arrivals
-from mainstem.apps.bench.feed import CHUNK_TOKENS, JobRun, run_job
+from mainstem.apps.bench.feed import JobRun, run_job
 from mainstem.apps.bench.limit import ModelCost, job_floor
 from mainstem.apps.bench.machine import Machine
 from mainstem.apps.bench.profile import ProfileWindow
@@ -121,7 +121,6 @@ def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> 
             prompts,
             job.output,
             is_planned=not args.no_plan,
-            chunk_tokens=config.sched.chunk_tokens or CHUNK_TOKENS,
             after_step=window.watch(total) if window else lambda _: None,
         )
         result = _speed(run, job, prompts) | _against_limit(run, job, config)
