@@ -19,7 +19,7 @@ from pathlib import Path
 from time import perf_counter
 
 from mainstem.apps.answers import TextEngine
-from mainstem.apps.flags import add_engine_flags, engine_config
+from mainstem.apps.flags import DRAW_FLAGS, add_draw_flags, add_engine_flags, engine_config
 from mainstem.apps.jobs.ahead import Ahead
 from mainstem.apps.jobs.answer_file import AnswerFile, Existing
 from mainstem.apps.jobs.bar import JobBar
@@ -35,23 +35,15 @@ from mainstem.plan.planner import PlanConfig
 
 MIB = 1 << 20
 LARGEST_WINDOW_MIB = 2048
-DEFAULT_FLAGS = [
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "stop",
-    "ignore_eos",
-]  # fields of SamplingParams
+DEFAULT_FLAGS = ["max_tokens", *DRAW_FLAGS, "stop", "ignore_eos"]  # fields of SamplingParams
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        "mainstem batch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "mainstem batch",
+        usage="%(prog)s IN -o OUT [--resume | --overwrite] [flags]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("input", metavar="IN", help="JSON lines, also .gz or .zst; -: standard input")
     made.add_argument("-o", "--output", required=True, metavar="OUT", help="-: standard output")
@@ -80,15 +72,11 @@ def _add_default_flags(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-tokens", type=int, metavar="N", help="(16 for prompts, the context for chats)"
     )
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (1)")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--top-k", type=int, metavar="K")
-    group.add_argument("--min-p", type=float, metavar="P")
-    group.add_argument("--repetition-penalty", type=float, metavar="X")
-    group.add_argument("--presence-penalty", type=float, metavar="X")
-    group.add_argument("--frequency-penalty", type=float, metavar="X")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="repeatable")
-    group.add_argument("--ignore-eos", action="store_true", default=None)
+    add_draw_flags(group, {})
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before it; repeatable")
+    group.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="go on to --max-tokens"
+    )
     group.add_argument(
         "--seed", type=int, default=0, metavar="N",
         help="a row's own seed is made of this and its custom_id (%(default)s)",

@@ -49,11 +49,20 @@ class Run:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        "mainstem demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        "mainstem demo",
+        usage="%(prog)s [flags]",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     made.add_argument("--input", type=Path, metavar="FILE.jsonl", help="documents and questions")
-    made.add_argument("--out", type=Path, default=Path("out/demo.jsonl"), metavar="FILE.jsonl")
-    made.add_argument("--max-tokens", type=int, default=24, metavar="N")
+    made.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/demo.jsonl"),
+        metavar="FILE.jsonl",
+        help="(%(default)s)",
+    )
+    made.add_argument("--max-tokens", type=int, default=24, metavar="N", help="(%(default)s)")
     made.add_argument("--limit", type=int, metavar="N", help="ask only the first N questions")
     add_engine_flags(made)
     return made

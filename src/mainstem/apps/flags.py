@@ -1,6 +1,7 @@
 """Command-line flags that several commands share, and what they mean for the config."""
 
 import argparse
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 
@@ -37,6 +38,17 @@ STORE_FLAGS = {  # flag -> setting
     "store_fetch": "fetch",
     "preload": "preload",
 }
+
+DRAW_FLAGS: dict[str, tuple[type, str, str]] = {  # field of SamplingParams -> type, metavar, help
+    "temperature": (float, "T", "0 always takes the likeliest token"),
+    "top_p": (float, "P", "draw from the likeliest tokens that have P together"),
+    "top_k": (int, "K", "draw from the K likeliest tokens; 0: from all"),
+    "min_p": (float, "P", "drop tokens below P times the likeliest"),
+    "repetition_penalty": (float, "X", "divide logits of tokens that occurred"),
+    "presence_penalty": (float, "X", "lower logits of tokens the answer has"),
+    "frequency_penalty": (float, "X", "the same, as often as it has them"),
+}
+GREEDY = dict.fromkeys(DRAW_FLAGS, 0.0) | {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 
 
 def _values(kind: type[Enum]) -> list[str]:
@@ -119,7 +131,7 @@ def _add_store_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--store-fetch",
         choices=_values(Fetch),
-        help="load stored pages if that is faster than computing them, or always (auto)",
+        help="load stored pages where that is faster than computing them, always, or never (auto)",
     )
     group.add_argument(
         "--preload",
@@ -150,30 +162,32 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
-    group.add_argument("--top-p", type=float, default=1.0)
-    group.add_argument("--top-k", type=int, default=0, help="0: no limit")
-    group.add_argument("--min-p", type=float, default=0.0)
-    group.add_argument("--repetition-penalty", type=float, default=1.0)
-    group.add_argument("--presence-penalty", type=float, default=0.0)
-    group.add_argument("--frequency-penalty", type=float, default=0.0)
-    group.add_argument("--seed", type=int, default=None)
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
-    group.add_argument("--ignore-eos", action="store_true")
+    group.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N",
+        help="most tokens of the answer (%(default)s)",
+    )  # fmt: skip
+    add_draw_flags(group, GREEDY)
+    group.add_argument("--seed", type=int, metavar="N", help="draw the same tokens again")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+
+
+def add_draw_flags(group: argparse._ArgumentGroup, defaults: Mapping[str, float]) -> None:
+    """How a token is drawn; None where `defaults` has no value."""
+    for name, (kind, metavar, text) in DRAW_FLAGS.items():
+        default = defaults.get(name)
+        shown = text if default is None else f"{text} ({default:g})"
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=shown)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(
         max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
         seed=args.seed,
         stop=args.stop,
         ignore_eos=args.ignore_eos,
+        **{name: getattr(args, name) for name in DRAW_FLAGS},
     )

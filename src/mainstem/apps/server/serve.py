@@ -41,7 +41,7 @@ log = logging.getLogger("mainstem.server")
 
 def parser() -> argparse.ArgumentParser:
     defaults = Limits()
-    made = argparse.ArgumentParser("mainstem serve", description=__doc__)
+    made = argparse.ArgumentParser("mainstem serve", usage="%(prog)s [flags]", description=__doc__)
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     made.add_argument("--port", type=int, default=8000, metavar="N", help="0: any free one (8000)")
     made.add_argument(
