@@ -1,6 +1,8 @@
 """`mainstem bench sessions` on a small model: every part gives its lines."""
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -27,9 +29,58 @@ def test_a_line_a_turn_and_later_turns_find_their_history(
     assert all(line["p95_ttft_ms"] > 0 for line in lines)  # type: ignore[operator]
 
 
+def test_a_part_that_fails_is_told_and_the_others_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(bench: sessions.Bench) -> Iterator[dict[str, object]]:
+        yield {"part": "preload", "layers": "all"}
+        raise RuntimeError("no such layer")
+
+    monkeypatch.setattr(sessions, "measure_preload", broken)
+    argv = ["--workload", "tiny", "--device", "cpu", "--json", "--part", "preload"]
+    assert sessions.main([*argv, "--part", "document", "--document-tokens", "100"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["part"] for line in lines] == ["preload", "preload", "document"]
+    assert lines[1]["error"] == "RuntimeError: no such layer"
+
+
+def test_parts_that_would_begin_too_late_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(capsys, "--tier", "none", "--tier", "host", "--limit-s", "0")
+    assert [(line["tier"], line["left_out"]) for line in lines] == [
+        ("none", "after 0 s"),
+        ("host", "after 0 s"),
+    ]
+
+
 @pytest.mark.slow
 def test_the_other_parts_give_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--part", "preload", "--part", "saves", "--part", "document"]
     lines = run(capsys, *argv, "--document-tokens", "200")
     assert [line["part"] for line in lines] == [*["preload"] * 6, "saves", "document"]
     assert [line["layers"] for line in lines[:6]] == ["all", "0", "5", "10", "15", "auto"]
+    assert lines[6]["steps_saving"] > 0  # type: ignore[operator]
+
+
+@pytest.mark.slow
+def test_real_conversations_come_back_after_a_close_and_after_a_kill(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    turns = ["What is a river?", "And a lake?", "Which is larger?", "Why?"]
+    rows = [{"turns": [f"{turn} ({index})" for turn in turns]} for index in range(3)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["--conversations", str(chats), "--sessions", "3", "--turns", "4", "--output", "20"]
+    engine = ["--kv-tokens", "256", "--host-gb", "0.1", "--disk-gb", "0.2", "--threads", "1"]
+    ends = ["--end", "close", "--end", "kill"]
+    assert sessions.main([*argv, *engine, *ends, "--at-once", "2", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["turn"], line["where"]) for line in lines] == [
+        (1, "running"),
+        (2, "running"),
+        (3, "after close"),
+        (4, "after kill"),
+        ("later", "all"),
+    ]
+    assert all(line["same_answers"] == line["requests"] for line in lines)
+    assert all(line["cached_tokens"] > 20 for line in lines[1:])
+    assert all(line["loaded_pages"].get("disk", 0) > 0 for line in lines[2:4])

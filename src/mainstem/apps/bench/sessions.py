@@ -3,7 +3,7 @@
     turns      sessions return in batches; their history comes from host memory, from disk, or is
                computed again (`--tier`)
     preload    one session at a time: layers loaded before its prompt starts (the paper's Fig. 19)
-    saves      a decoding batch while pages are being saved, and after
+    saves      a decoding batch while pages of others are being saved, and while not
     document   a second question about a long document
 
 Random weights of a known shape. With `--conversations FILE` real ones are asked of a real model
@@ -11,8 +11,10 @@ instead, turn by turn, the last turn from disk in a process of its own.
 """
 
 import argparse
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from random import Random
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -26,7 +28,7 @@ from mainstem.apps.flags import add_engine_flags, engine_config
 from mainstem.apps.tables import table
 from mainstem.core.config import EngineConfig, Fetch, StoreConfig
 from mainstem.core.errors import ConfigError
-from mainstem.core.events import EventBus
+from mainstem.core.events import EventBus, StepFinished
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
@@ -36,6 +38,8 @@ from mainstem.engine.engine import Engine
 
 STAGING = 1 / 15  # of the host memory, where histories are to come from disk
 DISK_GB = 40.0
+SAVE_STEPS = 200  # that a batch decodes while pages of others are saved
+VISIT_EVERY = 8  # steps between two prompts of others
 Ids = list[int]
 
 
@@ -82,6 +86,9 @@ def parser() -> argparse.ArgumentParser:
         help="how the process ends before the last turn of real ones: closed, or kill -9 (close); "
         "given twice: before each of the last two turns",
     )  # fmt: skip
+    made.add_argument(
+        "--limit-s", type=float, metavar="S", help="leave out parts that would begin later (none)"
+    )
     made.add_argument("--json", action="store_true", help="a line a result")
     add_engine_flags(made)
     return made
@@ -99,17 +106,18 @@ def main(argv: list[str]) -> int:
         work = replace(work, sessions=args.sessions or work.sessions)
         about["workload"] = asdict(work)
         found = _measure(args, work, random_config(args, work.model_shape, work.device_tokens))
+    began_s = perf_counter()
     results: list[dict[str, object]] = []
     for result in found:
-        results.append(result)
+        results.append(result | {"at_s": round(perf_counter() - began_s, 1)})
         if args.json:
-            print(line("sessions", result | about), flush=True)
+            print(line("sessions", results[-1] | about), flush=True)
     if not args.json:
         names = list(dict.fromkeys(name for result in results for name in result))
         names = [name for name in names if name != "settings"]
         rows = [[str(result.get(name, "")) for name in names] for result in results]
         print(table(names, rows))
-    return 0
+    return 1 if any("error" in result for result in results) else 0
 
 
 def _measure_chats(args: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -126,20 +134,55 @@ def _measure_chats(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 def _measure(
     args: argparse.Namespace, work: Sessions, config: EngineConfig
 ) -> Iterator[dict[str, object]]:
-    parts = args.part or ["turns"]
-    if "turns" in parts:
-        for tier in args.tier or ["host"]:
-            yield from measure_turns(work, config, tier)
+    """Part by part. A part that fails gives a line with its error, and the next one begins."""
+    began_s = perf_counter()
+    for tier, parts in _by_tier(args.part or ["turns"], args.tier or ["host"]):
+        late = args.limit_s is not None and perf_counter() - began_s > args.limit_s
+        if late:
+            yield {"tier": tier, "parts": parts, "left_out": f"after {args.limit_s:g} s"}
+            continue
+        try:
+            with InTier(config, work, tier) as tiered, Bench(work, tiered) as bench:
+                for part in parts:
+                    yield from _safely(part, tier, _start(part, bench, tier, args.document_tokens))
+        except Exception as error:
+            yield _told(error, "engine", tier)
+
+
+def _by_tier(parts: Sequence[str], tiers: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """What is measured of one engine: turns in every tier, all else with host memory."""
     rest = [part for part in parts if part != "turns"]
-    if not rest:
-        return
-    with InTier(config, work, "host") as tiered, Bench(work, tiered) as bench:
-        if "preload" in rest:
-            yield from measure_preload(bench)
-        if "saves" in rest:
-            yield measure_saves(bench)
-        if "document" in rest:
-            yield measure_document(bench, args.document_tokens)
+    turns = ["turns"] if "turns" in parts else []
+    found = {tier: list(turns) for tier in tiers} if turns else {}
+    if rest:
+        found["host"] = [*found.get("host", []), *rest]
+    return list(found.items())
+
+
+def _start(
+    part: str, bench: "Bench", tier: str, document_tokens: int
+) -> Iterator[dict[str, object]]:
+    if part == "turns":
+        return measure_turns(bench, tier)
+    if part == "preload":
+        return measure_preload(bench)
+    if part == "saves":
+        return measure_saves(bench)
+    return measure_document(bench, document_tokens)
+
+
+def _safely(
+    part: str, tier: str, found: Iterator[dict[str, object]]
+) -> Iterator[dict[str, object]]:
+    try:
+        yield from found
+    except Exception as error:
+        yield _told(error, part, tier)
+
+
+def _told(error: Exception, part: str, tier: str) -> dict[str, object]:
+    traceback.print_exception(error)
+    return {"part": part, "tier": tier, "error": f"{type(error).__name__}: {error}"}
 
 
 class InTier:
@@ -240,35 +283,34 @@ class Bench:
         self.engine.clear_device()
 
 
-def measure_turns(work: Sessions, config: EngineConfig, tier: str) -> Iterator[dict[str, object]]:
+def measure_turns(bench: Bench, tier: str) -> Iterator[dict[str, object]]:
     """A line a turn."""
-    with InTier(config, work, tier) as tiered, Bench(work, tiered) as bench:
-        bench.warm_up()
-        rng = Random(0)
-        histories = [bench.random_ids(rng, work.history) for _ in range(work.sessions)]
-        for number in range(1, work.turns + 1):
-            before = dict(bench.counters.loaded_pages)
-            turn = Turn([], [], [])
-            began_s = perf_counter()
-            for first in range(0, work.sessions, work.at_once):
-                batch = bench.ask(histories[first : first + work.at_once], work.output)
-                turn.first_s += batch.first_s
-                turn.answers += batch.answers
-                turn.cached += batch.cached
-            seconds = perf_counter() - began_s
-            bench.engine.flush()
-            loaded = {
-                name: count - before.get(name, 0)
-                for name, count in bench.counters.loaded_pages.items()
-            }
-            yield _turn_result(turn, tier, number, seconds) | {
-                "loaded_pages": loaded,
-                "lost_pages": sum(bench.counters.lost_pages.values()),
-                "unsaved_pages": sum(bench.counters.unsaved_pages.values()),
-                "settings": settings(tiered),
-            }
-            for index, answer in enumerate(turn.answers):
-                histories[index] += [*answer, *bench.random_ids(rng, work.new)]
+    work = bench.work
+    bench.warm_up()
+    rng = Random(0)
+    histories = [bench.random_ids(rng, work.history) for _ in range(work.sessions)]
+    for number in range(1, work.turns + 1):
+        before = dict(bench.counters.loaded_pages)
+        turn = Turn([], [], [])
+        began_s = perf_counter()
+        for first in range(0, work.sessions, work.at_once):
+            batch = bench.ask(histories[first : first + work.at_once], work.output)
+            turn.first_s += batch.first_s
+            turn.answers += batch.answers
+            turn.cached += batch.cached
+        seconds = perf_counter() - began_s
+        bench.engine.flush()
+        loaded = {
+            name: count - before.get(name, 0) for name, count in bench.counters.loaded_pages.items()
+        }
+        yield _turn_result(turn, tier, number, seconds) | {
+            "loaded_pages": loaded,
+            "lost_pages": sum(bench.counters.lost_pages.values()),
+            "unsaved_pages": dict(bench.counters.unsaved_pages),
+            "settings": settings(bench.config),
+        }
+        for index, answer in enumerate(turn.answers):
+            histories[index] += [*answer, *bench.random_ids(rng, work.new)]
 
 
 def _turn_result(turn: Turn, tier: str, number: int, seconds: float) -> dict[str, object]:
@@ -309,42 +351,50 @@ def measure_preload(bench: Bench, repeats: int = 8) -> Iterator[dict[str, object
     bench.engine.fetch_as(bench.config.store)
 
 
-def measure_saves(bench: Bench) -> dict[str, object]:
-    """Decode steps while saves go on and right after, in one batch."""
+def measure_saves(bench: Bench) -> Iterator[dict[str, object]]:
+    """Decode steps of one batch; now and then a prompt comes by whose pages are saved meanwhile."""
     bench.warm_up()
     work, rng = bench.work, Random(2)
-    count = max(2, work.device_tokens // (work.history + 200))
-    sampling = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    visitor_tokens = 2 * work.history
+    count = max(2, (work.device_tokens - visitor_tokens) // (work.history + 200) - 1)
+    steps: list[StepFinished] = []
+    bench.engine.bus.subscribe(StepFinished, steps.append)
+    saved_before = bench.counters.saved_pages["host"]
+
+    def submit(name: str, num_tokens: int, output: int) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        ids = np.array(bench.random_ids(rng, num_tokens), np.int32)
+        bench.engine.submit(Request(RequestId(name), ids, sampling, expected_tokens=output))
+
     for index in range(count):
-        ids = np.array(bench.random_ids(rng, work.history), np.int32)
-        bench.engine.submit(Request(RequestId(f"save-{index}"), ids, sampling, expected_tokens=150))
-    during: list[float] = []
-    after: list[float] = []
+        submit(f"decodes-{index}", work.history, SAVE_STEPS)
+    saving: list[float] = []  # seconds of steps that ran while the prompt before them was saved
+    others: list[float] = []
     while bench.engine.has_work:
-        decoded = bench.counters.decoded_tokens
-        computed = bench.counters.computed_tokens
-        began_s = perf_counter()
+        num_seen = len(steps)
         bench.engine.step()
-        step_s = perf_counter() - began_s
-        is_decode = bench.counters.computed_tokens == computed
-        if is_decode and bench.counters.decoded_tokens - decoded == count:
-            is_saving = bench.engine.snapshot().num_copies > 0
-            (during if is_saving else after).append(step_s)
-    during_s = float(np.median(during)) if during else 0.0
-    after_s = float(np.median(after)) if after else 0.0
-    return {
+        for before, step in pairwise(steps[max(0, num_seen - 1) :]):
+            if step.num_prompt_tokens or step.num_seqs != count:
+                continue
+            (saving if before.num_prompt_tokens else others).append(step.device_s)
+            if not before.num_prompt_tokens and len(others) % VISIT_EVERY == 0:
+                submit(f"visits-{len(others)}", visitor_tokens, 1)
+    saving_s, others_s = (float(np.mean(found)) if found else 0.0 for found in (saving, others))
+    yield {
         "part": "saves",
         "batch": count,
-        "steps_saving": len(during),
-        "step_ms_saving": round(1e3 * during_s, 3),
-        "steps_after": len(after),
-        "step_ms_after": round(1e3 * after_s, 3),
-        "throughput_cost": round(1 - after_s / during_s, 4) if during and after else None,
+        "saved_pages": bench.counters.saved_pages["host"] - saved_before,
+        "pages_a_save": visitor_tokens // bench.config.cache.page_size,
+        "steps_saving": len(saving),
+        "step_ms_saving": round(1e3 * saving_s, 3),
+        "steps_not_saving": len(others),
+        "step_ms_not_saving": round(1e3 * others_s, 3),
+        "throughput_cost": round(1 - others_s / saving_s, 4) if saving and others else None,
         "settings": settings(bench.config),
     }
 
 
-def measure_document(bench: Bench, num_tokens: int) -> dict[str, object]:
+def measure_document(bench: Bench, num_tokens: int) -> Iterator[dict[str, object]]:
     """A document is asked about, pushed out of the device, and asked about again."""
     bench.warm_up()
     rng = Random(3)
@@ -357,7 +407,7 @@ def measure_document(bench: Bench, num_tokens: int) -> dict[str, object]:
         bench.push_out()
         warm.append(bench.ask([[*document, *bench.random_ids(rng, 32)]], 8).first_s[0])
     cold_s, warm_s = float(np.median(cold)), float(np.median(warm))
-    return {
+    yield {
         "part": "document",
         "document_tokens": num_tokens,
         "first_question_ttft_ms": round(1e3 * cold_s, 2),
