@@ -19,7 +19,7 @@ NUM_PROGRAMS = 48
 TILE_WORDS = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_layer", "num_layers", "num_places"])  # one binary for all
 def _copy_pages_kernel(
     layers_ptr, places_ptr, slab_address, first_layer, num_layers, num_places,
     slot_words, half_words, device_half_words,
