@@ -15,7 +15,8 @@ import pytest
 
 from mainstem.apps.answers import TextEngine
 from mainstem.apps.batch import main
-from mainstem.apps.jobs import job, windows
+from mainstem.apps.jobs import windows
+from mainstem.apps.jobs.supply import Supply
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from mainstem.core.events import RequestSubmitted, StepFinished
@@ -479,7 +480,6 @@ def test_windows_bound_what_is_held_at_once(
     """The same answers, from several plans, and equal rows of different windows run twice."""
     monkeypatch.setattr(windows, "ROWS_AT_ONCE", 8)
     monkeypatch.setattr(windows, "ROW_BYTES", 1 << 17)
-    monkeypatch.setattr(job, "MAX_WAITING", 4)
     rows = prompts(50, max_tokens=3)
     folder.write(rows)
     summary = folder.run_with_summary("--window-mib", "1")
@@ -487,6 +487,23 @@ def test_windows_bound_what_is_held_at_once(
     assert folder.texts() == {
         row["custom_id"]: expected_text(row["prompt"], 3) for row in rows if isinstance(row, dict)
     }
+
+
+def test_answers_of_one_length_are_paced(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory holds three in four of the rows: started apart, all of them run side by side."""
+    rows = [
+        {"custom_id": f"{i}", "prompt": 32 * "s" + f"{i:08}", "max_tokens": 32} for i in range(96)
+    ]
+    folder.engines = FakeEngines(num_pages=800)
+    folder.write(rows)
+    flags = ["--chunk-tokens", "256", "--ignore-eos", "--temperature", "0"]
+    paced = folder.run_with_summary(*flags)
+    answers = folder.texts()
+    monkeypatch.setattr(Supply, "follow", lambda *_: None)
+    at_once = folder.run_with_summary(*flags, "--overwrite")
+    assert folder.texts() == answers
+    assert at_once["steps"] >= 64  # two waves
+    assert paced["steps"] < 54
 
 
 def test_gzip_in_and_out_and_resumed(folder: Folder) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mainstem.apps.jobs.ordering import shared_with_next
+from mainstem.apps.jobs.ordering import held_tokens, new_tokens, shared_with_next
 from mainstem.apps.jobs.supply import Supply
 from mainstem.core.events import StepFinished
 from mainstem.core.ids import RequestId
@@ -15,10 +15,8 @@ from mainstem.core.metrics import Counters
 from mainstem.core.plan import Int32s, Int64s, Prompts
 from mainstem.core.request import Delivery, FinishReason, Request, SamplingParams
 from mainstem.engine.engine import Engine
-from mainstem.plan.pace import Limits
+from mainstem.plan.pace import EqualRequests, Limits
 from mainstem.plan.planner import plan_prompts
-
-LEAST_NEW_TOKENS = 16  # of a prompt whose prefix may be cached or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +37,8 @@ class Order:
         return cls(plan.members.astype(np.int64), shared_with_next(plan))
 
     def new_tokens(self, prompts: Prompts) -> Int64s:
-        """[places] tokens of each prompt that the one before it does not share, or the least that
-        may be left of it to compute where that is not known.
-        """
-        lengths = prompts.num_tokens[self.members]
-        if self.shared_with_next is None:
-            return np.minimum(lengths, LEAST_NEW_TOKENS)
-        lengths[1:] -= self.shared_with_next[:-1]
-        return lengths
+        """[places] tokens of each prompt that are likely to be computed."""
+        return new_tokens(prompts.num_tokens[self.members], self.shared_with_next)
 
 
 class Submits(Protocol):
@@ -78,8 +70,10 @@ class Feed:
             self._first_place = engine.expect(order.shared_with_next)
         self._num_submitted = 0
         self._supply = Supply(engine.limits)
-        if is_paced and np.ptp(outputs) == 0:
-            self._supply.pace(self._new_tokens, self._expected)
+        if is_paced and order.shared_with_next is not None and np.ptp(outputs) == 0:
+            lengths, page_tokens = prompts.num_tokens[order.members], engine.limits.page_tokens
+            mean_held = held_tokens(lengths, order.shared_with_next, page_tokens) / len(prompts)
+            self._supply.follow(EqualRequests(len(prompts), mean_held, self._expected))
 
     @property
     def is_empty(self) -> bool:

@@ -10,16 +10,15 @@ from mainstem.apps.answers import TextEngine, TextOutput
 from mainstem.apps.jobs.ahead import Ahead
 from mainstem.apps.jobs.answer_file import AnswerFile
 from mainstem.apps.jobs.bar import JobBar
-from mainstem.apps.jobs.ordering import LengthEstimate, PlannedWindow
+from mainstem.apps.jobs.ordering import LengthEstimate, PlannedWindow, certain_output
 from mainstem.apps.jobs.replies import Answers, answer_row, error_row
 from mainstem.apps.jobs.rows import Row, RowError
 from mainstem.apps.jobs.summary import Summary
+from mainstem.apps.jobs.supply import Supply
 from mainstem.apps.jobs.windows import Failure
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import Delivery, SamplingParams
 
-MAX_WAITING = 1024  # sequences queued in the engine: it never starves, and memory stays bounded
-MAX_WAITING_TOKENS = 1 << 22
 OTHER_MODELS = 100  # different names that are counted
 
 
@@ -50,6 +49,7 @@ class _Next:
     prompt_ids: "array[int]"
     template: int
     plan_place: int | None
+    new_tokens: int  # likely to be computed
 
 
 class Job:
@@ -73,8 +73,8 @@ class Job:
         self._estimate = LengthEstimate()
         self._open: dict[str, _Open] = {}
         summary.counters.attach(engine.engine.bus)
-        self._tokens_submitted = 0
-        self._num_submitted = 0
+        self._supply = Supply(engine.engine.limits)
+        self._num_to_submit = 0  # of the window at hand
 
     def run(self, windows: Ahead[PlannedWindow]) -> None:
         """Until everything is answered or `should_stop`; raises what ended `windows` early."""
@@ -88,7 +88,8 @@ class Job:
                     ready = self._take(window)
                     upcoming = next(ready, None)
                     continue
-            while upcoming is not None and self._has_room():
+            self._supply.begin_step(self._num_to_submit + self._num_waiting)
+            while upcoming is not None and self._supply.has_room(self._num_waiting):
                 self._submit(upcoming)
                 upcoming = next(ready, None)
             if self._engine.has_work:
@@ -115,6 +116,8 @@ class Job:
         for row in window.rows:
             if row.model not in (None, self._config.model_name):
                 self._note_model(str(row.model))
+        self._num_to_submit = len(planned.copies)
+        self._supply.follow(planned.equal_requests(self._engine.engine.limits.page_tokens))
         return self._in_order(planned)
 
     def _in_order(self, planned: PlannedWindow) -> Iterator[_Next]:
@@ -123,22 +126,26 @@ class Job:
             first: int | None = None
             if stretch.shared_with_next is not None:
                 first = self._engine.expect(stretch.shared_with_next)
-            pairs = zip(stretch.row_indices.tolist(), stretch.templates.tolist(), strict=True)
-            for offset, (index, template) in enumerate(pairs):
+            parts = (stretch.row_indices, stretch.templates, stretch.new_tokens)
+            places = zip(*(part.tolist() for part in parts), strict=True)
+            for offset, (index, template, new_tokens) in enumerate(places):
                 ids = array("i")
                 ids.frombytes(prompts[index].tobytes())
                 place = None if first is None else first + offset
                 equals = [rows[copy] for copy in planned.copies[index]]
-                yield _Next(rows[index], equals, ids, template, place)
+                yield _Next(rows[index], equals, ids, template, place, new_tokens)
 
-    def _has_room(self) -> bool:
-        waiting = self._engine.engine.num_waiting
-        mean_tokens = self._tokens_submitted / max(self._num_submitted, 1)
-        return waiting < MAX_WAITING and waiting * mean_tokens < MAX_WAITING_TOKENS
+    @property
+    def _num_waiting(self) -> int:
+        return self._engine.engine.num_waiting
 
     def _submit(self, item: _Next) -> None:
         row = item.row
         request_id = str(row.line)
+        self._num_to_submit -= 1
+        expected = certain_output(row.sampling)
+        if expected is None:
+            expected = self._estimate.expect(item.template, row.sampling.max_tokens)
         try:
             self._engine.submit(
                 request_id,
@@ -148,18 +155,16 @@ class Job:
                 salt=row.salt,
                 priority=row.priority,
                 plan_place=item.plan_place,
-                expected_tokens=self._estimate.expect(item.template, row.sampling.max_tokens),
+                expected_tokens=expected,
             )
         except InvalidRequest as error:
             fault = RowError("invalid_value", str(error), error.field)
             for failed in (row, *item.copies):
                 self._fail(Failure(failed.line, failed.custom_id, fault))
             return
-        num_tokens = len(item.prompt_ids)
-        answers = Answers(num_tokens, row.sampling)
+        answers = Answers(len(item.prompt_ids), row.sampling)
         self._open[request_id] = _Open(row, item.copies, item.template, answers)
-        self._num_submitted += 1
-        self._tokens_submitted += num_tokens
+        self._supply.note(item.new_tokens, row.sampling.n)
 
     # --- answers to the file --------------------------------------------------------------------
 

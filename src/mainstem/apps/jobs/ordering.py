@@ -20,6 +20,7 @@ from mainstem.apps.jobs.windows import Window
 from mainstem.core.plan import Int32s, Int64s, Plan, Prompts
 from mainstem.core.request import SamplingParams
 from mainstem.plan.order import OutputEstimate, reorder, templates_of
+from mainstem.plan.pace import EqualRequests
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
 
@@ -27,6 +28,7 @@ STRETCH_ROWS = 4096  # at least; whole groups, unless the window ends
 TEMPLATE_TOKENS = 64  # of a shared prefix that tell one kind of prompt from another
 MAX_TEMPLATES = 1 << 16
 FEW_ANSWERS = 16  # below this, nothing is concluded from them
+LEAST_NEW_TOKENS = 16  # of a prompt whose prefix may be cached or not
 UNLIMITED_TOKENS = 512  # what a row without max_tokens counts as, until answers were seen
 
 
@@ -61,6 +63,14 @@ def _setting(sampling: SamplingParams) -> bytes:
 
 
 # --- output lengths ------------------------------------------------------------------------------
+
+
+def certain_output(sampling: SamplingParams) -> int | None:
+    """Tokens of the one answer a request will get; None where that is not certain."""
+    may_stop = sampling.stop_strings or sampling.stop_token_ids or sampling.grammar is not None
+    if sampling.n > 1 or may_stop or not sampling.ignore_eos:
+        return None
+    return sampling.max_tokens
 
 
 class LengthEstimate:
@@ -116,6 +126,7 @@ class Stretch:
     row_indices: Int64s
     templates: Int64s
     shared_with_next: Int32s | None  # leading tokens; None: in no planned order
+    new_tokens: Int64s  # that are likely to be computed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,8 +155,14 @@ class PlannedRows:
             members = plan.members[begin:end]
             announced = shared[begin:end].copy()
             announced[-1] = 0
-            yield Stretch(self.row_indices[members], self.templates[members], announced)
+            to_compute = new_tokens(self.lengths[members], announced)
+            yield Stretch(self.row_indices[members], self.templates[members], announced, to_compute)
             num_started = end_group
+
+    def num_held_tokens(self, page_tokens: int) -> int:
+        """Tokens of all prompts in memory at once."""
+        lengths = self.lengths[self.plan.members]
+        return held_tokens(lengths, self._shared(self.plan), page_tokens)
 
     def _shared(self, plan: Plan) -> Int32s:
         shared = shared_with_next(plan)
@@ -165,10 +182,23 @@ class PlannedWindow:
     def stretches(self, estimate: LengthEstimate) -> Iterator[Stretch]:
         """Each row to run exactly once."""
         if self.parts is None:
-            yield from _in_input_order(list(self.copies))
+            yield from _in_input_order(list(self.copies), self.window.prompts)
             return
         for part in self.parts:
             yield from part.stretches(estimate)
+
+    def equal_requests(self, page_tokens: int) -> EqualRequests | None:
+        """All that is to be run, if it is planned and every answer is certain to have the same
+        number of tokens."""
+        if self.parts is None or not self.copies:
+            return None
+        samplings = [self.window.rows[index].sampling for index in self.copies]
+        outputs = {certain_output(sampling) for sampling in samplings}
+        output = outputs.pop()
+        if outputs or output is None:
+            return None
+        held_tokens = sum(part.num_held_tokens(page_tokens) for part in self.parts)
+        return EqualRequests(len(self.copies), held_tokens / len(self.copies), output)
 
 
 class WindowPlanner:
@@ -213,11 +243,12 @@ class WindowPlanner:
         )
 
 
-def _in_input_order(row_indices: Sequence[int]) -> Iterator[Stretch]:
+def _in_input_order(row_indices: Sequence[int], prompts: Prompts) -> Iterator[Stretch]:
     rows = np.array(row_indices, dtype=np.int64)
     for begin in range(0, len(rows), STRETCH_ROWS):
         part = rows[begin : begin + STRETCH_ROWS]
-        yield Stretch(part, np.zeros(len(part), dtype=np.int64), None)
+        to_compute = new_tokens(prompts.num_tokens[part], None)
+        yield Stretch(part, np.zeros(len(part), dtype=np.int64), None, to_compute)
 
 
 def _limits(rows: Sequence[Row]) -> Int64s:
@@ -249,6 +280,21 @@ def shared_with_next(plan: Plan) -> Int32s:
         nodes[low] = plan.node_parents[nodes[low]]
         low = low[(plan.node_ends[nodes[low]] <= after[low]) & (nodes[low] > 0)]
     return plan.node_tokens[nodes].astype(np.int32)
+
+
+def new_tokens(lengths: Int64s, shared_with_next: Int32s | None) -> Int64s:
+    """[prompts] tokens of each that the one before it does not share, or the least that may be left
+    of it to compute where that is not known."""
+    if shared_with_next is None:
+        return np.minimum(lengths, LEAST_NEW_TOKENS)
+    new = lengths.copy()
+    new[1:] -= shared_with_next[:-1]
+    return new
+
+
+def held_tokens(lengths: Int64s, shared_with_next: Int32s, page_tokens: int) -> int:
+    """Tokens of all prompts in memory at once; of shared ones only whole pages are shared."""
+    return int(new_tokens(lengths, shared_with_next // page_tokens * page_tokens).sum())
 
 
 def _stretch_end(plan: Plan, shared: Int32s, begin_group: int) -> int:

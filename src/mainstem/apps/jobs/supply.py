@@ -5,7 +5,7 @@ a few at a time are hashed while it computes. What a step takes is counted in to
 that is what is kept waiting.
 """
 
-from collections.abc import Sequence
+from collections import deque
 
 from mainstem.plan.pace import EqualRequests, Limits, Pace
 
@@ -22,17 +22,14 @@ class Supply:
         self._limits = limits
         self._pace: Pace | None = None
         self._allowance: int | None = None  # that may wait before the next step; None: any number
-        self._new_before = [0]  # [submitted sequences + 1] tokens to compute of those before
+        self._waiting: deque[int] = deque()  # tokens to compute of those submitted last
+        self._waiting_tokens = 0
         self._num_steps = 0
 
-    def pace(self, new_tokens: Sequence[int], output_tokens: int | None) -> None:
-        """Requests with so many tokens to compute each follow; None: their answers will not all
-        have this length, and so end at different times whenever they start."""
-        self._pace = None
-        if output_tokens is not None and new_tokens:
-            mean_tokens = sum(new_tokens) / len(new_tokens)
-            requests = EqualRequests(len(new_tokens), mean_tokens, output_tokens)
-            self._pace = Pace(requests, self._limits)
+    def follow(self, requests: EqualRequests | None) -> None:
+        """From here on these are submitted; None: others, which end at different times whenever
+        they start."""
+        self._pace = None if requests is None else Pace(requests, self._limits)
 
     def begin_step(self, num_left: int) -> None:
         """A step comes; `num_left` requests are waiting or still to be submitted."""
@@ -43,13 +40,14 @@ class Supply:
         """Whether to submit another, with so many sequences waiting."""
         if self._allowance is not None and num_waiting >= self._allowance:
             return False
-        # the last ones submitted are those that wait
-        first = max(0, len(self._new_before) - 1 - num_waiting)
-        waiting_tokens = self._new_before[-1] - self._new_before[first]
+        while len(self._waiting) > num_waiting:  # the first submitted have started
+            self._waiting_tokens -= self._waiting.popleft()
         if self._num_steps <= 1:
-            return waiting_tokens < self._limits.step_tokens
-        return waiting_tokens < 2 * self._limits.step_tokens or num_waiting < LOOK_AHEAD
+            return self._waiting_tokens < self._limits.step_tokens
+        return self._waiting_tokens < 2 * self._limits.step_tokens or num_waiting < LOOK_AHEAD
 
-    def note(self, new_tokens: int) -> None:
-        """A sequence was submitted that has so many tokens to compute."""
-        self._new_before.append(self._new_before[-1] + new_tokens)
+    def note(self, new_tokens: int, num_answers: int = 1) -> None:
+        """A request was submitted that has so many tokens to compute."""
+        for tokens in (new_tokens, *[1] * (num_answers - 1)):  # its prompt is computed once
+            self._waiting.append(tokens)
+            self._waiting_tokens += tokens
