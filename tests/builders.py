@@ -58,6 +58,7 @@ def an_engine(
     max_model_len: int = 10_000,
     bus: EventBus | None = None,
     truncation: TruncationRules = DEFAULT_RULES,
+    runner: FakeRunner | None = None,
 ) -> Engine:
     """An engine over FakeRunner."""
     bus = bus or EventBus()
@@ -65,7 +66,8 @@ def an_engine(
     scheduler = Scheduler(
         config or SchedConfig(), store, VOCAB, max_model_len, bus, truncation=truncation
     )
-    return Engine(scheduler, FakeRunner(num_pages, page_size, VOCAB, can_overlap), bus)
+    runner = runner or FakeRunner(num_pages, page_size, VOCAB, can_overlap)
+    return Engine(scheduler, runner, bus)
 
 
 class Collector:

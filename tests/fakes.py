@@ -1,5 +1,6 @@
 """Stand-ins that make the engine's answers predictable without tensors."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -55,6 +56,7 @@ class FakeRunner:
         self._position_at = np.full(num_pages * page_size, -1, np.int64)
         self._previous: Int32s = np.empty(0, np.int32)
         self.steps: list[Step] = []
+        self.at_launch: Callable[[Step], None] | None = None  # may raise
 
     @property
     def can_overlap(self) -> bool:
@@ -64,6 +66,8 @@ class FakeRunner:
         """A launched step has run."""
 
     def launch(self, step: Step) -> InFlight:
+        if self.at_launch is not None:
+            self.at_launch(step)
         self.steps.append(step)
         token_ids = step.token_ids.copy()
         token_ids[step.carry_to] = self._previous[step.carry_from]

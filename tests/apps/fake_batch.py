@@ -18,8 +18,9 @@ from mainstem.apps.batch import main
 from mainstem.apps.text import Tokenizer
 from mainstem.core.config import EngineConfig
 from mainstem.core.events import EventBus, StepFinished
+from mainstem.core.step import Step
 from tests.builders import VOCAB, an_engine
-from tests.fakes import fake_answer
+from tests.fakes import FakeRunner, fake_answer
 
 EOS_ID = 96
 TEMPLATE = (
@@ -58,18 +59,26 @@ class FakeEngines:
         self.config: EngineConfig | None = None
         self.engine: TextEngine | None = None
         self.at_step: Callable[[StepFinished], None] | None = None
+        self.at_launch: Callable[[Step], None] | None = None  # may raise: the step fails
 
     def __call__(self, config: EngineConfig) -> TextEngine:
         bus = EventBus()
         bus.subscribe(StepFinished, self._stepped)
+        runner = FakeRunner(self._num_pages, 4, VOCAB)
+        runner.at_launch = self._launched
         engine = an_engine(
             self._num_pages,
+            runner=runner,
             config=config.sched,
             max_model_len=config.sched.max_model_len or self._max_model_len,
             bus=bus,
         )
         self.config, self.engine = config, TextEngine(engine, a_tokenizer(self._template))
         return self.engine
+
+    def _launched(self, step: Step) -> None:
+        if self.at_launch is not None:
+            self.at_launch(step)
 
     def _stepped(self, event: StepFinished) -> None:
         if self.at_step is not None:

@@ -53,8 +53,7 @@ def test_pages_of_a_failed_step_are_not_served_from_the_cache(can_overlap: bool)
     engine = an_engine_over(FailingRunner(64, 4, VOCAB, can_overlap), 64, 4)
     prompt = list(range(20))
     engine.submit(a_request(prompt, 4, name="a"))
-    with pytest.raises(RuntimeError):
-        engine.step()
+    assert engine.step() == []
     engine.abort(RequestId("a"))
     got = run_all(engine, [a_request([*prompt, 7], 4, name="b")], max_steps=50)
     assert got.tokens["b", 0] == fake_answer([*prompt, 7], 4, VOCAB)
@@ -203,8 +202,7 @@ def test_an_error_in_the_scheduler_loses_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(f"mainstem.{place}", fail)
         engine.submit(a_request(prompt, 4, name="b"))
-        with pytest.raises(RuntimeError):
-            engine.step()
+        assert engine.step() == []
         engine.check()
     got = run_all(engine, [], max_steps=50)
     assert got.tokens["b", 0] == fake_answer(prompt, 4, VOCAB)

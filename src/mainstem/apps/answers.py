@@ -36,6 +36,7 @@ class TextOutput:
     stop_reason: str | int | None  # the stop string or token that ended it
     num_cached_tokens: int
     num_dropped_tokens: int = 0  # of the prompt, because it was longer than the context window
+    fault: str | None = None  # what failed, where that ended it (FinishReason.ERROR)
 
 
 @dataclass(slots=True)
@@ -162,6 +163,7 @@ class TextEngine:
             stop_reason=stop,
             num_cached_tokens=output.num_cached_tokens,
             num_dropped_tokens=output.num_dropped_tokens,
+            fault=output.fault,
         )
 
     def _stop_token(self, request: Request, token_id: int) -> int | None:

@@ -16,7 +16,7 @@ SESSION = "chat"
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("mainstem chat", description=__doc__)
+    made = argparse.ArgumentParser("mainstem chat", usage="%(prog)s [flags]", description=__doc__)
     made.add_argument("--system", metavar="TEXT", help="system prompt")
     made.add_argument("--stats", action="store_true", help="show timing after each answer")
     add_sampling_flags(made, max_tokens=512)
@@ -95,6 +95,8 @@ def _answer(
                 num_dropped = output.num_dropped_tokens
                 text.append(output.text)
                 print(output.text, end="", flush=True)
+                if output.fault is not None:
+                    print(f"(the answer ends here, steps failed over it: {output.fault})", end="")
         except KeyboardInterrupt:
             engine.abort("chat")
     print()

@@ -7,10 +7,13 @@ from time import perf_counter
 
 from mainstem.apps.flags import add_engine_flags, add_sampling_flags, engine_config, sampling_params
 from mainstem.apps.llm import LLM
+from mainstem.core.errors import AnswerFailed
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("mainstem generate", description=__doc__)
+    made = argparse.ArgumentParser(
+        "mainstem generate", usage="%(prog)s PROMPT [flags]", description=__doc__
+    )
     made.add_argument("prompt", help="the text to continue; - reads standard input")
     made.add_argument("--chat", action="store_true", help="send it as a chat message instead")
     made.add_argument("--json", action="store_true", help="print one JSON object at the end")
@@ -39,6 +42,8 @@ def main(argv: list[str]) -> int:
             num_tokens += len(output.token_ids)
             text.append(output.text)
             reason = output.finish_reason or reason
+            if output.fault is not None:
+                raise AnswerFailed(f"the prompt could not be answered: {output.fault}")
             if not args.json:
                 print(output.text, end="", flush=True)
     if args.json:

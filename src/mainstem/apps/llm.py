@@ -23,7 +23,7 @@ from mainstem.core.config import (
     StoreConfig,
     update_section,
 )
-from mainstem.core.errors import InvalidRequest
+from mainstem.core.errors import AnswerFailed, InvalidRequest
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
@@ -164,7 +164,8 @@ class LLM:
 
         `sessions` names the conversation each prompt continues. `overflow` says what becomes of a
         prompt longer than the context window: "kv" (the default in sessions), "recompute" or
-        "error". Raises InvalidRequest before anything runs if one of them cannot be answered.
+        "error". Raises InvalidRequest before anything runs if one of them cannot be answered, and
+        AnswerFailed after everything ran if steps failed over one again and again.
         """
         listed = _listed_prompts(prompts)
         texts = [prompt for prompt in listed if isinstance(prompt, str)]
@@ -271,6 +272,7 @@ class LLM:
         )
         prefilled = counters.computed_tokens + counters.cached_tokens
         decoded = counters.decoded_tokens
+        faults: dict[str, str] = {}
         with tqdm(
             total=len(results), unit="req", disable=not use_tqdm, miniters=0, dynamic_ncols=True
         ) as bar:
@@ -281,6 +283,8 @@ class LLM:
                     if result is None:
                         continue  # the last word of a call that was interrupted
                     add_output(result, output)
+                    if output.fault is not None:
+                        faults[output.request_id] = output.fault
                     num_finished += result.finished
                 done = min(
                     num_prompt, counters.computed_tokens + counters.cached_tokens - prefilled
@@ -292,6 +296,12 @@ class LLM:
                     refresh=False,
                 )
                 bar.update(num_finished)
+        for request_id, fault in faults.items():
+            place, total = list(results).index(request_id), len(results)
+            raise AnswerFailed(
+                f"{len(faults)} of {total} prompts could not be answered; number {place}: {fault}",
+                list(results.values()),
+            )
 
 
 def add_output(result: RequestOutput, output: TextOutput) -> None:

@@ -8,7 +8,11 @@ MainstemError
   OutOfPages       load: the scheduler catches it and waits
   StoreError       a folder of saved pages that cannot be used: in use, or of another format
   OutOfDeviceMemory  a step did not fit the device: the engine retries with smaller ones
+  AnswerFailed     steps failed over a request whenever it was tried; others are answered
+  EngineLost       steps fail whatever is in them: nothing can be answered any more
 """
+
+from collections.abc import Sequence
 
 
 class MainstemError(Exception):
@@ -47,6 +51,22 @@ class OutOfPages(MainstemError):
 
 class OutOfDeviceMemory(MainstemError):
     """A step needed more device memory than was set aside for it."""
+
+
+class AnswerFailed(MainstemError):
+    """Steps failed over a request whenever it was tried; the message names the fault.
+
+    `results` has every answer of the call that it ends, those that failed with `error` as their
+    finish reason.
+    """
+
+    def __init__(self, message: str, results: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+class EngineLost(MainstemError):
+    """Steps fail whatever is in them; its cause is the last failure."""
 
 
 class StoreError(MainstemError):

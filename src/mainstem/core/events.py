@@ -145,6 +145,22 @@ class StepFinished:
     device_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A step of `num_seqs` sequences failed. What ran waits again, and the cache is empty."""
+
+    fault: str
+    num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsResized:
+    """Steps have at most `num_tokens` from here on: fewer after one that did not fit the device,
+    more again after many that did."""
+
+    num_tokens: int
+
+
 Event = (
     RequestSubmitted
     | SequenceAdmitted
@@ -161,6 +177,8 @@ Event = (
     | PagesLost
     | StoreOpened
     | StepFinished
+    | StepFailed
+    | StepsResized
 )
 E = TypeVar("E", bound=Event)
 

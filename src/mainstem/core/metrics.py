@@ -17,6 +17,7 @@ from mainstem.core.events import (
     SequenceAdmitted,
     SequenceFinished,
     SequencePreempted,
+    StepFailed,
     StepFinished,
 )
 
@@ -47,6 +48,7 @@ class Counters:
     dropped_tokens: int = 0  # of truncated prompts
     moved_pages: int = 0  # kept through a truncation
     steps: int = 0
+    failed_steps: int = 0
     host_s: float = 0.0
     device_s: float = 0.0
 
@@ -64,6 +66,7 @@ class Counters:
         bus.subscribe(PromptTruncated, self._truncated)
         bus.subscribe(PagesMoved, self._moved)
         bus.subscribe(StepFinished, self._stepped)
+        bus.subscribe(StepFailed, self._failed)
         return self
 
     @property
@@ -117,6 +120,9 @@ class Counters:
 
     def _moved(self, event: PagesMoved) -> None:
         self.moved_pages += event.num_pages
+
+    def _failed(self, event: StepFailed) -> None:
+        self.failed_steps += 1
 
     def _stepped(self, event: StepFinished) -> None:
         self.steps += 1

@@ -186,6 +186,7 @@ class FinishReason(Enum):
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context window
     ABORT = "abort"  # the caller gave up
+    ERROR = "error"  # steps failed over it, and it was alone in the last; `Output.fault` says how
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,3 +274,4 @@ class Output:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence
     num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
+    fault: str | None = None  # what failed, where that ended it

@@ -1,17 +1,22 @@
 """The engine: schedule, run, commit. Token ids in, token ids out; any runner."""
 
+import logging
 from dataclasses import dataclass
 from time import perf_counter
 
 from mainstem.core.config import StoreConfig
-from mainstem.core.errors import OutOfDeviceMemory
+from mainstem.core.errors import EngineLost, OutOfDeviceMemory
 from mainstem.core.events import EventBus
 from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
-from mainstem.core.step import InFlight, Int32s, Runner, Step, StepResult
+from mainstem.core.step import InFlight, Int32s, Runner, Step
 from mainstem.plan.pace import Limits
 from mainstem.sched.scheduler import Scheduler
+
+MAX_FAILURES = 8  # in a row: with other requests in each step, it is not theirs
+
+log = logging.getLogger("mainstem.engine")
 
 
 class Engine:
@@ -25,6 +30,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight: _Launched | None = None
+        self._num_failures = 0  # steps since the last that ended well
         self.bus = bus
 
     @property
@@ -68,65 +74,73 @@ class Engine:
     def step(self) -> list[Output]:
         """Advance by one step; returns what callers should hear.
 
-        When scheduler or runner raise, sequences go back to the queue and the cache is emptied;
-        calling again tries again, with nothing lost but time.
+        A step that fails costs its sequences a restart and everybody the cache. What fails again is
+        tried alone; a request that fails alone ends, with what failed in its last Output. Raises
+        EngineLost when step after step fails. An interrupt goes through; everything waits again.
         """
         launched = None
         step = self._next_step()
         if step is not None:
-            try:
-                launched = self._launch(step)
-            except OutOfDeviceMemory:
-                if not self._scheduler.shrink_steps():
-                    raise
-                return self._scheduler.take_outputs()  # everything is back in the queue
+            launched = self._launch(step)
         if self._in_flight is None and not self._runner.can_overlap:
             self._in_flight, launched = launched, None
         outputs = self._scheduler.take_outputs()
         if self._in_flight is None and launched is None and not outputs:
             self._scheduler.rest()
         if self._in_flight is not None:
-            done = self._in_flight
-            result = self._wait(done.handle)
-            device_s = result.device_s
-            if device_s is None:
-                device_s = perf_counter() - done.began_s
-            outputs += self._scheduler.commit(done.step, result, device_s, done.launch_s)
-        self._in_flight = launched
+            done, self._in_flight = self._in_flight, launched
+            outputs += self._take_in(done)
+        else:
+            self._in_flight = launched
         return outputs
 
     def _next_step(self) -> Step | None:
         try:
             return self._scheduler.next_step()
-        except BaseException:
-            self._recover()
-            raise
+        except BaseException as error:
+            self._recover(error, None)
+            return None
 
-    def _launch(self, step: Step) -> "_Launched":
+    def _launch(self, step: Step) -> "_Launched | None":
         began_s = perf_counter()
         try:
             handle = self._runner.launch(step)
-        except BaseException:
-            self._recover()
-            raise
+        except BaseException as error:
+            self._recover(error, step)
+            return None
         launch_s = perf_counter() - began_s if self._runner.can_overlap else 0.0
         return _Launched(step, handle, began_s, launch_s)
 
-    def _wait(self, handle: InFlight) -> StepResult:
+    def _take_in(self, done: "_Launched") -> list[Output]:
         try:
-            return handle.wait()
-        except BaseException:
-            self._recover()
-            raise
+            result = done.handle.wait()
+        except BaseException as error:
+            self._recover(error, done.step)
+            return self._scheduler.take_outputs()
+        device_s = result.device_s
+        if device_s is None:
+            device_s = perf_counter() - done.began_s
+        self._num_failures = 0
+        return self._scheduler.commit(done.step, result, device_s, done.launch_s)
 
-    def _recover(self) -> None:
+    def _recover(self, error: BaseException, step: Step | None) -> None:
         """A step failed, or was interrupted: nothing of it counts, everything else goes on.
 
         Pages are given back only when no step can write to them any more.
         """
         self._runner.drain()
         self._in_flight = None
-        self._scheduler.recover()
+        if not isinstance(error, Exception):
+            self._scheduler.recover()
+            raise error
+        if isinstance(error, OutOfDeviceMemory) and self._scheduler.shrink_steps():
+            self._scheduler.recover()
+            return
+        log.error("a step failed", exc_info=error)
+        self._num_failures += 1
+        self._scheduler.fail(step, f"{type(error).__name__}: {error}")
+        if self._num_failures >= MAX_FAILURES:
+            raise EngineLost(f"{MAX_FAILURES} steps in a row failed: {error}") from error
 
     def snapshot(self) -> EngineSnapshot:
         """What is running and shared at this moment."""

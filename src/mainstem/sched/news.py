@@ -37,13 +37,15 @@ class News:
             )
         return outputs
 
-    def deliver(self, slot: SeqSlot, reason: FinishReason | None) -> Output:
+    def deliver(
+        self, slot: SeqSlot, reason: FinishReason | None, fault: str | None = None
+    ) -> Output:
         """Everything new of one sequence since the last time."""
         table = self._table
         sequence = table.sequence(slot)
         known = int(table.num_read_back(slot))
         new = table.outputs[slot, sequence.num_delivered : known]
-        output = make_output(sequence, new, reason)
+        output = make_output(sequence, new, reason, fault)
         sequence.num_delivered = known
         return output
 
@@ -65,7 +67,9 @@ class News:
                 wanted.append(logprobs)
 
 
-def make_output(sequence: Sequence, new: Int32s, reason: FinishReason | None) -> Output:
+def make_output(
+    sequence: Sequence, new: Int32s, reason: FinishReason | None, fault: str | None = None
+) -> Output:
     """An Output with `new` tokens and whatever logprobs were kept."""
     logprobs, sequence.logprobs = tuple(sequence.logprobs), []
     prompt_logprobs = None
@@ -80,4 +84,5 @@ def make_output(sequence: Sequence, new: Int32s, reason: FinishReason | None) ->
         finish_reason=reason,
         num_cached_tokens=sequence.num_cached_tokens or 0,
         num_dropped_tokens=sequence.num_dropped_tokens,
+        fault=fault,
     )

@@ -12,11 +12,12 @@ class WaitingQueue:
     """A heap of sequences ready to start, and those parked on a page that is LOADING.
 
     A preempted sequence keeps its arrival number and so returns to its old place. Sequences that
-    were aborted while they waited are dropped when they come up.
+    were aborted while they waited are dropped when they come up. Suspects go first of all: nothing
+    else can run while they are tried.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Sequence]] = []
+        self._heap: list[tuple[bool, int, int, Sequence]] = []
         self._parked: dict[PageKey, list[Sequence]] = defaultdict(list)
         self._num_parked = 0
         self._num_dead = 0
@@ -25,22 +26,22 @@ class WaitingQueue:
         return len(self._heap) + self._num_parked - self._num_dead
 
     def push(self, sequence: Sequence) -> None:
-        heapq.heappush(self._heap, (*urgency(sequence), sequence))
+        heapq.heappush(self._heap, (not sequence.is_suspect, *urgency(sequence), sequence))
 
     def head(self) -> Sequence | None:
         """The next sequence to start, left in place."""
-        while self._heap and self._heap[0][2].state is SeqState.DONE:
+        while self._heap and self._heap[0][-1].state is SeqState.DONE:
             heapq.heappop(self._heap)
             self._num_dead -= 1
-        return self._heap[0][2] if self._heap else None
+        return self._heap[0][-1] if self._heap else None
 
     def first(self, count: int) -> list[Sequence]:
         """About the next `count` sequences to start, the head for certain among them."""
         near = sorted(self._heap[: 2 * count])[:count]
-        return [entry[2] for entry in near if entry[2].state is not SeqState.DONE]
+        return [entry[-1] for entry in near if entry[-1].state is not SeqState.DONE]
 
     def pop(self) -> Sequence:
-        return heapq.heappop(self._heap)[2]
+        return heapq.heappop(self._heap)[-1]
 
     def park(self, sequence: Sequence, awaited: PageKey) -> None:
         """Set aside until `awaited` is ready, or will not be."""
@@ -65,7 +66,7 @@ class WaitingQueue:
 
     def _bury(self) -> None:
         """Drop all dead sequences at once, so that they do not pile up."""
-        living = [entry for entry in self._heap if entry[2].state is not SeqState.DONE]
+        living = [entry for entry in self._heap if entry[-1].state is not SeqState.DONE]
         heapq.heapify(living)
         self._heap = living
         for key, parked in list(self._parked.items()):

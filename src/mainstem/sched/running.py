@@ -32,6 +32,7 @@ class RunningSet:
         self._queue = queue
         self._order = order
         self._leaving: list[SeqSlot] = []  # ended, but part of the step in flight
+        self._tried: Sequence | None = None  # the last to start as a suspect
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -40,12 +41,21 @@ class RunningSet:
     def has_leaving(self) -> bool:
         return bool(self._leaving)
 
+    @property
+    def suspect(self) -> Sequence | None:
+        """The sequence that runs alone because steps failed with it, until it gets a token."""
+        tried = self._tried
+        is_tried = tried is not None and tried.is_suspect and tried.state is SeqState.RUNNING
+        return tried if is_tried else None
+
     def enter(self, sequence: Sequence, pages: Int32s, num_cached: int, expected: int) -> SeqSlot:
         """Give a waiting sequence a slot; `num_cached` of its tokens are in `pages` already."""
         num_known = len(sequence.request.prompt_ids) + len(sequence.output_ids)
         slot = self.table.enter(sequence, pages, num_cached, expected)
         self.tree.attach(slot, pages[: num_known // self.page_size])
         self.slots = np.append(self.slots, np.int32(slot))
+        if sequence.is_suspect:
+            self._tried = sequence
         return slot
 
     def leave(self, slot: SeqSlot, in_flight: StepId | None) -> None:

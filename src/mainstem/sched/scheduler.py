@@ -22,7 +22,9 @@ from mainstem.core.events import (
     RequestSubmitted,
     SequenceFinished,
     SequencePreempted,
+    StepFailed,
     StepFinished,
+    StepsResized,
 )
 from mainstem.core.ids import PageKey, RequestId, SeqSlot
 from mainstem.core.request import FinishReason, Output, Request
@@ -94,6 +96,7 @@ class Scheduler:
         # pages that are copied or moved, leased until that step commits
         self._copy_sources: list[tuple[StepId, Int32s]] = []
         self._outputs: list[Output] = []  # of sequences that ended outside a commit
+        self._doubted: set[Sequence] = set()  # steps failed with them since they got a token
         self._host_s = 0.0
 
     # --- requests -------------------------------------------------------------------------------
@@ -162,6 +165,8 @@ class Scheduler:
         """The next step, or None when nothing can run before the one in flight commits."""
         begin = perf_counter()
         self._queue.unpark(self._store.poll(self._loader.lead_s(self._in_flight)))
+        if not self._make_way():
+            return None
         decodes = self._grow_decodes()
         if decodes is None:
             return None
@@ -219,12 +224,16 @@ class Scheduler:
             outputs.append(self._finish(SeqSlot(int(slots[row])), reason))
         self._running.settle(step.step_id)
         self._release_sources(step.step_id)
+        if self._doubted:
+            self._clear_of_doubt(slots)
+        if not self._size.is_full and self._size.note_good():
+            self._bus.publish(StepsResized(self._size.tokens))
         self._publish_step(step, device_s, self._host_s + perf_counter() - begin)
         self._host_s = 0.0
         return outputs
 
     def recover(self) -> None:
-        """The step in flight failed: forget what it may have left in pages.
+        """A step failed, or was interrupted: forget what it may have left in pages.
 
         Every sequence goes back to the queue with the tokens that are known of it, and the cache is
         emptied; stepping on tries again.
@@ -240,9 +249,44 @@ class Scheduler:
                 table.computed[slot] = 0  # nothing of it is worth a name
                 self._preempt(SeqSlot(slot))
 
+    def fail(self, step: Step | None, fault: str) -> None:
+        """A step failed, or the making of one (None): recover, and find out who is to blame.
+
+        The first time may be chance: all try again together. Who was part of two failures, with no
+        token between, is tried alone; who fails alone ends, and the others go on.
+        """
+        blamed = self._part_of(step)
+        for sequence in blamed:
+            sequence.num_faults += 1
+            self._doubted.add(sequence)
+        self.recover()
+        if len(blamed) == 1 and blamed[0].is_suspect:
+            self._end_early(blamed[0], FinishReason.ERROR, fault)
+        self._bus.publish(StepFailed(fault, len(blamed)))
+
+    def _part_of(self, step: Step | None) -> list[Sequence]:
+        table, tried, head = self._table, self._running.suspect, self._queue.head()
+        if step is not None:
+            slots = step.seq_slots[table.is_alive[step.seq_slots]]
+            return [table.sequence(slot) for slot in slots.tolist()]
+        if tried is not None:
+            return [tried]
+        running = [table.sequence(slot) for slot in self._running.slots.tolist()]
+        return running if head is None else [*running, head]
+
+    def _clear_of_doubt(self, slots: Int32s) -> None:
+        """These sequences got past where steps failed with them."""
+        for sequence in list(self._doubted):
+            if sequence.state is SeqState.DONE or sequence.slot in slots:
+                sequence.num_faults = 0
+                self._doubted.discard(sequence)
+
     def shrink_steps(self) -> bool:
-        """Make steps half as large from here on; False when they are as small as they get."""
-        return self._size.shrink()
+        """Make steps half as large for a while; False when they are as small as they get."""
+        has_shrunk = self._size.shrink()
+        if has_shrunk:
+            self._bus.publish(StepsResized(self._size.tokens))
+        return has_shrunk
 
     def close(self) -> None:
         """Drop every sequence, without a word; nothing may be in flight. What steps that ended well
@@ -312,6 +356,20 @@ class Scheduler:
 
     # --- what goes into a step ------------------------------------------------------------------
 
+    def _make_way(self) -> bool:
+        """Have those wait that run while a suspect is to be tried. False: while anybody is in
+        doubt steps go one by one, so that it is certain which of them failed."""
+        if not self._doubted:
+            return True
+        if self._in_flight is not None or self._running.has_leaving:
+            return False
+        head = self._queue.head()
+        if head is None or not head.is_suspect or self._running.suspect is not None:
+            return True
+        for slot in self._running.slots.tolist():
+            self._preempt(SeqSlot(slot))
+        return True
+
     def _grow_decodes(self) -> Int32s | None:
         """Slots that decode, each with a page for its token; preempts if pages are short.
 
@@ -345,25 +403,27 @@ class Scheduler:
         if sequence.chain is not None:
             self._store.expect(sequence.arrival, sequence.chain)
 
-    def _finish(self, slot: SeqSlot, reason: FinishReason) -> Output:
+    def _finish(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> Output:
         """A running sequence is done: deliver, and free its slot as soon as no step uses it."""
         table = self._table
         sequence = table.sequence(slot)
-        output = self._news.deliver(slot, reason)
+        output = self._news.deliver(slot, reason, fault)
         num_output = len(table.output_ids(slot))
-        if reason is not FinishReason.ABORT:
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.observe(num_output)
         self._close(sequence, reason, num_output)
         self._running.leave(slot, None if self._in_flight is None else self._in_flight.step_id)
         return output
 
-    def _end_early(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _end_early(
+        self, sequence: Sequence, reason: FinishReason, fault: str | None = None
+    ) -> None:
         if sequence.state is SeqState.RUNNING:
             assert sequence.slot is not None
-            self._outputs.append(self._finish(sequence.slot, reason))
+            self._outputs.append(self._finish(sequence.slot, reason, fault))
         elif sequence.state is SeqState.WAITING:
             undelivered = sequence.output_ids[sequence.num_delivered :]
-            self._outputs.append(make_output(sequence, undelivered, reason))
+            self._outputs.append(make_output(sequence, undelivered, reason, fault))
             self._close(sequence, reason, len(sequence.output_ids))
             self._queue.forget(sequence)
             self._store.dismiss(sequence.arrival)

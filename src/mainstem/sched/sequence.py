@@ -11,6 +11,8 @@ from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
 from mainstem.sched.origins import Origins
 
+SUSPECT_FAULTS = 2  # one failure may have been chance
+
 
 class SeqState(Enum):
     """waiting -> running -> done; running -> waiting when preempted."""
@@ -45,6 +47,7 @@ class Sequence:
     # waiting: prompt tokens to be computed, once it is settled what is loaded; None: it is not
     num_to_compute: int | None = None
     mask: TokenMask | None = None  # where a grammar restricts the answer
+    num_faults: int = 0  # steps that failed with it since it last got a token
 
     def __post_init__(self) -> None:
         if self.request.grammar is not None:
@@ -56,6 +59,11 @@ class Sequence:
         if self.request.sampling.prompt_logprobs is not None and self.index == 0:
             told = self.num_delivered > 0
             self.prompt_logprobs = None if told else [None]  # nothing predicts the first token
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether steps failed with it again and again: it is tried alone, to find the culprit."""
+        return self.num_faults >= SUSPECT_FAULTS
 
     @property
     def num_named_pages(self) -> int:

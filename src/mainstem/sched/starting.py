@@ -62,6 +62,8 @@ class Starter:
         while prompts.has_room and (sequence := self._queue.head()) is not None:
             if before is not None and sequence.request.priority >= before:
                 return
+            if not self._may_join(sequence):
+                return
             slot = self._try_start(sequence, prompts)
             if slot is None:
                 if sequence is self._queue.head():
@@ -72,6 +74,12 @@ class Starter:
             if sequence.request.sampling.edits_logits:
                 prompts.started.append(_started(sequence, slot))
             prompts.add(self._next_chunk(slot, prompts.budget))
+
+    def _may_join(self, sequence: Sequence) -> bool:
+        """A suspect is alone in its steps: it joins nobody, and nobody joins it."""
+        if sequence.is_suspect:
+            return len(self._running) == 0
+        return self._running.suspect is None
 
     def _try_start(self, sequence: Sequence, prompts: Prompts) -> SeqSlot | None:
         """Give the queue's head its pages and a slot, or park it, or leave it where it is."""

@@ -6,10 +6,13 @@ from mainstem.core.step import Int32s, Int64s
 
 DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 64
+GROW_STEPS = 256  # steps that must end well before larger ones are tried again ...
+MAX_GROW_STEPS = 1 << 16  # ... doubled each time that larger ones do not fit after all
 
 
 class StepSize:
-    """The token budget of a step; smaller where the device could not hold a full one."""
+    """The token budget of a step; smaller after one that did not fit the device, and carefully
+    grown back: what was short of memory may have been another process."""
 
     def __init__(self, chunk_tokens: int | None, max_step_tokens: int | None) -> None:
         """`max_step_tokens` is what the runner's buffers hold; None: any number."""
@@ -17,6 +20,20 @@ class StepSize:
         self._is_bounded = max_step_tokens is not None
         if max_step_tokens is not None:
             self._chunk_tokens = min(self._chunk_tokens, max_step_tokens)
+        self._full_tokens = self._chunk_tokens
+        self._grow_steps = GROW_STEPS
+        self._has_grown = False
+        self._num_good = 0  # steps since the size last changed
+
+    @property
+    def tokens(self) -> int:
+        """What a step may have at present."""
+        return self._chunk_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is as large as it was configured."""
+        return self._chunk_tokens == self._full_tokens
 
     @property
     def _prompt_part(self) -> int:
@@ -40,5 +57,20 @@ class StepSize:
         """Make steps half as large from here on; False when they are as small as they get."""
         if not self._is_bounded or self._chunk_tokens <= SMALLEST_CHUNK_TOKENS:
             return False
+        if self._has_grown:  # too early
+            self._grow_steps = min(2 * self._grow_steps, MAX_GROW_STEPS)
         self._chunk_tokens = max(self._chunk_tokens // 2, SMALLEST_CHUNK_TOKENS)
+        self._num_good = 0
+        return True
+
+    def note_good(self) -> bool:
+        """A step ended well; True: that makes them larger from here on."""
+        if self.is_full:
+            return False
+        self._num_good += 1
+        if self._num_good < self._grow_steps:
+            return False
+        self._chunk_tokens = min(2 * self._chunk_tokens, self._full_tokens)
+        self._has_grown = True
+        self._num_good = 0
         return True

@@ -119,14 +119,14 @@ def test_an_apps_pages_outlast_a_flood_after_the_cache_was_lost(loss: str) -> No
     with a_server([POLITE], engines=FakeEngines(num_pages=96, max_model_len=200)) as running:
 
         def fail_once(_: object) -> None:
-            running.engines.at_step = None
+            running.engines.at_launch = None
             raise RuntimeError("a step that fails")
 
         if loss == "reset":
             running.send("POST", "/admin/reset_prefix_cache", None, ADMIN)
         else:
-            running.engines.at_step = fail_once
-            assert running.post("/v1/completions", {"prompt": "x"}).status_code == 503
+            running.engines.at_launch = fail_once
+            assert running.post("/v1/completions", {"prompt": "x"}).status_code == 200
             until(lambda: running.gateway.worker.num_recoveries == 1)
             running.on_loop(running.gateway.filler.fill_all())  # beside that of the recovery
         for number in range(12):

@@ -4,13 +4,16 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import numpy as np
 import pytest
 
 from mainstem.apps.server.auth import ANYBODY
 from mainstem.apps.server.faults import ApiError
 from mainstem.apps.server.limits import Gate, Limits
+from mainstem.core.step import Step
 from tests.apps.fake_batch import FakeEngines
 from tests.apps.server.running import Running, a_server, until
 
@@ -328,16 +331,40 @@ def test_a_step_that_fails_does_not_end_the_engine() -> None:
         before = running.complete(prompt, max_tokens=4)["choices"][0]["text"]
 
         def fail(_: object) -> None:
-            engines.at_step = None
+            engines.at_launch = None
             raise RuntimeError("poison")
 
-        engines.at_step = fail
-        response = running.post("/v1/completions", {"prompt": "the poison", "max_tokens": 20})
-        assert response.status_code == 503
+        engines.at_launch = fail
+        body = {"prompt": "tried again", "max_tokens": 20, "ignore_eos": True}
+        response = running.post("/v1/completions", body)
+        assert response.json()["usage"]["completion_tokens"] == 20
         assert running.get("/health").status_code == 200
         after = running.complete(prompt, max_tokens=4)
         assert after["choices"][0]["text"] == before
         assert running.gateway.worker.num_recoveries == 1
+        running.settle()
+
+
+def test_a_poisonous_request_ends_and_those_beside_it_are_answered() -> None:
+    engines, poison = FakeEngines(num_pages=256), "longer than what the others ever have " * 2
+    with a_server(engines=engines) as running:
+
+        def fail(step: Step) -> None:
+            if len(poison) in np.diff(step.seq_starts):
+                raise RuntimeError("poison")
+
+        engines.at_launch = fail
+        bodies: list[dict[str, object]] = [
+            {"prompt": prompt, "max_tokens": 30, "ignore_eos": True}
+            for prompt in ("one", "the second", poison, "the last of all")
+        ]
+        with ThreadPoolExecutor(4) as pool:
+            replies = list(pool.map(lambda body: running.post("/v1/completions", body), bodies))
+        assert [reply.status_code for reply in replies] == [200, 200, 500, 200]
+        error = replies[2].json()["error"]
+        assert error["code"] == "step_failed"
+        assert "RuntimeError: poison" in error["message"]
+        assert running.get("/health").status_code == 200
         running.settle()
 
 
@@ -349,13 +376,13 @@ def test_a_stream_hears_of_the_failure() -> None:
         def fail(_: object) -> None:
             nonlocal steps
             steps += 1
-            if steps == 5:
+            if steps in (5, 6):
                 raise RuntimeError("poison")
 
-        engines.at_step = fail
+        engines.at_launch = fail
         body = {"prompt": "stream", "max_tokens": 50, "stream": True, "ignore_eos": True}
         text = running.post("/v1/completions", body).text
-        assert '"error"' in text.split("\n\n")[-2]
+        assert "steps failed over this request: RuntimeError: poison" in text.split("\n\n")[-2]
         assert "[DONE]" not in text
         running.settle()
 
@@ -367,8 +394,8 @@ def test_an_engine_that_stays_broken_is_reported() -> None:
         def fail(_: object) -> None:
             raise RuntimeError("poison")
 
-        engines.at_step = fail
-        assert running.post("/v1/completions", {"prompt": "x"}).status_code == 503
+        engines.at_launch = fail
+        assert running.post("/v1/completions", {"prompt": "x"}).status_code == 500
         until(lambda: running.get("/health").status_code == 503)
         assert running.get("/ready").status_code == 503
         assert running.post("/v1/completions", {"prompt": "x"}).status_code == 503

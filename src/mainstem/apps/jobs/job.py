@@ -169,7 +169,12 @@ class Job:
     # --- answers to the file --------------------------------------------------------------------
 
     def _hear(self, output: TextOutput) -> None:
-        opened = self._open[output.request_id]
+        opened = self._open.get(output.request_id)
+        if opened is None:
+            return  # the other answers to a row that failed
+        if output.fault is not None:
+            self._give_up(output.request_id, opened, output.fault)
+            return
         answers = opened.answers
         answers.add(output)
         if not answers.is_finished:
@@ -183,6 +188,14 @@ class Job:
             self._answer(row, answers)
             self._summary.deduplicated += 1
             self._summary.deduplicated_tokens += answers.prompt_tokens * row.sampling.n
+
+    def _give_up(self, request_id: str, opened: _Open, reason: str) -> None:
+        """Steps failed over a row whenever it was tried: it and its copies are error rows."""
+        del self._open[request_id]
+        self._engine.abort(request_id)
+        fault = RowError("engine_failed", f"steps failed over this row: {reason}")
+        for row in (opened.row, *opened.copies):
+            self._fail(Failure(row.line, row.custom_id, fault))
 
     def _answer(self, row: Row, answers: Answers) -> None:
         name, tokenizer = self._config.model_name, self._engine.tokenizer

@@ -26,7 +26,13 @@ from mainstem.apps.server.batch_shelf import Batch, BatchShelf, BatchStatus
 from mainstem.apps.server.file_shelf import FileShelf
 from mainstem.apps.server.limits import Gate
 from mainstem.apps.server.turns import owner_of
-from mainstem.apps.server.worker import EngineFault, EngineRequest, Worker, WorkerState
+from mainstem.apps.server.worker import (
+    EngineFault,
+    EngineRequest,
+    RequestFault,
+    Worker,
+    WorkerState,
+)
 from mainstem.core.errors import InvalidRequest
 from mainstem.plan.planner import PlanConfig
 
@@ -37,7 +43,7 @@ MAX_WAITING = 32  # no row is started behind so many that wait: the queue is eve
 BUSY_ANSWERS = 8  # with more interactive answers open, no row is started
 LOOK_S = 0.02  # how often the runner looks whether it may go on
 WINDOW_BYTES = 64 << 20  # of rows that are planned together
-MAX_TRIES = 5  # of a row whose step failed
+MAX_TRIES = 5  # of a row while the engine fails
 RETRY_S = 1.0  # after the disk failed; doubled each time ...
 MAX_RETRY_S = 60.0  # ... up to this
 
@@ -232,7 +238,7 @@ class BatchRunner:
         self._batches.note(counted)
 
     async def answer(self, batch: Batch, row: Row, ids: Sequence[int], salt: bytes) -> Answers:
-        """A row's answers; raises RowError. A step that fails is tried again."""
+        """A row's answers; raises RowError. While the engine is away, it is tried again."""
         self._check_row(batch, row)
         try:
             grammar = await self._worker.compile(row.sampling)
@@ -247,6 +253,8 @@ class BatchRunner:
             for attempt in range(MAX_TRIES):
                 try:
                     return await self._answer(request)
+                except RequestFault as fault:
+                    raise RowError("engine_failed", str(fault)) from None
                 except EngineFault:
                     await asyncio.sleep(0.5 * 2**attempt)
         except InvalidRequest as error:

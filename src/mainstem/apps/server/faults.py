@@ -3,6 +3,7 @@
 from starlette.responses import JSONResponse
 
 from mainstem.apps.jobs.rows import RowError
+from mainstem.apps.server.worker import EngineFault, RequestFault
 from mainstem.core.errors import InvalidRequest
 
 MAX_MESSAGE_CHARS = 500  # a message may quote what the client sent
@@ -71,6 +72,13 @@ def busy(message: str, retry_after_s: int) -> ApiError:
     """Too much at once; the client may come back."""
     code, kind = "rate_limit_exceeded", "rate_limit_error"
     return ApiError(429, message, code=code, kind=kind, retry_after_s=retry_after_s)
+
+
+def from_fault(fault: EngineFault) -> ApiError:
+    """Not the caller's fault; whether it is worth coming back depends on whose it was."""
+    if isinstance(fault, RequestFault):
+        return ApiError(500, str(fault), code="step_failed", kind="server_error")
+    return unavailable(str(fault))
 
 
 def unavailable(message: str) -> ApiError:

@@ -19,7 +19,7 @@ from mainstem.apps.server.auth import Access, Tenant
 from mainstem.apps.server.batch_runner import BatchRunner
 from mainstem.apps.server.batch_shelf import BatchShelf
 from mainstem.apps.server.body import Json, read_json
-from mainstem.apps.server.faults import ApiError, from_invalid, unavailable
+from mainstem.apps.server.faults import ApiError, from_fault, from_invalid, unavailable
 from mainstem.apps.server.file_shelf import FileShelf, lock_folder
 from mainstem.apps.server.filling import AppFiller
 from mainstem.apps.server.ids import unique_ids
@@ -181,7 +181,7 @@ class Gateway:
                 return Response(status_code=CLIENT_LEFT)
             except EngineFault as fault:
                 exchange.state = RequestState.FAILED
-                raise unavailable(str(fault)) from None
+                raise from_fault(fault) from None
             exchange.state = RequestState.FINISHED
         return Response(whole, media_type="application/json")
 
@@ -280,7 +280,7 @@ class Gateway:
         except InvalidRequest as error:
             raise from_invalid(error) from None
         except EngineFault as fault:
-            raise unavailable(str(fault)) from None
+            raise from_fault(fault) from None
 
     def observe(self, ticket: Ticket) -> None:
         """Count a request that has ended."""
@@ -350,7 +350,7 @@ class _Exchange:
         if not isinstance(error, EngineFault):
             log.error("a stream failed", exc_info=error)
             error = EngineFault("internal error")
-        return event(unavailable(str(error)).body())
+        return event(from_fault(error).body())
 
     def __enter__(self) -> "_Exchange":
         return self

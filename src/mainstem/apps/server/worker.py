@@ -22,8 +22,8 @@ from typing import TypeVar
 
 from mainstem.apps.answers import TextEngine, TextOutput
 from mainstem.apps.grammar import CompiledForm
-from mainstem.core.errors import InvalidRequest
-from mainstem.core.events import SequenceAdmitted
+from mainstem.core.errors import EngineLost, InvalidRequest
+from mainstem.core.events import SequenceAdmitted, StepFailed
 from mainstem.core.request import Overflow, SamplingParams
 from mainstem.core.snapshot import EngineSnapshot
 
@@ -38,7 +38,11 @@ T = TypeVar("T")
 
 
 class EngineFault(Exception):
-    """A request ended through no fault of its own: a step failed, or the server is going down."""
+    """A request ended through no fault of its own: the engine is lost, or going down."""
+
+
+class RequestFault(EngineFault):
+    """Steps failed over a request whenever it was tried; others are answered."""
 
 
 Fault = EngineFault | InvalidRequest
@@ -180,8 +184,7 @@ class _Report:
     refused: list[tuple[str, InvalidRequest]] = field(default_factory=list)
     admitted: list[tuple[str, float]] = field(default_factory=list)  # and when
     outputs: list[TextOutput] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    reason: str = ""  # why requests failed
+    failed: list[tuple[str, EngineFault]] = field(default_factory=list)
     has_recovered: bool = False  # the engine is back, its cache empty
 
     @property
@@ -211,7 +214,9 @@ class Worker:
         self._snapshot_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = Thread(target=self._run, name="engine", daemon=True)
+        self._must_probe = False  # a request ended by a fault, which may be the engine's own
         engine.engine.bus.subscribe(SequenceAdmitted, self._admitted)
+        engine.engine.bus.subscribe(StepFailed, self._failed)
 
     def start(self) -> None:
         """Begin to serve the running event loop."""
@@ -308,9 +313,9 @@ class Worker:
                 ticket.answering.hear(ticket, output, now_s)
                 if ticket.is_finished:
                     del self._open[output.request_id]
-        for request_id in report.failed:
+        for request_id, fault in report.failed:
             if ticket := self._open.pop(request_id, None):
-                ticket.answering.fail(EngineFault(report.reason))
+                ticket.answering.fail(fault)
         if self.on_tokens is not None and report.outputs:
             self.on_tokens(sum(len(output.token_ids) for output in report.outputs))
         if self.on_recovered is not None and report.has_recovered:
@@ -379,45 +384,65 @@ class Worker:
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
+        except EngineLost:
+            raise
         except Exception:
-            log.exception("a step failed; requests in progress are given up")
-            self._recover()
+            log.exception("the engine failed; requests in progress are given up")
+            self._give_up()
             return
         self._note(outputs)
+        if self._must_probe and not self._engine.has_work:
+            self._probe()
 
     def _note(self, outputs: list[TextOutput]) -> None:
-        self._report.outputs += outputs
         for output in outputs:
+            if output.fault is not None:
+                fault = RequestFault(f"steps failed over this request: {output.fault}")
+                self._report.failed.append((output.request_id, fault))
+                self._engine.abort(output.request_id)  # its other answers
+                self._must_probe = True
+            else:
+                self._report.outputs.append(output)
             if output.finish_reason is not None:
                 self._num_answers[output.request_id] -= 1
                 if self._num_answers[output.request_id] == 0:
                     del self._num_answers[output.request_id]
 
-    def _recover(self) -> None:
-        """After a failed step: give up what is open, and prove that the engine still answers.
-
-        Pages named by the step that failed may be empty, so those on the device are forgotten. One
-        more request of a token takes the engine through a step; if that fails, so does the thread.
-        """
+    def _give_up(self) -> None:
+        """After an error the engine does not handle itself: end what is open. Pages that it named
+        may be empty, so those on the device are forgotten."""
         for request_id in self._num_answers:
             self._engine.abort(request_id)
-        self._fail_all("a step of the engine failed")
+        self._fail_all("the engine failed")
+        self._probe()
+        self._engine.engine.clear_device()
+        self._engine.engine.check()
+        self._note_recovery()
+
+    def _probe(self) -> None:
+        """Prove that the engine still answers: a request of one token takes it through a step. If
+        that fails the engine is lost, and not the requests that failed were to blame."""
+        self._must_probe = False
         self._engine.submit(PROBE, [0], SamplingParams(max_tokens=1, ignore_eos=True))
         for _ in range(MAX_PROBE_STEPS):
             if not self._engine.has_work:
-                break
-            self._engine.step()
-        self._engine.engine.clear_device()
-        self._engine.engine.check()
-        if self._engine.has_work:
-            raise RuntimeError("the engine does not come to rest")
+                return
+            for output in self._engine.step():
+                if output.request_id == PROBE and output.fault is not None:
+                    raise EngineLost(output.fault)
+        raise EngineLost("the engine does not come to rest")
+
+    def _failed(self, event: StepFailed) -> None:
+        self._note_recovery()
+
+    def _note_recovery(self) -> None:
+        """The engine goes on, its cache empty."""
         self.num_recoveries += 1
         self._report.has_recovered = True
-        log.warning("the engine is back, its cache empty")
 
     def _fail_all(self, reason: str) -> None:
-        self._report.failed += self._num_answers
-        self._report.reason = reason
+        fault = EngineFault(reason)
+        self._report.failed += [(request_id, fault) for request_id in self._num_answers]
         self._num_answers.clear()
         self._send()
 
@@ -425,8 +450,8 @@ class Worker:
         """The engine is lost: end what still comes in, until the loop closes the worker."""
         while not isinstance(command := self._commands.get(), _Stop):
             if isinstance(command, _Submit):
-                self._report.failed.append(command.request.request_id)
-                self._report.reason = "the engine failed"
+                lost = EngineFault("the engine failed")
+                self._report.failed.append((command.request.request_id, lost))
                 self._send()
             elif isinstance(command, _Call):
                 command.run()

@@ -1,0 +1,234 @@
+"""Steps that fail: chance costs time, a poisonous request ends alone, a lost engine says so."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from mainstem.core.config import SchedConfig
+from mainstem.core.errors import EngineLost, OutOfDeviceMemory
+from mainstem.core.events import EventBus, StepFailed, StepsResized
+from mainstem.core.ids import RequestId
+from mainstem.core.metrics import Counters
+from mainstem.core.request import FinishReason, Request
+from mainstem.core.step import InFlight, Step, StepResult
+from mainstem.engine.engine import MAX_FAILURES, Engine
+from mainstem.kv.store import KVStore
+from mainstem.sched.loading import Loader
+from mainstem.sched.scheduler import Scheduler
+from tests.builders import VOCAB, a_request, run_all
+from tests.fakes import FakeRunner, fake_answer
+
+POISON = 96  # a token id that no answer here has
+
+
+class PoisonedRunner(FakeRunner):
+    """Fails the steps that `fails` says, in the launch or when they are waited for."""
+
+    def __init__(self, can_overlap: bool, fails: Callable[[Step], bool], at_wait: bool) -> None:
+        super().__init__(256, 4, VOCAB, can_overlap)
+        self._fails = fails
+        self._at_wait = at_wait
+        self.num_launched = 0
+
+    def launch(self, step: Step) -> InFlight:
+        self.num_launched += 1
+        is_failing = self._fails(step)
+        if is_failing and not self._at_wait:
+            raise RuntimeError("poison")
+        done = super().launch(step)
+        return _Failing() if is_failing else done
+
+
+class _Failing:
+    def wait(self) -> StepResult:
+        raise RuntimeError("poison")
+
+
+def an_engine_over(
+    runner: FakeRunner, max_step_tokens: int | None = None, num_pages: int = 256
+) -> Engine:
+    bus = EventBus()
+    store = KVStore(num_pages, 4, b"fake", bus)
+    config = SchedConfig(chunk_tokens=max_step_tokens)
+    scheduler = Scheduler(config, store, VOCAB, 1000, bus, max_step_tokens=max_step_tokens)
+    return Engine(scheduler, runner, bus)
+
+
+def has_poison(step: Step) -> bool:
+    return bool(np.isin(step.token_ids, [POISON]).any())
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [[7, 7, 7, 7, *rng.integers(0, 90, 6 + index).tolist()] for index in range(count)]
+
+
+both_ways = pytest.mark.parametrize(
+    ("can_overlap", "at_wait"), [(False, False), (False, True), (True, False), (True, True)]
+)
+
+
+@both_ways
+def test_a_step_that_fails_once_costs_nobody_an_answer(can_overlap: bool, at_wait: bool) -> None:
+    left = [4]
+
+    def fails(_: Step) -> bool:
+        left[0] -= 1
+        return left[0] == 0
+
+    engine = an_engine_over(PoisonedRunner(can_overlap, fails, at_wait))
+    counters = Counters().attach(engine.bus)
+    asked = prompts(5)
+    got = run_all(engine, [a_request(p, 9, name=str(i)) for i, p in enumerate(asked)], 200)
+    for index, prompt in enumerate(asked):
+        assert got.tokens[str(index), 0] == fake_answer(prompt, 9, VOCAB)
+        assert got.reasons[str(index), 0] is FinishReason.LENGTH
+    assert counters.failed_steps == 1
+
+
+@both_ways
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_a_poisonous_request_ends_and_the_others_are_answered(
+    can_overlap: bool, at_wait: bool, place: int
+) -> None:
+    runner = PoisonedRunner(can_overlap, has_poison, at_wait)
+    engine = an_engine_over(runner)
+    asked = prompts(7)
+    asked[place] = [*asked[place], POISON, 5]
+    got = run_all(engine, [a_request(p, 6, name=str(i)) for i, p in enumerate(asked)], 200)
+    for index, prompt in enumerate(asked):
+        if index != place:
+            assert got.tokens[str(index), 0] == fake_answer(prompt, 6, VOCAB)
+    assert got.reasons[str(place), 0] is FinishReason.ERROR
+    (last,) = [output for output in got.outputs if output.finish_reason is FinishReason.ERROR]
+    assert last.fault == "RuntimeError: poison"
+    assert runner.num_launched < 80  # each suspect once alone, not again and again
+
+
+@both_ways
+def test_poison_that_comes_while_others_run_does_not_end_them(
+    can_overlap: bool, at_wait: bool
+) -> None:
+    engine = an_engine_over(PoisonedRunner(can_overlap, has_poison, at_wait))
+    asked = prompts(3)
+    requests = [a_request(p, 12, name=str(i)) for i, p in enumerate(asked)]
+    for request in requests:
+        engine.submit(request)
+    early = [output for _ in range(4) for output in engine.step()]
+    got = run_all(engine, [a_request([1, 2, POISON], 4, name="poison", priority=-1)], 300)
+    for index, prompt in enumerate(asked):
+        told = [t for o in early if o.request_id == str(index) for t in o.token_ids]
+        assert told + got.tokens[str(index), 0] == fake_answer(prompt, 12, VOCAB)
+    assert got.reasons["poison", 0] is FinishReason.ERROR
+
+
+@both_ways
+def test_an_engine_whose_steps_all_fail_is_lost_and_does_not_spin(
+    can_overlap: bool, at_wait: bool
+) -> None:
+    runner = PoisonedRunner(can_overlap, lambda _: True, at_wait)
+    engine = an_engine_over(runner)
+    with pytest.raises(EngineLost, match="poison"):
+        run_all(engine, [a_request(p, 3) for p in prompts(20)], 1000)
+    assert runner.num_launched <= 2 * MAX_FAILURES
+    engine.check()
+
+
+def test_a_lone_request_is_tried_twice() -> None:
+    runner = PoisonedRunner(False, lambda _: True, False)
+    engine = an_engine_over(runner)
+    got = run_all(engine, [a_request([1, 2, 3], 3, name="a")], 20)
+    assert got.reasons["a", 0] is FinishReason.ERROR
+    assert runner.num_launched == 2
+    assert not engine.has_work
+
+
+def test_an_error_in_the_making_of_a_step_ends_who_causes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a grammar does that cannot say which tokens may follow."""
+    engine = an_engine_over(FakeRunner(256, 4, VOCAB))
+    look_up = Loader.look_up
+
+    def broken(loader: Loader, sequence: object) -> object:
+        if POISON in sequence.request.prompt_ids:  # type: ignore[attr-defined]
+            raise RuntimeError("poison")
+        return look_up(loader, sequence)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Loader, "look_up", broken)
+    asked = prompts(3)
+    requests = [a_request(p, 6, name=str(i)) for i, p in enumerate(asked)]
+    requests.insert(1, a_request([POISON, 2, 3], 6, name="poison"))
+    got = run_all(engine, requests, 200)
+    assert got.reasons["poison", 0] is FinishReason.ERROR
+    for index, prompt in enumerate(asked):
+        assert got.tokens[str(index), 0] == fake_answer(prompt, 6, VOCAB)
+
+
+def test_an_aborted_suspect_does_not_hold_up_the_others() -> None:
+    engine = an_engine_over(PoisonedRunner(False, has_poison, False))
+    failed: list[StepFailed] = []
+    engine.bus.subscribe(StepFailed, failed.append)
+    good = prompts(2)
+    for name, prompt in (("bad", [1, POISON]), ("x", good[0]), ("y", good[1])):
+        engine.submit(a_request(prompt, 5, name=name))
+    while len(failed) < 2:
+        engine.step()
+    engine.abort(RequestId("bad"))
+    got = run_all(engine, [], 100)
+    assert got.tokens["x", 0] == fake_answer(good[0], 5, VOCAB)
+    assert got.tokens["y", 0] == fake_answer(good[1], 5, VOCAB)
+
+
+# --- steps that do not fit the device -------------------------------------------------------------
+
+
+class SmallRunner(FakeRunner):
+    """Has memory for steps of `most` tokens."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(4096, 4, VOCAB)
+        self.most = most
+        self.largest = 0
+
+    def launch(self, step: Step) -> InFlight:
+        if step.num_tokens > self.most:
+            raise OutOfDeviceMemory("too large")
+        self.largest = max(self.largest, step.num_tokens)
+        return super().launch(step)
+
+
+def long_requests(count: int) -> list[Request]:
+    rng = np.random.default_rng(5)
+    return [a_request(rng.integers(0, 90, 400).tolist(), 2) for _ in range(count)]
+
+
+def test_steps_grow_back_to_their_size_when_memory_is_there_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mainstem.sched.step_size.GROW_STEPS", 10)
+    runner = SmallRunner(most=128)
+    engine = an_engine_over(runner, max_step_tokens=512, num_pages=4096)
+    sizes: list[int] = []
+    engine.bus.subscribe(StepsResized, lambda event: sizes.append(event.num_tokens))
+    run_all(engine, long_requests(2), 200)
+    assert sizes == [256, 128]
+    assert runner.largest <= 128
+    runner.most = 10_000
+    run_all(engine, long_requests(40), 400)
+    assert sizes == [256, 128, 256, 512]
+    assert runner.largest == 512
+
+
+def test_steps_that_stay_too_large_are_tried_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mainstem.sched.step_size.GROW_STEPS", 4)
+    engine = an_engine_over(SmallRunner(most=300), max_step_tokens=512, num_pages=4096)
+    sizes: list[int] = []
+    engine.bus.subscribe(StepsResized, lambda event: sizes.append(event.num_tokens))
+    got = run_all(engine, long_requests(60), 400)
+    assert len(got.reasons) == 60
+    assert sizes.count(256) <= 6  # 94 steps of 256; at a fixed distance it would be 20
+    assert set(sizes) == {256, 512}
