@@ -1,15 +1,20 @@
 """The import law, and that what the docs and the command line name is there."""
 
+import argparse
 import ast
 import re
 import subprocess
 import sys
+from dataclasses import fields
+from enum import Enum
 from pathlib import Path
 
 import pytest
 
 from mainstem.apps.bench.cli import BENCHES
 from mainstem.apps.cli import COMMANDS
+from mainstem.apps.flags import add_engine_flags
+from mainstem.core.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "mainstem"
@@ -108,6 +113,28 @@ def test_files_named_in_the_docs_exist(path: Path) -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
     for target in re.findall(r"`((?:src|docs|tests|benchmarks)/[\w./-]+\.\w+)`", text):
         assert (ROOT / target).exists(), f"{path.name} names {target}"
+
+
+def test_every_setting_is_in_the_docs_with_its_flag_and_default() -> None:
+    found = re.findall(
+        r"^\| `(\w+)` \| (?:`(--[\w-]+)`)? *\| (?:`([^`]+)`)?",
+        (ROOT / "docs" / "settings.md").read_text(),
+        re.MULTILINE,
+    )
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    config, flags = EngineConfig(), set()
+    documented = {name: (flag, default) for name, flag, default in found}
+    for section in fields(config):
+        for setting in fields(getattr(config, section.name)):
+            flag, default = documented.pop(setting.name)
+            flags.add(flag)
+            value = getattr(getattr(config, section.name), setting.name)
+            shown = value.value if isinstance(value, Enum) else value
+            assert default == ("" if shown is None else str(shown).replace("False", "false"))
+    assert not documented, "docs/settings.md has settings that are not there"
+    known = {option for action in parser._actions for option in action.option_strings}
+    assert flags - {""} == known - {"-h", "--help", "--config"}
 
 
 def test_the_results_table_is_made_from_the_results() -> None:
