@@ -1,7 +1,13 @@
 """Names of pages: equal prefixes have equal names, branches have names of their own."""
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
+from mainstem.core.step import Int32s
+from mainstem.kv import keys
 from mainstem.kv.keys import PageChain, root_key
 
 ROOT = root_key(b"model", 4, b"")
@@ -34,3 +40,29 @@ def test_a_branch_can_branch_again() -> None:
     at_once = once.branched(1, b"b").extended(IDS)
     assert at_once.keys[1] != once.keys[1], "the first mark counts, too"
     assert at_once.keys[1] != PageChain.of(ROOT, 4, IDS).branched(1, b"b").extended(IDS).keys[1]
+
+
+@given(
+    hnp.arrays(np.int32, st.integers(0, 30), elements=st.integers(0, 1)),
+    hnp.arrays(np.int32, st.integers(0, 30), elements=st.integers(0, 1)),
+)
+def test_a_neighbour_changes_no_name(ids: Int32s, others: Int32s) -> None:
+    neighbour = PageChain.of(ROOT, 4, others)
+    assert PageChain.of(ROOT, 4, ids, neighbour).keys == PageChain.of(ROOT, 4, ids).keys
+
+
+def test_pages_of_a_neighbour_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    neighbour = PageChain.of(ROOT, 4, IDS)
+    plain = neighbour.extended(np.append(IDS, IDS))
+    monkeypatch.setattr(keys, "sha256", None)
+    assert PageChain.of(ROOT, 4, IDS, neighbour).keys == neighbour.keys
+    with pytest.raises(TypeError):
+        PageChain.of(ROOT, 4, plain.token_ids, neighbour)
+
+
+def test_a_neighbour_of_another_root_or_with_a_branch_is_none() -> None:
+    other = root_key(b"model", 4, b"another tenant")
+    chain = PageChain.of(ROOT, 4, IDS)
+    assert PageChain.of(other, 4, IDS, chain).keys[0] != chain.keys[0]
+    branched = chain.branched(1, b"a").extended(IDS)
+    assert PageChain.of(ROOT, 4, IDS, branched).keys == chain.keys

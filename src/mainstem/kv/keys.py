@@ -39,8 +39,27 @@ class PageChain:
     public_tokens: int = 0  # leading tokens that anybody may find, the last page's included
 
     @classmethod
-    def of(cls, root: PageKey, page_size: int, token_ids: Int32s) -> "PageChain":
-        return cls(root, page_size, token_ids, tuple(page_keys(root, token_ids, page_size)))
+    def of(
+        cls,
+        root: PageKey,
+        page_size: int,
+        token_ids: Int32s,
+        neighbour: "PageChain | None" = None,
+    ) -> "PageChain":
+        """The chain of `token_ids`; pages that begin a `neighbour`, too, are not hashed again."""
+        known = () if neighbour is None else neighbour._keys_of(root, token_ids)
+        rest = token_ids[len(known) * page_size :]
+        more = page_keys(known[-1] if known else root, rest, page_size)
+        return cls(root, page_size, token_ids, (*known, *more))
+
+    def _keys_of(self, root: PageKey, token_ids: Int32s) -> tuple[PageKey, ...]:
+        """Keys of the leading pages that hold the same tokens here and there."""
+        if root != self.root or self.branches:
+            return ()
+        length = min(len(self.token_ids), len(token_ids))
+        differs = self.token_ids[:length] != token_ids[:length]
+        num_equal = int(differs.argmax()) if differs.any() else length
+        return self.keys[: num_equal // self.page_size]
 
     def extended(self, token_ids: Int32s) -> "PageChain":
         """The chain of `token_ids`, which begin with this chain's own."""

@@ -72,6 +72,7 @@ class KVStore:
         self._pool = PagePool(num_pages)
         self._index = PrefixIndex(self._pool, page_size)
         self._identity = identity
+        self._last_chain: PageChain | None = None  # prompts that share much come together
         self._bus = bus
         self._traffic: Traffic | None = None
         if tiers is not None:
@@ -107,7 +108,8 @@ class KVStore:
         num_public = public_tokens // self.page_size
         if not salt or not num_public:
             root = root_key(self._identity, self.page_size, salt)
-            return PageChain.of(root, self.page_size, token_ids)
+            self._last_chain = PageChain.of(root, self.page_size, token_ids, self._last_chain)
+            return self._last_chain
         root = root_key(self._identity, self.page_size, b"")
         public = PageChain.of(root, self.page_size, token_ids[: num_public * self.page_size])
         chain = public.branched(num_public, salt).extended(token_ids)
