@@ -1,5 +1,7 @@
 """Pages between a GPU and pinned memory: right, fast enough, and waited for layer by layer."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,12 +10,18 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from mainstem.core.config import CacheConfig, EngineConfig, Fetch, StoreConfig  # noqa: E402
+from mainstem.core.config import (  # noqa: E402
+    CacheConfig,
+    EngineConfig,
+    Fetch,
+    ModelConfig,
+    StoreConfig,
+)
 from mainstem.core.events import EventBus  # noqa: E402
 from mainstem.core.ids import RequestId  # noqa: E402
 from mainstem.core.metrics import Counters  # noqa: E402
 from mainstem.core.request import Request, SamplingParams  # noqa: E402
-from mainstem.core.shapes import SHAPES  # noqa: E402
+from mainstem.core.shapes import SHAPES, ModelShape  # noqa: E402
 from mainstem.engine.build import build_random_engine  # noqa: E402
 from mainstem.engine.engine import Engine  # noqa: E402
 from mainstem.kv.transfer import LoadId  # noqa: E402
@@ -22,6 +30,7 @@ from mainstem.runner.gpu_transfer import GpuCopier  # noqa: E402
 from mainstem.runner.load import RandomOrigin  # noqa: E402
 
 PROMPTS = np.random.default_rng(0).integers(0, 500, (4, 70)).astype(np.int32)
+LONG_PROMPTS = np.random.default_rng(1).integers(0, 500, (12, 900)).astype(np.int32)
 
 
 def test_pages_come_back_as_they_went_and_fast() -> None:
@@ -54,8 +63,15 @@ def test_pages_come_back_as_they_went_and_fast() -> None:
     copier.close()
 
 
-def ask(engine: Engine, number: int) -> list[tuple[int, float, tuple[float, ...]]]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=5, logprobs=20, ignore_eos=True)
+TokenLogits = tuple[int, float, tuple[float, ...]]
+
+# Six layers are more than one launch of copies, and 28,000 ids show every logit that moves
+DEEP = ModelShape("deep", 512, 1024, 6, 8, 2, 128, 28_000, 10_000.0, 4096)
+
+
+def ask(engine: Engine, number: int) -> list[TokenLogits]:
+    """Ids and the largest logprobs, not rounded, of every token of an answer."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=10, logprobs=20, ignore_eos=True)
     engine.submit(Request(RequestId(str(number)), PROMPTS[number], sampling))
     answer = []
     while engine.has_work:
@@ -65,29 +81,71 @@ def ask(engine: Engine, number: int) -> list[tuple[int, float, tuple[float, ...]
     return answer
 
 
-@pytest.mark.parametrize("preload", ["auto", "all", "0"])
-def test_logits_after_save_and_load_are_the_same_bits(preload: str, tmp_path: object) -> None:
-    def an_engine(store: StoreConfig, bus: EventBus, kv_tokens: int) -> Engine:
-        config = EngineConfig(cache=CacheConfig(kv_tokens=kv_tokens), store=store)
-        return build_random_engine(SHAPES["tiny"], config, bus)
-
-    roomy = an_engine(StoreConfig(), EventBus(), 2048)
+def ask_in_place() -> list[list[TokenLogits]]:
+    """Answers on prompts that are on the device: nothing is saved, nothing loaded."""
+    config = EngineConfig(cache=CacheConfig(kv_tokens=2048))
+    roomy = build_random_engine(DEEP, config, EventBus())
     for number in range(4):
         ask(roomy, number)
-    in_place = [ask(roomy, number) for number in range(4)]
+    answers = [ask(roomy, number) for number in range(4)]
     roomy.close()
+    return answers
+
+
+@pytest.mark.parametrize("preload", ["auto", "all", "0"])
+def test_logits_after_save_and_load_are_the_same_bits(preload: str, tmp_path: Path) -> None:
+    in_place = ask_in_place()
+    assert all(len(answer) == 10 for answer in in_place)
     bus = EventBus()
     counters = Counters().attach(bus)
-    config = StoreConfig(
-        host_gb=0.01, disk_dir=str(tmp_path), disk_gb=0.1, fetch=Fetch.ALWAYS, preload=preload
+    store = StoreConfig(
+        host_gb=0.05, disk_dir=str(tmp_path), disk_gb=0.2, fetch=Fetch.ALWAYS, preload=preload
     )
-    small = an_engine(config, bus, 96)
+    config = EngineConfig(cache=CacheConfig(kv_tokens=112), store=store)
+    small = build_random_engine(DEEP, config, bus)  # a prompt and its answer, and no more
     for number in range(4):
         ask(small, number)
     assert [ask(small, number) for number in range(4)] == in_place
-    assert counters.loaded_pages["host"] > 0
+    assert counters.loaded_pages["host"] >= 4 * len(PROMPTS[0]) // 16 - 4
+    assert counters.loaded_pages["disk"] == 0
     small.close()
-    again = an_engine(config, bus, 96)
+    again = build_random_engine(DEEP, config, bus)
     assert [ask(again, number) for number in range(4)] == in_place
     assert counters.loaded_pages["disk"] + counters.prefetched_pages > 0
+    again.close()
+
+
+def test_logits_of_sessions_that_start_while_others_load_are_the_same_bits(tmp_path: Path) -> None:
+    """All at once: steps are made while others run, and count on loads that are not there yet."""
+
+    def ask_all(engine: Engine) -> dict[str, list[TokenLogits]]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=8, logprobs=20, ignore_eos=True)
+        answers: dict[str, list[TokenLogits]] = {}
+        for number, prompt in enumerate(LONG_PROMPTS):
+            answers[str(number)] = []
+            engine.submit(Request(RequestId(str(number)), prompt, sampling))
+        while engine.has_work:
+            for output in engine.step():
+                found = [(p.token_id, p.logprob, p.top_logprobs) for p in output.logprobs]
+                answers[str(output.request_id)] += found
+        engine.check()
+        return answers
+
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    model = ModelConfig(deterministic=True)  # who runs beside whom does not change a bit
+    store = StoreConfig(host_gb=0.3, disk_dir=str(tmp_path), disk_gb=1.0, fetch=Fetch.ALWAYS)
+    config = EngineConfig(model=model, cache=CacheConfig(kv_tokens=16_384), store=store)
+    engine = build_random_engine(DEEP, config, bus)
+    ask_all(engine)
+    in_place = ask_all(engine)
+    assert counters.loaded_pages["host"] == 0
+    engine.flush()
+    engine.clear_device()
+    assert ask_all(engine) == in_place
+    assert counters.loaded_pages["host"] >= 12 * 900 // 16
+    engine.close()
+    again = build_random_engine(DEEP, config, bus)
+    assert ask_all(again) == in_place
+    assert counters.loaded_pages["disk"] + counters.prefetched_pages >= 12 * 900 // 16
     again.close()
