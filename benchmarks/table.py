@@ -54,7 +54,7 @@ def _case(name: str, what: str) -> Row:
 def _job(workload: str, what: str, rival: float, groups: int | None = None) -> Row:
     """A job, cut to `groups` where given; rivals ran the whole one, on the same card."""
     return Row(
-        what=f"{what}, requests/s",
+        what=f"{what}{f', its first {groups} documents' if groups else ''}, requests/s",
         file="offline-h200.jsonl",
         ours=lambda line: line["workload"] == workload and not _is_fp8(line),
         value="{requests_per_s:.1f}",
@@ -119,6 +119,8 @@ ROWS = [
     _case("gqa32/8 B256 16x16000+300", "256 sequences over 16 prefixes of 16,000"),
     _case("gqa32/8 B1024 64x2000+250", "1,024 sequences over 64 prefixes of 2,000"),
     _case("gqa32/8 B64 1x32768+256", "64 sequences over one prefix of 32,768"),
+    _case("gqa32/8 B256 64x512+512", "256 sequences over 64 prefixes of 512"),
+    _case("mha32 B32 1x256+128", "32 sequences over one prefix of 256, MHA"),
 ]
 
 
