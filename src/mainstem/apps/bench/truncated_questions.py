@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import string
 from collections import Counter
 from collections.abc import Sequence
@@ -46,6 +47,28 @@ class Score:
     computed_tokens: int
     moved_pages: int
     seconds: float
+    answers: tuple["Answer", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How good one answer is, in points."""
+
+    document: int
+    right: float  # 100 if it holds the wanted words
+    f1: float
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """By how many points one way answers better than another, question by question.
+
+    `margin` is half of the 95 % interval of the mean; questions on one document are not
+    independent, so documents are what is drawn.
+    """
+
+    mean: float
+    margin: float
 
 
 def read_documents(path: Path) -> list[Document]:
@@ -90,7 +113,7 @@ def ask(
     engine = TextEngine(build_engine(folder, config, bus, around=watch), tokenizer)
     greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
     one = SamplingParams(temperature=0.0, max_tokens=1)
-    scores: list[tuple[bool, float]] = []
+    scores: list[Answer] = []
     began_s = perf_counter()
     for number, document in enumerate(documents):
         num_filler = window - SPARE_TOKENS - len(tokenizer.encode_chat([_user(document.text)]))
@@ -102,7 +125,7 @@ def ask(
         _answers(engine, {session: tokenizer.encode_chat([told])}, one, session, way)
         prompts = {q: tokenizer.encode_chat([told, READ, _user(q)]) for q, _ in document.questions}
         answers = _answers(engine, prompts, greedy, session, way)
-        scores += [_score(answers[q], wanted) for q, wanted in document.questions]
+        scores += [_score(number, answers[q], wanted) for q, wanted in document.questions]
     seconds = perf_counter() - began_s
     engine.engine.check()
     engine.engine.close()
@@ -111,11 +134,12 @@ def ask(
     return Score(
         way=way.name,
         questions=len(scores),
-        accuracy=100 * sum(is_right for is_right, _ in scores) / len(scores),
-        f1=100 * sum(f1 for _, f1 in scores) / len(scores),
+        accuracy=sum(score.right for score in scores) / len(scores),
+        f1=sum(score.f1 for score in scores) / len(scores),
         computed_tokens=counters.computed_tokens,
         moved_pages=counters.moved_pages,
         seconds=round(seconds, 1),
+        answers=tuple(scores),
     )
 
 
@@ -139,12 +163,27 @@ def _answers(
     return answers
 
 
-def _score(answer: str, wanted: str) -> tuple[bool, float]:
+def _score(document: int, answer: str, wanted: str) -> Answer:
     """Whether the answer holds the wanted words, and the harmonic mean of precision and recall."""
     said, right = _words(answer), _words(wanted)
     common = sum((Counter(said) & Counter(right)).values())
     f1 = 2 * common / (len(said) + len(right)) if said or right else 0.0
-    return f" {' '.join(right)} " in f" {' '.join(said)} ", f1
+    is_right = f" {' '.join(right)} " in f" {' '.join(said)} "
+    return Answer(document, 100.0 * is_right, 100.0 * f1)
+
+
+def compare(some: Sequence[Answer], others: Sequence[Answer], field: str) -> Difference:
+    """`others` against `some`, which answer the same questions in the same order."""
+    by_document: dict[int, list[float]] = {}
+    for one, other in zip(some, others, strict=True):
+        assert one.document == other.document, "answers to other questions"
+        points = by_document.setdefault(one.document, [])
+        points.append(getattr(other, field) - getattr(one, field))
+    count = sum(map(len, by_document.values()))
+    mean = sum(map(sum, by_document.values())) / count
+    # the sandwich estimate: what the documents add to the sum beyond their part of the mean
+    spread = sum((sum(points) - len(points) * mean) ** 2 for points in by_document.values())
+    return Difference(mean, 1.96 * math.sqrt(spread) / count)
 
 
 def _words(text: str) -> list[str]:

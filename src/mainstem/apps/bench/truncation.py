@@ -9,7 +9,8 @@ it is dropped. Perplexity is that of every token after the first cut:
     naive       as kv, but keys keep the rotation of their old positions
 
 With --questions FILE, documents are read at the end of a window that other text has filled. The cut
-drops the other text, and the questions are asked: how many answers hold the wanted words?
+drops the other text, and the questions are asked: how many answers hold the wanted words? Every
+way is compared with the first, question by question.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from time import perf_counter
 import numpy as np
 
 from mainstem.apps.bench.report import line
-from mainstem.apps.bench.truncated_questions import ask, read_documents
+from mainstem.apps.bench.truncated_questions import Score, ask, compare, read_documents
 from mainstem.apps.bench.ways import WAYS, WatchedRunner, Way, way_config
 from mainstem.apps.flags import add_engine_flags, engine_config
 from mainstem.apps.hub import resolve_model
@@ -125,8 +126,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--questions",
         type=Path,
+        action="append",
         metavar="FILE",
-        help='ask instead: {"doc": text, "items": [{"q": question, "a": answer}]} a line, also .gz',
+        help='ask instead: {"doc": text, "items": [{"q": question, "a": answer}]} a line,\n'
+        "also .gz; any number of files",
     )
     made.add_argument("--documents", type=int, default=40, metavar="N", help="of the file (40)")
     made.add_argument("--json", action="store_true")
@@ -141,24 +144,41 @@ def main(argv: list[str]) -> int:
     folder = resolve_model(config.model.model)
     tokenizer = Tokenizer.load(folder)
     text_ids = tokenizer.encode(read_text(args.text))
-    documents = None if args.questions is None else read_documents(args.questions)
+    documents = None
+    if args.questions is not None:
+        documents = [document for path in args.questions for document in read_documents(path)]
     results: list[dict[str, object]] = []
+    first: Score | None = None  # that the others are compared with
     for name in args.ways:
         if documents is None:
             ids = text_ids[: args.tokens]
             result = asdict(read_on(folder, config, WAYS[name], ids, args.turn))
         else:
-            some = documents[: args.documents]
-            result = asdict(ask(folder, config, WAYS[name], text_ids, some))
-        source = args.questions or args.text
-        result |= {"text": source.name if source else "demo", "window": config.sched.max_model_len}
+            score = ask(folder, config, WAYS[name], text_ids, documents[: args.documents])
+            first = first or score
+            result = _question_result(score, first)
+        sources = args.questions or [args.text]
+        names = " ".join(source.name if source else "demo" for source in sources)
+        result |= {"text": names, "window": config.sched.max_model_len}
         results.append(result)
         if args.json:
             print(line("truncation", result), flush=True)
     if not args.json:
-        header = list(results[0])
-        print(table(header, [[_cell(value) for value in row.values()] for row in results]))
+        header = list(dict.fromkeys(name for row in results for name in row))
+        print(table(header, [[_cell(row.get(name, "")) for name in header] for row in results]))
     return 0
+
+
+def _question_result(score: Score, first: Score) -> dict[str, object]:
+    """With the difference to the first way, in points, and half of its 95 % interval."""
+    result = {name: value for name, value in asdict(score).items() if name != "answers"}
+    if score is not first:
+        result["against"] = first.way
+        for field in ("right", "f1"):
+            found = compare(first.answers, score.answers, field)
+            result[f"{field}_difference"] = round(found.mean, 2)
+            result[f"{field}_margin"] = round(found.margin, 2)
+    return result
 
 
 def read_text(path: Path | None) -> str:
