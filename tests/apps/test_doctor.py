@@ -10,7 +10,7 @@ import pytest
 from mainstem.apps import doctor
 from mainstem.apps.hub import ModelRecord, ModelState
 from mainstem.core.config import Device
-from mainstem.kernels.device import DeviceFacts, TorchFacts, describe_device, describe_devices
+from mainstem.kernels.device import DeviceFacts, TorchFacts
 
 CPU = DeviceFacts("cpu", "Neoverse-N1", 2, 24 << 30, 20 << 30, ("asimddp",), has_fast_bf16=False)
 GPU = DeviceFacts("cuda", "H200", 132, 140 << 30, 139 << 30, ("sm_90",), has_fast_bf16=True)
@@ -95,8 +95,3 @@ def test_trouble_ahead_is_a_warning(
 
 def test_a_healthy_machine_has_no_warnings() -> None:
     assert doctor.find_warnings(CPU, ABSENT, 1 << 40) == []
-
-
-def test_the_first_device_is_the_one_described() -> None:
-    first, described = describe_devices()[0], describe_device()
-    assert (first.kind, first.name) == (described.kind, described.name)

@@ -27,7 +27,7 @@ from mainstem.engine.engine import Engine  # noqa: E402
 from mainstem.kv.transfer import LoadId  # noqa: E402
 from mainstem.runner.gpu_pages import GpuPages  # noqa: E402
 from mainstem.runner.gpu_transfer import GpuCopier  # noqa: E402
-from mainstem.runner.load import RandomOrigin  # noqa: E402
+from mainstem.runner.origin import RandomOrigin  # noqa: E402
 
 PROMPTS = np.random.default_rng(0).integers(0, 500, (4, 70)).astype(np.int32)
 LONG_PROMPTS = np.random.default_rng(1).integers(0, 500, (12, 900)).astype(np.int32)

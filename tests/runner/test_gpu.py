@@ -18,7 +18,8 @@ from mainstem.core.request import Request, SamplingParams
 from mainstem.core.shapes import ModelShape
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
-from mainstem.runner.load import RandomOrigin, load_cpu_runner
+from mainstem.runner.cpu_load import load_cpu_runner
+from mainstem.runner.origin import RandomOrigin
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SHAPE = ModelShape("test", 32, 48, 1, 2, 1, 64, 96, 10_000.0, 512)

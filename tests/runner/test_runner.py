@@ -18,8 +18,9 @@ from mainstem.core.config import (
 from mainstem.core.errors import ConfigError
 from mainstem.models.config import read_spec
 from mainstem.models.decoder import load_decoder
+from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.facts import RunnerFacts
-from mainstem.runner.load import folder_origin, load_cpu_runner
+from mainstem.runner.origin import folder_origin
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.runner import CpuRunner
 from tests.models.checkpoints import CONFIGS, VOCAB, make_checkpoint
@@ -208,7 +209,7 @@ def test_facts_describe_what_was_loaded(tmp_path: Path) -> None:
 def test_pages_take_their_share_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint("llama", tmp_path)
     readings = iter([8 << 20, 7 << 20, 6 << 20])  # before loading, for packing, after loading
-    monkeypatch.setattr("mainstem.runner.load.available_bytes", lambda: next(readings))
+    monkeypatch.setattr("mainstem.runner.cpu_load.available_bytes", lambda: next(readings))
     _, facts = load_runner(tmp_path, ModelConfig(), CacheConfig(memory_share=0.5), None)
     assert facts.num_pages == (2 << 20) // (facts.kv_bytes_per_token * 16)
     readings = iter([8 << 20, 7 << 20, 6 << 20])

@@ -7,7 +7,8 @@ import torch
 
 from mainstem import LLM, SamplingParams
 from mainstem.core.config import CacheConfig, EngineConfig
-from mainstem.runner.load import folder_origin, load_cpu_runner
+from mainstem.runner.cpu_load import load_cpu_runner
+from mainstem.runner.origin import folder_origin
 from mainstem.runner.runner import CpuRunner
 from mainstem.runner.single import SingleTokenPass
 from tests.models.checkpoints import VOCAB, make_checkpoint

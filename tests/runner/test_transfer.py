@@ -18,7 +18,7 @@ from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.kv.transfer import LoadId
 from mainstem.models.config import ModelSpec
-from mainstem.runner.load import RandomOrigin
+from mainstem.runner.origin import RandomOrigin
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.transfer import CpuCopier, CpuGate, CpuTransfer
 

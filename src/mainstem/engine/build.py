@@ -15,7 +15,8 @@ from mainstem.engine.tiers import make_fetching, make_tiers
 from mainstem.kv.store import KVStore
 from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
 from mainstem.runner.facts import RunnerFacts
-from mainstem.runner.load import CPU, RandomOrigin, device_name, folder_origin, load_runner
+from mainstem.runner.load import CPU, device_name, load_runner
+from mainstem.runner.origin import RandomOrigin, folder_origin
 from mainstem.sched.scheduler import Scheduler
 from mainstem.sched.truncation import TruncationRules
 

@@ -45,11 +45,6 @@ class TorchFacts:
     can_compile_triton: bool  # False: kernels run only in triton's interpreter, for tests
 
 
-def describe_device() -> DeviceFacts:
-    """The strongest device torch can use: the first CUDA device, else the CPU."""
-    return describe_devices()[0]
-
-
 def describe_devices() -> list[DeviceFacts]:
     """Every CUDA device, then the CPU."""
     return [*map(_describe_cuda, range(torch.cuda.device_count())), describe_cpu()]
@@ -86,6 +81,11 @@ def describe_torch() -> TorchFacts:
         triton_version=triton_version,
         can_compile_triton=triton_version is not None and torch.cuda.is_available(),
     )
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping; a cautious 4 GiB where the system does not say."""
+    return _memory_bytes()[1] or 4 << 30
 
 
 def _describe_cuda(index: int) -> DeviceFacts:

@@ -11,7 +11,7 @@ from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.gpu import GpuAttention, GpuRunner
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import GRAPH_SIZES
-from mainstem.runner.load import Origin, context_of, make_facts
+from mainstem.runner.origin import Origin, context_of, make_facts
 
 LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
 DEFAULT_TOKENS = 2048  # in a step, where the config does not say

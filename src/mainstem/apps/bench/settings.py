@@ -10,7 +10,7 @@ from mainstem.apps.flags import engine_config
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.shapes import SHAPES, ModelShape
-from mainstem.kernels.device import describe_cpu
+from mainstem.kernels.device import available_bytes
 
 FP32_BYTES = 4  # what a CPU computes in
 
@@ -26,9 +26,7 @@ def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) ->
         cache=replace(config.cache, kv_tokens=config.cache.kv_tokens or kv_tokens),
     )
     if not Machine.of(made).has_gpu:
-        check_room(
-            SHAPES[model_shape], made.cache.kv_tokens or kv_tokens, describe_cpu().free_bytes
-        )
+        check_room(SHAPES[model_shape], made.cache.kv_tokens or kv_tokens, available_bytes())
     return made
 
 

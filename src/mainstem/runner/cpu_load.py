@@ -1,0 +1,60 @@
+"""Weights -> a CpuRunner, its pages sized from the memory that is free."""
+
+import torch
+
+from mainstem.core.config import CacheConfig, DType, EngineConfig, Quantize
+from mainstem.core.errors import ConfigError
+from mainstem.kernels.device import available_bytes
+from mainstem.models.decoder import make_decoder, pack
+from mainstem.models.quantize import quantize_decoder
+from mainstem.models.weights import compute_dtype
+from mainstem.runner import runner as cpu
+from mainstem.runner.facts import RunnerFacts
+from mainstem.runner.origin import Origin, context_of, make_facts
+from mainstem.runner.pages import DevicePages
+from mainstem.runner.runner import CpuRunner
+
+_MAX_AUTO_TOKENS = 262_144
+_KV_SHARE = 0.4  # of the memory the weights leave, at most
+_PACKED_SHARE = 0.15  # likewise, for the second copy of the weights
+
+
+def load_cpu_runner(origin: Origin, config: EngineConfig) -> tuple[CpuRunner, RunnerFacts]:
+    """Load weights and allocate pages.
+
+    Without `cache.kv_tokens` weights and pages take `cache.memory_share` of the memory that is
+    available; without that either, pages take 40 % of what the weights leave, and no more than
+    262,144 tokens. Sets torch's thread count for the process when `model.threads` does.
+    """
+    model, cache = config.model, config.cache
+    if model.threads is not None:
+        torch.set_num_threads(model.threads)
+    spec = origin.spec
+    available = available_bytes()
+    context = context_of(spec, config.sched.max_model_len)
+    dtype = compute_dtype(model.dtype, spec.dtype)
+    if model.quantize is Quantize.INT8:
+        if model.dtype not in (DType.AUTO, DType.FP32):
+            raise ConfigError("quantize=int8 computes in float32; set dtype to auto or float32")
+        dtype = torch.float32
+    decoder = make_decoder(origin.open(dtype, torch.device("cpu")), spec)
+    if model.quantize is Quantize.INT8:
+        decoder = quantize_decoder(decoder)
+    else:
+        pack(decoder, int(available_bytes() * _PACKED_SHARE))
+    kv_bytes = spec.kv_elements_per_token * dtype.itemsize
+    budget = _page_budget(cache, available, kv_bytes)
+    num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
+    facts = make_facts(origin, config, dtype, context, num_pages, cpu.LAYOUT)
+    return CpuRunner(decoder, DevicePages(spec, num_pages, cache.page_size, dtype), context), facts
+
+
+def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int) -> int:
+    """Bytes for pages where no number of tokens was asked for; the weights are loaded already."""
+    left = available_bytes()
+    if cache.memory_share is None:
+        return min(int(left * _KV_SHARE), _MAX_AUTO_TOKENS * kv_bytes)
+    budget = int(available_before * cache.memory_share) - (available_before - left)
+    if cache.kv_tokens is None and budget < kv_bytes * cache.page_size:
+        raise ConfigError(f"memory_share={cache.memory_share} leaves no room for KV")
+    return budget

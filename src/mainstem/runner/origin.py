@@ -1,0 +1,135 @@
+"""Where weights come from, and what a model loaded from there is to the control plane."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from mainstem.core.config import DType, EngineConfig, Quantize
+from mainstem.core.errors import ConfigError
+from mainstem.core.shapes import ModelShape
+from mainstem.models.config import ModelSpec, Norm, RopeSpec, read_spec
+from mainstem.models.weights import Checkpoint, RandomWeights, WeightSource, checkpoint_digest
+from mainstem.runner.facts import RunnerFacts
+
+
+class Origin(Protocol):
+    """Where weights come from."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def digest(self) -> bytes:
+        """Equal for equal weights."""
+        ...
+
+    def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FolderOrigin:
+    """A checkpoint in the Hugging Face layout."""
+
+    folder: Path
+    spec: ModelSpec
+
+    def digest(self) -> bytes:
+        return checkpoint_digest(self.folder)
+
+    def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
+        return Checkpoint(self.folder, dtype, device)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomOrigin:
+    """Random weights of a known shape."""
+
+    shape: ModelShape
+    seed: int
+
+    @property
+    def spec(self) -> ModelSpec:
+        shape = self.shape
+        return ModelSpec(
+            architecture="LlamaForCausalLM",
+            vocab_size=shape.vocab,
+            hidden_size=shape.hidden,
+            num_layers=shape.layers,
+            num_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.intermediate,
+            max_positions=shape.max_positions,
+            norm=Norm.RMS,
+            norm_eps=1e-5,
+            rope=RopeSpec(theta=shape.rope_theta, rotary_dim=shape.head_dim),
+            has_qkv_bias=False,
+            has_out_bias=False,
+            has_mlp_bias=False,
+            has_qk_norm=False,
+            has_parallel_residual=False,
+            has_tied_embeddings=False,
+            dtype=DType.BF16,
+            sliding_window=None,
+            bos_id=None,
+            eos_ids=(),
+        )
+
+    def digest(self) -> bytes:
+        return hashlib.sha256(f"{self.shape}:{self.seed}".encode()).digest()
+
+    def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
+        return RandomWeights(dtype, device, self.seed)
+
+
+def folder_origin(folder: Path) -> FolderOrigin:
+    """Raises UnsupportedModel for mathematics we do not have."""
+    return FolderOrigin(folder, read_spec(folder))
+
+
+def make_facts(
+    origin: Origin,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    context: int,
+    num_pages: int,
+    layout: bytes,
+) -> RunnerFacts:
+    """What the control plane must know of a model that was loaded so."""
+    spec = origin.spec
+    return RunnerFacts(
+        num_pages=num_pages,
+        page_size=config.cache.page_size,
+        vocab_size=spec.vocab_size,
+        max_model_len=context,
+        identity=_identity(origin, dtype, config.model.quantize, layout),
+        eos_ids=spec.eos_ids,
+        kv_bytes_per_token=spec.kv_elements_per_token * dtype.itemsize,
+        num_params=spec.num_layer_params,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=DType(str(dtype).removeprefix("torch.")),
+        quantize=config.model.quantize,
+        can_move_pages=spec.rope.has_fixed_frequencies,
+    )
+
+
+def context_of(spec: ModelSpec, max_model_len: int | None) -> int:
+    """Tokens of prompt and answer together; ConfigError where the model has fewer positions."""
+    context = spec.max_positions if max_model_len is None else max_model_len
+    if context > spec.max_positions:
+        raise ConfigError(
+            f"max_model_len={context} is more than the model's {spec.max_positions} positions"
+        )
+    spec.check_context(context)
+    return context
+
+
+def _identity(origin: Origin, dtype: torch.dtype, quantize: Quantize, layout: bytes) -> bytes:
+    """Equal for two loads exactly when one may read the pages of the other."""
+    digest = hashlib.sha256(origin.digest())
+    digest.update(f"{dtype}:{quantize.value}:".encode() + layout)
+    return digest.digest()
