@@ -1,6 +1,8 @@
 """`mainstem serve` as a program whose status is 3 if a page was lost.
 
-python -m tests.apps.server.checked_serve fake|real [flags of mainstem serve]
+python -m tests.apps.server.checked_serve fake|mortal|real [flags of mainstem serve]
+
+A mortal one kills itself in the middle of a line, when a batch has MORTAL_BYTES of answers.
 """
 
 import sys
@@ -9,15 +11,19 @@ from mainstem.apps.answers import TextEngine
 from mainstem.apps.batch import open_engine
 from mainstem.apps.server.serve import main
 from mainstem.core.config import EngineConfig
-from tests.apps.fake_batch import FakeEngines
+from tests.apps.fake_batch import FakeEngines, kill_at
+
+MORTAL_BYTES = 20_000
 
 
 def serve(kind: str, argv: list[str]) -> int:
     engines = []
+    if kind == "mortal":
+        kill_at(MORTAL_BYTES)
 
     def make_engine(config: EngineConfig) -> TextEngine:
         fake = FakeEngines(num_pages=8192, max_model_len=400)
-        engines.append(fake(config) if kind == "fake" else open_engine(config))
+        engines.append(open_engine(config) if kind == "real" else fake(config))
         return engines[0]
 
     status = main(argv, make_engine)

@@ -20,6 +20,7 @@ class Process:
 
     popen: subprocess.Popen[str]
     lines: list[Json] = field(default_factory=list)
+    _client: httpx.Client | None = None
 
     @property
     def url(self) -> str:
@@ -29,8 +30,13 @@ class Process:
         return any(line["event"] == event for line in self.lines)
 
     def request(self, method: str, path: str, **fields: object) -> httpx.Response:
-        with httpx.Client(base_url=self.url, timeout=30, verify=False) as client:
-            return client.request(method, path, **fields)  # type: ignore[arg-type]
+        if self._client is None:
+            self._client = httpx.Client(base_url=self.url, timeout=60, verify=False)
+        return self._client.request(method, path, **fields)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
 
     def stop(self) -> int:
         """End it as an operator would; returns its status."""
@@ -55,6 +61,7 @@ def a_process(flags: Sequence[str], kind: str = "fake") -> Iterator[Process]:
             assert popen.poll() is None, process.lines
             yield process
         finally:
+            process.close()
             popen.kill()
             popen.wait(30)
             reader.join(30)

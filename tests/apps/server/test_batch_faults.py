@@ -5,6 +5,7 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -102,9 +103,49 @@ def test_a_full_disk_is_tried_ever_more_rarely(tmp_path: Path, disk: Disk) -> No
             assert disk.num_refused < 20, "0.05 s, 0.1 s, 0.2 s and so on: five tries"
             assert client.batches.retrieve(batch_id).status in ("validating", "in_progress")
             cancelled = running.post(f"/v1/batches/{batch_id}/cancel", {})
-            assert cancelled.status_code == 500  # it cannot be written down
-        assert client.batches.cancel(batch_id).status == "cancelling"
+            assert cancelled.json()["status"] == "cancelling"  # in memory
         until(lambda: client.batches.retrieve(batch_id).status == "cancelled")
+
+
+def test_what_a_full_disk_cannot_take_is_refused(tmp_path: Path, disk: Disk) -> None:
+    rows = {"files": {"file": ("in", lines([a_row("a", "x")]))}, "data": {"purpose": "batch"}}
+    with a_server(data_dir=tmp_path) as running:
+        stored = running.client.post("/v1/files", **rows).json()
+        body = {
+            "input_file_id": stored["id"],
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+        }
+        with disk.full("file", "state"):
+            for reply in (
+                running.client.post("/v1/files", **rows),
+                running.post("/v1/batches", body),
+            ):
+                assert reply.status_code == 507
+                assert "No space left" in reply.json()["error"]["message"]
+        assert running.get("/v1/batches").json()["data"] == []
+        assert len(running.get("/v1/files").json()["data"]) == 1
+        assert running.client.post("/v1/files", **rows).status_code == 200
+
+
+def test_a_batch_that_was_killed_before_its_end_was_written_down_ends(tmp_path: Path) -> None:
+    """Every row is answered, its files are there, and nothing but its state is old."""
+    with a_server(data_dir=tmp_path) as running, a_client(running) as client:
+        batch_id = begin(client, 20)
+        until(lambda: client.batches.retrieve(batch_id).status in ENDED)
+        said = answers(client, client.batches.retrieve(batch_id).output_file_id)
+    shelf = BatchShelf(tmp_path / "batches")
+    (batch,) = shelf._batches.values()
+    output = FileShelf(tmp_path / "files").path(batch.owner, str(batch.output_file_id))
+    shelf.work_path(batch).write_bytes(output.read_bytes())
+    shelf.put(replace(batch, status=BatchStatus.IN_PROGRESS, output_file_id=None, total=0))
+    with a_server(data_dir=tmp_path) as running, a_client(running) as client:
+        until(lambda: client.batches.retrieve(batch_id).status in ENDED)
+        ended = client.batches.retrieve(batch_id)
+        assert ended.status == "completed"
+        assert ended.request_counts is not None
+        assert (ended.request_counts.total, ended.request_counts.completed) == (20, 20)
+        assert answers(client, ended.output_file_id) == said
 
 
 def test_a_cancelled_batch_with_a_torn_line_keeps_its_answers(tmp_path: Path) -> None:

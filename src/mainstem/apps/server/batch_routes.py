@@ -1,9 +1,10 @@
 """`/v1/files` and `/v1/batches`, as in OpenAI's API."""
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -24,13 +25,16 @@ MAX_METADATA = 16  # pairs, as in OpenAI's API ...
 MAX_TEXT = 512  # ... and characters of each
 BATCH_FIELDS = frozenset({"completion_window", "endpoint", "input_file_id", "metadata"})
 
+log = logging.getLogger("mainstem.server")
+
 
 class BatchRoutes:
     """The handlers, over one Gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._arriving: Counter[str] = Counter()  # bytes of uploads in progress, by owner
+        self._arriving: Counter[str] = Counter()  # bytes of uploads in progress, by owner ...
+        self._num_arriving: Counter[str] = Counter()  # ... and how many these are
 
     def listed(self) -> list[Route]:
         return [
@@ -55,7 +59,8 @@ class BatchRoutes:
         if self._gateway.is_draining:
             raise unavailable("the server is going down")
         async with self._room(owner, expected_bytes(request, limits)):
-            made = await self._receive(request)
+            with _disk_is_needed():
+                made = await self._receive(request)
         return JSONResponse(made.to_json())
 
     @asynccontextmanager
@@ -65,17 +70,20 @@ class BatchRoutes:
         Counted before files are listed: one that is complete meanwhile is counted twice rather
         than not at all.
         """
-        limit = self._gateway.limits.stored_bytes
+        limits = self._gateway.limits
         self._arriving[owner] += num_bytes
-        num_arriving = self._arriving[owner]
+        self._num_arriving[owner] += 1
+        arriving_bytes, num_arriving = self._arriving[owner], self._num_arriving[owner]
         try:
             stored = await asyncio.to_thread(self._desk().files.listed, owner)
-            if sum(item.num_bytes for item in stored) + num_arriving > limit:
-                message = f"the files of this key may have {limit} bytes: delete some"
-                raise ApiError(413, message, "file", "storage_full")
+            if sum(item.num_bytes for item in stored) + arriving_bytes > limits.stored_bytes:
+                raise _too_much(f"the files of this key may have {limits.stored_bytes} bytes")
+            if len(stored) + num_arriving > limits.stored_files:
+                raise _too_much(f"this key may have {limits.stored_files} files")
             yield
         finally:
             self._arriving[owner] -= num_bytes
+            self._num_arriving[owner] -= 1
 
     async def _receive(self, request: Request) -> StoredFile:
         desk, owner, limits = self._desk(), _owner(request), self._gateway.limits
@@ -128,7 +136,8 @@ class BatchRoutes:
         stored = await self._file_of(request, str(body.get("input_file_id")), 400)
         if sum(not batch.is_ended for batch in desk.batches.listed(owner)) >= limits.open_batches:
             raise busy(f"this key may have {limits.open_batches} batches open", 60)
-        batch = desk.batches.create(owner, endpoint, stored.file_id, metadata)
+        with _disk_is_needed():
+            batch = desk.batches.create(owner, endpoint, stored.file_id, metadata)
         desk.runner.wake()
         return JSONResponse(batch.to_json())
 
@@ -154,6 +163,21 @@ class BatchRoutes:
             message = "this server keeps no files: it was started without --data-dir"
             raise ApiError(404, message, code="not_enabled")
         return self._gateway.desk
+
+
+@contextmanager
+def _disk_is_needed() -> Iterator[None]:
+    """What cannot be written down is refused: 507 instead of an internal error."""
+    try:
+        yield
+    except OSError as error:
+        log.error("the disk takes nothing", extra={"facts": {"reason": str(error)}})
+        message = f"the server cannot store this: {error.strerror or 'its disk fails'}"
+        raise ApiError(507, message, code="storage_failed", kind="server_error") from None
+
+
+def _too_much(message: str) -> ApiError:
+    return ApiError(413, f"{message}: delete some", "file", "storage_full")
 
 
 def _owner(request: Request) -> str:

@@ -86,11 +86,20 @@ class BatchRunner:
         self._wake.set()
 
     def cancel(self, batch: Batch) -> Batch:
-        """End a batch early; what is answered by then is kept."""
+        """End a batch early; what is answered by then is kept.
+
+        On a disk that takes nothing it stops all the same, and is written down when that is over;
+        only a kill before then lets it go on.
+        """
         if batch.is_ended or batch.status is BatchStatus.CANCELLING:
             return batch
         cancelling = batch.moved(BatchStatus.CANCELLING)
-        self._batches.put(cancelling)
+        try:
+            self._batches.put(cancelling)
+        except OSError as error:
+            facts = {"batch": batch.batch_id, "reason": str(error)}
+            log.error("a cancelled batch is not written down", extra={"facts": facts})
+            self._batches.note(cancelling)
         if batch.batch_id in self._running:
             self._running[batch.batch_id][1].cancel()
         self.wake()

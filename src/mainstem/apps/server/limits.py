@@ -22,6 +22,7 @@ class Limits:
     upload_bytes: int = 256 << 20  # a file sent to /v1/files
     upload_s: float = 3600.0  # for all of it; each piece of it within `body_s`
     stored_bytes: int = 4 << 30  # files of a key together; beyond it uploads are refused
+    stored_files: int = 10_000  # of a key; each costs an entry in a folder, however small
     open_batches: int = 32  # of a key, not ended
     write_s: float = 60.0  # a reader that takes nothing for so long is given up
     max_depth: int = 32  # nesting of JSON
