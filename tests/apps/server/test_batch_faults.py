@@ -108,7 +108,10 @@ def test_a_full_disk_is_tried_ever_more_rarely(tmp_path: Path, disk: Disk) -> No
 
 
 def test_what_a_full_disk_cannot_take_is_refused(tmp_path: Path, disk: Disk) -> None:
-    rows = {"files": {"file": ("in", lines([a_row("a", "x")]))}, "data": {"purpose": "batch"}}
+    rows: dict[str, Any] = {
+        "files": {"file": ("in", lines([a_row("a", "x")]))},
+        "data": {"purpose": "batch"},
+    }
     with a_server(data_dir=tmp_path) as running:
         stored = running.client.post("/v1/files", **rows).json()
         body = {

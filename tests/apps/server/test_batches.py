@@ -339,7 +339,7 @@ def test_without_a_folder_there_are_no_files(server: Running) -> None:
 
 
 def test_a_key_may_have_so_many_files(tmp_path: Path) -> None:
-    form = {"files": {"file": ("in", b"{}")}, "data": {"purpose": "batch"}}
+    form: dict[str, Any] = {"files": {"file": ("in", b"{}")}, "data": {"purpose": "batch"}}
     with a_server(data_dir=tmp_path, limits=Limits(stored_files=2)) as running:
         made = [running.client.post("/v1/files", **form) for _ in range(3)]
         assert [reply.status_code for reply in made] == [200, 200, 413]
