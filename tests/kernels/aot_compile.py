@@ -125,9 +125,9 @@ def _other_jobs(target: str) -> Iterator[Job]:
 
 
 def _copy_jobs() -> Iterator[Job]:
-    places = {"layers_ptr": "*i64", "places_ptr": "*i64", "slab_address": "i64"}
+    types = {"layers_ptr": "*i64", "pages_ptr": "*i32", "buffer_ptr": "*i32"}
     for is_load in (False, True):
-        yield Job(_copy_pages_kernel, {"TO_DEVICE": is_load, "TILE": 2048}, places)
+        yield Job(_copy_pages_kernel, {"TO_PAGES": is_load, "TILE": 2048}, types)
 
 
 def compile_all(target: str) -> None:

@@ -23,16 +23,16 @@ def test_pages_come_back_as_they_went(name: str, dtype: torch.dtype) -> None:
     layers = [torch.randn(2, pages, *inner).to(dtype) for _ in range(num_layers)]
     before = [layer.clone() for layer in layers]
     page_bytes = num_layers * layers[0][:, 0].nbytes
-    slot_bytes = page_bytes + 64  # slots may lie apart
-    slab = torch.full((4, slot_bytes), 77, dtype=torch.uint8)
-    mover = PageMover(layers, slab.data_ptr(), slot_bytes)
-    mover.to_host(torch.tensor([[2, 4], [0, 1]]), 0, num_layers)
-    for slot, page in ((2, 4), (0, 1)):
+    buffer = torch.full((3 * page_bytes,), 77, dtype=torch.uint8)
+    mover = PageMover(layers)
+    mover.collect(buffer, torch.tensor([4, 1], dtype=torch.int32), 0, num_layers)
+    for place, page in enumerate((4, 1)):
         wanted = torch.stack([layer[:, page] for layer in before]).contiguous()
-        assert torch.equal(slab[slot, :page_bytes], wanted.view(-1).view(torch.uint8))
-    assert (slab[:, page_bytes:] == 77).all()
-    assert (slab[[1, 3]] == 77).all()
-    mover.to_device(torch.tensor([[2, 0]]), 1, num_layers - 1)
+        found = buffer[place * page_bytes : (place + 1) * page_bytes]
+        assert torch.equal(found, wanted.view(-1).view(torch.uint8))
+    assert (buffer[2 * page_bytes :] == 77).all()
+    mover.collect(buffer, torch.tensor([4], dtype=torch.int32), 1, num_layers - 1)
+    mover.spread(buffer, torch.tensor([0], dtype=torch.int32), 1, num_layers - 1)
     for layer in range(num_layers):
         expected = before[layer].clone()
         if layer >= 1:
@@ -42,7 +42,10 @@ def test_pages_come_back_as_they_went(name: str, dtype: torch.dtype) -> None:
 
 def test_odd_layouts_are_refused() -> None:
     with pytest.raises(LayoutError, match="contiguous"):
-        PageMover([torch.zeros(2, 2, 1, 4, 8).transpose(3, 4)], 0, 64)
-    mover = PageMover([torch.zeros(2, 2, 1, 4, 8)], 0, 4096)
-    with pytest.raises(LayoutError, match="int64"):
-        mover.to_host(torch.zeros(1, 2, dtype=torch.int32), 0, 1)
+        PageMover([torch.zeros(2, 2, 1, 4, 8).transpose(3, 4)])
+    mover = PageMover([torch.zeros(2, 2, 1, 4, 8)])
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(LayoutError, match="int32"):
+        mover.collect(buffer, torch.zeros(1, dtype=torch.int64), 0, 1)
+    with pytest.raises(LayoutError, match="must have 256 bytes, got 64"):
+        mover.spread(buffer, torch.zeros(1, dtype=torch.int32), 0, 1)
