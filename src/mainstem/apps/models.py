@@ -3,7 +3,8 @@
 import argparse
 import json
 
-from mainstem.apps.hub import Check, list_models, resolve_model
+from mainstem.apps.embedded import Check
+from mainstem.apps.hub import list_models, resolve_model
 from mainstem.apps.progress import StageBar
 from mainstem.apps.tables import gigabytes, table
 

@@ -1,9 +1,17 @@
 """Progress of work that comes in named stages."""
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
 from tqdm import tqdm
+
+Progress = Callable[[str, float], None]
+"""Told a stage ("wait", "download", "check", "convert", "publish") and how much is done, 0 to 1."""
+
+
+def unseen(stage: str, done: float) -> None:
+    """The progress of a caller who does not look."""
 
 
 class StageBar:
