@@ -8,6 +8,7 @@ import torch
 
 from mainstem.core.step import Spans
 from mainstem.kernels import cpu, reference
+from mainstem.kernels.cpu_queries import find_queries
 from tests.runner.steps import make_spans
 
 # fp32, sums of up to a few thousand products of unit normals: 1e-5 is about 100 rounding errors
@@ -226,3 +227,25 @@ def test_many_heads_over_one_and_runs_of_unequal_length() -> None:
         heads=32,
         kv_heads=1,
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_copied"),
+    [
+        ([[0, 1, 2], [3, 4, 5]], False),
+        ([[1, 2], [1, 2]], False),
+        ([[4]], False),
+        ([[0], [2], [4]], False),
+        ([[5], [3]], True),
+        ([[0, 1], [2, 2]], True),
+        ([[0, 1], [2, 4]], True),
+    ],
+)
+def test_queries_are_read_in_place_where_they_are_even(
+    rows: list[list[int]], is_copied: bool
+) -> None:
+    q = torch.randn(6, 5, 4)[:, :3]  # query heads beside those of keys and values
+    found = find_queries(np.array(rows)).read(q)
+    assert torch.equal(found, q[torch.tensor(rows)])
+    is_own = found.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
+    assert is_own == is_copied

@@ -13,9 +13,10 @@ Pages lie head by head, so that neighbouring pages are one run of slots:
 
     kv       [2, kv_heads, pages * page_size, dim]      K, then V
 
-A bucket whose parts are evenly spaced runs of equal length reads them where they are (Windows).
-Others are collected (Gather), by whole pages, triangles by slot; what lies behind a part's last
-key is masked and set to zero, since a slot nobody wrote may hold NaN, and 0 * NaN is NaN.
+A bucket whose parts are evenly spaced runs of equal length reads them where they are (Windows);
+queries likewise (cpu_queries.py). Others are collected (Gather), by whole pages, triangles by slot;
+what lies behind a part's last key is masked and set to zero, since a slot nobody wrote may hold NaN,
+and 0 * NaN is NaN.
 
 torch's fused CPU attention answers with the log-sum-exp beside the output. A token that lies in
 several parts gets their outputs weighted by softmax over these, in fp32 (RelayAttention Eq. 11).
@@ -31,6 +32,7 @@ from mainstem.core.step import Spans
 from mainstem.kernels.cpu_keys import Keys, Longs, PageShape, Part, find_windows, gather
 from mainstem.kernels.cpu_merge import Merge, Partial
 from mainstem.kernels.cpu_parts import cut_parts, folds, group_parts
+from mainstem.kernels.cpu_queries import Queries, find_queries
 
 __all__ = ["PageShape", "SpanPlan", "move_pages", "plan"]
 
@@ -55,31 +57,24 @@ def move_pages(joint: Tensor, source: Tensor, target: Tensor, turns: Tensor) -> 
 class _Bucket:
     """Parts that run as one kernel call."""
 
-    num_parts: int
-    num_queries: int
-    rows: Tensor | None  # query rows, part after part; None: all tokens in order
+    queries: Queries
     keys: Keys
     mask: Tensor | None  # [parts, 1, 1, keys] additive
     is_triangle: bool
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
         """q [tokens, heads, dim] over collected k and v."""
-        if self.rows is not None:
-            q = q.index_select(0, self.rows)
-        if self.num_queries == 1:
-            q = q[:, :, None]
-        elif not self.is_triangle and folds(self.num_queries, q.shape[1] // k.shape[1]):
+        q = self.queries.read(q)
+        if not self.is_triangle and folds(q.shape[1], q.shape[2] // k.shape[1]):
             return self._attend_folded(q, k, v, scale)
-        else:
-            shape = (self.num_parts, self.num_queries, q.shape[1], q.shape[2])
-            q = q.view(shape).transpose(1, 2)
+        q = q.transpose(1, 2)
         return Partial(
             *_flash_attention(q, k, v, 0.0, self.is_triangle, attn_mask=self.mask, scale=scale)
         )
 
     def _attend_folded(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-        """The query heads of one KV head as rows of one matrix."""
-        parts, queries, heads, dim = self.num_parts, self.num_queries, q.shape[1], q.shape[2]
+        """q [parts, queries, heads, dim]; the heads of one KV head become rows of one matrix."""
+        parts, queries, heads, dim = q.shape
         kv_heads = k.shape[1]
         q = q.view(parts, queries, kv_heads, -1, dim).transpose(1, 2)
         q = q.reshape(parts, kv_heads, -1, dim)
@@ -149,16 +144,13 @@ def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[
         owners[index, :count] = part.rows
         rows[index, :count] = part.rows
         rows[index, count:] = part.rows[0]
-    is_all = rows.size == num_tokens and np.array_equal(rows.reshape(-1), np.arange(num_tokens))
     lengths = np.array([part.num_keys for part in parts])
     mask = None
     if not is_triangle and lengths.min() < num_keys:
         hidden = np.arange(num_keys) >= lengths[:, None]
         mask = torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32))[:, None, None]
     bucket = _Bucket(
-        num_parts=len(parts),
-        num_queries=num_queries,
-        rows=None if is_all else torch.from_numpy(rows.reshape(-1)),
+        queries=find_queries(rows),
         keys=find_windows(parts, shape) or gather(parts, lengths, shape),
         mask=mask,
         is_triangle=is_triangle,

@@ -8,8 +8,9 @@ and a token's answer hardly hangs on its neighbours. Channel scales are applied 
 the kernel is given one weight scale of 1, because with per-channel scales torch 2.13 on aarch64
 takes a path that is 30 times slower and wrong for more than one row.
 
-oneDNN rearranges the weights for each new number of rows and remembers only the last two, so rows
-are padded to a short ladder of sizes: a batch that shrinks by one request costs nothing.
+The library rearranges the weights for each new number of rows and remembers only the last two, so
+rows are padded to a short ladder of sizes: a batch that shrinks by one request costs nothing. More
+rows than the ladder has go piece by piece, which is as fast and adds no size.
 
 What a norm puts out has a few loud channels that would eat the 8 bits of all others. They are
 turned down in the norm and up in the weights behind it (SmoothQuant, with the root mean square
@@ -56,25 +57,28 @@ class Int8Linear:
         # the two are vectorised, the infinity norm and aminmax are not (4x); * is 2.5x against /
         lowest, highest = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         peak = torch.maximum(lowest.neg_(), highest).clamp_(min=1e-30)
-        shrink = peak.reciprocal()
-        count = len(x)
-        padded = _padded(count)
-        if padded == count:
-            scaled = x * shrink
-        else:
-            scaled = x.new_zeros(padded, x.shape[1])
-            torch.mul(x, shrink, out=scaled[:count])
-        y: Tensor = torch.ops.quantized.linear_dynamic(scaled, self._packed, False)
-        y = y[:count].mul_(self._scale).mul_(peak)
+        y = self._multiply(x * peak.reciprocal()).mul_(peak)
         return y if self._bias is None else y.add_(self._bias)
 
+    def _multiply(self, x: Tensor) -> Tensor:
+        """The product for rows whose peak is 1, in pieces no longer than the ladder."""
+        longest = _LADDER[-1]
+        if len(x) <= longest:
+            return self._multiply_piece(x).mul_(self._scale)
+        y = x.new_empty(len(x), len(self._scale))
+        for start in range(0, len(x), longest):
+            rows = slice(start, start + longest)
+            torch.mul(self._multiply_piece(x[rows]), self._scale, out=y[rows])
+        return y
 
-def _padded(count: int) -> int:
-    """The next size of the ladder; beyond it, of multiples of its end."""
-    top = _LADDER[-1]
-    if count > top:
-        return -(-count // top) * top
-    return _LADDER[bisect_left(_LADDER, count)]
+    def _multiply_piece(self, x: Tensor) -> Tensor:
+        """Before channel scales; padded to the next size of the ladder."""
+        count = len(x)
+        padded = _LADDER[bisect_left(_LADDER, count)]
+        if padded > count:
+            x = F.pad(x, (0, 0, 0, padded - count))
+        y: Tensor = torch.ops.quantized.linear_dynamic(x, self._packed, False)
+        return y[:count]
 
 
 def _require_engine() -> None:
