@@ -13,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
 
-from mainstem.apps.text import Detokenizer, Message, StopChecker, TextStream, Tokenizer
+from mainstem.apps.chat_template import Message
+from mainstem.apps.stop_strings import StopChecker
+from mainstem.apps.text import Tokenizer
+from mainstem.apps.text_stream import Detokenizer, TextStream
 from mainstem.core.errors import InvalidRequest, ModelNotFound
 from mainstem.core.request import SamplingParams
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mainstem.apps.grammar import Grammars
-from mainstem.apps.text import TextStream, Tokenizer
+from mainstem.apps.text import Tokenizer
+from mainstem.apps.text_stream import TextStream
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.request import (
     Delivery,

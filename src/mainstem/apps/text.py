@@ -1,40 +1,19 @@
-"""Text <-> token ids: tokenizer, chat template, incremental detokeniser, stop strings.
+"""Text <-> token ids, as the model's folder says.
 
-    messages --template--> text --encode--> ids ... ids --Detokenizer--> text --StopChecker--> text
-
-Everything comes from the model's folder. Templates run in a sandbox; what users write reaches
-them as data only. A TextStream joins the two right-hand parts for one answer.
+messages --chat_template--> text --encode--> ids ... ids --text_stream--> text
 """
 
-import codecs
 import json
-import re
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mainstem.apps.chat_template import ChatTemplate, Json, Message
+from mainstem.apps.spelling import ByteSpeller, Speller, TokenAlphabet, WindowSpeller
 from mainstem.core.errors import InvalidRequest, ModelNotFound
-from mainstem.core.request import SamplingParams
 
-Message = Mapping[str, object]
-Json = Mapping[str, object]
-
-MAX_RENDERED_CHARS = 1 << 25  # what a chat may become; far above any context window
 SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-
-
-# --- tokenizer -----------------------------------------------------------------------------------
 
 
 class Tokenizer:
@@ -65,7 +44,7 @@ class Tokenizer:
             if token.special
         )
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        self._alphabet = _TokenAlphabet(backend)
+        self._alphabet = TokenAlphabet(backend)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -143,7 +122,7 @@ class Tokenizer:
         template = self._template("tool_use") if self._templates else None
         return template.source if template is not None and template.reads_tools else None
 
-    def _template(self, name: str) -> "ChatTemplate":
+    def _template(self, name: str) -> ChatTemplate:
         """The template of this name, else the default one, else the first."""
         templates = self._templates
         return templates.get(name) or templates.get("default") or next(iter(templates.values()))
@@ -156,11 +135,11 @@ class Tokenizer:
         """The bytes one token stands for, special tokens by name; for logprobs."""
         return self._alphabet.token_bytes(token_id)
 
-    def speller(self, context: Sequence[int]) -> "_Speller":
+    def speller(self, context: Sequence[int]) -> Speller:
         """A fresh incremental decoder for ids that follow `context`."""
         if self._alphabet.is_byte_level:
-            return _ByteSpeller(self._alphabet.token_bytes)
-        return _WindowSpeller(self.decode_all, self._alphabet.is_byte, context)
+            return ByteSpeller(self._alphabet.token_bytes)
+        return WindowSpeller(self.decode_all, self._alphabet.is_byte, context)
 
     @property
     def can_continue(self) -> bool:
@@ -239,417 +218,3 @@ def _templates(folder: Path, settings: Json) -> dict[str, str]:
     if isinstance(value, list):
         return {str(entry["name"]): str(entry["template"]) for entry in value}
     return {}
-
-
-# --- chat template -------------------------------------------------------------------------------
-
-
-class _Generation(jinja2.ext.Extension):
-    """Accepts `{% generation %}`, which marks answers for training and prints its body as is."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2's own attribute, a plain set there)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as Hugging Face's templates expect it: nothing escaped for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-class ChatTemplate:
-    """A chat template in a sandbox, with the variables and filters Hugging Face gives it."""
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises ModelNotFound when the template is not valid Jinja."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, jinja2.ext.loopcontrols],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        self._special_tokens = dict(special_tokens)
-        self.source = source
-        try:
-            self._template = environment.from_string(source)
-            variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
-            self.reads_tools = "tools" in variables
-        except jinja2.TemplateError as error:
-            raise ModelNotFound(f"the model's chat template is not valid: {error}") from error
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Json] | None,
-        add_generation_prompt: bool,
-        template_args: Json,
-    ) -> str:
-        """The conversation as text, or InvalidRequest("messages") with the template's complaint."""
-        variables: dict[str, object] = {
-            **self._special_tokens,
-            "documents": None,
-            **template_args,
-            "messages": _checked_messages(messages),
-            "tools": None if tools is None else list(tools),
-            "add_generation_prompt": add_generation_prompt,
-        }
-        parts: list[str] = []
-        num_chars = 0
-        try:
-            for part in self._template.generate(variables):
-                num_chars += len(part)
-                if num_chars > MAX_RENDERED_CHARS:
-                    raise InvalidRequest("messages", f"longer than {MAX_RENDERED_CHARS} characters")
-                parts.append(part)
-        except _TEMPLATE_FAULTS as error:
-            reason = str(error) or type(error).__name__
-            raise InvalidRequest("messages", f"refused by the chat template: {reason}") from error
-        return "".join(parts)
-
-
-# what foreign template code can raise over messages it did not expect
-_TEMPLATE_FAULTS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-
-
-def _checked_messages(messages: object) -> list[dict[str, object]]:
-    if not isinstance(messages, list | tuple) or not messages:
-        raise InvalidRequest("messages", "must be a list with at least one message")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidRequest("messages", f"message {index} must be an object")
-        if not isinstance(message.get("role"), str):
-            raise InvalidRequest("messages", f"message {index} needs a role, a string")
-    return [dict(message) for message in messages]
-
-
-# --- incremental detokenisation ------------------------------------------------------------------
-
-
-class _TokenAlphabet:
-    """How a vocabulary writes bytes: byte-level BPE, or sentencepiece with byte tokens."""
-
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self._backend = backend
-        self._known: dict[int, bytes] = {}
-        steps = _decoder_steps(backend)
-        self.is_byte_level = steps == ["ByteLevel"]
-        self._has_byte_tokens = "ByteFallback" in steps
-        self._byte_of = _byte_level_characters() if self.is_byte_level else {}
-
-    def is_byte(self, token_id: int) -> bool:
-        """Whether the token is one raw byte that only makes sense with its neighbours."""
-        token = self._backend.id_to_token(token_id) if self._has_byte_tokens else None
-        return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
-
-    def token_bytes(self, token_id: int) -> bytes:
-        if (known := self._known.get(token_id)) is None:
-            known = self._known[token_id] = self._spell(self._backend.id_to_token(token_id) or "")
-        return known
-
-    def _spell(self, token: str) -> bytes:
-        if self.is_byte_level:
-            try:
-                return bytes(self._byte_of[character] for character in token)
-            except KeyError:  # an added token, written as it is
-                return token.encode()
-        if self._has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
-            return bytes([int(match[1], 16)])
-        return token.replace("\u2581", " ").encode()
-
-
-_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-
-
-def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
-    """The kinds of the decoder's steps, a sequence flattened; empty without a decoder."""
-    if backend.decoder is None:
-        return []
-    state = json.loads(backend.decoder.__getstate__())
-    inner = state.get("decoders", [state])
-    return [str(step["type"]) for step in inner]
-
-
-def _byte_level_characters() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the rest are moved up to 256 and on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-class _Speller(Protocol):
-    """Ids in, text out, holding back what a later id may still change."""
-
-    @property
-    def is_holding(self) -> bool: ...
-
-    def push(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
-
-
-class _ByteSpeller:
-    """For byte-level vocabularies: concatenate bytes, decode UTF-8 as it becomes complete."""
-
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        self._token_bytes = token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    @property
-    def is_holding(self) -> bool:
-        return bool(self._utf8.getstate()[0])
-
-    def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._token_bytes(token_id))
-
-    def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-
-class _WindowSpeller:
-    """For all other decoders: the text of (last token + new ones) minus that of the last token.
-
-    One token of context is enough: decoders treat the first token of a text specially (its
-    leading space goes) and no other. A run of byte tokens is decoded when it has ended, because
-    one bad byte turns the whole run into replacement characters.
-    """
-
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        is_byte: Callable[[int], bool],
-        context: Sequence[int],
-    ) -> None:
-        self._decode = decode
-        self._is_byte = is_byte
-        self._last = [token_id for token_id in context if not is_byte(token_id)][-1:]
-        self._pending: list[int] = []
-
-    @property
-    def is_holding(self) -> bool:
-        return bool(self._pending)
-
-    def push(self, token_id: int) -> str:
-        self._pending.append(token_id)
-        return "" if self._is_byte(token_id) else self.finish()
-
-    def finish(self) -> str:
-        if not self._pending:
-            return ""
-        known = self._decode(self._last)
-        whole = self._decode([*self._last, *self._pending])
-        self._last = [self._pending[-1]]
-        self._pending = []
-        return whole[len(known) :]
-
-
-class Detokenizer:
-    """Text of an answer as its tokens arrive; never splits a character.
-
-    The pieces joined equal `decode` of all ids (after `finish`). With `context`, the prompt's ids,
-    the first word keeps the space that a sentencepiece decoder would strip at a text's start.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, context: Sequence[int] = (), skip_special_tokens: bool = True
-    ) -> None:
-        self._skipped: frozenset[int] = (
-            tokenizer.special_ids if skip_special_tokens else frozenset()
-        )
-        shown = [token_id for token_id in context[-64:] if token_id not in self._skipped]
-        self._speller = tokenizer.speller(shown)
-
-    @property
-    def is_holding(self) -> bool:
-        """Whether a character has begun and not ended."""
-        return self._speller.is_holding
-
-    def push(self, token_id: int) -> str:
-        """The text that has become certain; often the token's own, sometimes none or more."""
-        return "" if token_id in self._skipped else self._speller.push(token_id)
-
-    def finish(self) -> str:
-        """What was held back: incomplete characters become U+FFFD."""
-        return self._speller.finish()
-
-
-# --- stop strings --------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _State:
-    """A prefix of some stop strings: where each character leads, and what ends here."""
-
-    depth: int
-    children: dict[str, "_State"]
-    fallback: "_State | None" = None  # the longest proper suffix that is also a prefix
-    found: str | None = None  # the longest stop string that ends here
-
-
-class StopChecker:
-    """Lets text through up to the first stop string (Aho-Corasick, one step per character).
-
-    Text that may be the beginning of a stop string is held back. The stop string that ends first
-    wins, of those the longest; so the result does not depend on how the text was cut up.
-    """
-
-    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
-        self._include_stop = include_stop
-        self._root = _automaton(stops)
-        self._state = self._root
-        self._held = ""
-        self.found: str | None = None
-
-    def push(self, text: str) -> str:
-        """The part of the text so far that is certain and not returned yet; none after a stop."""
-        if self.found is not None:
-            return ""
-        if not self._root.children:
-            return text
-        text, start = self._held + text, len(self._held)
-        for index in range(start, len(text)):
-            self._state = _advance(self._root, self._state, text[index])
-            if (stop := self._state.found) is not None:
-                self.found, self._held = stop, ""
-                return text[: index + 1 if self._include_stop else index + 1 - len(stop)]
-        released = len(text) - self._state.depth
-        self._held = text[released:]
-        return text[:released]
-
-    def finish(self) -> str:
-        """What was held back, when no more text will come."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _automaton(stops: Sequence[str]) -> _State:
-    root = _State(depth=0, children={})
-    for stop in stops:
-        state = root
-        for character in stop:
-            fresh = _State(depth=state.depth + 1, children={})
-            state = state.children.setdefault(character, fresh)
-        if state is not root:
-            state.found = stop
-    queue = deque([root])
-    while queue:  # by depth, so that a fallback is complete before it is used
-        state = queue.popleft()
-        for character, child in state.children.items():
-            fallback = state.fallback
-            child.fallback = root if fallback is None else _advance(root, fallback, character)
-            child.found = child.found or child.fallback.found
-            queue.append(child)
-    return root
-
-
-def _advance(root: _State, state: _State, character: str) -> _State:
-    current: _State | None = state
-    while current is not None:
-        if (child := current.children.get(character)) is not None:
-            return child
-        current = current.fallback
-    return root
-
-
-# --- one answer ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """New text of an answer."""
-
-    text: str
-    num_tokens: int  # tokens, from the answer's first, that all text so far covers
-    stop: str | None  # the stop string that ended the answer
-
-
-class TextStream:
-    """The text of one answer: tokens in, pieces that are safe to send out.
-
-    `num_tokens` counts tokens whose text has been returned; when a stop string ends the answer it
-    counts those with at least one character in the text. Tokens pushed after that change nothing.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()
-    ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens)
-        self._checker = StopChecker(params.stop_strings, params.include_stop_str_in_output)
-        self._min_tokens = params.min_tokens
-        self._token_starts: deque[int] = deque()  # of tokens not covered yet, in characters
-        self._num_pushed = 0
-        self._num_chars = 0  # that came out of the detokeniser
-        self._num_returned = 0
-        self._num_tokens = 0
-
-    def push(self, token_id: int) -> Piece:
-        """Add the next token. Stop strings are not looked for in the first min_tokens tokens."""
-        if self._checker.found is not None:
-            return Piece("", self._num_tokens, self._checker.found)
-        self._num_pushed += 1
-        self._token_starts.append(self._num_chars)
-        text = self._detokenizer.push(token_id)
-        self._num_chars += len(text)
-        if self._num_pushed > self._min_tokens:
-            text = self._checker.push(text)
-        return self._piece(text)
-
-    def finish(self) -> Piece:
-        """The rest, when no more tokens will come."""
-        if self._checker.found is not None:
-            return Piece("", self._num_tokens, self._checker.found)
-        text = self._detokenizer.finish()
-        self._num_chars += len(text)
-        text = self._checker.push(text)
-        if self._checker.found is None:
-            text += self._checker.finish()
-            self._token_starts.clear()
-            self._num_tokens = self._num_pushed
-        return self._piece(text)
-
-    def _piece(self, text: str) -> Piece:
-        self._num_returned += len(text)
-        stop = self._checker.found
-        while self._token_starts and self._is_covered(stop):
-            self._token_starts.popleft()
-            self._num_tokens += 1
-        return Piece(text, self._num_tokens, stop)
-
-    def _is_covered(self, stop: str | None) -> bool:
-        """Whether the text returned covers the oldest token that was not covered so far."""
-        start = self._token_starts[0]
-        if stop is not None:
-            return start < self._num_returned
-        if start == self._num_chars and self._detokenizer.is_holding:
-            return False  # its character is still incomplete
-        # a token ends where the next one starts; the newest ends where the text ends
-        end = self._token_starts[1] if len(self._token_starts) > 1 else self._num_chars
-        return end <= self._num_returned

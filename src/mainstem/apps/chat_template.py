@@ -1,0 +1,129 @@
+"""The chat template of a model: messages -> the text it was trained to read.
+
+Templates are code from the model's folder. They run in a sandbox; what users write reaches them as
+data only.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mainstem.core.errors import InvalidRequest, ModelNotFound
+
+Message = Mapping[str, object]
+Json = Mapping[str, object]
+
+MAX_RENDERED_CHARS = 1 << 25  # what a chat may become; far above any context window
+
+
+class _Generation(jinja2.ext.Extension):
+    """Accepts `{% generation %}`, which marks answers for training and prints its body as is."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2's own attribute, a plain set there)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as Hugging Face's templates expect it: nothing escaped for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+class ChatTemplate:
+    """A chat template in a sandbox, with the variables and filters Hugging Face gives it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises ModelNotFound when the template is not valid Jinja."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._special_tokens = dict(special_tokens)
+        self.source = source
+        try:
+            self._template = environment.from_string(source)
+            variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            self.reads_tools = "tools" in variables
+        except jinja2.TemplateError as error:
+            raise ModelNotFound(f"the model's chat template is not valid: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Json] | None,
+        add_generation_prompt: bool,
+        template_args: Json,
+    ) -> str:
+        """The conversation as text, or InvalidRequest("messages") with the template's complaint."""
+        variables: dict[str, object] = {
+            **self._special_tokens,
+            "documents": None,
+            **template_args,
+            "messages": _checked_messages(messages),
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        parts: list[str] = []
+        num_chars = 0
+        try:
+            for part in self._template.generate(variables):
+                num_chars += len(part)
+                if num_chars > MAX_RENDERED_CHARS:
+                    raise InvalidRequest("messages", f"longer than {MAX_RENDERED_CHARS} characters")
+                parts.append(part)
+        except _TEMPLATE_FAULTS as error:
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest("messages", f"refused by the chat template: {reason}") from error
+        return "".join(parts)
+
+
+# what foreign template code can raise over messages it did not expect
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+def _checked_messages(messages: object) -> list[dict[str, object]]:
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidRequest("messages", "must be a list with at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequest("messages", f"message {index} must be an object")
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequest("messages", f"message {index} needs a role, a string")
+    return [dict(message) for message in messages]
