@@ -1,12 +1,14 @@
 """`mainstem cache` on a folder that an engine wrote."""
 
 import json
+from errno import EIO
 from pathlib import Path
 
 import pytest
 
 from mainstem.apps import cache
 from mainstem.core.errors import StoreError
+from mainstem.kv.bytes.segments import SegmentFiles
 from tests.builders import a_request, run_all
 from tests.kv.tiered import a_tiered_engine
 
@@ -48,6 +50,21 @@ def test_verify_finds_a_flipped_bit(folder: Path, capsys: pytest.CaptureFixture[
     status, found = ask(capsys, "verify", str(folder))
     assert status == 1
     assert found["bad"] == {"checksum": 1}
+
+
+def test_a_page_that_cannot_be_read_is_counted_and_the_others_are_read(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = SegmentFiles.read
+
+    def failing(files: SegmentFiles, record: int, into: memoryview) -> None:
+        if record == 3:
+            raise OSError(EIO, "Input/output error")
+        read(files, record, into)
+
+    monkeypatch.setattr(SegmentFiles, "read", failing)
+    assert cache.main(["verify", str(folder)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("10  unreadable 1")
 
 
 def test_clear_leaves_an_empty_store(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,8 @@ def verify(store: Path) -> Verdict:
                 bad["truncated"] += 1
             except FileNotFoundError:
                 bad["missing"] += 1
+            except OSError:
+                bad["unreadable"] += 1
         files.close()
         return Verdict(str(store), len(rows), dict(bad))
     except sqlite3.Error as error:
@@ -157,7 +159,7 @@ def _print(results: list[dict[str, object]], is_json: bool) -> None:
         for result in results:
             print(json.dumps(result))
         return
-    names = list(results[0])
+    names = [name for name in results[0] if name != "identity"]  # the folder's name begins it
     rows = [[_cell(name, result[name]) for name in names] for result in results]
     print(table(names, rows))
 
@@ -165,4 +167,6 @@ def _print(results: list[dict[str, object]], is_json: bool) -> None:
 def _cell(name: str, value: object) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
         return gigabytes(value) if value >= 10_000_000 else f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{reason} {count}" for reason, count in value.items()) or "none"
     return "" if value is None else str(value)

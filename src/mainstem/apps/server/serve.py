@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--shutdown-s", type=float, default=30.0, metavar="S", help="time to finish answers (30)"
     )
-    made.add_argument("--log-level", choices=LEVELS, default="info")
+    made.add_argument("--log-level", choices=LEVELS, default="info", help="(info)")
     limits = made.add_argument_group("limits")
     limits.add_argument(
         "--max-queue",
@@ -96,9 +96,19 @@ def parser() -> argparse.ArgumentParser:
         help=f"unused ones are forgotten after so long ({kept.ttl_s:g})",
     )
     limits.add_argument(
-        "--max-upload-mib", type=int, default=defaults.upload_bytes // MIB, metavar="N"
+        "--max-upload-mib",
+        type=int,
+        default=defaults.upload_bytes // MIB,
+        metavar="N",
+        help="size of an uploaded file (%(default)s)",
     )
-    limits.add_argument("--max-body-mib", type=int, default=defaults.body_bytes // MIB, metavar="N")
+    limits.add_argument(
+        "--max-body-mib",
+        type=int,
+        default=defaults.body_bytes // MIB,
+        metavar="N",
+        help="size of any other request (%(default)s)",
+    )
     add_engine_flags(made)
     return made
 
