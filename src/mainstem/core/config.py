@@ -114,6 +114,14 @@ class CacheConfig:
             return -(-self.kv_tokens // self.page_size)
         return max(1, free_bytes // page_bytes)
 
+    def check_fits(self, num_bytes: int, free_bytes: int) -> None:
+        """Raise ConfigError if pages of `num_bytes` are more than there is memory for."""
+        if num_bytes > free_bytes:
+            need = f"{num_bytes / 1e9:.1f} GB for KV"
+            raise ConfigError(
+                f"kv_tokens={self.kv_tokens} needs {need}; {free_bytes / 1e9:.1f} GB are free"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class SchedConfig:

@@ -45,6 +45,7 @@ def load_cpu_runner(origin: Origin, config: EngineConfig) -> tuple[CpuRunner, Ru
     kv_bytes = spec.kv_elements_per_token * dtype.itemsize
     budget = _page_budget(cache, available, kv_bytes)
     num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
+    cache.check_fits(num_pages * kv_bytes * cache.page_size, available_bytes())
     facts = make_facts(origin, config, dtype, context, num_pages, cpu.LAYOUT)
     return CpuRunner(decoder, DevicePages(spec, num_pages, cache.page_size, dtype), context), facts
 

@@ -67,6 +67,8 @@ def load_gpu_runner(
     page_bytes = spec.kv_elements_per_token * dtype.itemsize * cache.page_size
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
     num_pages = cache.num_pages(free_bytes, page_bytes)
+    if device.type == "cuda":
+        cache.check_fits(num_pages * page_bytes, torch.cuda.mem_get_info(device)[0])
     pages = GpuPages(spec, num_pages, cache.page_size, dtype, device)
     attention = GpuAttention(spec, pages, spans, space)
     runner = GpuRunner(decoder, pages, attention, max_tokens, device)
