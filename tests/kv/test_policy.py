@@ -394,6 +394,12 @@ class PolicyMachine(RuleBasedStateMachine):
     def victims(self, tier: TierKind, num: int) -> None:
         self.carry_out(self.policy.choose_victims(tier, num))
 
+    @rule(num=st.integers(0, 5))
+    def free(self, num: int) -> None:
+        waited_for = {key for key in self.host if key in self.policy._next_use}
+        self.carry_out(self.policy.free_unwaited(num))
+        assert waited_for <= self.host, "a page that is waited for left the host"
+
     @rule()
     def headroom(self) -> None:
         self.carry_out(self.policy.make_headroom())

@@ -116,12 +116,23 @@ def test_the_read_buffer_can_be_set(preload: str, layers: int) -> None:
 
 
 def test_steps_are_expected_to_take_what_the_latest_took() -> None:
+    """A device of other figures than the card's: 5.5 ms a step and 27 us a token."""
     steps = StepTimes(TOKEN_S, floor_s=3.5e-3)
-    assert steps.expect_s(0) == pytest.approx(3.5e-3)
-    for _ in range(30):  # a device with a larger fixed cost than the figures say
-        steps.observe(100, 8e-3)
-    assert steps.expect_s(100) == pytest.approx(8e-3, rel=1e-3)
-    assert steps.expect_s(2000) < 8e-3 * 2000 / 100
+    assert steps.expect_s(0) == 3.5e-3
+    for _ in range(30):
+        for num_tokens in (24, 4096):
+            steps.observe(num_tokens, 5.5e-3 + num_tokens * 27e-6)
+    assert steps.floor_s == pytest.approx(5.5e-3, rel=1e-3)
+    assert steps.token_s == pytest.approx(27e-6, rel=1e-3)
+
+
+def test_a_step_that_was_held_up_says_little() -> None:
+    steps = StepTimes(TOKEN_S, floor_s=3.5e-3)
+    steps.observe(1, 60.0)
+    assert steps.expect_s(1) < 5e-3
+    for _ in range(20):
+        steps.observe(1, 3.5e-3)
+    assert steps.expect_s(1) == pytest.approx(3.5e-3, rel=0.01)
 
 
 def test_a_step_in_flight_gives_loads_the_time_it_has_left() -> None:
@@ -136,3 +147,25 @@ def test_a_step_in_flight_gives_loads_the_time_it_has_left() -> None:
 def test_a_read_buffer_that_was_set_is_waited_for(preload: str) -> None:
     fetching, _ = a_fetching(preload=preload)
     assert fetching.lead_s(100, ran_s=0.0) == 0.0
+
+
+def test_a_link_of_lanes_is_not_slower_for_what_goes_alone() -> None:
+    link = Link(4e9, lanes=4)
+    link.start(PAGE_BYTES)
+    link.finish(PAGE_BYTES, PAGE_BYTES / 1e9)  # one lane carries 1 GB/s
+    assert link.pass_s(PAGE_BYTES) == pytest.approx(PAGE_BYTES / 4e9)
+    for _ in range(30):
+        for _ in range(4):
+            link.start(PAGE_BYTES)
+        link.finish(PAGE_BYTES, PAGE_BYTES / 0.5e9)  # four at once carry 2 GB/s
+        for _ in range(3):
+            link.finish(PAGE_BYTES, None)
+    assert link.pass_s(PAGE_BYTES) == pytest.approx(PAGE_BYTES / 2e9, rel=0.01)
+
+
+def test_a_way_has_enough_to_do_when_it_lasts_until_the_next_look() -> None:
+    fetching, tiers = a_fetching()
+    tiers.host_link.start(50 * PAGE_BYTES * HISTORY // 5)  # 53 ms
+    assert fetching.is_busy(Stored(HISTORY))
+    fetching.steps.interval_s = 0.1
+    assert not fetching.is_busy(Stored(HISTORY))

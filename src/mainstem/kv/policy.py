@@ -341,6 +341,16 @@ class TierPolicy(Generic[K]):
                 self._demote(key, self._entries[key], moves)
         return moves.settled()
 
+    def free_unwaited(self, count: int) -> Moves[K]:
+        """Free up to `count` host pages that no queued request waits for, least worth first."""
+        moves: Moves[K] = Moves()
+        for _ in range(count):
+            key = self._pop(self._host, TierKind.HOST, self._clock + 1)
+            if key is None:
+                break
+            self._demote(key, self._entries[key], moves)
+        return moves.settled()
+
     def make_headroom(self) -> Moves[K]:
         """Free host pages until the headroom is there."""
         short = self._num_host + self.config.headroom_pages - self.config.host_pages

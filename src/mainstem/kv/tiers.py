@@ -129,7 +129,7 @@ class LowerTiers:
         self._used: set[PageKey] = set()  # on disk, used since its row was last written
         self._next_chore_s = 0.0
         self.host_link = Link(20e9)
-        self.disk_link = Link(2e9, lanes=NUM_READERS)
+        self.disk_link = Link(3e9, lanes=NUM_READERS)
         if disk is not None:
             self._recover(disk, ttl_s)
 
@@ -140,10 +140,6 @@ class LowerTiers:
     @property
     def num_layers(self) -> int:
         return self._copier.num_layers
-
-    @property
-    def num_slots(self) -> int:
-        return self._copier.num_slots
 
     @property
     def num_host_pages(self) -> int:
@@ -161,15 +157,6 @@ class LowerTiers:
     @property
     def num_pages_saving(self) -> int:
         return sum(len(save.pages) for save in self._saves)
-
-    @property
-    def num_slots_to_save(self) -> int:
-        """Slots that are free, or can be freed at once: not those whose pages are still to reach
-        the disk, nor those that loads use."""
-        num_busy = sum(len(load.pages) for load in self._loads)
-        if self._disk is not None:
-            num_busy += len(self._to_back_up) + self._disk.num_writes_pending
-        return self.num_slots - num_busy
 
     def has(self, key: PageKey) -> bool:
         """Whether a page is stored or being saved."""
@@ -203,6 +190,24 @@ class LowerTiers:
             self._used.update(key for key in keys if self._policy.is_on_disk(key))
 
     # --- saving ---------------------------------------------------------------------------------
+
+    def make_room(self, count: int) -> int:
+        """How many of `count` pages can be saved now. Slots whose pages the disk has, or is about
+        to have, are freed for them; some only when it has."""
+        if self._disk is None:
+            return count
+        num_leaving = self._copier.num_slots - len(self._free_slots) - self._policy.num_host
+        short = count - len(self._free_slots) - max(0, num_leaving)
+        if short > 0:
+            self._carry_out(self._policy.free_unwaited(short), "room")
+        return min(count, len(self._free_slots))
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many pages can be saved, or waiting would not make it more."""
+        if len(self._free_slots) >= count:
+            return True
+        is_writing = self._disk is not None and self._disk.num_writes_pending > 0
+        return not (self._saves or is_writing)
 
     def save(self, pages: Int32s, keys: Sequence[PageKey], token_ids: Sequence[bytes]) -> Int32s:
         """Start copying device pages to host memory; returns those that are being copied.

@@ -22,7 +22,7 @@ from mainstem.kv.tiers import Load, LowerTiers, Stored
 from mainstem.kv.transfer import LoadId
 
 WRITE_BUFFER = 2  # one device page in so many may be under a save
-SAVE_PIECE = 64  # pages that were put off are looked at again when so many can be saved
+SAVE_PIECE = 64  # pages that were put off are looked at again when there are slots for so many
 DISK_PIECE = 32  # pages read from disk together go on to the device together
 
 
@@ -45,7 +45,6 @@ class Traffic:
         self._loads: dict[LoadId, Load] = {}
         self._postponed: dict[PageKey, int] = {}  # to be saved when the write buffer has room
         self._max_saving = max(1, pool.num_pages // WRITE_BUFFER)
-        self._save_piece = max(1, min(SAVE_PIECE, self._max_saving // 2, tiers.num_slots // 2))
 
     @property
     def num_loads(self) -> int:
@@ -92,7 +91,7 @@ class Traffic:
         """Save those of `pages` that are named, filled and not stored."""
         named = self._index.named(pages[~self._is_filling[pages]])
         wanted = [item for item in named if not self.tiers.has(item[1])]
-        room = self._save_room()
+        room = self._save_room(len(wanted))
         self._postponed.update((key, page) for page, key, _ in wanted[room:])
         wanted = wanted[:room]
         if not wanted:
@@ -102,10 +101,10 @@ class Traffic:
         copied = self.tiers.save(numbers, keys, [token_ids for _, _, token_ids in wanted])
         self._hold(copied)
 
-    def _save_room(self) -> int:
-        """Pages whose save may start now."""
-        room = self._max_saving - self.tiers.num_pages_saving
-        return max(0, min(room, self.tiers.num_slots_to_save))
+    def _save_room(self, count: int) -> int:
+        """Of `count` pages, those whose save may start now."""
+        room = min(count, self._max_saving - self.tiers.num_pages_saving)
+        return self.tiers.make_room(room) if room > 0 else 0
 
     def _save_postponed(self) -> None:
         """There is room again: save what is still on the device."""
@@ -163,7 +162,7 @@ class Traffic:
         arrivals = self.tiers.poll(lead_s)
         for pages in arrivals.saved:
             self._let_go(pages)
-        if self._postponed and self._save_room() >= min(self._save_piece, len(self._postponed)):
+        if self._postponed and (arrivals.saved or self.tiers.has_room(SAVE_PIECE)):
             self._save_postponed()
         for load in arrivals.startable:
             news += load.keys

@@ -89,5 +89,7 @@ class Link:
         at_once = min(self._lanes, max(1, self._queued_bytes // max(1, num_bytes)))
         self._queued_bytes -= num_bytes
         if seconds is not None:
-            seen = at_once * num_bytes / max(seconds, 1e-6)
+            a_lane = num_bytes / max(seconds, 1e-6)
+            # what goes alone says little of what all lanes together carry
+            seen = min(max(self._bytes_per_s, at_once * a_lane), self._lanes * a_lane)
             self._bytes_per_s += LEARNING * (seen - self._bytes_per_s)

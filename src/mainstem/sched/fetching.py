@@ -6,33 +6,36 @@ from dataclasses import dataclass
 from mainstem.core.config import Fetch, StoreConfig
 from mainstem.kv.tiers import LowerTiers, Stored
 
-BUSY_S = 0.03
+BUSY_S = 0.03  # of work on a link, beyond what it does until somebody looks again
 LEARNING = 0.3  # weight of the latest step in what steps are known to take
+SURPRISE = 2.0  # a step that takes longer than so many times what was expected is an accident
 CAUTION = 0.8  # of a step that runs, so much is counted on: a step that waits holds up everybody
 HELD_UP = 4  # of those that wait, as many count: the others may take the other way
 
 
 class StepTimes:
-    """How long a step takes: the card's figures, corrected by how the latest steps compared."""
+    """How long a step takes: so much whatever is in it, and so much a token.
+
+    Begins with the card's figures. Small steps then tell of the one, large steps of the other.
+    """
 
     def __init__(self, token_s: float, floor_s: float = 0.0) -> None:
-        """`token_s` is what a prompt's token costs in a large step, `floor_s` what a step of next
-        to nothing does."""
         self.token_s = token_s
-        self._floor_s = floor_s
-        self._factor = 1.0
+        self.floor_s = floor_s
+        self.interval_s = 0.0  # between the ends of the latest two
 
     def expect_s(self, num_tokens: int) -> float:
         """Seconds that a step of so many tokens will take."""
-        return self._factor * self._figure_s(num_tokens)
+        return self.floor_s + num_tokens * self.token_s
 
     def observe(self, num_tokens: int, device_s: float) -> None:
         """A step took so long, and waited for no load."""
-        seen = device_s / self._figure_s(num_tokens)
-        self._factor += LEARNING * (seen - self._factor)
-
-    def _figure_s(self, num_tokens: int) -> float:
-        return self._floor_s + num_tokens * self.token_s
+        seen_s = min(device_s, SURPRISE * self.expect_s(num_tokens))
+        tokens_s = num_tokens * self.token_s
+        if tokens_s < self.floor_s:
+            self.floor_s += LEARNING * (max(seen_s - tokens_s, 0.0) - self.floor_s)
+        else:
+            self.token_s += LEARNING * (max(seen_s - self.floor_s, 0.0) / num_tokens - self.token_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +64,11 @@ class Fetching:
         return self._load_s(stored, num_held_up) < compute_s
 
     def is_busy(self, stored: Stored) -> bool:
-        """Whether the way has enough to do until somebody looks again. What is started later can
-        still be given to somebody more urgent, and starting it does not hold up the next step."""
+        """Whether the way has enough to do until somebody looks again, a step later. What is begun
+        then can still be given to somebody more urgent, and does not hold up the step at hand."""
+        enough_s = BUSY_S + self.steps.interval_s
         links = [self.tiers.host_link, *([self.tiers.disk_link] if stored.num_on_disk else [])]
-        return any(link.expect_s(0) > BUSY_S for link in links)
+        return any(link.expect_s(0) > enough_s for link in links)
 
     def start_layers(self, stored: Stored, new_tokens: int) -> int:
         """Layers that must be there before a prompt of `new_tokens` starts on a history.
@@ -92,12 +96,14 @@ class Fetching:
         return max(0.0, CAUTION * self.steps.expect_s(num_tokens) - ran_s)
 
     def _load_s(self, stored: Stored, num_held_up: int) -> float:
-        seconds = 0.0
+        """From disk through host memory: the slower way decides, the other adds its own part."""
+        own_s, queued_s = 0.0, 0.0
         for link, num_pages in (
             (self.tiers.host_link, stored.num_pages),
             (self.tiers.disk_link, stored.num_on_disk),
         ):
             if num_pages:
-                num_bytes = num_pages * self.tiers.page_bytes
-                seconds += link.expect_s(num_bytes) + num_held_up * link.pass_s(num_bytes)
-        return seconds
+                pass_s = link.pass_s(num_pages * self.tiers.page_bytes)
+                own_s += pass_s
+                queued_s = max(queued_s, link.expect_s(0) + num_held_up * pass_s)
+        return own_s + queued_s

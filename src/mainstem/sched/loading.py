@@ -17,6 +17,7 @@ from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.running import RunningSet
 from mainstem.sched.sequence import Sequence
 
+LONGEST_S = 0.25  # an engine that rested longer than this between two steps had nothing to do
 LOAD_AHEAD = 64  # waiting sequences whose pages are brought up before it is their turn
 
 
@@ -85,8 +86,11 @@ class Loader:
 
     def note_end(self, step: Step, device_s: float) -> None:
         """A step has ended, and the one in flight runs."""
-        self._last_end_s = perf_counter()
-        if self.fetching is not None and device_s and not len(step.load_ids):
+        if self.fetching is None:
+            return
+        before_s, self._last_end_s = self._last_end_s, perf_counter()
+        self.fetching.steps.interval_s = min(self._last_end_s - before_s, LONGEST_S)
+        if device_s and not len(step.load_ids):
             self.fetching.steps.observe(step.num_tokens, device_s)
 
     def lead_s(self, in_flight: Step | None) -> float:

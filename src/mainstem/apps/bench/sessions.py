@@ -36,7 +36,7 @@ from mainstem.core.shapes import SHAPES, ModelShape
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 
-STAGING = 1 / 15  # of the host memory, where histories are to come from disk
+STAGING = 1 / 4  # of the host memory, where histories are to come from disk: those of a batch fit
 DISK_GB = 40.0
 SAVE_STEPS = 200  # that a batch decodes while pages of others are saved
 VISIT_EVERY = 8  # steps between two prompts of others
