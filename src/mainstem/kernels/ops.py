@@ -33,6 +33,7 @@ from mainstem.kernels.schedule import (
 from mainstem.kernels.span import _span_kernel
 from mainstem.kernels.tuning import Tiles, can_overlap, choose_tiles
 from mainstem.kernels.unshare import unshare
+from mainstem.kernels.upload import pull
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 80, 96, 128)
@@ -87,7 +88,7 @@ class _Staging:
             )
         staged = self._ints[: len(ints)]
         staged.numpy()[:] = ints
-        target[: len(ints)].copy_(staged, non_blocking=True)
+        pull(target[None, : len(ints)], staged[None])
         if self._copied is not None:
             self._copied.record()
 

@@ -125,11 +125,32 @@ class DeviceDecoder:
         self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
     ) -> Tensor:
         """As Decoder.forward; the answer lies in the workspace until the next pass."""
-        space, tokens = self._space, len(token_ids)
-        x = torch.index_select(self._embedding, 0, token_ids, out=space.residual[:tokens])
-        normed = self._first_norm(x)
+        normed = self.begin(token_ids)
+        end = len(self._layers)
+        normed = self.run_layers(normed, len(token_ids), rows, (0, end), attention, gate)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def begin(self, token_ids: Tensor) -> Tensor | Fp8:
+        """What the first layer takes; the residual lies in the workspace from here on."""
+        out = self._space.residual[: len(token_ids)]
+        return self._first_norm(torch.index_select(self._embedding, 0, token_ids, out=out))
+
+    def run_layers(
+        self,
+        normed: Tensor | Fp8,
+        tokens: int,
+        rows: Tensor | None,
+        layers: tuple[int, int],
+        attention: Attention,
+        gate: Gate,
+    ) -> Tensor | Fp8:
+        """Layers [first, end): from what the first takes to what the one behind them does."""
+        space = self._space
+        x = space.residual[:tokens]
         last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
+        for index in range(*layers):
+            layer = self._layers[index]
             qkv = _product(layer.qkv, normed, space.qkv[:tokens])
             if layer.q_gain is not None and layer.k_gain is not None:
                 self._norm_heads(qkv, layer.q_gain, layer.k_gain)
@@ -147,8 +168,11 @@ class DeviceDecoder:
             delta = _product(layer.down, act, space.delta[:tokens])
             is_fp8 = index < last and isinstance(self._layers[index + 1].qkv, Fp8Linear)
             normed = self._add_norm(delta, x, self._gains[index + 1], is_fp8)
-        assert isinstance(normed, Tensor)
         return normed
+
+    def hidden(self, tokens: int) -> Tensor:
+        """Where the last layer has left its rows, all of them in order."""
+        return self._space.normed[:tokens]
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """[rows, vocab] in the model's dtype, into `out`."""

@@ -5,6 +5,8 @@ from typing import Protocol
 from mainstem.core.step import Int32s
 from mainstem.models.decoder import Gate
 
+LAYERS_AT_ONCE = 8  # layers that are loaded, and captured, together
+
 
 class Loads(Protocol):
     """Knows the loads under way."""

@@ -3,12 +3,13 @@
     launch   plan attention, send the arrays, queue forward pass, sampling and the copy back
     wait     until the copy is there
 
-Sampled ids stay on the device for the next step. Steps of decodes alone, small enough that
-launching would take longer than computing, are replayed as CUDA graphs.
+Sampled ids stay on the device for the next step. Steps so small that launching would take longer
+than computing are replayed as CUDA graphs.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,13 +25,13 @@ from mainstem.kernels.rotate import rerotate
 from mainstem.kernels.sample import argmax
 from mainstem.models.config import ModelSpec
 from mainstem.models.decoder import Gate, OpenGate
-from mainstem.models.device import DeviceDecoder, Workspace
+from mainstem.models.device import DeviceDecoder, Fp8, Workspace
 from mainstem.models.layers import inverse_frequencies
 from mainstem.runner.edits import upload
-from mainstem.runner.gates import Loads
+from mainstem.runner.gates import LAYERS_AT_ONCE, Loads
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
-from mainstem.runner.graphs import DecodeGraphs
+from mainstem.runner.graphs import StepGraphs
 from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs
 
 _LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
@@ -118,7 +119,7 @@ class GpuRunner:
             for _ in range(_NUM_RESULTS)
         ]
         self._num_launched = 0
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._loads: Loads | None = None
         self.sampler = Sampler(device)
 
@@ -155,7 +156,7 @@ class GpuRunner:
             decoder.touch(rows)
             if rows <= len(self._logits):
                 decoder.logits(hidden_rows[:rows], self._logits[:rows])
-        self._graphs = DecodeGraphs(graph_sizes, self._capture)
+        self._graphs = StepGraphs(graph_sizes, self._pieces)
         torch.cuda.synchronize(self._device)
 
     def launch(self, step: Step) -> GpuStep:
@@ -182,29 +183,18 @@ class GpuRunner:
         for started in step.started:
             self.sampler.start(started)
         num_rows = len(step.sample_rows)
-        gate, graph = self._gate, None
-        if len(step.load_ids):  # a graph does not stop for a layer
+        gate = self._gate
+        if len(step.load_ids):
             assert self._loads is not None, "a step waits for loads nobody knows"
             gate = self._loads.gate(step.load_ids)
-        elif self._graphs is not None:
-            graph = self._graphs.size_for(step)
+        size = None if self._graphs is None else self._graphs.size_for(step)
         self._attention.plan(step.spans)
         begin = self._mark()  # behind the planning, which a device that has nothing to do waits for
-        inputs = self._inputs.send(step, self._previous, graph or self._padded(step.num_tokens))
-        logprobs: LogprobRows | None = None
-        prompt_logprobs: list[LogprobRows] = []
-        if graph is not None:
-            assert self._graphs is not None
-            self._graphs.replay(graph)
-            ids, logprobs = self._sample(self._logits[:num_rows], step)
-        else:
-            self._attention.bind(inputs)
-            hidden = self._decoder.forward(
-                inputs.token_ids, inputs.hidden_rows, self._attention, gate
-            )
-            ids, logprobs = self._sample_hidden(hidden, step)
-            end_row = num_rows + len(step.prompt_logprob_rows)
-            prompt_logprobs = self._prompt_logprobs(hidden[num_rows:end_row], step)
+        inputs = self._inputs.send(step, self._previous, size or self._padded(step.num_tokens))
+        hidden = self._forward(inputs, size, gate)
+        ids, logprobs = self._sample_hidden(hidden, step)
+        end_row = num_rows + len(step.prompt_logprob_rows)
+        prompt_logprobs = self._prompt_logprobs(hidden[num_rows:end_row], step)
         self._previous = ids
         host_ids = self._results[self._num_launched % _NUM_RESULTS][:num_rows]
         self._num_launched += 1
@@ -237,12 +227,34 @@ class GpuRunner:
         event.record()
         return event
 
-    def _capture(self, size: int) -> None:
-        """What a graph of `size` decodes holds: everything from the ids to the logits."""
-        inputs = self._inputs.views(size)
-        self._attention.bind(inputs)
-        hidden = self._decoder.forward(inputs.token_ids, None, self._attention, self._gate)
-        self._decoder.logits(hidden, self._logits[:size])
+    def _forward(self, inputs: GpuInputs, size: int | None, gate: Gate) -> Tensor:
+        """Rows of the last layer that somebody wants, and perhaps some more."""
+        if size is None:
+            self._attention.bind(inputs)
+            return self._decoder.forward(
+                inputs.token_ids, inputs.hidden_rows, self._attention, gate
+            )
+        assert self._graphs is not None
+        self._graphs.replay(size, gate)
+        hidden = self._decoder.hidden(self._padded(size))
+        return hidden if inputs.hidden_rows is None else hidden[inputs.hidden_rows]
+
+    def _pieces(self, size: int) -> list[Callable[[], None]]:
+        """What the graphs of `size` tokens hold: everything from the ids to the last norm."""
+        inputs, decoder = self._inputs.views(size), self._decoder
+        num_layers = decoder.spec.num_layers
+        normed: list[Tensor | Fp8] = []  # what a piece hands to the next stays where it is
+
+        def run(first: int) -> None:
+            self._attention.bind(inputs)
+            if first == 0:
+                normed[:] = [decoder.begin(inputs.token_ids)]
+            layers = (first, min(first + LAYERS_AT_ONCE, num_layers))
+            normed.append(
+                decoder.run_layers(normed[-1], size, None, layers, self._attention, self._gate)
+            )
+
+        return [partial(run, first) for first in range(0, num_layers, LAYERS_AT_ONCE)]
 
     def _sample_hidden(self, hidden: Tensor, step: Step) -> tuple[Tensor, LogprobRows | None]:
         rows, limit = len(step.sample_rows), len(self._logits)
@@ -279,6 +291,8 @@ class GpuRunner:
         return ids, start_logprobs(raw, ids[rows], step.sampling.num_logprobs[wanted])
 
     def _prompt_logprobs(self, hidden: Tensor, step: Step) -> list[LogprobRows]:
+        if len(hidden) == 0:
+            return []
         targets = upload(step.prompt_logprob_targets.astype(np.int64), self._device)
         records = []
         for first in range(0, len(hidden), _PROMPT_LOGPROB_ROWS):

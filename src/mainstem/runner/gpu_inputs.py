@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.core.step import Step
+from mainstem.kernels.upload import pull
 from mainstem.runner.edits import upload
 
 _ROWS = 6  # token ids, positions, slots, hidden rows, carry to, carry from
@@ -63,7 +64,8 @@ class InputBuffers:
         if self._copied:
             self._copied[index].synchronize()  # the copy of three steps ago
         rows = self._fill(self._arrays[index], step, num_padded)
-        self._ints.copy_(self._staging[index], non_blocking=True)
+        columns = max(num_padded, rows or 0)
+        pull(self._ints[:, :columns], self._staging[index][:, :columns])
         if self._copied:
             self._copied[index].record()
         token_ids = self._ints[0, :num_padded]
@@ -102,7 +104,7 @@ class InputBuffers:
         rows = np.concatenate((step.sample_rows, step.prompt_logprob_rows))
         if np.array_equal(rows, np.arange(tokens)):
             return None
-        padded = min(padded_size(len(rows)), num_padded)
+        padded = min(padded_size(len(rows)), self._max_tokens)
         ints[3, : len(rows)] = rows
         ints[3, len(rows) : padded] = 0  # any row: nobody looks at the answer
         return padded

@@ -2,11 +2,12 @@
 
     compute  | step n            | step n+1: layer 0 | layer 1 | ...
                                    ^ waits for event 0   ^ event 1
-    loads    | session a | session b: layers 0-3 | 4-7 | ...
+    loads    | session a | session b: layers 0-7 | 8-15 | ...
     saves    | pages of step n-1 |
 
 The copy engines move a few layers of many slots as rows into one of two staging buffers, from which
-a short kernel spreads them over the pages while the next rows come in; a save goes the other way.
+a short kernel spreads them over the pages while the next rows come in. A save goes the other way,
+all layers at once: nobody waits for one of them.
 Host to device and device to host do not slow each other down, and neither takes a multiprocessor
 for longer than the spreading. A save starts when its step is known to have ended, so it needs no
 event of the compute stream.
@@ -23,11 +24,11 @@ from mainstem.kernels.transfer import PageMover
 from mainstem.kv.transfer import LoadId
 from mainstem.models.decoder import Gate
 from mainstem.runner.copy_engine import Rows
+from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.slab import HostSlab, slot_bytes
 
-LAYERS_AT_ONCE = 4  # one event
-STAGING_BYTES = 32 << 20  # of one buffer; each direction has two
+STAGING_BYTES = 64 << 20  # of one buffer; each direction has two
 
 
 class GpuTransfer:
@@ -73,7 +74,7 @@ class _Staging:
     """Two buffers on the device, for one direction: one is filled while the other is emptied."""
 
     def __init__(self, page_bytes: int, device: torch.device, priority: int) -> None:
-        """`page_bytes` of a page's part: LAYERS_AT_ONCE layers."""
+        """`page_bytes` of what is moved of a page at once."""
         self.pages = max(1, STAGING_BYTES // page_bytes)
         self._buffers = [
             torch.empty(self.pages * page_bytes, dtype=torch.uint8, device=device) for _ in range(2)
@@ -110,7 +111,7 @@ class GpuCopier:
         self._mover = PageMover(layers)
         part_bytes = self._layer_bytes * min(LAYERS_AT_ONCE, len(layers))
         self._incoming = _Staging(part_bytes, self._device, priority=-1)
-        self._outgoing = _Staging(part_bytes, self._device, priority=0)
+        self._outgoing = _Staging(page_bytes, self._device, priority=0)
         self._loads: dict[LoadId, GpuTransfer] = {}
 
     @property
@@ -131,21 +132,20 @@ class GpuCopier:
     def save(self, pages: Int32s, slots: Int32s) -> GpuTransfer:
         staging = self._outgoing
         slots, pages = _by_slot(slots, pages)
+        rows = Rows(self._slab.slot_bytes, self._slab.page_bytes)
         with torch.cuda.stream(staging.pages_stream):
             transfer, on_device = self._begin(pages)
-            for first, count in self._groups():
-                rows = Rows(self._slab.slot_bytes, count * self._layer_bytes)
-                for part in _parts(len(slots), staging.pages):
-                    buffer, is_empty = staging.take(staging.pages_stream)
-                    self._mover.collect(buffer, on_device[part], first, count)
-                    staging.rows_stream.wait_stream(staging.pages_stream)
-                    for row, slot, length in _runs(slots[part]):
-                        rows.to_host(
-                            buffer.data_ptr() + row * count * self._layer_bytes,
-                            self._address(slot, first), length, staging.rows_stream.cuda_stream,
-                        )  # fmt: skip
-                    is_empty.record(staging.rows_stream)
-                transfer.events.append(_recorded(staging.rows_stream))
+            for part in _parts(len(slots), staging.pages):
+                buffer, is_empty = staging.take(staging.pages_stream)
+                self._mover.collect(buffer, on_device[part], 0, self._num_layers)
+                staging.rows_stream.wait_stream(staging.pages_stream)
+                for row, slot, length in _runs(slots[part]):
+                    rows.to_host(
+                        buffer.data_ptr() + row * self._slab.page_bytes,
+                        self._address(slot, 0), length, staging.rows_stream.cuda_stream,
+                    )  # fmt: skip
+                is_empty.record(staging.rows_stream)
+            transfer.events = [_recorded(staging.rows_stream)] * self._num_groups()
         return transfer
 
     def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> GpuTransfer:
@@ -190,6 +190,9 @@ class GpuCopier:
         transfer = GpuTransfer(self._num_layers, pinned)
         transfer.begin.record()
         return transfer, pinned.to(self._device, non_blocking=True)
+
+    def _num_groups(self) -> int:
+        return -(-self._num_layers // LAYERS_AT_ONCE)
 
     def _groups(self) -> Iterator[tuple[int, int]]:
         """First layer and number of layers."""

@@ -1,0 +1,45 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""Small arrays from pinned memory to the device, by a kernel that reads the host's memory itself.
+
+A step's inputs must not stand in line at the copy engine, which may have seconds of stored pages
+to bring first.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_WORDS = 1024
+MOST_BLOCKS = 32  # programs of a row
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _pull_kernel(
+    target_ptr, source_ptr, target_stride, source_stride, num_words, BLOCK: tl.constexpr
+):
+    """A row is shared out among the programs of axis 1."""
+    target_ptr += tl.program_id(0) * target_stride
+    source_ptr += tl.program_id(0) * source_stride
+    for first in range(tl.program_id(1) * BLOCK, num_words, tl.num_programs(1) * BLOCK):
+        words = first + tl.arange(0, BLOCK)
+        mask = words < num_words
+        tl.store(target_ptr + words, tl.load(source_ptr + words, mask=mask), mask=mask)
+
+
+def pull(target: Tensor, source: Tensor) -> None:
+    """Copy `source` [rows, columns] of pinned memory on the current stream; int32 or int64.
+
+    The caller keeps `source` as it is until the stream has come past.
+    """
+    if target.device.type == "cpu":
+        target.copy_(source)
+        return
+    target, source = target.view(torch.int32), source.view(torch.int32)
+    rows, words = target.shape
+    if words == 0:
+        return
+    blocks = min(triton.cdiv(words, BLOCK_WORDS), MOST_BLOCKS)
+    _pull_kernel[(rows, blocks)](
+        target, source, target.stride(0), source.stride(0), words, BLOCK=BLOCK_WORDS, num_warps=4
+    )
