@@ -12,6 +12,13 @@ from mainstem.apps.answers import TextEngine, TextOutput
 from mainstem.apps.hub import resolve_model
 from mainstem.apps.jobs.ordering import shared_with_next
 from mainstem.apps.progress import StageBar
+from mainstem.apps.prompts import (
+    Message,
+    Prompt,
+    listed_conversations,
+    listed_params,
+    listed_prompts,
+)
 from mainstem.apps.sessions import SessionLimits, Sessions, continued_ids, spoken_text
 from mainstem.apps.text import Tokenizer
 from mainstem.core.config import (
@@ -30,9 +37,6 @@ from mainstem.core.plan import Prompts
 from mainstem.core.request import ChooseKept, Delivery, Overflow, SamplingParams, TokenLogprobs
 from mainstem.engine.build import build_engine
 from mainstem.plan.planner import plan_prompts
-
-Message = Mapping[str, object]
-Prompt = str | Sequence[int]
 
 
 @dataclass(slots=True)
@@ -160,19 +164,20 @@ class LLM:
         sessions: Sequence[str] | None = None,
         overflow: Overflow | str | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, given as text or token ids; results in the order of the prompts.
+        """Answer prompts, given as text, token ids, {"prompt": text} or {"prompt_token_ids": ids};
+        results in the order of the prompts.
 
         `sessions` names the conversation each prompt continues. `overflow` says what becomes of a
         prompt longer than the context window: "kv" (the default in sessions), "recompute" or
         "error". Raises InvalidRequest before anything runs if one of them cannot be answered, and
         AnswerFailed after everything ran if steps failed over one again and again.
         """
-        listed = _listed_prompts(prompts)
+        listed = listed_prompts(prompts)
         texts = [prompt for prompt in listed if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_batch(texts))
-        ids = [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in listed]
+        ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in listed]
         shown = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        params = _listed_params(sampling_params, len(listed))
+        params = listed_params(sampling_params, len(listed))
         window = _window_rules(sessions, overflow, len(listed))
         return self._run(shown, ids, params, window, use_tqdm)
 
@@ -187,9 +192,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template; `sessions` and
         `overflow` as in `generate`. A turn of a session extends the ids of the turns before it."""
-        conversations = _listed_conversations(messages)
+        conversations = listed_conversations(messages)
         texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
-        params = _listed_params(sampling_params, len(texts))
+        params = listed_params(sampling_params, len(texts))
         window = _window_rules(sessions, overflow, len(texts))
         turns = list(zip(window.sessions, texts, strict=True))
         ids = [self.encode_turn(session, text) for session, text in turns]
@@ -332,33 +337,6 @@ def _empty_result(
     return RequestOutput(request_id, prompt, prompt_ids, answers)
 
 
-def _listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt (text or ids) from a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [[item for item in listed if isinstance(item, int)]]
-    checked: list[Prompt] = []
-    for index, item in enumerate(listed):
-        if isinstance(item, int) or not isinstance(item, str | Sequence):
-            raise InvalidRequest("prompt", f"prompt {index} must be text or token ids: {item!r}")
-        checked.append(item)
-    return checked
-
-
-def _listed_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, number: int
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * number
-    if len(params) != number:
-        raise InvalidRequest("sampling_params", f"{len(params)} given for {number} prompts")
-    return list(params)
-
-
 @dataclass(frozen=True, slots=True)
 class _WindowRules:
     """What becomes of prompts that are longer than the context window."""
@@ -378,14 +356,3 @@ def _window_rules(
             raise InvalidRequest("overflow", f"must be one of {known}, got {overflow!r}")
         overflow = Overflow(overflow)
     return _WindowRules([None] * number if sessions is None else sessions, overflow)
-
-
-def _listed_conversations(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> list[list[Message]]:
-    """Tell one conversation from a list of conversations."""
-    if not messages:
-        raise InvalidRequest("messages", "must be a list with at least one message")
-    if isinstance(messages[0], Mapping):
-        return [[message for message in messages if isinstance(message, Mapping)]]
-    return [list(conversation) for conversation in messages if isinstance(conversation, Sequence)]

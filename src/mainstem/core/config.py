@@ -149,7 +149,7 @@ class SchedConfig:
             )
         if self.sink_tokens is not None and self.sink_tokens < 0:
             raise ConfigError(f"sink_tokens must be at least 0, got {self.sink_tokens}")
-        if not -(2**63) <= self.seed < 2**63:
+        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must fit into 64 bits, got {self.seed}")
 
 

@@ -50,7 +50,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] = ()  # None, too, is none
     stop_token_ids: Sequence[int] = ()
     max_tokens: int | None = 16  # None: up to the context window
     min_tokens: int = 0
@@ -90,18 +90,24 @@ class SamplingParams:
         for name, value in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
             if self.grammar is not None and value:
                 raise InvalidRequest(name, "cannot be combined with a form of the answer")
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(name, f"must be true or false, got {getattr(self, name)!r}")
         self._normalise_stops()
         self._normalise_logit_bias()
 
     def _normalise_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), Sequence | None):
+                raise InvalidRequest(name, f"must be a list, got {getattr(self, name)!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stop) > MAX_STOP_STRINGS:
             raise InvalidRequest("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequest("stop", f"must be non-empty strings, got {text!r}")
         object.__setattr__(self, "stop", stop)
-        ids = tuple(self.stop_token_ids)
+        ids = tuple(self.stop_token_ids or ())
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(
                 "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}"
