@@ -70,3 +70,25 @@ def test_a_log_line_is_a_json_object() -> None:
     assert found["level"] == "info"
     assert found["status"] == 200
     assert found["time"].endswith("Z")
+
+
+def test_a_port_is_taken_as_soon_as_a_server_says_so() -> None:
+    """While the first still loads its model: clients can connect, a second server cannot start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    class Seen(Exception):
+        pass
+
+    def never(_: EngineConfig) -> TextEngine:
+        raise AssertionError("the second server has loaded its model")
+
+    def loading(_: EngineConfig) -> TextEngine:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            main(["--port", str(port)], never)
+        raise Seen
+
+    with pytest.raises(Seen):
+        main(["--port", str(port)], loading)

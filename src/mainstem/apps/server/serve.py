@@ -35,6 +35,7 @@ MIB = 1 << 20
 GRACE_S = 5.0  # after the deadline, for last words to be sent
 SESSIONS_FILE = "sessions.sqlite"
 SWITCH_S = 0.001  # the engine gives the interpreter up so often while HTTP waits for it
+BACKLOG = 2048  # connections that wait to be accepted
 
 log = logging.getLogger("mainstem.server")
 
@@ -187,7 +188,11 @@ def _check_apps(gateway: Gateway) -> None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket, not listening yet; raises ConfigError."""
+    """A socket that listens; raises ConfigError.
+
+    Whoever connects while the model is loaded waits for it, and a second server on the same port
+    hears at once that it is taken, not when its own model is there.
+    """
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"port must be between 0 and 65535, got {port}")
     try:
@@ -199,6 +204,7 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
