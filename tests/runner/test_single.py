@@ -7,6 +7,7 @@ import torch
 
 from mainstem import LLM, SamplingParams
 from mainstem.core.config import CacheConfig, EngineConfig
+from mainstem.runner import single
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import folder_origin
 from mainstem.runner.runner import CpuRunner
@@ -40,12 +41,15 @@ def test_a_lone_sequence_gives_the_same_logprobs_either_way(
     assert torch.tensor(fast) == pytest.approx(torch.tensor(slow), abs=1e-4)
 
 
+@pytest.mark.parametrize("min_fused_keys", [13, 1000])
 @pytest.mark.parametrize("pages", [[3, 4, 5, 6, 7], [9, 2, 5, 4, 0]])
 def test_pages_may_lie_anywhere(
-    pages: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pages: list[int], min_fused_keys: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neighbouring pages are read in place, others are gathered; logprobs as without this pass."""
+    """Neighbouring pages are read in place, others are gathered, few and many keys are attended in
+    different ways; logprobs as without this pass."""
     make_checkpoint("llama", tmp_path)
+    monkeypatch.setattr(single, "_MIN_FUSED_KEYS", min_fused_keys)
 
     def answer() -> list[float]:
         config = EngineConfig(cache=CacheConfig(page_size=4, kv_tokens=40))
@@ -64,3 +68,33 @@ def test_pages_may_lie_anywhere(
     fast = answer()
     monkeypatch.setattr(SingleTokenPass, "make", lambda *_: None)
     assert fast == pytest.approx(answer(), abs=1e-4)
+
+
+@pytest.mark.parametrize("min_elements", [2_400, 4_000])
+def test_rows_added_for_more_threads_change_nothing(
+    min_elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output product (48 x 48), and then the down product (48 x 80), get rows of zeros."""
+    make_checkpoint("llama", tmp_path)
+    config = EngineConfig(cache=CacheConfig(page_size=4, kv_tokens=40))
+
+    def answer() -> tuple[list[float], int]:
+        runner, _ = load_cpu_runner(folder_origin(tmp_path), config)
+        sampling = SamplingParams(temperature=0.0, logprobs=0)
+        seq = Seq(0, list(range(5, 14)), pages=[1, 2, 3], sampling=sampling)
+        logprobs = []
+        for num_tokens in (9, 1, 1):
+            work = Work(seq, num_tokens)
+            result = run(runner, a_step([work], 4, VOCAB), [work])
+            logprobs.append(result.logprobs[0].logprob)
+        assert runner._single is not None
+        return logprobs, len(runner._single._padded_x)
+
+    plain, size = answer()
+    assert size == 48
+    monkeypatch.setattr(single, "_THREADED_ELEMENTS", min_elements)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch.__config__, "show", lambda: "BLAS_INFO=open")
+    padded, size = answer()
+    assert size > 48
+    assert padded == pytest.approx(plain, abs=1e-5)

@@ -15,7 +15,7 @@ Pages lie head by head, so that neighbouring pages are one run of slots:
 
 A bucket whose parts are evenly spaced runs of equal length reads them where they are (Windows);
 queries likewise (cpu_queries.py). Others are collected (Gather), by whole pages, triangles by slot;
-what lies behind a part's last key is masked and set to zero, since a slot nobody wrote may hold NaN,
+what lies behind a part's last key is masked and set to zero: a slot nobody wrote may hold NaN,
 and 0 * NaN is NaN.
 
 torch's fused CPU attention answers with the log-sum-exp beside the output. A token that lies in

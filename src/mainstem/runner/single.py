@@ -4,12 +4,13 @@ At batch 1 the weights are read at memory speed and the rest is the cost of call
 pass is written in products that do the work of their neighbours (a norm is the factor of the next
 product, a residual is what a product is added to) over buffers that never move:
 
-    per layer   dot, addmv, mul_, write, bmm, softmax, bmm, addmv_, dot, addmv, silu_, mul_, addmv_
+    per layer   dot, addmv, mul_, write, attend, addmv_, dot, addmv, silu_, mul_, addmv_
 
-Dot products and the write of K and V go through numpy views of the same memory, which costs less
-than half of torch's call. Neighbouring pages are read where they are, and the views of all layers
-are made in one go; other pages are gathered layer by layer. Everything else goes through
-Decoder.forward, of which this is the same mathematics.
+Dot products, the write of K and V and attention over few keys go through numpy views of the same
+memory, which costs half of torch's call; many keys go through torch's fused kernel, which uses all
+cores. Neighbouring pages are read where they are, and the views of all layers are made in one go;
+other pages are gathered layer by layer. Everything else goes through Decoder.forward, of which this
+is the same mathematics.
 """
 
 import math
@@ -26,6 +27,13 @@ from mainstem.core.step import Step
 from mainstem.models.decoder import Decoder, Gate, Layer
 from mainstem.models.layers import DenseLinear
 from mainstem.runner.pages import DevicePages
+
+_fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+_MIN_FUSED_KEYS = 160  # below, three small calls cost less than the fused one (docs/log/cpu.md)
+_THREADED_ELEMENTS = 460_800  # OpenBLAS runs a smaller matrix times a vector on one core
+
+ReadLayer = Callable[[int], Tensor]  # a layer's K and V, [2, kv_heads, keys, dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +66,16 @@ class SingleTokenPass:
         self._qkv = torch.empty((heads + 2 * kv_heads) * dim)
         turned = self._qkv[: (heads + kv_heads) * dim].view(heads + kv_heads, dim // 2, 2)
         self._turned = torch.view_as_complex(turned)
-        self._q = self._qkv[: heads * dim].view(kv_heads, heads // kv_heads, dim)
-        self._mixed = torch.empty(kv_heads, heads // kv_heads, dim)
+        self._q = self._qkv[: heads * dim].view(1, heads, 1, dim)
+        self._q_groups = self._qkv[: heads * dim].view(kv_heads, -1, dim).numpy()
+        self._mixed = torch.empty(heads * dim)
         self._new_kv = self._qkv[heads * dim :].view(2, kv_heads, dim).numpy()
         self._gate_up = torch.empty(2 * spec.intermediate_size)
         self._gate = self._gate_up[: spec.intermediate_size]
         self._up = self._gate_up[spec.intermediate_size :]
-        self._x = torch.empty(1, spec.hidden_size)
+        # rows that `_threaded` adds to a matrix add nothing to what lies behind x
+        self._padded_x = torch.zeros(max(max(len(w.out), len(w.down)) for w in layers))
+        self._x = self._padded_x[: spec.hidden_size].view(1, -1)
         self._gathered = torch.empty(0)
         self._written = pages.all_slots.numpy()
 
@@ -95,11 +106,11 @@ class SingleTokenPass:
         torch.index_select(self._decoder.embedding, 0, token_id, out=self._x)
         x = self._x[0]
         x_array = x.numpy()
+        x_of_out = self._padded_x[: len(self._layers[0].out)]
+        x_of_down = self._padded_x[: len(self._layers[0].down)]
         turn = self._stretch * self._turns[int(step.positions[0])]
         targets = list(self._written[:, :, :, int(step.write_slots[0])])
-        read = self._reader(step)
-        scores = torch.empty(*self._q.shape[:2], int(step.spans.key_tokens[0]))
-        mixed = self._mixed.view(-1)
+        attend = self._attention(step)
         for index, layer in enumerate(self._layers):
             factor = self._norm_factor(x_array)
             if layer.qkv_bias is None:
@@ -109,50 +120,70 @@ class SingleTokenPass:
             self._turned.mul_(turn)
             gate.before(index)
             targets[index][:] = self._new_kv
-            keys, values = read(index)
-            torch.bmm(self._q, keys, out=scores)
-            torch.softmax(scores, -1, out=scores)
-            torch.bmm(scores, values, out=self._mixed)
+            mixed = attend(index)
             gate.after(index)
-            x.addmv_(layer.out, mixed)
+            x_of_out.addmv_(layer.out, mixed)
             factor = self._norm_factor(x_array)
             torch.addmv(self._gate_up, layer.gate_up, x, beta=0, alpha=factor, out=self._gate_up)
             F.silu(self._gate, inplace=True)
             self._gate.mul_(self._up)
-            x.addmv_(layer.down, self._gate)
+            x_of_down.addmv_(layer.down, self._gate)
         return self._decoder.norm(self._x)
 
     def _norm_factor(self, x: NDArray[np.float32]) -> float:
         """What RMS norm multiplies x with; its gain is part of the next product's weights."""
         return 1.0 / math.sqrt(float(x.dot(x)) + self._floor)
 
-    def _reader(self, step: Step) -> Callable[[int], tuple[Tensor, Tensor]]:
-        """What answers a layer's keys [kv_heads, dim, keys] and values [kv_heads, keys, dim]."""
-        pages = step.spans.page_ids.astype(np.int64)
+    def _attention(self, step: Step) -> Callable[[int], Tensor]:
+        """What answers a layer's attention, [heads * dim]."""
         num_keys = int(step.spans.key_tokens[0])
+        read = self._reader(step.spans.page_ids.astype(np.int64), num_keys)
+        if num_keys < _MIN_FUSED_KEYS:
+            return self._attend_few(read, num_keys)
+        return self._attend_many(read)
+
+    def _attend_few(self, read: ReadLayer, num_keys: int) -> Callable[[int], Tensor]:
+        scores = torch.empty(*self._q_groups.shape[:2], num_keys)
+        score_array = scores.numpy()
+        mixed_array = self._mixed.numpy().reshape(self._q_groups.shape)
+
+        def attend(layer: int) -> Tensor:
+            keys, values = read(layer).numpy()
+            np.matmul(self._q_groups, keys.swapaxes(1, 2), out=score_array)
+            torch.softmax(scores, -1, out=scores)
+            np.matmul(score_array, values, out=mixed_array)
+            return self._mixed
+
+        return attend
+
+    def _attend_many(self, read: ReadLayer) -> Callable[[int], Tensor]:
+        def attend(layer: int) -> Tensor:
+            keys, values = read(layer)[:, None].unbind()
+            mixed: Tensor = _fused_attention(self._q, keys, values, scale=1.0)[0]
+            return mixed.view(-1)
+
+        return attend
+
+    def _reader(self, pages: NDArray[np.int64], num_keys: int) -> ReadLayer:
         if (np.diff(pages) != 1).any():
             return self._gatherer(pages, num_keys)
         first = int(pages[0]) * self._pages.page_size
-        keys, values = self._pages.all_slots.narrow(3, first, num_keys).unbind(1)
-        return list(zip(keys.transpose(2, 3).unbind(), values.unbind(), strict=True)).__getitem__
+        return self._pages.all_slots.narrow(3, first, num_keys).unbind().__getitem__
 
-    def _gatherer(
-        self, pages: NDArray[np.int64], num_keys: int
-    ) -> Callable[[int], tuple[Tensor, Tensor]]:
-        """The same over pages that lie anywhere: all layers are gathered into one buffer."""
+    def _gatherer(self, pages: NDArray[np.int64], num_keys: int) -> ReadLayer:
+        """For pages that lie anywhere: every layer is gathered into one buffer."""
         _, both, kv_heads, _, dim = self._pages.all_slots.shape
         width = self._pages.page_size * dim
         runs = np.arange(both * kv_heads)[:, None] * self._pages.num_pages + pages
         if len(self._gathered) < runs.size * width:
             self._gathered = torch.empty(2 * runs.size * width)
         gathered = self._gathered[: runs.size * width].view(-1, width)
-        keys, values = gathered.view(2, kv_heads, -1, dim)[:, :, :num_keys]
-        keys = keys.transpose(1, 2)
+        keys_and_values = gathered.view(2, kv_heads, -1, dim)[:, :, :num_keys]
         rows = torch.from_numpy(runs.reshape(-1))
 
-        def read(layer: int) -> tuple[Tensor, Tensor]:
+        def read(layer: int) -> Tensor:
             torch.index_select(self._pages.slots(layer).view(-1, width), 0, rows, out=gathered)
-            return keys, values
+            return keys_and_values
 
         return read
 
@@ -166,5 +197,24 @@ def _weights(layer: Layer) -> _Weights | None:
     dense = [linear for linear in (qkv, out, gate_up, down) if isinstance(linear, DenseLinear)]
     if len(dense) < 4 or any(linear.bias is not None for linear in dense[1:]):
         return None
-    matrices = [linear.weight for linear in dense]
-    return _Weights(matrices[0], dense[0].bias, *matrices[1:])
+    return _Weights(
+        qkv=dense[0].weight,
+        qkv_bias=dense[0].bias,
+        out=_threaded(dense[1].weight),
+        gate_up=dense[2].weight,
+        down=_threaded(dense[3].weight),
+    )
+
+
+def _threaded(weight: Tensor) -> Tensor:
+    """The matrix with rows of zeros below, if then all cores work on it and that is faster.
+
+    One core reads at a little more than half of the memory's speed, so up to three quarters more to
+    read is a gain.
+    """
+    num_rows = -(-_THREADED_ELEMENTS // weight.shape[1])
+    is_near = weight.numel() < _THREADED_ELEMENTS < 1.75 * weight.numel()
+    is_openblas = "BLAS_INFO=open" in torch.__config__.show()
+    if not is_near or not is_openblas or torch.get_num_threads() == 1:
+        return weight
+    return F.pad(weight, (0, 0, 0, num_rows - len(weight)))
