@@ -1,8 +1,8 @@
 """DiskTier: pages in a folder, written and read by threads of its own.
 
     engine thread        writer thread                        reader threads
-    write(jobs) ------>  wait for the copy, write, fsync,
-                         commit rows ------------------.
+    write(jobs) ------>  wait for the copies, write some
+                         side by side, fsync, commit --.
     delete(keys) ----->  delete rows                   |
     read(job) ---------------------------------------- | --->  read, compare checksums
     poll() <-------------------------------------------+-------------'
@@ -15,6 +15,7 @@ import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,8 @@ from mainstem.kv.bytes.folder import StoreFolder
 from mainstem.kv.bytes.page_index import FILE, PageIndex, PageRow, remove_index
 from mainstem.kv.bytes.segments import SegmentFiles
 
-NUM_READERS = 4
+NUM_READERS = 8  # checksums take about as long as reading: half of them wait for the disk
+NUM_WRITERS = 4  # pages of a batch that are written side by side, likewise
 INDEX_ROOM = 1 << 20  # bytes that are enough to open and change an index
 LITTLE_ROOM = 64 << 10  # bytes that are not enough
 MAX_BATCH = 64  # pages written between two commits
@@ -125,6 +127,7 @@ class DiskTier:
         self._orders: SimpleQueue[_Order] = SimpleQueue()
         self._reads: SimpleQueue[ReadJob | None] = SimpleQueue()
         self._done: SimpleQueue[Written | Read] = SimpleQueue()
+        self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="kv-write")
         self._threads = [Thread(target=self._write_all, name="kv-writer", daemon=True)]
         for _ in range(NUM_READERS):
             self._threads.append(Thread(target=self._read_all, name="kv-reader", daemon=True))
@@ -193,6 +196,7 @@ class DiskTier:
             self._reads.put(None)
         for thread in self._threads:
             thread.join()
+        self._writers.shutdown()
         self._files.close()
         self._index.close()
         self._lock.close()
@@ -291,19 +295,22 @@ class DiskTier:
 
     def _write_batch(self, jobs: list[WriteJob]) -> None:
         """Records first, then fsync, then their rows: a row never points at less than its page."""
-        now = time()
-        rows: list[PageRow] = []
-        for job in jobs:
-            with self._reporting([job.key]):
-                if job.after is not None:
-                    job.after()
-                self._files.write(job.record, job.buffer)
-                rows.append(PageRow(job.key, job.record, job.token_ids, crc32(job.buffer), now))
+        rows = [row for row in self._writers.map(self._write_page, jobs) if row is not None]
         with self._reporting([row.key for row in rows]):
             self._files.sync([row.record for row in rows])
             self._index.insert(rows)
             for row in rows:
                 self._done.put(Written(row.key, row.crc32))
+
+    def _write_page(self, job: WriteJob) -> PageRow | None:
+        """The row of a page that was written; None: it was not, and that was told."""
+        row: PageRow | None = None
+        with self._reporting([job.key]):
+            if job.after is not None:
+                job.after()
+            self._files.write(job.record, job.buffer)
+            row = PageRow(job.key, job.record, job.token_ids, crc32(job.buffer), time())
+        return row
 
     @contextmanager
     def _reporting(self, keys: list[PageKey]) -> Iterator[None]:

@@ -18,7 +18,7 @@ SEGMENT_BYTES = 256 << 20
 class SegmentFiles:
     """Reads and writes records by number; a segment is created when it is first written.
 
-    Several threads may read while one writes, never the same record.
+    Several threads may read and write, never the same record.
     """
 
     def __init__(self, folder: Path, page_bytes: int) -> None:
