@@ -73,7 +73,9 @@ def test_a_script_gets_every_other_answer_with_the_error(monkeypatch: pytest.Mon
     engines.at_launch = fails_over_poison
     llm = a_fake_llm(engines, monkeypatch)
     greedy = SamplingParams(temperature=0, max_tokens=5)
-    with pytest.raises(AnswerFailed, match="1 of 3 prompts .* number 1: RuntimeError: poison") as e:
+    with pytest.raises(
+        AnswerFailed, match=r"1 of 3 prompts .* number 1: RuntimeError: poison"
+    ) as e:
         llm.generate(["one", POISON, "three"], greedy, use_tqdm=False)
     first, failed, last = e.value.results
     assert first.outputs[0].text == expected_text("one", 5)  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from mainstem.apps import batch
 from mainstem.apps.bench.report import line, load_average
 from mainstem.apps.flags import CACHE_FLAGS, MODEL_FLAGS, add_engine_flags
 from mainstem.apps.jobs.files import InputFile
+from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.errors import InvalidRequest
 
@@ -42,8 +43,10 @@ def parser() -> argparse.ArgumentParser:
         "mainstem bench batch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("--input", type=Path, metavar="FILE", help="documents and questions")
-    made.add_argument("--requests", type=int, default=200, metavar="N")
-    made.add_argument("--output", type=int, default=32, metavar="N", help="tokens per answer (32)")
+    made.add_argument("--requests", type=positive_count, default=200, metavar="N")
+    made.add_argument(
+        "--output", type=positive_count, default=32, metavar="N", help="tokens per answer (32)"
+    )
     made.add_argument("--json", action="store_true")
     add_engine_flags(made)
     return made

@@ -14,6 +14,7 @@ from mainstem.apps.bench.report import line, load_average
 from mainstem.apps.flags import add_engine_flags, engine_config
 from mainstem.apps.hub import resolve_model
 from mainstem.apps.llm import LLM
+from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.config import EngineConfig
 from mainstem.core.request import SamplingParams
@@ -25,10 +26,10 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "mainstem bench cpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    made.add_argument("--requests", type=int, default=64)
+    made.add_argument("--requests", type=positive_count, default=64)
     made.add_argument("--prefix", type=int, default=1024)
     made.add_argument("--own", type=int, default=32)
-    made.add_argument("--output", type=int, default=32)
+    made.add_argument("--output", type=positive_count, default=32)
     made.add_argument("--batch-1", action="store_true", help="one short prompt, 128 tokens out")
     made.add_argument(
         "--rivals",

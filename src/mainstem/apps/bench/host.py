@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.apps.bench.report import line, load_average
+from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.config import SchedConfig
 from mainstem.core.events import EventBus
@@ -23,11 +24,11 @@ Milliseconds = NDArray[np.float64]
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("mainstem bench host", description=__doc__)
-    made.add_argument("--seqs", type=int, default=1000)
-    made.add_argument("--groups", type=int, default=64)
+    made.add_argument("--seqs", type=positive_count, default=1000)
+    made.add_argument("--groups", type=positive_count, default=64)
     made.add_argument("--prefix", type=int, default=2000)
     made.add_argument("--own", type=int, default=200)
-    made.add_argument("--steps", type=int, default=200)
+    made.add_argument("--steps", type=positive_count, default=200)
     made.add_argument("--streaming", action="store_true", help="hand out each token as it comes")
     made.add_argument("--json", action="store_true")
     return made
