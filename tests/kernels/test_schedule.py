@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from mainstem.apps.bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases
 from mainstem.kernels import Limits
 from mainstem.kernels import schedule as plans
+from mainstem.kernels.cutting import Shape
 from mainstem.kernels.tuning import HOPPER, Tiles
 from mainstem.kernels.unshare import unshare
 
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.torch
 CASES = {case.name: case for case in (*kernel_cases(), mixed_cases()[0])}
 
 
-def shape_of(case: AttentionCase, tiles: Tiles, fixed_stretch: int | None = None) -> plans.Shape:
-    return plans.Shape(
+def shape_of(case: AttentionCase, tiles: Tiles, fixed_stretch: int | None = None) -> Shape:
+    return Shape(
         group=case.heads // case.kv_heads,
         kv_heads=case.kv_heads,
         page_size=case.page_size,
@@ -31,7 +32,7 @@ def shape_of(case: AttentionCase, tiles: Tiles, fixed_stretch: int | None = None
     )
 
 
-def check(case: AttentionCase, shape: plans.Shape) -> None:
+def check(case: AttentionCase, shape: Shape) -> None:
     """Count (row, key) pairs per KV head, and Partials per token, as the kernel would."""
     spans = case.spans()
     plan = plans.schedule(spans, shape)
@@ -82,7 +83,7 @@ def check(case: AttentionCase, shape: plans.Shape) -> None:
 
 def _check_first_units(
     ints: np.ndarray, kind: int, table: np.ndarray, units: np.ndarray, pieces_at: int,
-    per_piece: int, shape: plans.Shape,
+    per_piece: int, shape: Shape,
 ) -> None:  # fmt: skip
     """What a share says of its first unit is what the orders and pieces say."""
     for share in table[table[:, 2 * kind] < table[:, 2 * kind + 1]]:

@@ -21,15 +21,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.errors import MainstemError
 from mainstem.core.step import Int32s, Spans
+from mainstem.kernels.cutting import Shape
 from mainstem.kernels.parts import _merge_parts_kernel
-from mainstem.kernels.schedule import (
-    HEADER_INTS,
-    PIECE_FIELDS,
-    SHARE_FIELDS,
-    Schedule,
-    Shape,
-    schedule,
-)
+from mainstem.kernels.schedule import HEADER_INTS, PIECE_FIELDS, SHARE_FIELDS, Schedule, schedule
 from mainstem.kernels.span import _span_kernel
 from mainstem.kernels.tuning import Tiles, can_overlap, choose_tiles
 from mainstem.kernels.unshare import unshare

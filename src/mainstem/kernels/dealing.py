@@ -1,0 +1,71 @@
+"""Who computes which unit: units of both kinds, shared out so that all programs end together.
+Numpy only.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def share_out(
+    shares: Int32s, large: tuple[Floats, int], small: tuple[Floats, int]
+) -> tuple[Int64s, Int64s]:
+    """Give each program units of both kinds, so that all have the same to do.
+
+    A kind is the cost of one unit of each piece, and how many units every piece has. Returns the
+    order of the units; program p has those from shares[p] to shares[p + 1], small ones likewise.
+    """
+    programs = len(shares) // 2 - 1
+    shares[:] = 0
+    load = np.zeros(programs)
+    large_order = _deal(*large, shares[: programs + 1], load)
+    cost, units = small
+    count = len(cost) * units
+    is_even = count and cost.max() < 1.2 * cost.mean()
+    if not is_even:
+        return large_order, _deal(cost, units, shares[programs + 1 :], load)
+    # Equal units fill up what the large ones leave open; neighbours share page ids.
+    np.cumsum(_fill(load, float(cost.mean()), count), out=shares[programs + 2 :])
+    return large_order, np.arange(count)
+
+
+def _deal(cost: Floats, units: int, shares: Int32s, load: Floats) -> Int64s:
+    """Deal units like cards, the longest first, there and back; adds to the programs' load."""
+    programs = len(load)
+    if not len(cost):
+        return np.empty(0, np.int64)
+    by_cost = np.argsort(-cost, kind="stable")
+    order = (by_cost[:, None] * units + np.arange(units)).ravel()
+    turn, place = np.divmod(np.arange(len(order)), programs)
+    program = np.where(turn % 2, programs - 1 - place, place)
+    # The emptiest come first where a round does not reach all, so spread them over the card.
+    program = _spread(programs)[program]
+    load += np.bincount(program, weights=np.repeat(cost[by_cost], units), minlength=programs)
+    np.cumsum(np.bincount(program, minlength=programs), out=shares[1:])
+    return order[np.argsort(program, kind="stable")]
+
+
+def _spread(programs: int) -> Int64s:
+    """Programs in an order that visits every second one first: neighbours share an SM."""
+    return np.concatenate((np.arange(0, programs, 2), np.arange(1, programs, 2)))
+
+
+def _fill(load: Floats, size: float, count: int) -> Floats:
+    """How many of `count` equal units each program takes, so that the fullest is least full."""
+    level = np.inf
+    for _ in range(2):  # programs that are fuller than the mean already take no part in it
+        is_open = load < level
+        level = float(load[is_open].sum() + size * count) / int(is_open.sum())
+    room = np.maximum((level - load) // size, 0.0)
+    missing = count - int(room.sum())
+    while missing > 0:
+        emptiest = np.argsort(load + room * size, kind="stable")[:missing]
+        room[emptiest] += 1.0
+        missing -= len(emptiest)
+    if missing < 0:
+        fullest = np.argsort(np.where(room > 0, -load - room * size, 0.0), kind="stable")[:-missing]
+        room[fullest] -= 1.0
+    return room
