@@ -102,7 +102,7 @@ def find_windows(parts: list[Part], shape: PageShape) -> Windows | None:
         return None
     for part in parts:
         pages = part.pages[part.first // size : -(-(part.first + num_keys) // size)]
-        if pages[-1] - pages[0] != len(pages) - 1 or (np.diff(pages) != 1).any():
+        if len(pages) > 1 and (pages[1:] - pages[:-1] != 1).any():
             return None
     firsts = [int(part.pages[part.first // size]) * size + part.first % size for part in parts]
     steps = np.diff(firsts)
