@@ -120,8 +120,8 @@ def test_steps_are_expected_to_take_what_the_latest_took() -> None:
     steps = StepTimes(TOKEN_S, floor_s=3.5e-3)
     assert steps.expect_s(0) == 3.5e-3
     for _ in range(30):
-        for num_tokens in (24, 4096):
-            steps.observe(num_tokens, 5.5e-3 + num_tokens * 27e-6)
+        for prompt_tokens in (0, 24, 4096):
+            steps.observe(prompt_tokens, 5.5e-3 + prompt_tokens * 27e-6)
     assert steps.floor_s == pytest.approx(5.5e-3, rel=1e-3)
     assert steps.token_s == pytest.approx(27e-6, rel=1e-3)
 

@@ -14,9 +14,10 @@ HELD_UP = 4  # of those that wait, as many count: the others may take the other 
 
 
 class StepTimes:
-    """How long a step takes: so much whatever is in it, and so much a token.
+    """How long a step takes: so much whoever decodes in it, and so much for a token of a prompt.
 
-    Begins with the card's figures. Small steps then tell of the one, large steps of the other.
+    Begins with the card's figures. Steps of few prompt tokens then tell of the one, steps of many
+    of the other.
     """
 
     def __init__(self, token_s: float, floor_s: float = 0.0) -> None:
@@ -24,18 +25,19 @@ class StepTimes:
         self.floor_s = floor_s
         self.interval_s = 0.0  # between the ends of the latest two
 
-    def expect_s(self, num_tokens: int) -> float:
-        """Seconds that a step of so many tokens will take."""
-        return self.floor_s + num_tokens * self.token_s
+    def expect_s(self, prompt_tokens: int) -> float:
+        """Seconds that a step with so many tokens of prompts will take."""
+        return self.floor_s + prompt_tokens * self.token_s
 
-    def observe(self, num_tokens: int, device_s: float) -> None:
+    def observe(self, prompt_tokens: int, device_s: float) -> None:
         """A step took so long, and waited for no load."""
-        seen_s = min(device_s, SURPRISE * self.expect_s(num_tokens))
-        tokens_s = num_tokens * self.token_s
-        if tokens_s < self.floor_s:
-            self.floor_s += LEARNING * (max(seen_s - tokens_s, 0.0) - self.floor_s)
+        seen_s = min(device_s, SURPRISE * self.expect_s(prompt_tokens))
+        prompts_s = prompt_tokens * self.token_s
+        if prompts_s < self.floor_s or not prompt_tokens:
+            self.floor_s += LEARNING * (max(seen_s - prompts_s, 0.0) - self.floor_s)
         else:
-            self.token_s += LEARNING * (max(seen_s - self.floor_s, 0.0) / num_tokens - self.token_s)
+            token_s = max(seen_s - self.floor_s, 0.0) / prompt_tokens
+            self.token_s += LEARNING * (token_s - self.token_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +90,12 @@ class Fetching:
             return 1
         return math.ceil(num_layers - (num_layers - 1) * prompt_s / load_s)
 
-    def lead_s(self, num_tokens: int, ran_s: float) -> float:
-        """Seconds that a step of `num_tokens`, which has run for `ran_s`, will keep the device:
+    def lead_s(self, prompt_tokens: int, ran_s: float) -> float:
+        """Seconds that a step of `prompt_tokens`, which has run for `ran_s`, will keep the device:
         the next one begins no earlier, and may count on what is loaded by then."""
         if self.config.preload != "auto":
             return 0.0
-        return max(0.0, CAUTION * self.steps.expect_s(num_tokens) - ran_s)
+        return max(0.0, CAUTION * self.steps.expect_s(prompt_tokens) - ran_s)
 
     def _load_s(self, stored: Stored, num_held_up: int) -> float:
         """From disk through host memory: the slower way decides, the other adds its own part."""

@@ -91,13 +91,14 @@ class Loader:
         before_s, self._last_end_s = self._last_end_s, perf_counter()
         self.fetching.steps.interval_s = min(self._last_end_s - before_s, LONGEST_S)
         if device_s and not len(step.load_ids):
-            self.fetching.steps.observe(step.num_tokens, device_s)
+            self.fetching.steps.observe(step.num_tokens - step.num_decodes, device_s)
 
     def lead_s(self, in_flight: Step | None) -> float:
         """How long a step that is made now will wait for the one in flight, at least."""
         if self.fetching is None or in_flight is None:
             return 0.0
-        return self.fetching.lead_s(in_flight.num_tokens, perf_counter() - self._last_end_s)
+        prompt_tokens = in_flight.num_tokens - in_flight.num_decodes
+        return self.fetching.lead_s(prompt_tokens, perf_counter() - self._last_end_s)
 
     def must_wait(self, match: Match) -> bool:
         """Whether a sequence is better loaded, and the way to it is not free yet."""
