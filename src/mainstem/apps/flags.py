@@ -67,7 +67,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quantize",
         choices=_values(Quantize),
-        help="smaller weights (none): int8 on a CPU costs smollm2 0.7 %% of perplexity, "
+        help="smaller weights (none): int8 on a CPU costs smollm2 1.2 %% of perplexity, "
         "fp8 on a GPU 3 %%",
     )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (all cores)")
