@@ -1,14 +1,13 @@
 """When a job's next request is handed to the engine."""
 
 from mainstem.apps.jobs.supply import LOOK_AHEAD, Supply
-from mainstem.plan.pace import EqualRequests, Limits
 
-LIMITS = Limits(room_tokens=158_000, page_tokens=16, step_tokens=4096)
+STEP_TOKENS = 4096
 
 
 def fill(supply: Supply, num_left: int, num_waiting: int, new_tokens: int) -> int:
     """How many are submitted before a step."""
-    supply.begin_step(num_left)
+    supply.begin_step()
     num_new = 0
     while supply.has_room(num_waiting + num_new) and num_waiting + num_new < num_left:
         supply.note(new_tokens)
@@ -17,38 +16,20 @@ def fill(supply: Supply, num_left: int, num_waiting: int, new_tokens: int) -> in
 
 
 def test_tokens_for_one_step_wait_at_first_and_for_two_later() -> None:
-    supply = Supply(LIMITS)
+    supply = Supply(STEP_TOKENS)
     assert fill(supply, 10_000, 0, new_tokens=40) == 103
     assert fill(supply, 9_900, 3, new_tokens=40) == 202  # 3 + 202 prompts of 40 tokens
     assert fill(supply, 9_900, 205, new_tokens=40) == 0
 
 
 def test_a_few_wait_however_long_they_are() -> None:
-    supply = Supply(LIMITS)
+    supply = Supply(STEP_TOKENS)
     assert fill(supply, 500, 0, new_tokens=10_000) == 1
     assert fill(supply, 500, 1, new_tokens=10_000) == LOOK_AHEAD - 1
 
 
 def test_answers_to_one_prompt_wait_with_it() -> None:
-    supply = Supply(LIMITS)
-    supply.begin_step(100)
+    supply = Supply(STEP_TOKENS)
+    supply.begin_step()
     supply.note(4095, num_answers=4)
     assert not supply.has_room(num_waiting=4)  # 4095 + 3
-
-
-def test_equal_requests_are_handed_over_at_their_pace() -> None:
-    supply = Supply(LIMITS)
-    supply.follow(EqualRequests(1000, 64, 128))
-    left, counts = 1000, []
-    while left:
-        counts.append(fill(supply, left, 0, new_tokens=64))
-        left -= counts[-1]
-    assert max(counts[:40]) < 10  # a few at a time
-    assert 40 < len(counts) < 60  # then as many as steps take
-
-
-def test_others_are_not_held_back() -> None:
-    supply = Supply(LIMITS)
-    supply.follow(EqualRequests(1000, 64, 128))
-    supply.follow(None)
-    assert fill(supply, 1000, 0, new_tokens=64) == 64

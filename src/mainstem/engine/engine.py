@@ -11,7 +11,6 @@ from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step
-from mainstem.plan.pace import Limits
 from mainstem.sched.scheduler import Scheduler
 
 MAX_FAILURES = 8  # in a row: with other requests in each step, it is not theirs
@@ -38,9 +37,9 @@ class Engine:
         return self._scheduler.has_work
 
     @property
-    def limits(self) -> Limits:
-        """What there is for a job that runs alone."""
-        return self._scheduler.limits
+    def step_tokens(self) -> int:
+        """What a step takes at most."""
+        return self._scheduler.step_tokens
 
     @property
     def num_waiting(self) -> int:

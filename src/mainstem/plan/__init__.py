@@ -4,6 +4,5 @@ planner.py      plan_prompts: the one call, and its settings
 prefix_tree.py  all prompts -> tree of shared prefixes
 groups.py       which prefixes are worth sharing -> groups and spans
 order.py        order of groups by expected output length -> Plan
-pace.py         how many requests of a job start before each step
 saving.py       token saving ratios, and what an LRU cache would reach
 """

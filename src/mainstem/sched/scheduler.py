@@ -31,7 +31,6 @@ from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s, Step, StepId, StepResult
 from mainstem.kv.store import KVStore
-from mainstem.plan.pace import Limits
 from mainstem.sched.batching import Batch, build_step
 from mainstem.sched.fetching import Fetching
 from mainstem.sched.intake import Intake
@@ -141,10 +140,9 @@ class Scheduler:
                 self._end_early(sequence, FinishReason.STOP)
 
     @property
-    def limits(self) -> Limits:
-        """What there is for a job that runs alone."""
-        room_tokens = self._store.num_pages * self._page_size
-        return Limits(room_tokens, self._page_size, self._size.prompt_tokens(num_decodes=0))
+    def step_tokens(self) -> int:
+        """What a step takes at most; fewer after one that did not fit the device."""
+        return self._size.tokens
 
     @property
     def num_waiting(self) -> int:

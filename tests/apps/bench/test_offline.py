@@ -47,7 +47,7 @@ def test_new_tokens_are_those_the_prompt_before_does_not_share() -> None:
 def test_feed_keeps_what_the_next_steps_need_and_no_more() -> None:
     prompts, outputs = some_prompts(groups=60), np.full(180, 4)
     engine = an_engine(num_pages=2048, config=SchedConfig(chunk_tokens=40))
-    feed = Feed(engine, prompts, Order.planned(prompts, outputs), outputs, is_paced=True)
+    feed = Feed(engine, prompts, Order.planned(prompts, outputs), outputs)
     feed.top_up()
     assert engine.num_waiting == 4  # 29 + 5 + 5 + 29: a group's prefix counts once
     feed.top_up()
@@ -95,23 +95,6 @@ def test_steps_are_never_short_of_waiting_prompts(
     fed = num_steps()
     monkeypatch.setattr(Supply, "has_room", lambda *_: True)
     assert fed == num_steps()
-
-
-def test_a_paced_job_takes_fewer_steps() -> None:
-    """Memory holds three in four of the requests: all run side by side if they start apart."""
-    prompts = Prompts.from_lists(shared(1, 96, 32, 8, vocab=VOCAB))
-    outputs = np.full(len(prompts), 32)
-    steps = {}
-    for is_paced in (True, False):
-        engine = an_engine(num_pages=800, page_size=4, config=SchedConfig(chunk_tokens=256))
-        feed = Feed(engine, prompts, Order.planned(prompts, outputs), outputs, is_paced=is_paced)
-        log = StepLog.attach(engine)
-        while not feed.is_empty or engine.has_work:
-            feed.top_up()
-            engine.step()
-        steps[is_paced] = log.num_steps
-    assert steps[False] >= 64  # two waves
-    assert steps[True] < 54
 
 
 @pytest.mark.parametrize("can_overlap", [True, False])

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mainstem.apps.jobs.ordering import held_tokens, new_tokens, shared_with_next
+from mainstem.apps.jobs.ordering import new_tokens, shared_with_next
 from mainstem.apps.jobs.supply import Supply
 from mainstem.core.events import StepFinished
 from mainstem.core.ids import RequestId
@@ -15,7 +15,6 @@ from mainstem.core.metrics import Counters
 from mainstem.core.plan import Int32s, Int64s, Prompts
 from mainstem.core.request import Delivery, FinishReason, Request, SamplingParams
 from mainstem.engine.engine import Engine
-from mainstem.plan.pace import EqualRequests, Limits
 from mainstem.plan.planner import plan_prompts
 
 
@@ -45,7 +44,7 @@ class Submits(Protocol):
     """What takes requests: an Engine, or a Scheduler alone."""
 
     @property
-    def limits(self) -> Limits: ...
+    def step_tokens(self) -> int: ...
     @property
     def num_waiting(self) -> int: ...
     def expect(self, shared_with_next: Int32s) -> int: ...
@@ -55,9 +54,7 @@ class Submits(Protocol):
 class Feed:
     """Submits a job's prompts in order, when its Supply says so."""
 
-    def __init__(
-        self, engine: Submits, prompts: Prompts, order: Order, outputs: Int64s, *, is_paced: bool
-    ) -> None:
+    def __init__(self, engine: Submits, prompts: Prompts, order: Order, outputs: Int64s) -> None:
         """`outputs` [prompts]: tokens that each is answered with."""
         self._engine = engine
         self._prompts = prompts
@@ -69,11 +66,7 @@ class Feed:
         if order.shared_with_next is not None:
             self._first_place = engine.expect(order.shared_with_next)
         self._num_submitted = 0
-        self._supply = Supply(engine.limits)
-        if is_paced and order.shared_with_next is not None and np.ptp(outputs) == 0:
-            lengths, page_tokens = prompts.num_tokens[order.members], engine.limits.page_tokens
-            mean_held = held_tokens(lengths, order.shared_with_next, page_tokens) / len(prompts)
-            self._supply.follow(EqualRequests(len(prompts), mean_held, self._expected))
+        self._supply = Supply(engine.step_tokens)
 
     @property
     def is_empty(self) -> bool:
@@ -81,8 +74,7 @@ class Feed:
 
     def top_up(self) -> None:
         """Submit what should be there before the next step."""
-        num_left = len(self._order) - self._num_submitted + self._engine.num_waiting
-        self._supply.begin_step(num_left)
+        self._supply.begin_step()
         while not self.is_empty and self._supply.has_room(self._engine.num_waiting):
             self._submit_next()
 
@@ -156,13 +148,13 @@ def run_job(
 ) -> JobRun:
     """Answer every prompt with `output` tokens, greedily. Planning and submitting are in the time.
 
-    A planned job is paced, too. Raises AssertionError if an answer is missing or short.
+    Raises AssertionError if an answer is missing or short.
     """
     counters = Counters().attach(engine.bus)
     began_s = perf_counter()
     outputs = np.full(len(prompts), output)
     order = Order.planned(prompts, outputs) if is_planned else Order.as_given(prompts)
-    feed = Feed(engine, prompts, order, outputs, is_paced=is_planned)
+    feed = Feed(engine, prompts, order, outputs)
     run = JobRun(plan_s=perf_counter() - began_s, counters=counters)
     run.steps = StepLog.attach(engine)
     while not feed.is_empty or engine.has_work:

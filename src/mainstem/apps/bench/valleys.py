@@ -10,7 +10,6 @@ import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
 
@@ -33,14 +32,6 @@ from mainstem.sched.scheduler import Scheduler
 
 PAGE_SIZE = 16
 ELEMENT_BYTES = 2  # bf16
-
-
-class Way(Enum):
-    """How a job is run."""
-
-    OFF = "off"
-    ON = "on"
-    PACED = "on, paced"
 
 
 @dataclass(slots=True)
@@ -103,7 +94,10 @@ def main(argv: list[str]) -> int:
     rng = random.Random(2)
     low, high = 1 - args.spread, 1 + args.spread
     outputs = [round(job.output * rng.uniform(low, high)) for _ in range(len(prompts))]
-    traces = [run(job, model, prompts, outputs, args.chunk_tokens, way) for way in Way]
+    traces = [
+        run(job, model, prompts, outputs, args.chunk_tokens, is_planned)
+        for is_planned in (False, True)
+    ]
     for trace in traces:
         result = {"workload": job.name, **trace.summary(len(prompts))}
         if args.spread == 0:
@@ -121,7 +115,7 @@ def run(
     prompts: Prompts,
     outputs: Sequence[int],
     chunk_tokens: int,
-    way: Way,
+    is_planned: bool,
 ) -> Trace:
     """The whole job in virtual time."""
     bus = EventBus()
@@ -135,16 +129,15 @@ def run(
         bus,
         worth_sharing=partial(worth_sharing, H200, model.heads),
     )
-    lengths, is_planned = np.array(outputs), way is not Way.OFF
+    lengths = np.array(outputs)
     order = Order.planned(prompts, lengths) if is_planned else Order.as_given(prompts)
-    feed = Feed(scheduler, prompts, order, lengths, is_paced=way is Way.PACED)
-    trace = Trace(way.value)
+    feed = Feed(scheduler, prompts, order, lengths)
+    trace = Trace("on" if is_planned else "off")
     now_s = 0.0
     while not feed.is_empty or scheduler.has_work:
         feed.top_up()
         step = scheduler.next_step()
-        if step is None:  # the first start is not due yet
-            continue
+        assert step is not None, "nothing can run, with nothing in flight"
         now_s += virtual_s(model, step)
         trace.ends_s.append(now_s)
         trace.num_tokens.append(step.num_tokens)

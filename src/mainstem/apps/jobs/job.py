@@ -73,8 +73,7 @@ class Job:
         self._estimate = LengthEstimate()
         self._open: dict[str, _Open] = {}
         summary.counters.attach(engine.engine.bus)
-        self._supply = Supply(engine.engine.limits)
-        self._num_to_submit = 0  # of the window at hand
+        self._supply = Supply(engine.engine.step_tokens)
 
     def run(self, windows: Ahead[PlannedWindow]) -> None:
         """Until everything is answered or `should_stop`; raises what ended `windows` early."""
@@ -88,7 +87,7 @@ class Job:
                     ready = self._take(window)
                     upcoming = next(ready, None)
                     continue
-            self._supply.begin_step(self._num_to_submit + self._num_waiting)
+            self._supply.begin_step()
             while upcoming is not None and self._supply.has_room(self._num_waiting):
                 self._submit(upcoming)
                 upcoming = next(ready, None)
@@ -116,8 +115,6 @@ class Job:
         for row in window.rows:
             if row.model not in (None, self._config.model_name):
                 self._note_model(str(row.model))
-        self._num_to_submit = len(planned.copies)
-        self._supply.follow(planned.equal_requests(self._engine.engine.limits.page_tokens))
         return self._in_order(planned)
 
     def _in_order(self, planned: PlannedWindow) -> Iterator[_Next]:
@@ -142,7 +139,6 @@ class Job:
     def _submit(self, item: _Next) -> None:
         row = item.row
         request_id = str(row.line)
-        self._num_to_submit -= 1
         expected = certain_output(row.sampling)
         if expected is None:
             expected = self._estimate.expect(item.template, row.sampling.max_tokens)

@@ -20,7 +20,6 @@ from mainstem.apps.jobs.windows import Window
 from mainstem.core.plan import Int32s, Int64s, Plan, Prompts
 from mainstem.core.request import SamplingParams
 from mainstem.plan.order import OutputEstimate, reorder, templates_of
-from mainstem.plan.pace import EqualRequests
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
 
@@ -159,11 +158,6 @@ class PlannedRows:
             yield Stretch(self.row_indices[members], self.templates[members], announced, to_compute)
             num_started = end_group
 
-    def num_held_tokens(self, page_tokens: int) -> int:
-        """Tokens of all prompts in memory at once."""
-        lengths = self.lengths[self.plan.members]
-        return held_tokens(lengths, self._shared(self.plan), page_tokens)
-
     def _shared(self, plan: Plan) -> Int32s:
         shared = shared_with_next(plan)
         shared[:-1][np.diff(self.salts[plan.members]) != 0] = 0
@@ -186,19 +180,6 @@ class PlannedWindow:
             return
         for part in self.parts:
             yield from part.stretches(estimate)
-
-    def equal_requests(self, page_tokens: int) -> EqualRequests | None:
-        """All that is to be run, if it is planned and every answer is certain to have the same
-        number of tokens."""
-        if self.parts is None or not self.copies:
-            return None
-        samplings = [self.window.rows[index].sampling for index in self.copies]
-        outputs = {certain_output(sampling) for sampling in samplings}
-        output = outputs.pop()
-        if outputs or output is None:
-            return None
-        held_tokens = sum(part.num_held_tokens(page_tokens) for part in self.parts)
-        return EqualRequests(len(self.copies), held_tokens / len(self.copies), output)
 
 
 class WindowPlanner:
@@ -290,11 +271,6 @@ def new_tokens(lengths: Int64s, shared_with_next: Int32s | None) -> Int64s:
     new = lengths.copy()
     new[1:] -= shared_with_next[:-1]
     return new
-
-
-def held_tokens(lengths: Int64s, shared_with_next: Int32s, page_tokens: int) -> int:
-    """Tokens of all prompts in memory at once; of shared ones only whole pages are shared."""
-    return int(new_tokens(lengths, shared_with_next // page_tokens * page_tokens).sum())
 
 
 def _stretch_end(plan: Plan, shared: Int32s, begin_group: int) -> int:
