@@ -5,7 +5,7 @@ import pytest
 
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError, InvalidRequest, OutOfDeviceMemory
-from mainstem.core.events import EventBus
+from mainstem.core.events import Event, EventBus, SequenceFinished, StepFinished
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
@@ -46,6 +46,56 @@ def test_a_failed_launch_leaves_nothing_running(can_overlap: bool) -> None:
         run_all(engine, [a_request([1, 2, 3], 8, name="a")])
     engine.abort(RequestId("a"))
     run_all(engine, [], max_steps=50)
+
+
+class InterruptedRunner(FakeRunner):
+    """Ctrl-C comes when step number `when` is launched, but nobody has taken note of it."""
+
+    when = 2
+
+    @property
+    def can_overlap(self) -> bool:
+        if len(self.steps) == self.when + 1:
+            self.when = -1
+            raise KeyboardInterrupt
+        return self._can_overlap
+
+
+def check_goes_on(engine: Engine) -> None:
+    """After Ctrl-C: what ran can be dropped, and others are answered as ever."""
+    for name in "abc":
+        engine.abort(RequestId(name))
+    run_all(engine, [], max_steps=50)
+    got = run_all(engine, [a_request([1, 2, 3, 4, 5], 8, name="d")], max_steps=50)
+    assert got.tokens["d", 0] == fake_answer([1, 2, 3, 4, 5], 8, VOCAB)
+
+
+@pytest.mark.parametrize("can_overlap", [False, True])
+def test_an_interrupt_right_after_a_launch_does_not_lose_the_step(can_overlap: bool) -> None:
+    engine = an_engine(runner=InterruptedRunner(64, 4, VOCAB, can_overlap))
+    with pytest.raises(KeyboardInterrupt):
+        run_all(engine, [a_request([1, 2, 3], 8, name="a"), a_request([1, 2], 9, name="b")])
+    check_goes_on(engine)
+
+
+@pytest.mark.parametrize("can_overlap", [False, True])
+@pytest.mark.parametrize("kind", [SequenceFinished, StepFinished])
+def test_an_interrupt_while_a_step_is_committed(kind: type[Event], can_overlap: bool) -> None:
+    """Listeners are called in the midst of it."""
+    bus = EventBus()
+    engine = an_engine(bus=bus, can_overlap=can_overlap)
+    pressed = []
+
+    def press(event: Event) -> None:
+        if not pressed and (kind is SequenceFinished or engine.num_running):
+            pressed.append(event)
+            raise KeyboardInterrupt
+
+    bus.subscribe(kind, press)
+    lengths = {"a": 3, "b": 6, "c": 3}
+    with pytest.raises(KeyboardInterrupt):
+        run_all(engine, [a_request([1, 2, 3], n, name=name) for name, n in lengths.items()])
+    check_goes_on(engine)
 
 
 @pytest.mark.parametrize("can_overlap", [False, True])

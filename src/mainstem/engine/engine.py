@@ -75,8 +75,18 @@ class Engine:
 
         A step that fails costs its sequences a restart and everybody the cache. What fails again is
         tried alone; a request that fails alone ends, with what failed in its last Output. Raises
-        EngineLost when step after step fails. An interrupt goes through; everything waits again.
+        EngineLost when step after step fails. An interrupt goes through, wherever it comes:
+        everything waits again, but what ended in that very step may go unheard.
         """
+        try:
+            return self._step()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._drop_steps()
+                self._scheduler.recover()
+            raise
+
+    def _step(self) -> list[Output]:
         launched = None
         step = self._next_step()
         if step is not None:
@@ -96,16 +106,16 @@ class Engine:
     def _next_step(self) -> Step | None:
         try:
             return self._scheduler.next_step()
-        except BaseException as error:
-            self._recover(error, None)
+        except Exception as error:
+            self._fail(error, None)
             return None
 
     def _launch(self, step: Step) -> "_Launched | None":
         began_s = perf_counter()
         try:
             handle = self._runner.launch(step)
-        except BaseException as error:
-            self._recover(error, step)
+        except Exception as error:
+            self._fail(error, step)
             return None
         launch_s = perf_counter() - began_s if self._runner.can_overlap else 0.0
         return _Launched(step, handle, began_s, launch_s)
@@ -113,8 +123,8 @@ class Engine:
     def _take_in(self, done: "_Launched") -> list[Output]:
         try:
             result = done.handle.wait()
-        except BaseException as error:
-            self._recover(error, done.step)
+        except Exception as error:
+            self._fail(error, done.step)
             return self._scheduler.take_outputs()
         device_s = result.device_s
         if device_s is None:
@@ -122,16 +132,14 @@ class Engine:
         self._num_failures = 0
         return self._scheduler.commit(done.step, result, device_s, done.launch_s)
 
-    def _recover(self, error: BaseException, step: Step | None) -> None:
-        """A step failed, or was interrupted: nothing of it counts, everything else goes on.
-
-        Pages are given back only when no step can write to them any more.
-        """
+    def _drop_steps(self) -> None:
+        """Pages are given back only when no step can write to them any more."""
         self._runner.drain()
         self._in_flight = None
-        if not isinstance(error, Exception):
-            self._scheduler.recover()
-            raise error
+
+    def _fail(self, error: Exception, step: Step | None) -> None:
+        """A step failed, or the making of one (None): nothing of it counts, all else goes on."""
+        self._drop_steps()
         if isinstance(error, OutOfDeviceMemory) and self._scheduler.shrink_steps():
             self._scheduler.recover()
             return

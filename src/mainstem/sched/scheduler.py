@@ -245,7 +245,10 @@ class Scheduler:
                 table.total[slot] -= table.pending[slot]
                 table.pending[slot] = 0
                 table.computed[slot] = 0  # nothing of it is worth a name
-                self._preempt(SeqSlot(slot))
+                if table.sequence(slot).state is SeqState.DONE:  # interrupted as it ended
+                    self._running.leave(SeqSlot(slot), None)
+                else:
+                    self._preempt(SeqSlot(slot))
 
     def fail(self, step: Step | None, fault: str) -> None:
         """A step failed, or the making of one (None): recover, and find out who is to blame.
