@@ -75,8 +75,8 @@ class Summary:
         counters, seconds = self.counters, max(self.seconds, 1e-9)
         rows = [
             ["answered", f"{self.answered:,}"],
-            ["failed", f"{self.failed + self.failed_before:,}"],
-            ["done before", f"{self.skipped:,}"],
+            ["failed", f"{self.failed:,}"],
+            ["done before (failed)", f"{self.skipped:,} ({self.failed_before:,})"],
             ["answers copied from equal rows", f"{self.deduplicated:,}"],
             ["prompt tokens", f"{counters.prompt_tokens + self.deduplicated_tokens:,}"],
             ["prompt tokens computed", f"{counters.computed_tokens:,}"],

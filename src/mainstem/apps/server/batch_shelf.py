@@ -1,7 +1,6 @@
 """Batches as OpenAI describes them, one JSON file each, replaced at once when something changes."""
 
 import json
-import re
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -10,7 +9,6 @@ from time import time
 
 from mainstem.apps.server.file_shelf import remove_fresh, write_whole
 
-BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 WINDOW = "24h"  # the only completion window there is
 WINDOW_S = 24 * 3600
 
