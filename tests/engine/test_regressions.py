@@ -84,7 +84,7 @@ def test_an_interrupt_while_a_step_is_committed(kind: type[Event], can_overlap: 
     """Listeners are called in the midst of it."""
     bus = EventBus()
     engine = an_engine(bus=bus, can_overlap=can_overlap)
-    pressed = []
+    pressed: list[Event] = []
 
     def press(event: Event) -> None:
         if not pressed and (kind is SequenceFinished or engine.num_running):
