@@ -34,7 +34,7 @@ from mainstem.kernels.sample import (
 from mainstem.kernels.span import _span_kernel
 from mainstem.kernels.transfer import _copy_pages_kernel
 from mainstem.kernels.tuning import FALLBACK, HOPPER, Tiles
-from mainstem.kernels.upload import _pull_kernel
+from mainstem.kernels.upload import _move_kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -129,7 +129,7 @@ def _copy_jobs() -> Iterator[Job]:
     types = {"layers_ptr": "*i64", "pages_ptr": "*i32", "buffer_ptr": "*i32"}
     for is_load in (False, True):
         yield Job(_copy_pages_kernel, {"TO_PAGES": is_load, "TILE": 2048}, types)
-    yield Job(_pull_kernel, {"BLOCK": 1024})
+    yield Job(_move_kernel, {"BLOCK": 1024})
 
 
 def compile_all(target: str) -> None:

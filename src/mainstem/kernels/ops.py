@@ -27,7 +27,7 @@ from mainstem.kernels.schedule import HEADER_INTS, PIECE_FIELDS, SHARE_FIELDS, S
 from mainstem.kernels.span import _span_kernel
 from mainstem.kernels.tuning import Tiles, can_overlap, choose_tiles
 from mainstem.kernels.unshare import unshare
-from mainstem.kernels.upload import pull
+from mainstem.kernels.upload import move_words
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 80, 96, 128)
@@ -82,7 +82,7 @@ class _Staging:
             )
         staged = self._ints[: len(ints)]
         staged.numpy()[:] = ints
-        pull(target[None, : len(ints)], staged[None])
+        move_words(target[None, : len(ints)], staged[None])
         if self._copied is not None:
             self._copied.record()
 

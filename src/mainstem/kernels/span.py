@@ -351,7 +351,10 @@ def _span_kernel(
     HEADS: tl.constexpr = KV_HEADS * GROUP
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    if OVERLAPS:  # the merge may take its places as programs end
+    if OVERLAPS:
+        # Behind the kernel ahead, which may have written the plan; only then may the merge, which
+        # reads the plan as well, take its places as programs end.
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbours in the list of shares run on one SM: large units come to lie beside small ones.
     sms = num_programs // PER_SM
@@ -369,8 +372,6 @@ def _span_kernel(
     small_order_ptr = plan_ptr + tl.load(plan_ptr + 9)
     piece_ptr = share_ptr + 8
     kv_head = tl.load(share_ptr + 4)
-    if OVERLAPS:  # the plan was there long before; queries and keys come from the kernel ahead
-        tl.extra.cuda.gdc_wait()
     for index in range(large_begin, large_end):
         next_unit = tl.load(large_order_ptr + tl.minimum(index + 1, large_end - 1))
         _large_unit(

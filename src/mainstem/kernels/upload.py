@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Small arrays from pinned memory to the device, by a kernel that reads the host's memory itself.
+"""Small arrays between pinned memory and the device, by a kernel that reads or writes the host's
+memory itself.
 
-A step's inputs must not stand in line at the copy engine, which may have seconds of stored pages
-to bring first.
+A step's inputs and its answers must not stand in line at the copy engines, which may have seconds
+of stored pages to move first.
 """
 
 import torch
@@ -14,8 +15,8 @@ BLOCK_WORDS = 1024
 MOST_BLOCKS = 32  # programs of a row
 
 
-@triton.jit(do_not_specialize=["num_words"])
-def _pull_kernel(
+@triton.jit(do_not_specialize=["num_words", "target_stride", "source_stride"])  # one binary
+def _move_kernel(
     target_ptr, source_ptr, target_stride, source_stride, num_words, BLOCK: tl.constexpr
 ):
     """A row is shared out among the programs of axis 1."""
@@ -27,12 +28,14 @@ def _pull_kernel(
         tl.store(target_ptr + words, tl.load(source_ptr + words, mask=mask), mask=mask)
 
 
-def pull(target: Tensor, source: Tensor) -> None:
-    """Copy `source` [rows, columns] of pinned memory on the current stream; int32 or int64.
+def move_words(target: Tensor, source: Tensor) -> None:
+    """Copy [rows, columns] of int32, int64 or float32 on the current stream; what is not on the
+    device is pinned.
 
-    The caller keeps `source` as it is until the stream has come past.
+    The caller keeps pinned memory as it is until the stream has come past: torch's allocator does
+    not know that a kernel uses it.
     """
-    if target.device.type == "cpu":
+    if target.device.type == source.device.type:
         target.copy_(source)
         return
     target, source = target.view(torch.int32), source.view(torch.int32)
@@ -40,6 +43,6 @@ def pull(target: Tensor, source: Tensor) -> None:
     if words == 0:
         return
     blocks = min(triton.cdiv(words, BLOCK_WORDS), MOST_BLOCKS)
-    _pull_kernel[(rows, blocks)](
+    _move_kernel[(rows, blocks)](
         target, source, target.stride(0), source.stride(0), words, BLOCK=BLOCK_WORDS, num_warps=4
     )

@@ -9,6 +9,7 @@ are sampled, so that the host need not know them:
 The host knows only how long each row is. All work is over these ids, never over the vocabulary.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +25,27 @@ _COUNTED_ROWS = 32  # sequences whose tokens are counted at once, each over the 
 _FIRST_ROWS, _FIRST_WIDTH = 8, 256
 
 
+_in_use: deque[tuple[torch.cuda.Event, Tensor]] = deque()  # pinned memory that kernels still read
+
+
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """To the device, through pinned memory, without waiting for anything."""
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    from mainstem.kernels.upload import move_words  # noqa: PLC0415  # brings Triton
+
+    pinned = tensor.pin_memory()
+    if pinned.nbytes % 4:  # not whole words
+        return pinned.to(device, non_blocking=True)
+    target = torch.empty_like(tensor, device=device)
+    move_words(target.view(1, -1), pinned.view(1, -1))
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    _in_use.append((event, pinned))
+    while _in_use and _in_use[0][0].query():  # type: ignore[no-untyped-call]
+        _in_use.popleft()
+    return target
 
 
 @dataclass(slots=True)

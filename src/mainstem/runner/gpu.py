@@ -23,6 +23,7 @@ from mainstem.kernels.copy import copy_slots
 from mainstem.kernels.ops import SpanAttention
 from mainstem.kernels.rotate import rerotate
 from mainstem.kernels.sample import argmax
+from mainstem.kernels.upload import move_words
 from mainstem.models.config import ModelSpec
 from mainstem.models.decoder import Gate, OpenGate
 from mainstem.models.device import DeviceDecoder, Fp8, Workspace
@@ -198,7 +199,7 @@ class GpuRunner:
         self._previous = ids
         host_ids = self._results[self._num_launched % _NUM_RESULTS][:num_rows]
         self._num_launched += 1
-        host_ids.copy_(ids, non_blocking=True)
+        move_words(host_ids[None], ids[None])
         end = self._mark()
 
         def finish() -> StepResult:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.core.step import Step
-from mainstem.kernels.upload import pull
+from mainstem.kernels.upload import move_words
 from mainstem.runner.edits import upload
 
 _ROWS = 6  # token ids, positions, slots, hidden rows, carry to, carry from
@@ -65,7 +65,7 @@ class InputBuffers:
             self._copied[index].synchronize()  # the copy of three steps ago
         rows = self._fill(self._arrays[index], step, num_padded)
         columns = max(num_padded, rows or 0)
-        pull(self._ints[:, :columns], self._staging[index][:, :columns])
+        move_words(self._ints[:, :columns], self._staging[index][:, :columns])
         if self._copied:
             self._copied[index].record()
         token_ids = self._ints[0, :num_padded]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mainstem.core.step import Int32s
 from mainstem.kernels.transfer import PageMover
+from mainstem.kernels.upload import move_words
 from mainstem.kv.transfer import LoadId
 from mainstem.models.decoder import Gate
 from mainstem.runner.copy_engine import Rows
@@ -36,7 +37,7 @@ class GpuTransfer:
 
     def __init__(self, num_layers: int, kept: Tensor) -> None:
         self._num_layers = num_layers
-        self._kept = kept  # pinned: it must outlive its own copy to the device
+        self._kept = kept  # pinned, and read by a kernel
         self.begin = _event()
         self.events: list[torch.cuda.Event] = []
         self._num_groups_done = 0
@@ -113,6 +114,15 @@ class GpuCopier:
         self._incoming = _Staging(part_bytes, self._device, priority=-1)
         self._outgoing = _Staging(page_bytes, self._device, priority=0)
         self._loads: dict[LoadId, GpuTransfer] = {}
+        self._compile()
+
+    def _compile(self) -> None:
+        """A page there and back, before anybody waits for one."""
+        first = torch.zeros(1, dtype=torch.int32, device=self._device)
+        buffer, _ = self._outgoing.take(torch.cuda.current_stream())
+        self._mover.collect(buffer, first, 0, self._num_layers)
+        self._mover.spread(buffer, first, 0, self._num_layers)
+        torch.cuda.synchronize(self._device)
 
     @property
     def num_slots(self) -> int:
@@ -189,7 +199,9 @@ class GpuCopier:
         pinned.numpy()[:] = pages
         transfer = GpuTransfer(self._num_layers, pinned)
         transfer.begin.record()
-        return transfer, pinned.to(self._device, non_blocking=True)
+        on_device = torch.empty(len(pages), dtype=torch.int32, device=self._device)
+        move_words(on_device[None], pinned[None])
+        return transfer, on_device
 
     def _num_groups(self) -> int:
         return -(-self._num_layers // LAYERS_AT_ONCE)

@@ -44,7 +44,9 @@ class StepGraphs:
 
     def size_for(self, step: Step) -> int | None:
         """The size to replay, None where the step is too large or does what no graph holds."""
-        if step.num_tokens > self._sizes[-1] or len(step.copy_to) or len(step.move_to):
+        if len(step.copy_to) or len(step.move_to):
+            return None
+        if not self._sizes or step.num_tokens > self._sizes[-1]:
             return None
         return self._sizes[bisect_left(self._sizes, step.num_tokens)]
 
