@@ -9,7 +9,7 @@ from mainstem.core.ids import PageKey
 from mainstem.core.step import Step
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import Lookup, Match, StoredRun
-from mainstem.sched.admission import Admission, Newcomer
+from mainstem.sched.admission import Admission
 from mainstem.sched.fetching import Fetching
 from mainstem.sched.lookahead import OutputLengths
 from mainstem.sched.prompts import Prompts
@@ -73,9 +73,9 @@ class Loader:
                 if prompts.outlook is None:
                     prompts.outlook = self._running.outlook()
                 available = self._store.num_available()
-                free_tokens = -num_known % self._page_size
-                newcomer = Newcomer(pages_ahead + num_new, free_tokens, expected)
-                if not self._admission.may_start(newcomer, available, prompts.outlook):
+                if not self._admission.may_start(
+                    pages_ahead + num_new, expected, available, prompts.outlook
+                ):
                     return
                 pages_ahead += num_new
                 sequence.num_to_compute = num_known - len(match.pages) * self._page_size

@@ -104,12 +104,10 @@ class RunningSet:
 
     def outlook(self) -> Outlook:
         """How much longer each will run, and what it then gives back."""
-        table, slots = self.table, self.slots
-        in_tree, part = self.tree.shares(slots)
+        in_tree, part = self.tree.shares(self.slots)
         return Outlook(
-            remaining=table.expect_remaining(slots, at_least=self.page_size),
-            own_pages=table.num_pages[slots] - in_tree + part,
-            free_tokens=table.num_pages[slots] * self.page_size - table.total[slots],
+            remaining=self.table.expect_remaining(self.slots, at_least=self.page_size),
+            own_pages=self.table.num_pages[self.slots] - in_tree + part,
         )
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ from mainstem.core.ids import SeqSlot
 from mainstem.core.step import Int32s, StartedSequence
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import Lookup, Match
-from mainstem.sched.admission import Admission, Newcomer
+from mainstem.sched.admission import Admission
 from mainstem.sched.batching import Chunk, PageCopy, PageMove
 from mainstem.sched.loading import Loader
 from mainstem.sched.lookahead import OutputLengths, PlannedOrder
@@ -120,8 +120,7 @@ class Starter:
             prompts.outlook = self._running.outlook()
         # pinned pages are for nobody, unless nothing could run without them
         available = store.num_available() if len(self._running) else store.num_takeable()
-        newcomer = Newcomer(num_new, -num_known % self._page_size, to_come)
-        may_start = self._admission.may_start(newcomer, available, prompts.outlook)
+        may_start = self._admission.may_start(num_new, to_come, available, prompts.outlook)
         if not may_start or self._loader.must_wait(match):
             store.release(cached)
             return None
@@ -136,7 +135,7 @@ class Starter:
             store.release(cached)
             self._queue.park(self._queue.pop(), awaited)
             return None
-        prompts.outlook = prompts.outlook.joined_by(newcomer)
+        prompts.outlook = prompts.outlook.joined_by(num_new, to_come)
         if len(moves.pages):
             match = _without_similar(match)  # it is moved as a whole
         similar = np.array([] if match.similar_page is None else [match.similar_page], np.int32)
