@@ -90,6 +90,15 @@ class TieredMachine(RuleBasedStateMachine):
         FaultyFiles.reads.extend(fault for fault in reads if fault != "slow")
         FaultyFiles.writes.extend(fault for fault in writes if fault != "slow")
 
+    @rule(
+        saves=st.lists(st.sampled_from([None, "early", "late"]), max_size=3),
+        loads=st.lists(st.sampled_from([None, "early"]), max_size=3),
+    )
+    def fail_copies(self, saves: list[str | None], loads: list[str | None]) -> None:
+        """A load that fails under way fails the step that waits for it: not of this machine."""
+        self.tiered.copier.save_faults.extend(saves)
+        self.tiered.copier.load_faults.extend(loads)
+
     @rule(byte=st.integers(0, 10_000))
     def damage(self, byte: int) -> None:
         """Bytes change on the disk while the store is open."""

@@ -1,5 +1,6 @@
 """Tiers below FakeRunner: slots hold what its pages hold, copies end when the test says so."""
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +26,25 @@ from tests.fakes import FakeRunner
 NUM_LAYERS = 2  # token ids and positions: a page that is half there shows
 
 
+class CopyFault(Exception):
+    """What a device says that cannot copy."""
+
+
 class FakeTransfer:
     """Copies one layer each time it is asked how far it is, after `patience` idle questions."""
 
-    def __init__(self, copier: "FakeCopier", layers: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    def __init__(
+        self, copier: "FakeCopier", layers: list[tuple[np.ndarray, np.ndarray]], fault: str | None
+    ) -> None:
         self._copier = copier
         self._layers = layers
+        self._fails = fault == "late"
         self._done = 0
         self._asked = 0
         self._lock = Lock()  # the disk's writer waits for saves on a thread of its own
+        if fault == "early":
+            self._copy()
+            raise CopyFault("no memory for the copy")
 
     def num_layers_done(self) -> int:
         self._asked += 1
@@ -50,6 +61,8 @@ class FakeTransfer:
 
     def _copy(self) -> None:
         with self._lock:
+            if self._fails and self._done == NUM_LAYERS - 1:
+                raise CopyFault("the last layer cannot be copied")
             if self._done < NUM_LAYERS:
                 target, source = self._layers[self._done]
                 target[...] = source[...]
@@ -71,7 +84,11 @@ class _View:
 
 
 class FakeCopier:
-    """PageCopier over the memory of a FakeRunner."""
+    """PageCopier over the memory of a FakeRunner.
+
+    Each save or load takes the next planned fault, if there is one: `early` fails as it starts,
+    `late` under way, both with a part copied.
+    """
 
     def __init__(self, runner: "TieredRunner", num_slots: int) -> None:
         self._runner = runner
@@ -83,6 +100,8 @@ class FakeCopier:
         self.num_layers = NUM_LAYERS
         self.page_bytes = NUM_LAYERS * page_size * 8
         self.patience = 0
+        self.save_faults: deque[str | None] = deque()
+        self.load_faults: deque[str | None] = deque()
 
     def slot(self, slot: int) -> memoryview:
         return self._bytes[slot * self.page_bytes : (slot + 1) * self.page_bytes]
@@ -92,14 +111,16 @@ class FakeCopier:
             (_View(self._slab[:, layer], slots), _View(memory, pages))
             for layer, memory in enumerate(self._runner.memory())
         ]
-        return FakeTransfer(self, layers)  # type: ignore[arg-type]  # views stand for arrays
+        fault = self.save_faults.popleft() if self.save_faults else None
+        return FakeTransfer(self, layers, fault)  # type: ignore[arg-type]  # views stand for arrays
 
     def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> FakeTransfer:
         layers = [
             (_View(memory, pages), _View(self._slab[:, layer], slots))
             for layer, memory in enumerate(self._runner.memory())
         ]
-        transfer = FakeTransfer(self, layers)  # type: ignore[arg-type]
+        fault = self.load_faults.popleft() if self.load_faults else None
+        transfer = FakeTransfer(self, layers, fault)  # type: ignore[arg-type]
         self._loads[load_id] = transfer
         return transfer
 
@@ -111,6 +132,9 @@ class FakeCopier:
         for load_id in load_ids:
             if (transfer := self._loads.get(LoadId(load_id))) is not None:
                 transfer.wait()
+
+    def drain(self) -> None:
+        """What failed copies no more."""
 
     def close(self) -> None:
         pass

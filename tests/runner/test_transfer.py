@@ -95,6 +95,17 @@ def test_a_copier_moves_whole_pages(dtype: torch.dtype) -> None:
     copier.close()
 
 
+def test_a_drained_copier_is_at_rest() -> None:
+    pages = DevicePages(tiny_spec(), 12, 4, torch.float32)
+    copier = CpuCopier(pages, host_bytes=1 << 20)
+    numbers = np.arange(4, dtype=np.int32)
+    copies = [copier.save(numbers, numbers) for _ in range(20)]
+    copies += [copier.load(LoadId(number), numbers, numbers) for number in range(20)]
+    copier.drain()
+    assert {copy.num_layers_done() for copy in copies} == {pages.num_layers}
+    copier.close()
+
+
 def test_slots_lie_where_files_want_them() -> None:
     pages = DevicePages(tiny_spec(), 4, 1, torch.float32)  # 2 KiB a page
     copier = CpuCopier(pages, host_bytes=1 << 16)

@@ -14,7 +14,9 @@ thread; copies and disk work go on elsewhere and are looked at in `poll`.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from logging import getLogger
 from math import ceil
 from time import monotonic, perf_counter, time
 
@@ -39,6 +41,9 @@ from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
 SLACK = 16  # one slot in so many is beyond what the policy gives away: copies under way need them
 READ_AHEAD_S = 0.02  # reading ahead gives the disk so much to do: loads must not queue behind it
 CHORE_S = 0.5  # between looks at what has expired
+NO_PAGES = np.empty(0, np.int32)
+
+log = getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +59,7 @@ class _Entry:
     crc32: int = 0
     holds: int = 0  # copies that use slot or record
     is_lost: bool = False
+    skips_load: bool = False  # a load that began with it failed: whoever asks next computes it
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +75,7 @@ class Load:
     num_from_disk: int
     transfer: Transfer | None = None  # None: still being read from disk
     is_startable: bool = False
+    has_failed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +130,7 @@ class LowerTiers:
         self._free_slots = list(range(copier.num_slots - 1, -1, -1))
         self._saves: list[_Save] = []
         self._loads: list[Load] = []
+        self._arrivals = Arrivals()  # that nobody was told of yet
         self._filling: dict[PageKey, Transfer] = {}  # saves whose slot the writer must wait for
         self._to_back_up: deque[PageKey] = deque()
         self._max_pending_writes = max(1, copier.num_slots // 2)
@@ -212,7 +220,8 @@ class LowerTiers:
     def save(self, pages: Int32s, keys: Sequence[PageKey], token_ids: Sequence[bytes]) -> Int32s:
         """Start copying device pages to host memory; returns those that are being copied.
 
-        `keys` are in chain order where pages belong to one chain; none is stored yet.
+        `keys` are in chain order where pages belong to one chain; none is stored yet. No step
+        depends on a save: one that fails is told as skipped, and may be tried again.
         """
         moves = self._policy.admit(keys, monotonic())
         self._carry_out(moves, "room")
@@ -232,10 +241,15 @@ class LowerTiers:
         if refused:
             self._bus.publish(SavesSkipped(refused, "host", "no room in host memory"))
         if not entries:
-            return np.empty(0, np.int32)
+            return NO_PAGES
         copied = pages[kept]
         slots = np.array([entry.slot for entry in entries], np.int32)
-        transfer = self._copier.save(copied, slots)
+        try:
+            transfer = self._copier.save(copied, slots)
+        except Exception as error:
+            self._rest(error)
+            self._give_up_save(entries)
+            return NO_PAGES
         self._saves.append(_Save(copied, entries, transfer))
         for entry in entries:
             self._filling[entry.key] = transfer
@@ -246,14 +260,23 @@ class LowerTiers:
             self._back_up()
         return copied
 
+    def _give_up_save(self, entries: Sequence[_Entry]) -> None:
+        self._bus.publish(SavesSkipped(len(entries), "host", "copy failed"))
+        self._policy.drop([entry.key for entry in entries])
+        for entry in entries:
+            self._release(entry)
+
     # --- loading --------------------------------------------------------------------------------
 
     def load(
         self, load_id: LoadId, keys: Sequence[PageKey], pages: Int32s, start_layers: int
     ) -> Load | None:
         """Start bringing stored pages to the device, the leading ones that there are slots to read
-        into; None: there is not one."""
+        into; None: there is not one, or copying fails."""
         entries = [self._entries[key] for key in keys]
+        if entries[0].skips_load:
+            entries[0].skips_load = False
+            return None
         for entry in entries:
             entry.holds += 1
         short = sum(entry.slot is None for entry in entries) - len(self._free_slots)
@@ -273,6 +296,9 @@ class LowerTiers:
         self.host_link.start(len(pages) * self.page_bytes)
         self._loads.append(load)
         self._advance(load)
+        if load.has_failed:
+            self._end(load, None)
+            return None
         return load
 
     def _num_with_slots(self, entries: Sequence[_Entry]) -> int:
@@ -315,13 +341,12 @@ class LowerTiers:
     def poll(self, lead_s: float = 0.0) -> Arrivals:
         """Look at everything under way; start what can go on. Whoever starts now reads pages in
         `lead_s` at the earliest."""
-        arrivals = Arrivals()
         if self._disk is not None:
             self._poll_disk(self._disk)
-        self._poll_saves(arrivals)
+        self._poll_saves()
         left_s = lead_s
         for load in list(self._loads):
-            left_s = self._poll_load(load, left_s, arrivals)
+            left_s = self._poll_load(load, left_s)
         if self._disk is not None:
             self._back_up()
         now_s = monotonic()
@@ -330,6 +355,7 @@ class LowerTiers:
             self._expire(now_s)
             self._carry_out(self._policy.make_headroom(), "room")
             self._write_uses()
+        arrivals, self._arrivals = self._arrivals, Arrivals()
         return arrivals
 
     def clear(self) -> int:
@@ -343,7 +369,8 @@ class LowerTiers:
     def flush(self) -> None:
         """Return when everything that was saved is where it belongs, on disk included."""
         for save in self._saves:
-            save.transfer.wait()
+            with suppress(Exception):  # `poll` finds out
+                save.transfer.wait()
         if self._disk is None:
             return
         while self._to_back_up or self._disk.num_writes_pending:
@@ -356,7 +383,8 @@ class LowerTiers:
         """Finish saves and loads, and let the folder go."""
         for load in self._loads:
             if load.transfer is not None:
-                load.transfer.wait()
+                with suppress(Exception):  # nobody wants it any more
+                    load.transfer.wait()
         self.flush()
         self._copier.close()
         if self._disk is not None:
@@ -568,47 +596,81 @@ class LowerTiers:
         self._release(entry)
         return entry.holds == 0
 
-    def _poll_saves(self, arrivals: Arrivals) -> None:
+    def _poll_saves(self) -> None:
         """Saves end in the order they were started."""
         num_saved = 0
-        while self._saves and self._is_done(self._saves[0].transfer):
-            save = self._saves.pop(0)
-            arrivals.saved.append(save.pages)
+        while self._saves:
+            save = self._saves[0]
+            num_done = self._num_layers_done(save.transfer)
+            if num_done is not None and num_done < self.num_layers:
+                break
+            self._saves.pop(0)
+            self._arrivals.saved.append(save.pages)
+            for entry in save.entries:
+                if self._filling.get(entry.key) is save.transfer:
+                    del self._filling[entry.key]
+            if num_done is None:
+                self._give_up_save(save.entries)
+                continue
             num_saved += len(save.entries)
             for entry in save.entries:
                 entry.is_in_host = True
-                if self._filling.get(entry.key) is save.transfer:
-                    del self._filling[entry.key]
                 self._release(entry)
         if num_saved:
             self._bus.publish(PagesSaved(num_saved, "host"))
 
-    def _poll_load(self, load: Load, left_s: float, arrivals: Arrivals) -> float:
+    def _poll_load(self, load: Load, left_s: float) -> float:
         """`left_s` is how long its copy can go on before anybody reads it; loads are copied one
         after the other, so the next has what this one leaves."""
         self._advance(load)
+        num_done: int | None = 0
+        if load.transfer is not None:
+            num_done = self._num_layers_done(load.transfer)
+        if load.has_failed or num_done is None:
+            load.entries[0].skips_load = True
+            return self._fail(load, left_s)
         if load.transfer is None:
-            if any(entry.is_lost for entry in load.entries):
-                self._end(load, None)
-                arrivals.failed.append(load)
-            return left_s
-        num_done = load.transfer.num_layers_done()
+            is_lost = any(entry.is_lost for entry in load.entries)
+            return self._fail(load, left_s) if is_lost else left_s
         if num_done == self.num_layers:
+            self._arrivals.loaded.append(load)
             self._end(load, load.transfer.seconds())
-            arrivals.loaded.append(load)
             self._tell_loaded(load)
             return left_s
         layer_s = self.host_link.pass_s(len(load.pages) * self.page_bytes) / self.num_layers
         if not load.is_startable and num_done + left_s / layer_s >= load.start_layers:
             load.is_startable = True
-            arrivals.startable.append(load)
+            self._arrivals.startable.append(load)
         return max(0.0, left_s - (self.num_layers - num_done) * layer_s)
+
+    def _fail(self, load: Load, left_s: float) -> float:
+        self._arrivals.failed.append(load)
+        self._end(load, None)
+        return left_s
 
     def _advance(self, load: Load) -> None:
         """Copy to the device once everything is in host memory."""
         if load.transfer is None and all(entry.is_in_host for entry in load.entries):
             slots = np.array([entry.slot for entry in load.entries], np.int32)
-            load.transfer = self._copier.load(load.load_id, slots, load.pages)
+            try:
+                load.transfer = self._copier.load(load.load_id, slots, load.pages)
+            except Exception as error:
+                self._rest(error)
+                load.has_failed = True
+
+    def _num_layers_done(self, transfer: Transfer) -> int | None:
+        """None: the copy failed, and is at rest."""
+        try:
+            return transfer.num_layers_done()
+        except Exception as error:
+            self._rest(error)
+            return None
+
+    def _rest(self, error: Exception) -> None:
+        """A copy failed: its pages and slots are anybody's once nothing moves."""
+        log.warning("a copy of pages failed", exc_info=error)
+        with suppress(Exception):  # a device that is lost says so to the next step
+            self._copier.drain()
 
     def _end(self, load: Load, seconds: float | None) -> None:
         self._loads.remove(load)
@@ -647,6 +709,3 @@ class LowerTiers:
             now = time()
             self._disk.touch(dict.fromkeys(self._used, now))
             self._used.clear()
-
-    def _is_done(self, transfer: Transfer) -> bool:
-        return transfer.num_layers_done() == self._copier.num_layers

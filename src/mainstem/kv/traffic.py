@@ -43,6 +43,7 @@ class Traffic:
         self._load_ids = count()
         self._load_of: dict[int, Load] = {}  # by device page
         self._loads: dict[LoadId, Load] = {}
+        self._news: list[PageKey] = []  # keys whose loads got on, until somebody is told
         self._postponed: dict[PageKey, int] = {}  # to be saved when the write buffer has room
         self._max_saving = max(1, pool.num_pages // WRITE_BUFFER)
 
@@ -136,13 +137,17 @@ class Traffic:
         were given back.
         """
         place = 0
-        while place < len(pages):
-            size = self.tiers.run_length(chain.keys[first + place : first + len(pages)], DISK_PIECE)
-            started = self._start(chain, first + place, pages[place : place + size], start_layers)
-            place += started
-            if started < size:
-                break
-        self._pool.give_back(pages[place:])
+        keys = chain.keys[first : first + len(pages)]
+        try:
+            while place < len(pages):
+                size = self.tiers.run_length(keys[place:], DISK_PIECE)
+                piece = pages[place : place + size]
+                started = self._start(chain, first + place, piece, start_layers)
+                place += started
+                if started < size:
+                    break
+        finally:
+            self._pool.give_back(pages[place:])
         return chain.keys[first + place - 1] if place else None
 
     def startable(self, pages: Sequence[int]) -> Int32s | None:
@@ -158,23 +163,21 @@ class Traffic:
 
     def poll(self, lead_s: float = 0.0) -> list[PageKey]:
         """Look at copies under way; returns keys somebody may have waited for."""
-        news: list[PageKey] = []
         arrivals = self.tiers.poll(lead_s)
         for pages in arrivals.saved:
             self._let_go(pages)
-        if self._postponed and (arrivals.saved or self.tiers.has_room(SAVE_PIECE)):
-            self._save_postponed()
         for load in arrivals.startable:
-            news += load.keys
+            self._news += load.keys
         for load in arrivals.loaded:
             self._index.commit(load.pages)
             self._index.touch(load.pages)
             self._finish(load)
-            news += load.keys
         for load in arrivals.failed:
             self._index.abort(load.pages)
             self._finish(load)
-            news += load.keys
+        if self._postponed and (arrivals.saved or self.tiers.has_room(SAVE_PIECE)):
+            self._save_postponed()
+        news, self._news = self._news, []
         return news
 
     def flush(self) -> None:
@@ -215,6 +218,7 @@ class Traffic:
         return len(load.pages)
 
     def _finish(self, load: Load) -> None:
+        self._news += load.keys
         del self._loads[load.load_id]
         for page in load.pages.tolist():
             del self._load_of[page]

@@ -48,15 +48,20 @@ class PageCopier(Protocol):
         ...
 
     def save(self, pages: Int32s, slots: Int32s) -> Transfer:
-        """Start copying device pages to slots."""
+        """Start copying device pages to slots. What raises may have copied some."""
         ...
 
     def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> Transfer:
-        """Start copying slots to device pages; steps may wait for the load by its id."""
+        """Start copying slots to device pages; steps may wait for the load by its id. What raises
+        may have copied some."""
         ...
 
     def forget(self, load_id: LoadId) -> None:
         """A load is done, or given up: no step launched from here on names it."""
+        ...
+
+    def drain(self) -> None:
+        """Return when nothing is being copied, nor will be of what was started, even in part."""
         ...
 
     def close(self) -> None:

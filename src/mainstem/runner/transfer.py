@@ -137,6 +137,10 @@ class CpuCopier:
         known = (self._loads.get(LoadId(load_id)) for load_id in load_ids.tolist())
         return CpuGate([transfer for transfer in known if transfer is not None])
 
+    def drain(self) -> None:
+        for thread in (self._load_thread, self._save_thread):
+            thread.submit(lambda: None).result()  # a thread does one after the other
+
     def close(self) -> None:
         self._load_thread.shutdown()
         self._save_thread.shutdown()
