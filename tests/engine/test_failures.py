@@ -7,12 +7,12 @@ import pytest
 
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import EngineLost, OutOfDeviceMemory
-from mainstem.core.events import EventBus, StepFailed, StepsResized
+from mainstem.core.events import EventBus, SequenceFinished, StepFailed, StepsResized
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
-from mainstem.core.request import FinishReason, Request
+from mainstem.core.request import FinishReason, Request, SamplingParams
 from mainstem.core.step import InFlight, Step, StepResult
-from mainstem.engine.engine import MAX_FAILURES, Engine
+from mainstem.engine.engine import MAX_BLAMED, MAX_FAILURES, Engine
 from mainstem.kv.store import KVStore
 from mainstem.sched.loading import Loader
 from mainstem.sched.scheduler import Scheduler
@@ -124,15 +124,140 @@ def test_poison_that_comes_while_others_run_does_not_end_them(
 
 
 @both_ways
-def test_an_engine_whose_steps_all_fail_is_lost_and_does_not_spin(
-    can_overlap: bool, at_wait: bool
+@pytest.mark.parametrize("count", [6, 20])
+def test_poisonous_requests_in_a_row_do_not_end_the_engine(
+    can_overlap: bool, at_wait: bool, count: int
+) -> None:
+    engine = an_engine_over(PoisonedRunner(can_overlap, has_poison, at_wait))
+    asked = prompts(count + 3)
+    poisoned = [[*prompt, POISON, 5] for prompt in asked[:count]]
+    requests = [a_request(p, 6, name=str(i)) for i, p in enumerate(poisoned + asked[count:])]
+    got = run_all(engine, requests, 400)
+    for index in range(count):
+        assert got.reasons[str(index), 0] is FinishReason.ERROR
+    for index in range(count, count + 3):
+        assert got.tokens[str(index), 0] == fake_answer(asked[index], 6, VOCAB)
+
+
+@both_ways
+def test_all_answers_of_a_poisonous_request_end_together(can_overlap: bool, at_wait: bool) -> None:
+    runner = PoisonedRunner(can_overlap, has_poison, at_wait)
+    engine = an_engine_over(runner)
+    six = SamplingParams(n=6, max_tokens=6)
+    good = prompts(1)[0]
+    requests = [a_request([1, POISON], sampling=six, name="bad"), a_request(good, 6, name="good")]
+    got = run_all(engine, requests, 100)
+    assert [got.reasons["bad", index] for index in range(6)] == [FinishReason.ERROR] * 6
+    assert got.tokens["good", 0] == fake_answer(good, 6, VOCAB)
+    assert runner.num_launched < 16  # one of the six is tried alone
+
+
+@both_ways
+@pytest.mark.parametrize("count", [10, 20, 200])
+def test_an_engine_whose_steps_all_fail_is_lost_and_blames_nobody(
+    can_overlap: bool, at_wait: bool, count: int
 ) -> None:
     runner = PoisonedRunner(can_overlap, lambda _: True, at_wait)
-    engine = an_engine_over(runner)
+    engine = an_engine_over(runner, num_pages=4096)
+    ended: list[SequenceFinished] = []
+    engine.bus.subscribe(SequenceFinished, ended.append)
     with pytest.raises(EngineLost, match="poison"):
-        run_all(engine, [a_request(p, 3) for p in prompts(20)], 1000)
-    assert runner.num_launched <= 2 * MAX_FAILURES
+        run_all(engine, [a_request(prompt, 3) for prompt in prompts(count)], 1000)
+    assert not ended
+    assert runner.num_launched <= MAX_FAILURES + MAX_BLAMED
+    assert engine.num_waiting == count
     engine.check()
+
+
+def test_an_engine_that_fails_every_lone_request_is_lost() -> None:
+    engine = an_engine_over(PoisonedRunner(False, lambda _: True, False))
+    for _ in range(MAX_FAILURES - 1):
+        run_all(engine, [a_request([1, 2, 3], 3)], 20)
+    with pytest.raises(EngineLost):
+        run_all(engine, [a_request([1, 2, 3], 3)], 20)
+
+
+def test_a_good_answer_between_poisonous_ones_shows_that_the_engine_lives() -> None:
+    engine = an_engine_over(PoisonedRunner(False, has_poison, False))
+    for number in range(3 * MAX_FAILURES):
+        asked = [1, 2, 3] if number % 4 == 3 else [1, 2, POISON]
+        run_all(engine, [a_request(asked, 3)], 20)
+
+
+def test_between_two_suspects_somebody_else_runs() -> None:
+    tried: list[list[int]] = []
+
+    def fails(step: Step) -> bool:
+        if step.num_decodes == 0:
+            tried.append([int(step.token_ids[start]) for start in step.seq_starts[:-1]])
+        return has_poison(step)
+
+    engine = an_engine_over(PoisonedRunner(False, fails, False))
+    for first in (1, 2):
+        engine.submit(a_request([first, POISON], 4))
+    while len(tried) < 2:
+        engine.step()
+    got = run_all(engine, [a_request([first, 5], 4, name=str(first)) for first in (3, 4)], 100)
+    assert tried[:5] == [[1, 2], [1, 2], [1], [3], [2]]
+    assert got.tokens["3", 0] == fake_answer([3, 5], 4, VOCAB)
+    assert got.tokens["4", 0] == fake_answer([4, 5], 4, VOCAB)
+
+
+def test_requests_at_fault_end_when_the_others_are_taken_back() -> None:
+    """Nothing is left to show whether steps end well without them."""
+    engine = an_engine_over(PoisonedRunner(False, has_poison, False))
+    failed: list[StepFailed] = []
+    engine.bus.subscribe(StepFailed, failed.append)
+    for name, prompt in (("bad", [1, POISON]), ("worse", [2, POISON]), ("x", [3, 4])):
+        engine.submit(a_request(prompt, 5, name=name))
+    while len(failed) < 3:
+        engine.step()
+    for name in ("worse", "x"):
+        engine.abort(RequestId(name))
+    got = run_all(engine, [], 20)
+    assert got.reasons["bad", 0] is FinishReason.ERROR
+    assert got.reasons["x", 0] is FinishReason.ABORT
+    run_all(engine, [a_request([1, 5], 2, name="bad")], 20)  # the name is nobody's any more
+
+
+class OverlapCounter(PoisonedRunner):
+    """Counts the steps that were launched while another ran."""
+
+    def __init__(self, fails: Callable[[Step], bool]) -> None:
+        super().__init__(True, fails, False)
+        self.num_running = 0
+        self.num_overlapped = 0
+
+    def launch(self, step: Step) -> InFlight:
+        done = super().launch(step)
+        self.num_overlapped += self.num_running > 0
+        self.num_running += 1
+        return _Counted(self, done)
+
+    def drain(self) -> None:
+        self.num_running = 0
+
+
+class _Counted:
+    def __init__(self, runner: OverlapCounter, done: InFlight) -> None:
+        self._runner = runner
+        self._done = done
+
+    def wait(self) -> StepResult:
+        self._runner.num_running -= 1
+        return self._done.wait()
+
+
+def test_one_who_waits_after_a_failure_does_not_slow_the_others_for_long() -> None:
+    runner = OverlapCounter(lambda _: runner.num_launched == 2)
+    engine = an_engine_over(runner, num_pages=40)
+    waits = list(range(20))
+    engine.submit(a_request(waits, 20, name="waits"))
+    while runner.num_launched < 2:
+        engine.step()
+    got = run_all(engine, [a_request([1, 2, 3], 140, priority=-1)], 400)
+    assert len(got.tokens["waits", 0]) == 20
+    assert runner.num_overlapped > 90
 
 
 def test_a_lone_request_is_tried_twice() -> None:

@@ -13,7 +13,8 @@ from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step
 from mainstem.sched.scheduler import Scheduler
 
-MAX_FAILURES = 8  # in a row: with other requests in each step, it is not theirs
+MAX_FAILURES = 8  # in a row that cannot be laid to anybody, or requests in a row that all fail
+MAX_BLAMED = 64  # requests in a row that fail while others are left to try
 
 log = logging.getLogger("mainstem.engine")
 
@@ -29,7 +30,9 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight: _Launched | None = None
-        self._num_failures = 0  # steps since the last that ended well
+        # steps that failed since the last that ended well: whoever is to blame, and one request
+        self._num_failures = 0
+        self._num_blamed = 0
         self.bus = bus
 
     @property
@@ -74,9 +77,9 @@ class Engine:
         """Advance by one step; returns what callers should hear.
 
         A step that fails costs its sequences a restart and everybody the cache. What fails again is
-        tried alone; a request that fails alone ends, with what failed in its last Output. Raises
-        EngineLost when step after step fails. An interrupt goes through, wherever it comes:
-        everything waits again, but what ended in that very step may go unheard.
+        tried alone; a request that fails alone ends when others do not, with what failed in its
+        last Output. Raises EngineLost when step after step fails, whatever is in it. An interrupt
+        goes through, wherever it comes: everything waits again, and news come with the next step.
         """
         try:
             return self._step()
@@ -93,15 +96,10 @@ class Engine:
             launched = self._launch(step)
         if self._in_flight is None and not self._runner.can_overlap:
             self._in_flight, launched = launched, None
-        outputs = self._scheduler.take_outputs()
-        if self._in_flight is None and launched is None and not outputs:
+        if self._in_flight is None and launched is None:
             self._scheduler.rest()
-        if self._in_flight is not None:
-            done, self._in_flight = self._in_flight, launched
-            outputs += self._take_in(done)
-        else:
-            self._in_flight = launched
-        return outputs
+        done, self._in_flight = self._in_flight, launched
+        return self._scheduler.take_outputs() if done is None else self._take_in(done)
 
     def _next_step(self) -> Step | None:
         try:
@@ -123,14 +121,15 @@ class Engine:
     def _take_in(self, done: "_Launched") -> list[Output]:
         try:
             result = done.handle.wait()
+            device_s = result.device_s
+            if device_s is None:
+                device_s = perf_counter() - done.began_s
+            outputs = self._scheduler.commit(done.step, result, device_s, done.launch_s)
         except Exception as error:
             self._fail(error, done.step)
             return self._scheduler.take_outputs()
-        device_s = result.device_s
-        if device_s is None:
-            device_s = perf_counter() - done.began_s
-        self._num_failures = 0
-        return self._scheduler.commit(done.step, result, device_s, done.launch_s)
+        self._num_failures = self._num_blamed = 0
+        return outputs
 
     def _drop_steps(self) -> None:
         """Pages are given back only when no step can write to them any more."""
@@ -144,10 +143,13 @@ class Engine:
             self._scheduler.recover()
             return
         log.error("a step failed", exc_info=error)
-        self._num_failures += 1
-        self._scheduler.fail(step, f"{type(error).__name__}: {error}")
-        if self._num_failures >= MAX_FAILURES:
-            raise EngineLost(f"{MAX_FAILURES} steps in a row failed: {error}") from error
+        if self._scheduler.fail(step, f"{type(error).__name__}: {error}"):
+            self._num_blamed += 1
+        else:
+            self._num_failures += 1
+        most_blamed = MAX_FAILURES if self._scheduler.is_all_at_fault else MAX_BLAMED
+        if self._num_failures >= MAX_FAILURES or self._num_blamed >= most_blamed:
+            raise EngineLost(f"step after step failed, whatever was in it: {error}") from error
 
     def snapshot(self) -> EngineSnapshot:
         """What is running and shared at this moment."""
@@ -184,11 +186,26 @@ class Engine:
 
     def close(self) -> None:
         """Drop everything that runs and free the device."""
-        if self._in_flight is not None:
-            self._in_flight.handle.wait()
+        try:
+            if self._in_flight is not None:
+                self._end_last(self._in_flight)
+        finally:
+            try:
+                self._scheduler.close()
+            finally:
+                self._runner.close()
+
+    def _end_last(self, launched: "_Launched") -> None:
+        """Nobody wants its tokens, but if it failed nothing it may have written is kept."""
+        try:
+            launched.handle.wait()
             self._in_flight = None
-        self._scheduler.close()
-        self._runner.close()
+        except BaseException as error:
+            self._drop_steps()
+            self._scheduler.recover()
+            if not isinstance(error, Exception):
+                raise
+            log.error("the last step failed", exc_info=error)
 
 
 @dataclass(frozen=True, slots=True)

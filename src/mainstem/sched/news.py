@@ -37,6 +37,15 @@ class News:
             )
         return outputs
 
+    def has_untold(self, slot: SeqSlot) -> bool:
+        """Whether tokens are known that the caller has not heard of."""
+        return self._table.sequence(slot).num_delivered < self._table.num_read_back(slot)
+
+    def drop_unread(self, slot: SeqSlot) -> None:
+        """Forget logprobs of a token that was not read back after all."""
+        sequence = self._table.sequence(slot)
+        del sequence.logprobs[self._table.num_read_back(slot) - sequence.num_delivered :]
+
     def deliver(
         self, slot: SeqSlot, reason: FinishReason | None, fault: str | None = None
     ) -> Output:

@@ -7,17 +7,21 @@ from collections.abc import Iterable
 from mainstem.core.ids import PageKey
 from mainstem.sched.sequence import SeqState, Sequence, urgency
 
+_Entry = tuple[int, int, int, Sequence]  # rank, then urgency
+
 
 class WaitingQueue:
     """A heap of sequences ready to start, and those parked on a page that is LOADING.
 
     A preempted sequence keeps its arrival number and so returns to its old place. Sequences that
     were aborted while they waited are dropped when they come up. Suspects go first of all: nothing
-    else can run while they are tried.
+    else can run while they are tried. Only while it is open whether a failure was the fault of who
+    is at fault do they go last: others can show that steps still end well.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[bool, int, int, Sequence]] = []
+        self._heap: list[_Entry] = []
+        self.suspects_last = False
         self._parked: dict[PageKey, list[Sequence]] = defaultdict(list)
         self._num_parked = 0
         self._num_dead = 0
@@ -26,19 +30,30 @@ class WaitingQueue:
         return len(self._heap) + self._num_parked - self._num_dead
 
     def push(self, sequence: Sequence) -> None:
-        heapq.heappush(self._heap, (not sequence.is_suspect, *urgency(sequence), sequence))
+        heapq.heappush(self._heap, self._entry(sequence))
+
+    def reorder(self, suspects_last: bool) -> None:
+        """Somebody who waits fell under suspicion, or was cleared of it."""
+        self.suspects_last = suspects_last
+        self._heap = [self._entry(entry[-1]) for entry in self._heap]
+        heapq.heapify(self._heap)
+
+    def _entry(self, sequence: Sequence) -> _Entry:
+        rank = int(sequence.is_suspect == self.suspects_last)
+        return (2 if sequence.is_at_fault else rank, *urgency(sequence), sequence)
 
     def head(self) -> Sequence | None:
-        """The next sequence to start, left in place."""
+        """The next sequence to start, left in place; never one that is at fault."""
         while self._heap and self._heap[0][-1].state is SeqState.DONE:
             heapq.heappop(self._heap)
             self._num_dead -= 1
-        return self._heap[0][-1] if self._heap else None
+        return self._heap[0][-1] if self._heap and not self._heap[0][-1].is_at_fault else None
 
     def first(self, count: int) -> list[Sequence]:
         """About the next `count` sequences to start, the head for certain among them."""
         near = sorted(self._heap[: 2 * count])[:count]
-        return [entry[-1] for entry in near if entry[-1].state is not SeqState.DONE]
+        found = [entry[-1] for entry in near]
+        return [seq for seq in found if seq.state is not SeqState.DONE and not seq.is_at_fault]
 
     def pop(self) -> Sequence:
         return heapq.heappop(self._heap)[-1]

@@ -59,25 +59,21 @@ class RunningSet:
         return slot
 
     def leave(self, slot: SeqSlot, in_flight: StepId | None) -> None:
-        """A sequence ended, or is preempted: it goes as soon as no step uses its slot."""
-        self.slots = self.slots[self.slots != slot]
+        """A sequence ended, or is preempted: it goes as soon as no step uses its slot. An error
+        on the way leaves it here, to be let go again."""
         self.table.is_alive[slot] = False
         if in_flight is not None and self.table.last_step[slot] == in_flight:
             self._leaving.append(slot)
         else:
             self._release(slot)
+        self.slots = self.slots[self.slots != slot]
 
     def settle(self, step_id: StepId) -> None:
         """Steps up to this one are done: free what only they used."""
-        if not self._leaving:
-            return
-        still: list[SeqSlot] = []
-        for slot in self._leaving:
+        for slot in list(self._leaving):
             if self.table.last_step[slot] <= step_id:
                 self._release(slot)
-            else:
-                still.append(slot)
-        self._leaving = still
+                self._leaving.remove(slot)
 
     def last_step(self) -> StepId:
         """The last step that used any slot."""
@@ -134,6 +130,6 @@ class RunningSet:
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
             num_wanted = self._order.tokens_wanted(sequence.request.plan_place) // page_size
+        store.give_back(pages, num_wanted)  # the only part that can fail, so first
         self.tree.detach(slot)
         table.leave(slot)
-        store.give_back(pages, num_wanted)

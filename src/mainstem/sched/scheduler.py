@@ -29,7 +29,7 @@ from mainstem.core.events import (
 from mainstem.core.ids import PageKey, RequestId, SeqSlot
 from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.snapshot import EngineSnapshot
-from mainstem.core.step import Int32s, Step, StepId, StepResult
+from mainstem.core.step import Bools, Int32s, Step, StepId, StepResult
 from mainstem.kv.store import KVStore
 from mainstem.sched.batching import Batch, build_step
 from mainstem.sched.fetching import Fetching
@@ -47,6 +47,7 @@ from mainstem.sched.step_size import StepSize
 from mainstem.sched.truncation import DEFAULT_RULES, TruncationRules
 
 REST_S = 0.0003
+MAX_DOUBT_STEPS = 32  # steps that end well before one failure counts as chance for all
 NO_LOADS = np.empty(0, np.int32)
 
 
@@ -94,8 +95,11 @@ class Scheduler:
         self._in_flight: Step | None = None
         # pages that are copied or moved, leased until that step commits
         self._copy_sources: list[tuple[StepId, Int32s]] = []
-        self._outputs: list[Output] = []  # of sequences that ended outside a commit
+        self._outputs: list[Output] = []  # not taken yet
         self._doubted: set[Sequence] = set()  # steps failed with them since they got a token
+        self._num_good_steps = 0  # since one failed
+        # requests a step failed with alone, and how: they end when another step ends well
+        self._at_fault: dict[RequestId, str] = {}
         self._host_s = 0.0
 
     # --- requests -------------------------------------------------------------------------------
@@ -198,7 +202,7 @@ class Scheduler:
         self, step: Step, result: StepResult, device_s: float = 0.0, launch_s: float = 0.0
     ) -> list[Output]:
         """Take in a step's tokens; returns what callers should hear. `launch_s` is what the host
-        spent on launching it."""
+        spent on launching it. After an error `recover` goes on from wherever this came to."""
         begin = perf_counter() - launch_s
         table = self._table
         if self._in_flight is step:
@@ -209,17 +213,12 @@ class Scheduler:
         is_alive = table.is_alive[slots]
         if not is_alive.all():
             slots, token_ids = slots[is_alive], token_ids[is_alive]
-        table.append_samples(slots, token_ids)
         self._news.keep_logprobs(step, result)
-
-        is_stop = table.is_stop(slots, token_ids)
-        is_full = table.total[slots] - table.pending[slots] >= table.max_total[slots]
-        is_done = is_stop | is_full
+        table.append_samples(slots, token_ids)
+        is_done, is_stop = self._ends(slots)
         is_streaming = table.is_streaming[slots] & ~is_done
-        outputs = self._news.stream(slots[is_streaming], token_ids[is_streaming])
-        for row in is_done.nonzero()[0].tolist():
-            reason = FinishReason.STOP if is_stop[row] else FinishReason.LENGTH
-            outputs.append(self._finish(SeqSlot(int(slots[row])), reason))
+        self._outputs += self._news.stream(slots[is_streaming], token_ids[is_streaming])
+        self._finish_all(slots[is_done], is_stop[is_done])
         self._running.settle(step.step_id)
         self._release_sources(step.step_id)
         if self._doubted:
@@ -228,57 +227,102 @@ class Scheduler:
             self._bus.publish(StepsResized(self._size.tokens))
         self._publish_step(step, device_s, self._host_s + perf_counter() - begin)
         self._host_s = 0.0
-        return outputs
+        return self.take_outputs()
+
+    def _ends(self, slots: Int32s) -> tuple[Bools, Bools]:
+        """Which of these are done with the last token read back, and which by a stop token."""
+        table = self._table
+        is_stop = table.is_stop(slots, table.last_token[slots])
+        is_full = table.total[slots] - table.pending[slots] >= table.max_total[slots]
+        return is_stop | is_full, is_stop
+
+    def _finish_all(self, slots: Int32s, is_stop: Bools) -> None:
+        for slot, stopped in zip(slots.tolist(), is_stop.tolist(), strict=True):
+            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+            self._finish(SeqSlot(slot), reason)
 
     def recover(self) -> None:
         """A step failed, or was interrupted: forget what it may have left in pages.
 
         Every sequence goes back to the queue with the tokens that are known of it, and the cache is
-        emptied; stepping on tries again.
+        emptied; stepping on tries again. What a commit had begun is done: tokens it read are told,
+        and who is done with them ends.
         """
-        table = self._table
+        table, running = self._table, self._running
         self._in_flight = None
-        self._running.settle(self._running.last_step())
-        self._release_sources(self._running.last_step())
         with self._store.distrust():
-            for slot in self._running.slots.tolist():
-                table.total[slot] -= table.pending[slot]
-                table.pending[slot] = 0
-                table.computed[slot] = 0  # nothing of it is worth a name
+            running.settle(running.last_step())
+            self._release_sources(running.last_step())
+            slots = running.slots
+            table.total[slots] -= table.pending[slots]
+            table.pending[slots] = 0
+            table.computed[slots] = 0  # nothing of them is worth a name
+            for slot in slots.tolist():
+                self._news.drop_unread(slot)
                 if table.sequence(slot).state is SeqState.DONE:  # interrupted as it ended
-                    self._running.leave(SeqSlot(slot), None)
-                else:
-                    self._preempt(SeqSlot(slot))
+                    running.leave(SeqSlot(slot), None)
+            slots = running.slots
+            is_done, is_stop = self._ends(slots)
+            self._finish_all(slots[is_done], is_stop[is_done])
+            for slot in slots[~is_done].tolist():
+                if table.is_streaming[slot] and self._news.has_untold(slot):
+                    self._outputs.append(self._news.deliver(slot, None))
+                self._preempt(slot)
 
-    def fail(self, step: Step | None, fault: str) -> None:
+    def fail(self, step: Step | None, fault: str) -> bool:
         """A step failed, or the making of one (None): recover, and find out who is to blame.
 
         The first time may be chance: all try again together. Who was part of two failures, with no
-        token between, is tried alone; who fails alone ends, and the others go on.
+        token between, is tried alone. A request that fails alone is at fault: it ends, with all its
+        answers, as soon as another step ends well or nobody else is left to try. Returns whether
+        the failure was laid to one request.
         """
         blamed = self._part_of(step)
+        self._num_good_steps = 0
         for sequence in blamed:
             sequence.num_faults += 1
             self._doubted.add(sequence)
+        is_certain = len(blamed) == 1 and blamed[0].is_suspect
+        if is_certain:
+            request_id = blamed[0].request.request_id
+            self._at_fault[request_id] = fault
+            for sequence in self._sequences[request_id]:
+                sequence.is_at_fault = True
         self.recover()
-        if len(blamed) == 1 and blamed[0].is_suspect:
-            self._end_early(blamed[0], FinishReason.ERROR, fault)
+        self._queue.reorder(suspects_last=bool(self._at_fault))
         self._bus.publish(StepFailed(fault, len(blamed)))
+        return is_certain
+
+    @property
+    def is_all_at_fault(self) -> bool:
+        """Whether steps failed with each request alone that there is."""
+        return self._sequences.keys() <= self._at_fault.keys()
+
+    def _end_at_fault(self) -> None:
+        """A step ended well without them, or nobody is left to show that one can."""
+        for request_id, fault in list(self._at_fault.items()):
+            for sequence in list(self._sequences.get(request_id, ())):
+                self._end_early(sequence, FinishReason.ERROR, fault)
+        self._at_fault.clear()
+        self._queue.reorder(suspects_last=False)
 
     def _part_of(self, step: Step | None) -> list[Sequence]:
         table, tried, head = self._table, self._running.suspect, self._queue.head()
-        if step is not None:
-            slots = step.seq_slots[table.is_alive[step.seq_slots]]
-            return [table.sequence(slot) for slot in slots.tolist()]
-        if tried is not None:
+        if step is None and tried is not None:
             return [tried]
-        running = [table.sequence(slot) for slot in self._running.slots.tolist()]
-        return running if head is None else [*running, head]
+        slots = self._running.slots if step is None else step.seq_slots
+        running = [table.sequence(slot) for slot in slots[table.is_alive[slots]].tolist()]
+        return running if step is not None or head is None else [*running, head]
 
     def _clear_of_doubt(self, slots: Int32s) -> None:
-        """These sequences got past where steps failed with them."""
+        """A step ended well, and these sequences got past where steps failed with them. Who only
+        failed once and has to wait for long is given the benefit of the doubt."""
+        if self._at_fault:
+            self._end_at_fault()
+        self._num_good_steps += 1
+        was_chance = self._num_good_steps >= MAX_DOUBT_STEPS
         for sequence in list(self._doubted):
-            if sequence.state is SeqState.DONE or sequence.slot in slots:
+            if sequence.slot in slots or (was_chance and not sequence.is_suspect):
                 sequence.num_faults = 0
                 self._doubted.discard(sequence)
 
@@ -300,7 +344,7 @@ class Scheduler:
         self._store.close()
 
     def take_outputs(self) -> list[Output]:
-        """Outputs of sequences that ended outside a commit (aborted, stopped)."""
+        """What callers should hear that no commit has returned."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -360,6 +404,8 @@ class Scheduler:
     def _make_way(self) -> bool:
         """Have those wait that run while a suspect is to be tried. False: while anybody is in
         doubt steps go one by one, so that it is certain which of them failed."""
+        if self._at_fault and self.is_all_at_fault:
+            self._end_at_fault()
         if not self._doubted:
             return True
         if self._in_flight is not None or self._running.has_leaving:
@@ -404,24 +450,23 @@ class Scheduler:
         if sequence.chain is not None:
             self._store.expect(sequence.arrival, sequence.chain)
 
-    def _finish(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> Output:
+    def _finish(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> None:
         """A running sequence is done: deliver, and free its slot as soon as no step uses it."""
         table = self._table
         sequence = table.sequence(slot)
-        output = self._news.deliver(slot, reason, fault)
+        self._outputs.append(self._news.deliver(slot, reason, fault))
         num_output = len(table.output_ids(slot))
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.observe(num_output)
         self._close(sequence, reason, num_output)
         self._running.leave(slot, None if self._in_flight is None else self._in_flight.step_id)
-        return output
 
     def _end_early(
         self, sequence: Sequence, reason: FinishReason, fault: str | None = None
     ) -> None:
         if sequence.state is SeqState.RUNNING:
             assert sequence.slot is not None
-            self._outputs.append(self._finish(sequence.slot, reason, fault))
+            self._finish(sequence.slot, reason, fault)
         elif sequence.state is SeqState.WAITING:
             undelivered = sequence.output_ids[sequence.num_delivered :]
             self._outputs.append(make_output(sequence, undelivered, reason, fault))
@@ -431,11 +476,13 @@ class Scheduler:
 
     def _close(self, sequence: Sequence, reason: FinishReason, num_output: int) -> None:
         sequence.state = SeqState.DONE
+        self._doubted.discard(sequence)
         request_id = sequence.request.request_id
         answers = self._sequences[request_id]
         answers.remove(sequence)
         if not answers:
             del self._sequences[request_id]
+            self._at_fault.pop(request_id, None)
         self._bus.publish(SequenceFinished(request_id, sequence.index, reason, num_output))
 
     def _preempt(self, slot: SeqSlot) -> None:

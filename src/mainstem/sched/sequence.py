@@ -48,6 +48,7 @@ class Sequence:
     num_to_compute: int | None = None
     mask: TokenMask | None = None  # where a grammar restricts the answer
     num_faults: int = 0  # steps that failed with it since it last got a token
+    is_at_fault: bool = False  # a step failed with its request alone: it is not tried again
 
     def __post_init__(self) -> None:
         if self.request.grammar is not None:

@@ -76,8 +76,9 @@ class Starter:
             prompts.add(self._next_chunk(slot, prompts.budget))
 
     def _may_join(self, sequence: Sequence) -> bool:
-        """A suspect is alone in its steps: it joins nobody, and nobody joins it."""
-        if sequence.is_suspect:
+        """A suspect is alone in its steps: it joins nobody, and nobody joins it. So is whoever
+        shows that steps still end well."""
+        if sequence.is_suspect or self._queue.suspects_last:
             return len(self._running) == 0
         return self._running.suspect is None
 
