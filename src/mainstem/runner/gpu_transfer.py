@@ -188,9 +188,12 @@ class GpuCopier:
         known = (self._loads.get(LoadId(load_id)) for load_id in load_ids.tolist())
         return GpuGate([transfer for transfer in known if transfer is not None])
 
-    def close(self) -> None:
+    def drain(self) -> None:
         self._incoming.synchronize()
         self._outgoing.synchronize()
+
+    def close(self) -> None:
+        self.drain()
         self._slab.close()
 
     def _begin(self, pages: Int32s) -> tuple[GpuTransfer, Tensor]:
