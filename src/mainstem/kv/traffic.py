@@ -90,16 +90,17 @@ class Traffic:
 
     def save(self, pages: Int32s) -> None:
         """Save those of `pages` that are named, filled and not stored."""
-        named = self._index.named(pages[~self._is_filling[pages]])
-        wanted = [item for item in named if not self.tiers.has(item[1])]
+        self._save_named(self._index.named(pages[~self._is_filling[pages]]))
+
+    def _save_named(self, named: dict[PageKey, int]) -> None:
+        wanted = [item for item in named.items() if not self.tiers.has(item[0])]
         room = self._save_room(len(wanted))
-        self._postponed.update((key, page) for page, key, _ in wanted[room:])
+        self._postponed.update(wanted[room:])
         wanted = wanted[:room]
         if not wanted:
             return
-        numbers = np.array([page for page, _, _ in wanted], np.int32)
-        keys = [key for _, key, _ in wanted]
-        copied = self.tiers.save(numbers, keys, [token_ids for _, _, token_ids in wanted])
+        pages = np.array([page for _, page in wanted], np.int32)
+        copied = self.tiers.save(pages, [key for key, _ in wanted], self._index.tokens(pages))
         self._hold(copied)
 
     def _save_room(self, count: int) -> int:
@@ -111,7 +112,8 @@ class Traffic:
         """There is room again: save what is still on the device."""
         waiting, self._postponed = self._postponed, {}
         pages = np.array(list(dict.fromkeys(waiting.values())), np.int32)  # some have new names
-        still = [page for page, key, _ in self._index.named(pages) if waiting.get(key) == page]
+        named = self._index.named(pages).items()
+        still = [page for key, page in named if waiting.get(key) == page]
         if len(still) < len(waiting):
             gone = len(waiting) - len(still)
             self._bus.publish(SavesSkipped(gone, "host", "write buffer full"))
@@ -119,7 +121,7 @@ class Traffic:
 
     def note_use(self, pages: Int32s) -> None:
         """A sequence ends with these pages, in chain order: what is not stored yet is saved."""
-        self.tiers.note_use([key for _, key, _ in self._index.named(pages)])
+        self.tiers.note_use(list(self._index.named(pages)))
         self.save(pages)
 
     # --- up -------------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ class Traffic:
         self._copying[load.pages] += 1  # the taker's hold is the copy's from here on
         self._index.reserve(chain, first, load.pages)
         self._loads[load_id] = load
-        self._load_of.update((page, load) for page in load.pages.tolist())
+        self._load_of.update(dict.fromkeys(load.pages.tolist(), load))
         return len(load.pages)
 
     def _finish(self, load: Load) -> None:
