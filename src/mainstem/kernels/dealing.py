@@ -55,17 +55,19 @@ def _spread(programs: int) -> Int64s:
 
 def _fill(load: Floats, size: float, count: int) -> Floats:
     """How many of `count` equal units each program takes, so that the fullest is least full."""
-    level = np.inf
-    for _ in range(2):  # programs that are fuller than the mean already take no part in it
-        is_open = load < level
-        level = float(load[is_open].sum() + size * count) / int(is_open.sum())
+    # The level to which the emptiest k fill up, for every k; it holds where the next is fuller.
+    emptiest = np.sort(load)
+    levels = (np.cumsum(emptiest) + size * count) / np.arange(1, len(load) + 1)
+    level = levels[np.argmax(levels <= np.append(emptiest[1:], np.inf))]
     room = np.maximum((level - load) // size, 0.0)
     missing = count - int(room.sum())
     while missing > 0:
-        emptiest = np.argsort(load + room * size, kind="stable")[:missing]
-        room[emptiest] += 1.0
-        missing -= len(emptiest)
-    if missing < 0:
-        fullest = np.argsort(np.where(room > 0, -load - room * size, 0.0), kind="stable")[:-missing]
+        taking = np.argsort(load + room * size, kind="stable")[:missing]
+        room[taking] += 1.0
+        missing -= len(taking)
+    while missing < 0:  # by rounding; only who has some can give one back
+        giving = np.flatnonzero(room)
+        fullest = giving[np.argsort(-load[giving] - room[giving] * size, kind="stable")[:-missing]]
         room[fullest] -= 1.0
+        missing += len(fullest)
     return room

@@ -1,0 +1,41 @@
+"""Units are shared out whole: every one once, whatever the programs have to do already."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from mainstem.kernels.dealing import _fill, share_out
+
+LOADS = st.lists(st.floats(0, 1e6), min_size=1, max_size=40)
+
+
+@given(LOADS, st.floats(1, 1e5), st.integers(0, 400))
+def test_equal_units_fill_what_is_open(loads: list[float], size: float, count: int) -> None:
+    room = _fill(np.array(loads), size, count)
+    assert (room >= 0).all()
+    assert int(room.sum()) == count
+
+
+@given(
+    st.integers(2, 40),
+    st.lists(st.floats(1, 1e6), max_size=60),
+    st.lists(st.floats(1, 1e6), max_size=60),
+    st.booleans(),
+)
+def test_every_unit_has_one_program(
+    programs: int, large: list[float], small: list[float], is_even: bool
+) -> None:
+    if is_even and small:
+        small = [small[0]] * len(small)
+    shares = np.empty(2 * programs + 2, np.int32)
+    orders = share_out(shares, (np.array(large), 8), (np.array(small), 2))
+    for order, bounds, count in zip(
+        orders, shares.reshape(2, -1), (8 * len(large), 2 * len(small)), strict=True
+    ):
+        assert bounds[0] == 0
+        assert bounds[-1] == count
+        assert (np.diff(bounds) >= 0).all()
+        assert sorted(order.tolist()) == list(range(count))
