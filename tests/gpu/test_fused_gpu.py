@@ -9,7 +9,10 @@ if not torch.cuda.is_available():
 
 from tests.gpu.bench_fused import CHECKS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
 
 
 @pytest.mark.parametrize("name", list(CHECKS))

@@ -143,9 +143,9 @@ def test_logits_of_sessions_that_start_while_others_load_are_the_same_bits(tmp_p
     engine.flush()
     engine.clear_device()
     assert ask_all(engine) == in_place
-    assert counters.loaded_pages["host"] >= 12 * 900 // 16
+    assert counters.loaded_pages["host"] >= 12 * (900 // 16)
     engine.close()
     again = build_random_engine(DEEP, config, bus)
     assert ask_all(again) == in_place
-    assert counters.loaded_pages["disk"] + counters.prefetched_pages >= 12 * 900 // 16
+    assert counters.loaded_pages["disk"] + counters.prefetched_pages >= 12 * (900 // 16)
     again.close()

@@ -58,7 +58,7 @@ def _fill(load: Floats, size: float, count: int) -> Floats:
     # The level to which the emptiest k fill up, for every k; it holds where the next is fuller.
     emptiest = np.sort(load)
     levels = (np.cumsum(emptiest) + size * count) / np.arange(1, len(load) + 1)
-    level = levels[np.argmax(levels <= np.append(emptiest[1:], np.inf))]
+    level = float(levels[np.argmax(levels <= np.append(emptiest[1:], np.inf))])
     room = np.maximum((level - load) // size, 0.0)
     missing = count - int(room.sum())
     while missing > 0:
