@@ -65,6 +65,19 @@ def _job(workload: str, what: str, rival: float, groups: int | None = None) -> R
     )
 
 
+def _turn(number: int) -> Row:
+    """Sessions that come back, their history in host memory."""
+    return Row(
+        what=f"8B, 24 sessions of 2,000 tokens come back at once, first token in turn {number}",
+        file="sessions-h200.jsonl",
+        ours=_is(part="turns", tier="host", turn=number),
+        value="{mean_ttft_ms:.0f} ms",
+        rival_text="275 ms (vLLM 0.24 with CPU offload)",
+        hardware="H200",
+        command="mainstem bench sessions",
+    )
+
+
 def _is_fp8(line: Line) -> bool:
     settings = line["settings"]
     assert isinstance(settings, dict)
@@ -79,6 +92,8 @@ ROWS = [
     _job("noshare-512", "8B, nothing shared", 46.2),
     _job("relay-2048", "7B, one system prompt of 2,048", 93.0),
     _job("relay-64", "7B, one system prompt of 64", 103.0),
+    _turn(2),
+    _turn(3),
     Row(
         what="64 requests over one 1,024-token prefix, fp32",
         file="cpu.jsonl",
