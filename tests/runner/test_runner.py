@@ -208,7 +208,8 @@ def test_facts_describe_what_was_loaded(tmp_path: Path) -> None:
 
 def test_pages_take_their_share_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint("llama", tmp_path)
-    readings = iter([8 << 20, 7 << 20, 6 << 20])  # before loading, for packing, after loading
+    # before loading, for packing, after loading, and whether the pages fit
+    readings = iter([8 << 20, 7 << 20, 6 << 20, 6 << 20])
     monkeypatch.setattr("mainstem.runner.cpu_load.available_bytes", lambda: next(readings))
     _, facts = load_runner(tmp_path, ModelConfig(), CacheConfig(memory_share=0.5), None)
     assert facts.num_pages == (2 << 20) // (facts.kv_bytes_per_token * 16)
