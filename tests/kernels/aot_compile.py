@@ -32,7 +32,7 @@ from mainstem.kernels.sample import (
     _tops_kernel,
 )
 from mainstem.kernels.span import _span_kernel
-from mainstem.kernels.transfer import _copy_pages_kernel
+from mainstem.kernels.transfer import _spread_kernel
 from mainstem.kernels.tuning import FALLBACK, HOPPER, Tiles
 from mainstem.kernels.upload import _move_kernel
 
@@ -126,9 +126,8 @@ def _other_jobs(target: str) -> Iterator[Job]:
 
 
 def _copy_jobs() -> Iterator[Job]:
-    types = {"layers_ptr": "*i64", "pages_ptr": "*i32", "buffer_ptr": "*i32"}
-    for is_load in (False, True):
-        yield Job(_copy_pages_kernel, {"TO_PAGES": is_load, "TILE": 2048}, types)
+    types = {"layers_ptr": "*i32", "pages_ptr": "*i32", "buffer_ptr": "*i32"}
+    yield Job(_spread_kernel, {"TILE": 2048}, types)
     yield Job(_move_kernel, {"BLOCK": 1024})
 
 

@@ -1,7 +1,8 @@
 """Rows between pinned host memory and a GPU, by the card's copy engines.
 
-torch copies contiguous tensors only; a few layers of many slots are rows at a distance, which the
-driver copies in one call, without taking a multiprocessor from those who compute.
+torch copies contiguous tensors only; all layers of a page, or a few layers of many slots, are rows
+at a distance, which the driver copies in one call, without taking a multiprocessor from those who
+compute.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ from functools import cache
 from mainstem.core.errors import ConfigError
 
 HOST, DEVICE = 1, 2  # CU_MEMORYTYPE_
+MAX_PITCH = 2**31 - 1  # bytes from row to row, on every card
 
 
 class _Copy2D(ctypes.Structure):
@@ -36,28 +38,28 @@ class _Copy2D(ctypes.Structure):
 
 
 class Rows:
-    """`width` bytes every `pitch` bytes of host memory, and one after the other on the device."""
+    """`width` bytes every so many bytes of host memory and of a device's."""
 
-    def __init__(self, pitch: int, width: int) -> None:
+    def __init__(self, width: int, host_pitch: int, device_pitch: int) -> None:
         self._driver = _driver()
-        self._pitch = pitch
-        self._width = width
+        self._to_device = _Copy2D(
+            src_type=HOST, src_pitch=host_pitch, dst_type=DEVICE, dst_pitch=device_pitch,
+            width=width,
+        )  # fmt: skip
+        self._to_host = _Copy2D(
+            src_type=DEVICE, src_pitch=device_pitch, dst_type=HOST, dst_pitch=host_pitch,
+            width=width,
+        )  # fmt: skip
 
     def to_device(self, host: int, device: int, rows: int, stream: int) -> None:
         """Addresses of the first row on either side."""
-        copy = _Copy2D(
-            src_type=HOST, src_host=host, src_pitch=self._pitch,
-            dst_type=DEVICE, dst_device=device, dst_pitch=self._width,
-            width=self._width, height=rows,
-        )  # fmt: skip
+        copy = self._to_device
+        copy.src_host, copy.dst_device, copy.height = host, device, rows
         self._run(copy, stream)
 
     def to_host(self, device: int, host: int, rows: int, stream: int) -> None:
-        copy = _Copy2D(
-            src_type=DEVICE, src_device=device, src_pitch=self._width,
-            dst_type=HOST, dst_host=host, dst_pitch=self._pitch,
-            width=self._width, height=rows,
-        )  # fmt: skip
+        copy = self._to_host
+        copy.src_device, copy.dst_host, copy.height = device, host, rows
         self._run(copy, stream)
 
     def _run(self, copy: _Copy2D, stream: int) -> None:

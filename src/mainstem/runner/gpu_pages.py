@@ -1,4 +1,7 @@
-"""Device pages on a GPU: [layer][K or V][pages, kv_heads, page_size, head_dim]."""
+"""Device pages on a GPU: [layer][K or V][pages, kv_heads, page_size, head_dim].
+
+One allocation: the parts of a page lie at equal distances, so a copy engine takes them as rows.
+"""
 
 import torch
 from torch import Tensor
@@ -19,10 +22,9 @@ class GpuPages:
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        shape = (2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
-        self._layers = [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)
-        ]
+        shape = (spec.num_layers, 2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
+        self.all = torch.zeros(shape, dtype=dtype, device=device)
+        self._layers = list(self.all.unbind())
 
     @property
     def num_layers(self) -> int:

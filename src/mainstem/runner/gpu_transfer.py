@@ -5,12 +5,13 @@
     loads    | session a | session b: layers 0-7 | 8-15 | ...
     saves    | pages of step n-1 |
 
-The copy engines move a few layers of many slots as rows into one of two staging buffers, from which
-a short kernel spreads them over the pages while the next rows come in. A save goes the other way,
-all layers at once: nobody waits for one of them.
-Host to device and device to host do not slow each other down, and neither takes a multiprocessor
-for longer than the spreading. A save starts when its step is known to have ended, so it needs no
-event of the compute stream.
+A load comes a few layers of many slots at a time, which lie as rows in the slab: the copy engines
+move them into one of two staging buffers, from which a short kernel spreads them over the pages
+while the next rows come in. A save takes all layers of a page at once, nobody waits for one of
+them: these are rows on the device, which the engines read where they are.
+Host to device and device to host do not slow each other down, and no multiprocessor is taken for
+longer than the spreading. A save starts when its step is known to have ended, so it needs no event
+of the compute stream.
 """
 
 from collections.abc import Iterator
@@ -20,24 +21,24 @@ import torch
 from torch import Tensor
 
 from mainstem.core.step import Int32s
-from mainstem.kernels.transfer import PageMover
+from mainstem.kernels.transfer import spread_pages
 from mainstem.kernels.upload import move_words
 from mainstem.kv.transfer import LoadId
 from mainstem.models.decoder import Gate
-from mainstem.runner.copy_engine import Rows
+from mainstem.runner.copy_engine import MAX_PITCH, Rows
 from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.slab import HostSlab, slot_bytes
 
-STAGING_BYTES = 64 << 20  # of one buffer; each direction has two
+STAGING_BYTES = 64 << 20  # of one buffer; there are two
 
 
 class GpuTransfer:
     """A copy on streams; events tell how far it is."""
 
-    def __init__(self, num_layers: int, kept: Tensor) -> None:
+    def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self._kept = kept  # pinned, and read by a kernel
+        self.kept: Tensor | None = None  # pinned memory that a kernel reads
         self.begin = _event()
         self.events: list[torch.cuda.Event] = []
         self._num_groups_done = 0
@@ -72,9 +73,9 @@ class GpuGate:
 
 
 class _Staging:
-    """Two buffers on the device, for one direction: one is filled while the other is emptied."""
+    """Two buffers on the device: one is filled while the other is emptied."""
 
-    def __init__(self, page_bytes: int, device: torch.device, priority: int) -> None:
+    def __init__(self, page_bytes: int, device: torch.device) -> None:
         """`page_bytes` of what is moved of a page at once."""
         self.pages = max(1, STAGING_BYTES // page_bytes)
         self._buffers = [
@@ -82,13 +83,13 @@ class _Staging:
         ]
         self._is_empty = [_event(), _event()]
         self._next = 0
-        self.rows_stream = _stream(device, priority)  # of the copy engine
-        self.pages_stream = _stream(device, priority)  # of the kernel
+        self.rows_stream = _stream(device, priority=-1)  # of the copy engine
+        self.pages_stream = _stream(device, priority=-1)  # of the kernel
 
-    def take(self, filling: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
-        """A buffer that `filling` may fill, and the event to record when it is empty again."""
+    def take(self) -> tuple[Tensor, torch.cuda.Event]:
+        """A buffer to fill on `rows_stream`, and the event to record when it is empty again."""
         self._next = 1 - self._next
-        filling.wait_event(self._is_empty[self._next])
+        self.rows_stream.wait_event(self._is_empty[self._next])
         return self._buffers[self._next], self._is_empty[self._next]
 
     def synchronize(self) -> None:
@@ -100,29 +101,28 @@ class GpuCopier:
     """PageCopier over the page tensors of a GPU."""
 
     def __init__(self, pages: GpuPages, host_bytes: int) -> None:
-        layers = [pages.joint(layer) for layer in range(pages.num_layers)]
-        _, _, kv_heads, page_size, dim = layers[0].shape
-        shape = (len(layers), 2, kv_heads, page_size, dim)
-        self._layer_bytes = layers[0][:, 0].nbytes
-        page_bytes = self._layer_bytes * len(layers)
+        num_layers, _, _, *half_shape = pages.all.shape
+        shape = (num_layers, 2, *half_shape)
+        self._half_bytes = pages.all[0, 0, 0].nbytes
+        self._layer_bytes = 2 * self._half_bytes
+        page_bytes = self._layer_bytes * num_layers
         num_slots = max(2, host_bytes // slot_bytes(page_bytes))
-        self._device = layers[0].device
-        self._num_layers = len(layers)
-        self._slab = HostSlab(num_slots, shape, layers[0].dtype, is_pinned=True)
-        self._mover = PageMover(layers)
-        part_bytes = self._layer_bytes * min(LAYERS_AT_ONCE, len(layers))
-        self._incoming = _Staging(part_bytes, self._device, priority=-1)
-        self._outgoing = _Staging(page_bytes, self._device, priority=0)
+        self._pages = pages
+        self._num_layers = num_layers
+        self._slab = HostSlab(num_slots, shape, pages.all.dtype, is_pinned=True)
+        self._staging = _Staging(
+            self._layer_bytes * min(LAYERS_AT_ONCE, num_layers), pages.all.device
+        )
+        self._saves_stream = _stream(pages.all.device, priority=0)
         self._loads: dict[LoadId, GpuTransfer] = {}
         self._compile()
 
     def _compile(self) -> None:
-        """A page there and back, before anybody waits for one."""
-        first = torch.zeros(1, dtype=torch.int32, device=self._device)
-        buffer, _ = self._outgoing.take(torch.cuda.current_stream())
-        self._mover.collect(buffer, first, 0, self._num_layers)
-        self._mover.spread(buffer, first, 0, self._num_layers)
-        torch.cuda.synchronize(self._device)
+        """Before anybody waits for it."""
+        nothing = torch.empty(0, dtype=torch.int32, device=self._pages.all.device)
+        buffer, _ = self._staging.take()
+        spread_pages(self._pages.all, buffer, nothing)
+        torch.cuda.synchronize(buffer.device)
 
     @property
     def num_slots(self) -> int:
@@ -140,41 +140,43 @@ class GpuCopier:
         return self._slab.slot(slot)
 
     def save(self, pages: Int32s, slots: Int32s) -> GpuTransfer:
-        staging = self._outgoing
-        slots, pages = _by_slot(slots, pages)
-        rows = Rows(self._slab.slot_bytes, self._slab.page_bytes)
-        with torch.cuda.stream(staging.pages_stream):
-            transfer, on_device = self._begin(pages)
-            for part in _parts(len(slots), staging.pages):
-                buffer, is_empty = staging.take(staging.pages_stream)
-                self._mover.collect(buffer, on_device[part], 0, self._num_layers)
-                staging.rows_stream.wait_stream(staging.pages_stream)
-                for row, slot, length in _runs(slots[part]):
-                    rows.to_host(
-                        buffer.data_ptr() + row * self._slab.page_bytes,
-                        self._address(slot, 0), length, staging.rows_stream.cuda_stream,
-                    )  # fmt: skip
-                is_empty.record(staging.rows_stream)
-            transfer.events = [_recorded(staging.rows_stream)] * self._num_groups()
+        distance = self._pages.all[0, 0].nbytes  # from K to V, from V to the next layer's K
+        at_once = 2 * self._num_layers if distance <= MAX_PITCH else 1
+        rows = Rows(self._half_bytes, host_pitch=self._half_bytes, device_pitch=distance)
+        stream = self._saves_stream
+        transfer = GpuTransfer(self._num_layers)
+        transfer.begin.record(stream)
+        for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
+            source = self._pages.all.data_ptr() + page * self._half_bytes
+            target = self._address(slot, 0)
+            for half in range(0, 2 * self._num_layers, at_once):
+                rows.to_host(
+                    source + half * distance, target + half * self._half_bytes,
+                    at_once, stream.cuda_stream,
+                )  # fmt: skip
+        transfer.events = [_recorded(stream)] * self._num_groups()
         return transfer
 
     def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> GpuTransfer:
-        staging = self._incoming
+        staging = self._staging
         slots, pages = _by_slot(slots, pages)
+        transfer = GpuTransfer(self._num_layers)
         with torch.cuda.stream(staging.pages_stream):
-            transfer, on_device = self._begin(pages)
+            transfer.begin.record()
+            page_ids = self._upload(pages, transfer)
             for first, count in self._groups():
-                rows = Rows(self._slab.slot_bytes, count * self._layer_bytes)
+                width = count * self._layer_bytes
+                rows = Rows(width, host_pitch=self._slab.slot_bytes, device_pitch=width)
                 for part in _parts(len(slots), staging.pages):
-                    buffer, is_empty = staging.take(staging.rows_stream)
+                    buffer, is_empty = staging.take()
                     for row, slot, length in _runs(slots[part]):
                         rows.to_device(
-                            self._address(slot, first),
-                            buffer.data_ptr() + row * count * self._layer_bytes,
+                            self._address(slot, first), buffer.data_ptr() + row * width,
                             length, staging.rows_stream.cuda_stream,
                         )  # fmt: skip
                     staging.pages_stream.wait_stream(staging.rows_stream)
-                    self._mover.spread(buffer, on_device[part], first, count)
+                    layers = self._pages.all[first : first + count]
+                    spread_pages(layers, buffer, page_ids[part])
                     is_empty.record(staging.pages_stream)
                 transfer.events.append(_recorded(staging.pages_stream))
         self._loads[load_id] = transfer
@@ -189,22 +191,21 @@ class GpuCopier:
         return GpuGate([transfer for transfer in known if transfer is not None])
 
     def drain(self) -> None:
-        self._incoming.synchronize()
-        self._outgoing.synchronize()
+        self._staging.synchronize()
+        self._saves_stream.synchronize()
 
     def close(self) -> None:
         self.drain()
         self._slab.close()
 
-    def _begin(self, pages: Int32s) -> tuple[GpuTransfer, Tensor]:
-        """A transfer that begins on the current stream, and its page ids on the device."""
+    def _upload(self, pages: Int32s, transfer: GpuTransfer) -> Tensor:
+        """Page ids on the device."""
         pinned = torch.empty(len(pages), dtype=torch.int32, pin_memory=True)
         pinned.numpy()[:] = pages
-        transfer = GpuTransfer(self._num_layers, pinned)
-        transfer.begin.record()
-        on_device = torch.empty(len(pages), dtype=torch.int32, device=self._device)
+        transfer.kept = pinned
+        on_device = torch.empty(len(pages), dtype=torch.int32, device=self._pages.all.device)
         move_words(on_device[None], pinned[None])
-        return transfer, on_device
+        return on_device
 
     def _num_groups(self) -> int:
         return -(-self._num_layers // LAYERS_AT_ONCE)

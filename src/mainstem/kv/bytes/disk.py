@@ -14,6 +14,7 @@ row is gone before its record is used again.
 import errno
 import os
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -32,8 +33,9 @@ from mainstem.kv.bytes.folder import StoreFolder
 from mainstem.kv.bytes.page_index import FILE, PageIndex, PageRow, remove_index
 from mainstem.kv.bytes.segments import SegmentFiles
 
-NUM_READERS = 8  # checksums take about as long as reading: half of them wait for the disk
-NUM_WRITERS = 4  # pages of a batch that are written side by side, likewise
+NUM_READERS = 16  # checksums take about as long as reading, and all stand in line for Python's lock
+NUM_WRITERS = 8  # pages of a batch that are written side by side, likewise
+SWITCH_S = 0.0005  # a busy engine thread gives that lock up so often: a third of the rate at 5 ms
 INDEX_ROOM = 1 << 20  # bytes that are enough to open and change an index
 LITTLE_ROOM = 64 << 10  # bytes that are not enough
 MAX_BATCH = 64  # pages written between two commits
@@ -127,6 +129,7 @@ class DiskTier:
         self._orders: SimpleQueue[_Order] = SimpleQueue()
         self._reads: SimpleQueue[ReadJob | None] = SimpleQueue()
         self._done: SimpleQueue[Written | Read] = SimpleQueue()
+        sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
         self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="kv-write")
         self._threads = [Thread(target=self._write_all, name="kv-writer", daemon=True)]
         for _ in range(NUM_READERS):
