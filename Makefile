@@ -26,6 +26,11 @@ test-full: setup lint  ## the long tests too
 test-gpu:    ## what needs a CUDA device; uses the python on PATH
 	PYTHONPATH=src:. $(PYTHON) -m pytest -q -m gpu tests
 
+sanitize:    ## small attention cases under compute-sanitizer, on a CUDA device
+	for tool in memcheck racecheck; do PYTHONPATH=src:. PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu \
+	  tests/gpu/test_span_gpu.py -k "named and (page or depth or prefill)" || exit 1; done
+
 lint: setup  ## ruff, mypy, typos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,4 +42,4 @@ bench: setup  ## CPU benchmarks, ours and the rivals that are installed
 	$(BIN)/mainstem bench attention --json
 	$(BIN)/mainstem bench cpu --json
 
-.PHONY: help setup demo test test-full test-gpu lint bench
+.PHONY: help setup demo test test-full test-gpu sanitize lint bench

@@ -57,10 +57,10 @@ def test_a_page_that_cannot_be_read_is_counted_and_the_others_are_read(
 ) -> None:
     read = SegmentFiles.read
 
-    def failing(files: SegmentFiles, record: int, into: memoryview) -> None:
+    def failing(files: SegmentFiles, record: int, *into: memoryview) -> None:
         if record == 3:
             raise OSError(EIO, "Input/output error")
-        read(files, record, into)
+        read(files, record, *into)
 
     monkeypatch.setattr(SegmentFiles, "read", failing)
     assert cache.main(["verify", str(folder)]) == 1

@@ -22,12 +22,12 @@ class FaultyFiles(SegmentFiles):
     def __init__(self, folder: Path, page_bytes: int) -> None:
         super().__init__(folder, page_bytes)
 
-    def read(self, record: int, buffer: memoryview) -> None:
+    def read(self, record: int, *buffers: memoryview) -> None:
         fault = self.reads.popleft() if self.reads else None
         _raise(fault)
-        super().read(record, buffer)
+        super().read(record, *buffers)
         if fault == "flip":
-            buffer[0] ^= 1
+            buffers[-1][0] ^= 1
 
     def write(self, record: int, buffer: memoryview) -> None:
         fault = self.writes.popleft() if self.writes else None

@@ -13,7 +13,15 @@ import pytest
 
 from mainstem.core.errors import StoreError
 from mainstem.core.ids import PageKey
-from mainstem.kv.bytes.disk import NUM_READERS, DiskTier, Read, ReadJob, WriteJob, Written
+from mainstem.kv.bytes.disk import (
+    NUM_READERS,
+    READ_RUN,
+    DiskTier,
+    Read,
+    ReadJob,
+    WriteJob,
+    Written,
+)
 from mainstem.kv.bytes.page_index import FILE, PageIndex, PageRow
 from mainstem.kv.bytes.segments import SegmentFiles
 
@@ -51,8 +59,8 @@ def write(tier: DiskTier, *numbers: int) -> None:
 def read_all(tier: DiskTier) -> dict[int, str | None]:
     """Every page of the index: what is wrong with it; a page that reads well must be itself."""
     buffers = {row.key: contents(0) for row in tier.rows}
-    for row in tier.rows:
-        tier.read(ReadJob(row.key, row.record, row.crc32, buffers[row.key]))
+    rows = sorted(tier.rows, key=lambda row: row.record)
+    tier.read([ReadJob(row.key, row.record, row.crc32, buffers[row.key]) for row in rows])
     found: dict[int, str | None] = {}
     while len(found) < len(buffers):
         for done in tier.poll():
@@ -233,7 +241,7 @@ def test_the_threads_outlive_any_error(tmp_path: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(SegmentFiles, "read", fail)
         for number in range(2 * NUM_READERS):
-            tier.read(ReadJob(key(number), 0, 0, contents(0)))
+            tier.read([ReadJob(key(number), 0, 0, contents(0))])
         done: list[Read | Written] = []
         while len(done) < 2 * NUM_READERS:
             done += tier.poll()
@@ -242,6 +250,33 @@ def test_the_threads_outlive_any_error(tmp_path: Path, monkeypatch: pytest.Monke
     tier.close()
     tier = open_tier(tmp_path)
     assert read_all(tier) == {2: None}
+    tier.close()
+
+
+def test_neighbours_are_read_in_one_go_and_fail_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path)
+    write(tier, *range(12))
+    tier.close()
+    runs: list[tuple[int, int]] = []
+    read = SegmentFiles.read
+
+    def counting(files: SegmentFiles, record: int, *into: memoryview) -> None:
+        runs.append((record, len(into)))
+        read(files, record, *into)
+
+    monkeypatch.setattr(SegmentFiles, "read", counting)
+    tier = open_tier(tmp_path)
+    assert read_all(tier) == dict.fromkeys(range(12))
+    assert sorted(runs) == [(0, READ_RUN), (READ_RUN, 12 - READ_RUN)]
+    tier.close()
+    with open(tmp_path / "0000.pages", "r+b") as file:
+        file.truncate(10 * PAGE + 100)
+    runs.clear()
+    tier = open_tier(tmp_path)
+    assert read_all(tier) == {n: "truncated" if n >= 10 else None for n in range(12)}
+    assert len(runs) == 2 + 12 - READ_RUN
     tier.close()
 
 

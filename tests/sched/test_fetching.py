@@ -60,6 +60,17 @@ def test_a_disk_as_fast_as_the_device_gets_about_half_of_a_crowd() -> None:
     assert loaded + computed == 24
 
 
+@pytest.mark.parametrize(("rate", "fewest"), [(4.2e9, 9), (2.5e9, 6), (1.5e9, 4)])
+def test_disk_and_device_end_together_on_a_crowd(rate: float, fewest: int) -> None:
+    fetching, tiers = a_fetching()
+    tiers.disk_link = Link(rate)
+    loaded, computed = assign(fetching, tiers, 24, is_on_disk=True)
+    assert loaded >= fewest
+    load_s = loaded * HISTORY * PAGE_BYTES / rate
+    compute_s = (computed * HISTORY * 16 + 24 * 100) * TOKEN_S
+    assert load_s == pytest.approx(compute_s, rel=0.3)
+
+
 def test_settings_overrule_the_comparison() -> None:
     assert assign(*a_fetching(Fetch.ALWAYS), 9, is_on_disk=True) == (9, 0)
     assert assign(*a_fetching(Fetch.NEVER), 9, is_on_disk=False) == (0, 9)

@@ -289,9 +289,8 @@ class LowerTiers:
             return None
         keys, pages, entries = keys[:count], pages[:count], entries[:count]
         num_from_disk = sum(not entry.is_in_host for entry in entries)
-        for entry in entries:
-            if entry.slot is None:
-                self._read(entry, self._free_slots.pop())
+        missing = [entry for entry in entries if entry.slot is None]
+        self._read([self._to_read(entry, self._free_slots.pop()) for entry in missing])
         load = Load(load_id, keys, pages, entries, start_layers, perf_counter(), num_from_disk)
         self.host_link.start(len(pages) * self.page_bytes)
         self._loads.append(load)
@@ -484,6 +483,7 @@ class LowerTiers:
             for key in keys:
                 if (entry := self._entries.get(key)) is not None:
                     self._settle(entry)
+        jobs: list[ReadJob] = []
         for key in moves.load:
             entry = self._entries.get(key)
             if entry is None or entry.slot is not None:  # gone for the others, or there already
@@ -493,7 +493,8 @@ class LowerTiers:
                 self._policy.drop([key])
                 self._carry_out(self._policy.recover([key], monotonic()), "room")
             else:
-                self._read(entry, slot)
+                jobs.append(self._to_read(entry, slot))
+        self._read(jobs)
 
     def _tell_dropped(self, keys: Sequence[PageKey], reason: str) -> None:
         stored = [entry for key in keys if (entry := self._entries.get(key)) is not None]
@@ -548,14 +549,18 @@ class LowerTiers:
             moves = self._policy.back_up([key])
             self._carry_out(moves, "room")
 
-    def _read(self, entry: _Entry, slot: int) -> None:
-        assert self._disk is not None
+    def _to_read(self, entry: _Entry, slot: int) -> ReadJob:
+        """A page's way into a slot, for `_read`."""
         assert entry.record is not None
         entry.slot = slot
         entry.holds += 1
-        buffer = self._copier.slot(slot)
-        self.disk_link.start(len(buffer))
-        self._disk.read(ReadJob(entry.key, entry.record, entry.crc32, buffer))
+        return ReadJob(entry.key, entry.record, entry.crc32, self._copier.slot(slot))
+
+    def _read(self, jobs: list[ReadJob]) -> None:
+        if jobs:
+            assert self._disk is not None
+            self.disk_link.start(sum(len(job.buffer) for job in jobs))
+            self._disk.read(jobs)
 
     def _poll_disk(self, disk: DiskTier) -> None:
         num_written = num_read = 0

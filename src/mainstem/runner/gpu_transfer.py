@@ -30,7 +30,7 @@ from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.slab import HostSlab, slot_bytes
 
-STAGING_BYTES = 64 << 20  # of one buffer; there are two
+STAGING_BYTES = 128 << 20  # of one buffer; there are two. 4,000 tokens of Llama 8B, 8 layers
 
 
 class GpuTransfer:

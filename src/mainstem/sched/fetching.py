@@ -1,16 +1,18 @@
 """Load what lower tiers have, or compute it again? And when may a prompt start on it?"""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mainstem.core.config import Fetch, StoreConfig
 from mainstem.kv.tiers import LowerTiers, Stored
+from mainstem.kv.transfer import Link
 
 BUSY_S = 0.03  # of work on a link, beyond what it does until somebody looks again
 LEARNING = 0.3  # weight of the latest step in what steps are known to take
 SURPRISE = 2.0  # a step that takes longer than so many times what was expected is an accident
 CAUTION = 0.8  # of a step that runs, so much is counted on: a step that waits holds up everybody
-HELD_UP = 4  # of those that wait, as many count: the others may take the other way
+HELD_UP = 4.0  # of those that wait, so many count at most: the others may take the other way
 
 
 class StepTimes:
@@ -46,7 +48,8 @@ class Fetching:
 
     Both have a queue, and whoever takes a way holds up those behind. With many histories wanted at
     once from a tier about as fast as the device, some are loaded and some computed, side by side.
-    From a much faster tier all are loaded: one computed history would hold up every other.
+    From a much faster tier all are loaded: what is loaded needs the device too, for its new tokens,
+    and one computed history would hold up every other that comes meanwhile.
     """
 
     config: StoreConfig
@@ -59,18 +62,21 @@ class Fetching:
         longer either makes the `num_waiting` wait counts as well."""
         if self.config.fetch is not Fetch.AUTO:
             return self.config.fetch is Fetch.ALWAYS
-        num_held_up = min(num_waiting, HELD_UP)
         token_s = self.steps.token_s
-        own_s = stored.num_pages * self.page_size * token_s
-        compute_s = tokens_ahead * token_s + (1 + num_held_up) * own_s
-        return self._load_s(stored, num_held_up) < compute_s
+        compute_s = stored.num_pages * self.page_size * token_s
+        passes = list(self._passes(stored))
+        slowest_s = max(pass_s for _, pass_s in passes)
+        num_held_up = min(num_waiting, HELD_UP, compute_s / slowest_s)
+        # from disk through host memory: the slower way decides, the other adds its own part
+        queue_s = max(link.expect_s(0) + num_held_up * pass_s for link, pass_s in passes)
+        load_s = queue_s + sum(pass_s for _, pass_s in passes)
+        return load_s < tokens_ahead * token_s + (1 + num_held_up) * compute_s
 
     def is_busy(self, stored: Stored) -> bool:
         """Whether the way has enough to do until somebody looks again, a step later. What is begun
         then can still be given to somebody more urgent, and does not hold up the step at hand."""
         enough_s = BUSY_S + self.steps.interval_s
-        links = [self.tiers.host_link, *([self.tiers.disk_link] if stored.num_on_disk else [])]
-        return any(link.expect_s(0) > enough_s for link in links)
+        return any(link.expect_s(0) > enough_s for link, _ in self._passes(stored))
 
     def start_layers(self, stored: Stored, new_tokens: int) -> int:
         """Layers that must be there before a prompt of `new_tokens` starts on a history.
@@ -97,15 +103,10 @@ class Fetching:
             return 0.0
         return max(0.0, CAUTION * self.steps.expect_s(prompt_tokens) - ran_s)
 
-    def _load_s(self, stored: Stored, num_held_up: int) -> float:
-        """From disk through host memory: the slower way decides, the other adds its own part."""
-        own_s, queued_s = 0.0, 0.0
-        for link, num_pages in (
-            (self.tiers.host_link, stored.num_pages),
-            (self.tiers.disk_link, stored.num_on_disk),
-        ):
-            if num_pages:
-                pass_s = link.pass_s(num_pages * self.tiers.page_bytes)
-                own_s += pass_s
-                queued_s = max(queued_s, link.expect_s(0) + num_held_up * pass_s)
-        return own_s + queued_s
+    def _passes(self, stored: Stored) -> Iterator[tuple[Link, float]]:
+        """The links on the way of what is stored, and the seconds it takes on each."""
+        host_s = self.tiers.host_link.pass_s(stored.num_pages * self.tiers.page_bytes)
+        yield self.tiers.host_link, host_s
+        if stored.num_on_disk:
+            disk_s = self.tiers.disk_link.pass_s(stored.num_on_disk * self.tiers.page_bytes)
+            yield self.tiers.disk_link, disk_s

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mainstem.apps.bench.arrivals import run_arrivals
-from mainstem.apps.bench.feed import JobRun, run_job
+from mainstem.apps.bench.feed import JobRun, Order, run_job
 from mainstem.apps.bench.limit import ModelCost, job_floor
 from mainstem.apps.bench.machine import Machine
 from mainstem.apps.bench.profile import ProfileWindow
@@ -217,6 +217,7 @@ def warm_up(engine: Engine, job: OfflineJob, vocab: int, most_seqs: int) -> None
     groups = min(len(sizes), max(1, WARM_TOKENS // (job.prefix + degree * job.distinct)))
     mixed = replace(job, groups=groups, degree=degree, num_requests=None)
     prompts = mixed.prompts(vocab, WARM_SEED)
+    Order.planned(Prompts.from_lists(prompts), np.full(len(prompts), 4))
     _answer(engine, prompts, [4] * len(prompts))
     num_seqs = min(most_seqs, max(1, job.kv_tokens // 256))
     short = shared(num_seqs, 1, 8, 0, WARM_SEED, min(vocab, 30_000))

@@ -4,7 +4,7 @@
     write(jobs) ------>  wait for the copies, write some
                          side by side, fsync, commit --.
     delete(keys) ----->  delete rows                   |
-    read(job) ---------------------------------------- | --->  read, compare checksums
+    read(jobs) --------------------------------------- | --->  read, compare checksums
     poll() <-------------------------------------------+-------------'
 
 Nothing here waits except `flush` and `close`. Jobs for the writer are done in the order given, so a
@@ -24,7 +24,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from time import monotonic, perf_counter, time
+from time import monotonic, perf_counter, sleep, time
 from zlib import crc32
 
 from mainstem.core.errors import StoreError
@@ -34,11 +34,14 @@ from mainstem.kv.bytes.page_index import FILE, PageIndex, PageRow, remove_index
 from mainstem.kv.bytes.segments import SegmentFiles
 
 NUM_READERS = 16  # checksums take about as long as reading, and all stand in line for Python's lock
+READ_RUN = 8  # pages that are read in one go: disks are faster at 16 MB than at 2
 NUM_WRITERS = 8  # pages of a batch that are written side by side, likewise
 SWITCH_S = 0.0005  # a busy engine thread gives that lock up so often: a third of the rate at 5 ms
 INDEX_ROOM = 1 << 20  # bytes that are enough to open and change an index
 LITTLE_ROOM = 64 << 10  # bytes that are not enough
 MAX_BATCH = 64  # pages written between two commits
+FEW_WRITES = 1024  # pages that may wait while others are read
+READS_PAUSE_S = 0.005
 FULL_PAUSE_S = 30.0  # a full disk is not asked for more space for so long
 DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # an index that cannot be mended
 
@@ -127,7 +130,7 @@ class DiskTier:
         self._full_until_s = 0.0
         self._num_pending = 0
         self._orders: SimpleQueue[_Order] = SimpleQueue()
-        self._reads: SimpleQueue[ReadJob | None] = SimpleQueue()
+        self._reads: SimpleQueue[list[ReadJob] | None] = SimpleQueue()
         self._done: SimpleQueue[Written | Read] = SimpleQueue()
         sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
         self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="kv-write")
@@ -161,9 +164,20 @@ class DiskTier:
         self._num_pending += 1
         self._orders.put(job)
 
-    def read(self, job: ReadJob) -> None:
-        """Read a page into its buffer, which belongs to the tier until `poll` tells the outcome."""
-        self._reads.put(job)
+    def read(self, jobs: Sequence[ReadJob]) -> None:
+        """Read pages into their buffers, which belong to the tier until `poll` tells the outcome.
+
+        Neighbours on the disk are read in one go."""
+        run: list[ReadJob] = []
+        for job in jobs:
+            if run and (
+                len(run) == READ_RUN or not self._files.are_neighbours(run[-1].record, job.record)
+            ):
+                self._reads.put(run)
+                run = []
+            run.append(job)
+        if run:
+            self._reads.put(run)
 
     def delete(self, keys: Sequence[PageKey]) -> None:
         """Forget pages; their records may be given back at once."""
@@ -298,12 +312,18 @@ class DiskTier:
 
     def _write_batch(self, jobs: list[WriteJob]) -> None:
         """Records first, then fsync, then their rows: a row never points at less than its page."""
+        self._let_reads_pass()
         rows = [row for row in self._writers.map(self._write_page, jobs) if row is not None]
         with self._reporting([row.key for row in rows]):
             self._files.sync([row.record for row in rows])
             self._index.insert(rows)
             for row in rows:
                 self._done.put(Written(row.key, row.crc32))
+
+    def _let_reads_pass(self) -> None:
+        """Somebody waits for what is read, and the disk is slow at both at once."""
+        while not self._reads.empty() and self._orders.qsize() < FEW_WRITES:
+            sleep(READS_PAUSE_S)
 
     def _write_page(self, job: WriteJob) -> PageRow | None:
         """The row of a page that was written; None: it was not, and that was told."""
@@ -325,16 +345,28 @@ class DiskTier:
                 self._done.put(Written(key, 0, _words(error)))
 
     def _read_all(self) -> None:
-        while (job := self._reads.get()) is not None:
-            began_s = perf_counter()
-            problem = None
-            try:
-                self._files.read(job.record, job.buffer)
-                if crc32(job.buffer) != job.crc32:
-                    problem = "checksum"
-            except Exception as error:  # whatever it is, somebody waits for the page
-                problem = _words(error)
-            self._done.put(Read(job.key, len(job.buffer), perf_counter() - began_s, problem))
+        while (jobs := self._reads.get()) is not None:
+            self._read_run(jobs)
+
+    def _read_run(self, jobs: list[ReadJob]) -> None:
+        began_s = perf_counter()
+        problem = None
+        try:
+            self._files.read(jobs[0].record, *(job.buffer for job in jobs))
+        except Exception as error:  # whatever it is, somebody waits for the pages
+            if len(jobs) > 1:  # and most of them may be sound
+                for job in jobs:
+                    self._read_run([job])
+                return
+            problem = _words(error)
+        found = [problem or _compare(job) for job in jobs]
+        seconds = (perf_counter() - began_s) / len(jobs)
+        for job, problem in zip(jobs, found, strict=True):
+            self._done.put(Read(job.key, len(job.buffer), seconds, problem))
+
+
+def _compare(job: ReadJob) -> str | None:
+    return None if crc32(job.buffer) == job.crc32 else "checksum"
 
 
 def _code(error: sqlite3.Error) -> int | None:

@@ -34,16 +34,26 @@ class SegmentFiles:
     def record_bytes(self) -> int:
         return self._record_bytes
 
-    def read(self, record: int, buffer: memoryview) -> None:
-        """Fill `buffer` with a record; raises OSError, EOFError where the file ends too early."""
+    def read(self, record: int, *buffers: memoryview) -> None:
+        """Fill each buffer with a record, from this one on, as far as they are neighbours; raises
+        OSError, EOFError where the file ends too early."""
         segment, offset = self._place(record)
         file = self._open(segment, is_new=False)
-        done = 0
-        while done < len(buffer):
-            count = os.preadv(file, [buffer[done:]], offset + done)
+        left = list(buffers)
+        while left:
+            count = os.preadv(file, left, offset)
             if count == 0 or (self._direct and count % ALIGNMENT):
                 raise EOFError(f"segment {segment} ends before record {record}")
-            done += count
+            offset += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    def are_neighbours(self, record: int, other: int) -> bool:
+        """Whether one read can fill the buffers of both, in this order."""
+        has_gap = self._record_bytes != self._page_bytes
+        return other == record + 1 and other % self.records_per_segment != 0 and not has_gap
 
     def write(self, record: int, buffer: memoryview) -> None:
         """Write a record; it is durable after `sync`."""
