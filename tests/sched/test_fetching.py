@@ -6,7 +6,7 @@ import pytest
 
 from mainstem.core.config import Fetch, StoreConfig
 from mainstem.kv.tiers import LowerTiers, Stored
-from mainstem.kv.transfer import Link
+from mainstem.kv.transfer import Link, SharedLink
 from mainstem.sched.fetching import CAUTION, Fetching, StepTimes
 
 PAGE_BYTES = 2 << 20  # Llama 8B, 16 tokens in bf16
@@ -21,7 +21,7 @@ class Tiers:
     num_layers: int = 32
     page_bytes: int = PAGE_BYTES
     host_link: Link = field(default_factory=lambda: Link(50e9))
-    disk_link: Link = field(default_factory=lambda: Link(4.2e9))
+    disk_link: SharedLink = field(default_factory=lambda: SharedLink(4.2e9))
 
 
 def a_fetching(fetch: Fetch = Fetch.AUTO, preload: str = "auto") -> tuple[Fetching, Tiers]:
@@ -63,7 +63,7 @@ def test_a_disk_as_fast_as_the_device_gets_about_half_of_a_crowd() -> None:
 @pytest.mark.parametrize(("rate", "fewest"), [(4.2e9, 9), (2.5e9, 6), (1.5e9, 4)])
 def test_disk_and_device_end_together_on_a_crowd(rate: float, fewest: int) -> None:
     fetching, tiers = a_fetching()
-    tiers.disk_link = Link(rate)
+    tiers.disk_link = SharedLink(rate)
     loaded, computed = assign(fetching, tiers, 24, is_on_disk=True)
     assert loaded >= fewest
     load_s = loaded * HISTORY * PAGE_BYTES / rate
@@ -79,11 +79,11 @@ def test_settings_overrule_the_comparison() -> None:
 def test_a_slow_link_loses_once_it_was_seen_to_be_slow() -> None:
     fetching, tiers = a_fetching()
     stored = Stored(HISTORY, HISTORY)
-    tiers.disk_link = Link(100e9)
+    tiers.disk_link = SharedLink(100e9)
     assert fetching.is_worth_it(stored, 0, 0)
-    for _ in range(20):
+    for second in range(20):
         tiers.disk_link.start(PAGE_BYTES)
-        tiers.disk_link.finish(PAGE_BYTES, seconds=1.0)
+        tiers.disk_link.finish_between(PAGE_BYTES, second, second + 1.0)
     assert not fetching.is_worth_it(stored, 0, 0)
 
 
@@ -160,18 +160,26 @@ def test_a_read_buffer_that_was_set_is_waited_for(preload: str) -> None:
     assert fetching.lead_s(100, ran_s=0.0) == 0.0
 
 
-def test_a_link_of_lanes_is_not_slower_for_what_goes_alone() -> None:
-    link = Link(4e9, lanes=4)
-    link.start(PAGE_BYTES)
-    link.finish(PAGE_BYTES, PAGE_BYTES / 1e9)  # one lane carries 1 GB/s
-    assert link.pass_s(PAGE_BYTES) == pytest.approx(PAGE_BYTES / 4e9)
-    for _ in range(30):
-        for _ in range(4):
-            link.start(PAGE_BYTES)
-        link.finish(PAGE_BYTES, PAGE_BYTES / 0.5e9)  # four at once carry 2 GB/s
+def test_a_shared_link_is_as_fast_as_all_its_copies_together() -> None:
+    link = SharedLink(4e9)
+    now_s = 100.0
+    for _ in range(30):  # eight at once, each at 0.25 GB/s, then a rest
         for _ in range(3):
-            link.finish(PAGE_BYTES, None)
+            for _ in range(8):
+                link.start(PAGE_BYTES)
+                link.finish_between(PAGE_BYTES, now_s, now_s + 8 * PAGE_BYTES / 2e9)
+            now_s += 8 * PAGE_BYTES / 2e9
+        now_s += 10.0
+    assert link.pass_s(PAGE_BYTES) == pytest.approx(PAGE_BYTES / 4e9), "too little work to tell"
+    for _ in range(30):
+        for _ in range(20):
+            for _ in range(8):
+                link.start(PAGE_BYTES)
+                link.finish_between(PAGE_BYTES, now_s, now_s + 8 * PAGE_BYTES / 2e9)
+            now_s += 8 * PAGE_BYTES / 2e9
+        now_s += 10.0
     assert link.pass_s(PAGE_BYTES) == pytest.approx(PAGE_BYTES / 2e9, rel=0.01)
+    assert link.expect_s(0) == 0.0
 
 
 def test_a_way_has_enough_to_do_when_it_lasts_until_the_next_look() -> None:

@@ -34,9 +34,9 @@ from mainstem.core.events import (
 )
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
-from mainstem.kv.bytes.disk import NUM_READERS, DiskTier, Read, ReadJob, WriteJob, Written
+from mainstem.kv.bytes.disk import DiskTier, Read, ReadJob, WriteJob, Written
 from mainstem.kv.policy import Moves, PolicyConfig, PolicyKind, TierKind, TierPolicy
-from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
+from mainstem.kv.transfer import Link, LoadId, PageCopier, SharedLink, Transfer
 
 SLACK = 16  # one slot in so many is beyond what the policy gives away: copies under way need them
 READ_AHEAD_S = 0.02  # reading ahead gives the disk so much to do: loads must not queue behind it
@@ -137,7 +137,7 @@ class LowerTiers:
         self._used: set[PageKey] = set()  # on disk, used since its row was last written
         self._next_chore_s = 0.0
         self.host_link = Link(20e9)
-        self.disk_link = Link(3e9, lanes=NUM_READERS)
+        self.disk_link = SharedLink(3e9)
         if disk is not None:
             self._recover(disk, ttl_s)
 
@@ -591,12 +591,13 @@ class LowerTiers:
 
     def _take_read(self, entry: _Entry | None, done: Read) -> bool:
         """Whether the page was read for nobody in particular yet."""
-        self.disk_link.finish(done.num_bytes, None if done.problem else done.seconds)
         assert entry is not None, "a page under way is not forgotten"
         if done.problem is not None:
+            self.disk_link.give_up(done.num_bytes)
             entry.holds -= 1
             self._lose(entry, done.problem)
             return False
+        self.disk_link.finish_between(done.num_bytes, done.began_s, done.ended_s)
         entry.is_in_host = True
         self._release(entry)
         return entry.holds == 0
@@ -680,8 +681,11 @@ class LowerTiers:
     def _end(self, load: Load, seconds: float | None) -> None:
         self._loads.remove(load)
         self._copier.forget(load.load_id)
-        self.host_link.finish(len(load.pages) * self.page_bytes, seconds)
-        if seconds is not None:  # what came from disk is in use: host memory is its place
+        num_bytes = len(load.pages) * self.page_bytes
+        if seconds is None:
+            self.host_link.give_up(num_bytes)
+        else:  # what came from disk is in use: host memory is its place
+            self.host_link.finish(num_bytes, seconds)
             self._carry_out(self._policy.admit(load.keys, monotonic()), "room")
         for entry in load.entries:
             self._release(entry)

@@ -7,6 +7,7 @@ from mainstem.core.step import Int32s
 LoadId = NewType("LoadId", int)  # a load that a Step may name, so that its layers wait for it
 
 LEARNING = 0.3  # weight of the latest copy in a link's rate
+BUSY_S = 0.05  # after so much work a rate is taken from it
 
 
 class Transfer(Protocol):
@@ -72,10 +73,8 @@ class PageCopier(Protocol):
 class Link:
     """One way between two tiers: what is queued on it, and its rate as last seen."""
 
-    def __init__(self, bytes_per_s: float, lanes: int = 1) -> None:
-        """`lanes` copies go on side by side."""
+    def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        self._lanes = lanes
         self._queued_bytes = 0
 
     def pass_s(self, num_bytes: int) -> float:
@@ -89,12 +88,41 @@ class Link:
     def start(self, num_bytes: int) -> None:
         self._queued_bytes += num_bytes
 
-    def finish(self, num_bytes: int, seconds: float | None) -> None:
-        """What `start` counted has passed, in so many seconds; None: it will not."""
-        at_once = min(self._lanes, max(1, self._queued_bytes // max(1, num_bytes)))
+    def give_up(self, num_bytes: int) -> None:
+        """What `start` counted will not pass."""
         self._queued_bytes -= num_bytes
-        if seconds is not None:
-            a_lane = num_bytes / max(seconds, 1e-6)
-            # what goes alone says little of what all lanes together carry
-            seen = min(max(self._bytes_per_s, at_once * a_lane), self._lanes * a_lane)
-            self._bytes_per_s += LEARNING * (seen - self._bytes_per_s)
+
+    def finish(self, num_bytes: int, seconds: float) -> None:
+        """What `start` counted has passed, in so many seconds."""
+        self._queued_bytes -= num_bytes
+        self._learn(num_bytes / max(seconds, 1e-6))
+
+    def _learn(self, bytes_per_s: float) -> None:
+        self._bytes_per_s += LEARNING * (bytes_per_s - self._bytes_per_s)
+
+
+class SharedLink(Link):
+    """One on which copies go on side by side: its rate is that of all together, while it is busy.
+
+    copy a   |-----|
+    copy b    |-------|
+    copy c          |-----|            |--
+             begin .......  end        begin: it rested
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        super().__init__(bytes_per_s)
+        self._begin_s = self._end_s = 0.0  # of the busy time that is being counted
+        self._passed_bytes = 0
+
+    def finish_between(self, num_bytes: int, began_s: float, ended_s: float) -> None:
+        """What `start` counted has passed, between these readings of a clock."""
+        self._queued_bytes -= num_bytes
+        busy_s = self._end_s - self._begin_s
+        if busy_s >= BUSY_S and ended_s > self._end_s:  # several may have ended at once
+            self._learn(self._passed_bytes / busy_s)
+            self._begin_s, self._passed_bytes = self._end_s, 0
+        if began_s > self._end_s:
+            self._begin_s, self._passed_bytes = began_s, 0
+        self._end_s = max(self._end_s, ended_s)
+        self._passed_bytes += num_bytes

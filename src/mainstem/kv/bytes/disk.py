@@ -78,7 +78,8 @@ class Read:
 
     key: PageKey
     num_bytes: int
-    seconds: float
+    began_s: float
+    ended_s: float
     problem: str | None = None
 
 
@@ -360,9 +361,9 @@ class DiskTier:
                 return
             problem = _words(error)
         found = [problem or _compare(job) for job in jobs]
-        seconds = (perf_counter() - began_s) / len(jobs)
+        ended_s = perf_counter()
         for job, problem in zip(jobs, found, strict=True):
-            self._done.put(Read(job.key, len(job.buffer), seconds, problem))
+            self._done.put(Read(job.key, len(job.buffer), began_s, ended_s, problem))
 
 
 def _compare(job: ReadJob) -> str | None:
