@@ -23,6 +23,8 @@ from mainstem.models.layers import (
 )
 from mainstem.models.weights import Checkpoint, WeightSource
 
+ROWS_AT_ONCE = 512  # through the products of a layer: what one puts out, the next finds in cache
+
 
 class Attention(Protocol):
     """A step's attention, planned; owns the K and V pages."""
@@ -90,9 +92,7 @@ class Decoder:
         x = F.embedding(token_ids, self.embedding)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.attention_norm(x))
-            if layer.q_norm is not None:
-                self._norm_heads(layer, qkv)
+            qkv = self._before_attention(layer, x)
             gate.before(index)
             mixed = attention.run(index, qkv)
             gate.after(index)
@@ -100,9 +100,25 @@ class Decoder:
                 mixed, x = mixed[rows], x[rows]
                 if len(rows) == 0:
                     return x
-            x.add_(layer.out(mixed))
-            x.add_(layer.down(silu_mul(layer.gate_up(layer.mlp_norm(x)))))
+            for start in range(0, len(x), ROWS_AT_ONCE):
+                part = x[start : start + ROWS_AT_ONCE]
+                part.add_(layer.out(mixed[start : start + ROWS_AT_ONCE]))
+                part.add_(layer.down(silu_mul(layer.gate_up(layer.mlp_norm(part)))))
         return self.norm(x)
+
+    def _before_attention(self, layer: Layer, x: Tensor) -> Tensor:
+        if len(x) <= ROWS_AT_ONCE:
+            qkv = layer.qkv(layer.attention_norm(x))
+        else:
+            spec = self.spec
+            width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+            qkv = x.new_empty(len(x), width)
+            for start in range(0, len(x), ROWS_AT_ONCE):
+                rows = slice(start, start + ROWS_AT_ONCE)
+                qkv[rows] = layer.qkv(layer.attention_norm(x[rows]))
+        if layer.q_norm is not None:
+            self._norm_heads(layer, qkv)
+        return qkv
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] fp32 from what forward returned."""

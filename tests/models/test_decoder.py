@@ -1,0 +1,40 @@
+"""The forward pass by itself: rows that go through in pieces come out as if they had not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mainstem.models import decoder as module
+from mainstem.models.config import ModelSpec, read_spec
+from mainstem.models.decoder import OpenGate, load_decoder
+from tests.models.checkpoints import make_checkpoint
+
+
+class RunningMean:
+    """Stands in for attention: every token sees the mean of all before it."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._width = spec.num_heads * spec.head_dim
+
+    def run(self, layer: int, qkv: Tensor) -> Tensor:
+        counts = torch.arange(1, len(qkv) + 1)[:, None]
+        return qkv[:, : self._width].cumsum(0) / (counts + layer)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("wanted", [None, [2, 3, 11]])
+def test_pieces_of_a_step_change_nothing(
+    name: str, wanted: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(name, tmp_path)
+    spec = read_spec(tmp_path)
+    decoder = load_decoder(tmp_path, spec, torch.float32)
+    ids = torch.arange(12) % spec.vocab_size
+    rows = None if wanted is None else torch.tensor(wanted)
+    whole = decoder.forward(ids, rows, RunningMean(spec), OpenGate())
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 5)
+    pieces = decoder.forward(ids, rows, RunningMean(spec), OpenGate())
+    assert pieces.shape == (12 if wanted is None else 3, spec.hidden_size)
+    torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
