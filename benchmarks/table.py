@@ -117,7 +117,7 @@ ROWS = [
         file="cpu.jsonl",
         ours=_is(engine="mainstem", requests=64, quantize="int8"),
         value="{seconds} s",
-        command="mainstem bench cpu --chunk-tokens 1024 --page-size 64 --quantize int8",
+        command="mainstem bench cpu --chunk-tokens 3072 --page-size 64 --quantize int8",
     ),
     Row(
         what="one conversation, tokens/s",
