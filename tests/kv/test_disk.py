@@ -6,13 +6,15 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from time import sleep
+from threading import Event
+from time import monotonic, sleep
 from zlib import crc32
 
 import pytest
 
 from mainstem.core.errors import StoreError
 from mainstem.core.ids import PageKey
+from mainstem.kv.bytes import disk
 from mainstem.kv.bytes.disk import (
     NUM_READERS,
     READ_RUN,
@@ -277,6 +279,22 @@ def test_neighbours_are_read_in_one_go_and_fail_alone(
     tier = open_tier(tmp_path)
     assert read_all(tier) == {n: "truncated" if n >= 10 else None for n in range(12)}
     assert len(runs) == 2 + 12 - READ_RUN
+    tier.close()
+
+
+def test_writes_wait_for_reads_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read = Event()
+    monkeypatch.setattr(SegmentFiles, "read", lambda *_: may_read.wait())
+    monkeypatch.setattr(disk, "READS_FIRST_S", 0.3)
+    tier = open_tier(tmp_path)
+    for number in range(NUM_READERS + 1):  # more than are read at once: one stands in line
+        tier.read([ReadJob(key(number), number, 0, contents(0))])
+    began_s = monotonic()
+    write(tier, 1)
+    assert 0.3 <= monotonic() - began_s < 5.0
+    may_read.set()
     tier.close()
 
 

@@ -41,7 +41,7 @@ INDEX_ROOM = 1 << 20  # bytes that are enough to open and change an index
 LITTLE_ROOM = 64 << 10  # bytes that are not enough
 MAX_BATCH = 64  # pages written between two commits
 FEW_WRITES = 1024  # pages that may wait while others are read
-READS_PAUSE_S = 0.005
+READS_FIRST_S = 0.5  # a batch waits no longer than that for them
 FULL_PAUSE_S = 30.0  # a full disk is not asked for more space for so long
 DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # an index that cannot be mended
 
@@ -323,8 +323,11 @@ class DiskTier:
 
     def _let_reads_pass(self) -> None:
         """Somebody waits for what is read, and the disk is slow at both at once."""
-        while not self._reads.empty() and self._orders.qsize() < FEW_WRITES:
-            sleep(READS_PAUSE_S)
+        until_s = monotonic() + READS_FIRST_S
+        while (
+            not self._reads.empty() and self._orders.qsize() < FEW_WRITES and monotonic() < until_s
+        ):
+            sleep(0.005)
 
     def _write_page(self, job: WriteJob) -> PageRow | None:
         """The row of a page that was written; None: it was not, and that was told."""
