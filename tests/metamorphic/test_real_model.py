@@ -33,6 +33,7 @@ QUICK = {
 SETTINGS: dict[str, dict[str, int | str]] = {
     "chunk 16": {"chunk_tokens": 16},
     "chunk 64": {"chunk_tokens": 64},
+    "chunk 2048": {"chunk_tokens": 2048},
     "page size 1": {"page_size": 1},
     "page size 64": {"page_size": 64},
     "stored once, read by each": {"share": "storage"},
