@@ -190,7 +190,6 @@ def test_a_profile_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("flags", "named"),
     [
         (["--model", "smollm2"], "--model-shape"),
-        (["--requests", "0"], "--requests"),
         (["--arrivals", "0"], "--arrivals"),
         (["--profile", "/nowhere/at/all/trace.json"], "/nowhere/at/all"),
     ],
@@ -198,6 +197,13 @@ def test_a_profile_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_wrong_calls_are_refused(flags: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         main([*SMALL, *flags])
+
+
+@pytest.mark.parametrize("flag", ["--requests", "--groups", "--output", "--profile-steps"])
+def test_no_count_is_zero(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*SMALL, flag, "0"])
+    assert f"{flag}: must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_shape_beyond_the_memory_is_refused_before_it_is_made() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mainstem.apps.bench.report import line, load_average
+from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.step import Int32s, Spans
 from mainstem.kernels import cpu
@@ -25,15 +26,15 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    made.add_argument("--seqs", type=int, default=32)
+    made.add_argument("--seqs", type=positive_count, default=32)
     made.add_argument("--prefix", type=int, default=2048, help="a multiple of the page size")
     made.add_argument("--own", type=int, default=128)
-    made.add_argument("--heads", type=int, default=9)
-    made.add_argument("--kv-heads", type=int, default=3)
-    made.add_argument("--head-dim", type=int, default=64)
-    made.add_argument("--page-size", type=int, default=16)
+    made.add_argument("--heads", type=positive_count, default=9)
+    made.add_argument("--kv-heads", type=positive_count, default=3)
+    made.add_argument("--head-dim", type=positive_count, default=64)
+    made.add_argument("--page-size", type=positive_count, default=16)
     made.add_argument("--scattered", action="store_true", help="pages in random places")
-    made.add_argument("--rounds", type=int, default=15)
+    made.add_argument("--rounds", type=positive_count, default=15)
     made.add_argument("--json", action="store_true")
     return made
 

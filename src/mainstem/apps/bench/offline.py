@@ -20,6 +20,7 @@ from mainstem.apps.bench.report import line, load_average
 from mainstem.apps.bench.settings import random_config, settings
 from mainstem.apps.bench.workloads import OFFLINE_JOBS, OfflineJob, shared, shuffled
 from mainstem.apps.flags import add_engine_flags
+from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.config import DType, EngineConfig, Quantize, Share
 from mainstem.core.errors import ConfigError
@@ -44,9 +45,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="b2000-sd16")
     made.add_argument("--model-shape", choices=list(SHAPES), help="(the workload's own)")
-    made.add_argument("--groups", type=int, metavar="N", help="(the workload's own)")
-    made.add_argument("--requests", type=int, metavar="N", help="only the first so many")
-    made.add_argument("--output", type=int, metavar="N", help="tokens out (the workload's own)")
+    made.add_argument("--groups", type=positive_count, metavar="N", help="(the workload's own)")
+    made.add_argument("--requests", type=positive_count, metavar="N", help="only the first so many")
+    made.add_argument(
+        "--output", type=positive_count, metavar="N", help="tokens out (the workload's own)"
+    )
     made.add_argument("--order", choices=["shuffled", "sorted"], default="shuffled")
     made.add_argument("--no-plan", action="store_true", help="run prompts in the order given")
     made.add_argument(
@@ -57,7 +60,9 @@ def parser() -> argparse.ArgumentParser:
         "--profile", type=Path, metavar="FILE.json",
         help="write a trace of some steps, and print where the device's time went; slower",
     )  # fmt: skip
-    made.add_argument("--profile-steps", type=int, default=20, metavar="N", help="(%(default)s)")
+    made.add_argument(
+        "--profile-steps", type=positive_count, default=20, metavar="N", help="(%(default)s)"
+    )
     made.add_argument("--json", action="store_true", help="one line")
     add_engine_flags(made)
     return made
@@ -80,10 +85,6 @@ def main(argv: list[str]) -> int:
 def chosen_job(args: argparse.Namespace) -> OfflineJob:
     """The workload with the sizes that were asked for."""
     job = OFFLINE_JOBS[args.workload]
-    for name in ("groups", "requests", "output", "profile_steps"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if args.arrivals is not None and not args.arrivals > 0:
         raise ConfigError(f"--arrivals must be above 0, got {args.arrivals}")
     if args.profile is not None and not args.profile.parent.is_dir():

@@ -12,6 +12,7 @@ from time import perf_counter, process_time
 import numpy as np
 
 from mainstem.apps.bench.report import line
+from mainstem.apps.simulate.flags import positive_count
 from mainstem.core.plan import Prompts
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import build_tree
@@ -74,7 +75,9 @@ def measure(name: str, prompts: Prompts, repeats: int) -> tuple[float, float]:
 def main(argv: list[str]) -> int:
     """Print a line a workload and one on growth."""
     parser = argparse.ArgumentParser("mainstem bench plan", description=__doc__)
-    parser.add_argument("--most", type=int, default=1_000_000, metavar="N", help="prompts")
+    parser.add_argument(
+        "--most", type=positive_count, default=1_000_000, metavar="N", help="prompts"
+    )
     parser.add_argument("--json", action="store_true", help="the only form there is")
     most = parser.parse_args(argv).most
     measure("industry", shared_prompts(8000, 3, 1570, 30), repeats=7)

@@ -35,6 +35,7 @@ from mainstem.apps.bench.sse_client import (
     find_model,
     stream_chat,
 )
+from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.errors import ConfigError, MainstemError
 
@@ -46,16 +47,20 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--url", default="http://127.0.0.1:8000", help="with or without /v1")
     made.add_argument("--model", help="default: the first the server lists")
     made.add_argument("--api-key-file", type=Path, help="a file with the key the server wants")
-    made.add_argument("--requests", type=int, default=64, help="how many in all")
+    made.add_argument("--requests", type=positive_count, default=64, help="how many in all")
     pace = made.add_mutually_exclusive_group()
     pace.add_argument("--rate", type=float, help="conversations begun per second; inf: all at once")
-    pace.add_argument("--concurrency", type=int, help="conversations in flight (default 8)")
+    pace.add_argument(
+        "--concurrency", type=positive_count, help="conversations in flight (default 8)"
+    )
     made.add_argument("--dataset", type=Path, help="JSON lines: prompt, turns, messages, ...")
     made.add_argument("--prefix", type=int, default=512, help="words of the shared system prompt")
     made.add_argument("--own", type=int, default=32, help="words of each question")
-    made.add_argument("--groups", type=int, default=1, help="different system prompts")
-    made.add_argument("--turns", type=int, default=1, help="questions of one conversation")
-    made.add_argument("--max-tokens", type=int, default=64)
+    made.add_argument("--groups", type=positive_count, default=1, help="different system prompts")
+    made.add_argument(
+        "--turns", type=positive_count, default=1, help="questions of one conversation"
+    )
+    made.add_argument("--max-tokens", type=positive_count, default=64)
     made.add_argument("--temperature", type=float, default=0.0)
     made.add_argument(
         "--ignore-eos",

@@ -25,6 +25,7 @@ from mainstem.apps.bench.chat_sessions import ChatWork, measure_chats
 from mainstem.apps.bench.report import line, load_average
 from mainstem.apps.bench.settings import random_config, settings
 from mainstem.apps.flags import add_engine_flags, engine_config
+from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.config import EngineConfig, Fetch, StoreConfig
 from mainstem.core.errors import ConfigError
@@ -71,16 +72,22 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--workload", choices=list(WORKLOADS), default="anchor")
-    made.add_argument("--sessions", type=int, metavar="N", help="(the workload's own)")
+    made.add_argument("--sessions", type=positive_count, metavar="N", help="(the workload's own)")
     made.add_argument("--part", choices=["turns", "preload", "saves", "document"], action="append")
     made.add_argument("--tier", choices=["host", "disk", "none"], action="append")
-    made.add_argument("--document-tokens", type=int, default=28_000, metavar="N")
+    made.add_argument("--document-tokens", type=positive_count, default=28_000, metavar="N")
     made.add_argument(
         "--conversations", action="append", metavar="FILE.jsonl", help="real ones; see bench serve"
     )
-    made.add_argument("--turns", type=int, default=5, metavar="N", help="of real ones (5)")
-    made.add_argument("--output", type=int, default=96, metavar="N", help="of real ones (96)")
-    made.add_argument("--at-once", type=int, default=10, metavar="N", help="of real ones (10)")
+    made.add_argument(
+        "--turns", type=positive_count, default=5, metavar="N", help="of real ones (5)"
+    )
+    made.add_argument(
+        "--output", type=positive_count, default=96, metavar="N", help="of real ones (96)"
+    )
+    made.add_argument(
+        "--at-once", type=positive_count, default=10, metavar="N", help="of real ones (10)"
+    )
     made.add_argument(
         "--end", choices=["close", "kill"], action="append",
         help="how the process ends before the last turn of real ones: closed, or kill -9 (close); "

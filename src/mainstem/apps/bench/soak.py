@@ -18,6 +18,7 @@ from mainstem.apps.bench.machine import Machine, process_bytes
 from mainstem.apps.bench.report import line, load_average
 from mainstem.apps.bench.settings import random_config, settings
 from mainstem.apps.flags import add_engine_flags
+from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "mainstem bench soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    made.add_argument("--requests", type=int, default=20_000, metavar="N")
+    made.add_argument("--requests", type=positive_count, default=20_000, metavar="N")
     made.add_argument("--model-shape", choices=list(SHAPES), default="tiny")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--json", action="store_true", help="one line")

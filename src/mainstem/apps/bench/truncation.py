@@ -30,6 +30,7 @@ from mainstem.apps.bench.truncated_questions import Score, ask, compare, read_do
 from mainstem.apps.bench.ways import WAYS, WatchedRunner, Way, way_config
 from mainstem.apps.flags import add_engine_flags, engine_config
 from mainstem.apps.hub import resolve_model
+from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.apps.text import Tokenizer
 from mainstem.core.config import EngineConfig
@@ -120,8 +121,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--text", type=Path, metavar="FILE", help="what to read, also .gz (the demo's documents)"
     )
-    made.add_argument("--tokens", type=int, default=3072, metavar="N", help="of it (3072)")
-    made.add_argument("--turn", type=int, default=64, metavar="N", help="tokens a turn (64)")
+    made.add_argument(
+        "--tokens", type=positive_count, default=3072, metavar="N", help="of it (3072)"
+    )
+    made.add_argument(
+        "--turn", type=positive_count, default=64, metavar="N", help="tokens a turn (64)"
+    )
     made.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=list(WAYS), metavar="WAY")
     made.add_argument(
         "--questions",
@@ -131,7 +136,9 @@ def parser() -> argparse.ArgumentParser:
         help='ask instead: {"doc": text, "items": [{"q": question, "a": answer}]} a line,\n'
         "also .gz; any number of files",
     )
-    made.add_argument("--documents", type=int, default=40, metavar="N", help="of the file (40)")
+    made.add_argument(
+        "--documents", type=positive_count, default=40, metavar="N", help="of the file (40)"
+    )
     made.add_argument("--json", action="store_true")
     add_engine_flags(made)
     made.set_defaults(max_model_len=512)

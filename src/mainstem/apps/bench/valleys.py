@@ -19,6 +19,7 @@ from mainstem.apps.bench.feed import Feed, Order
 from mainstem.apps.bench.limit import ModelCost, job_floor
 from mainstem.apps.bench.report import line
 from mainstem.apps.bench.workloads import OFFLINE_JOBS, OfflineJob, shuffled
+from mainstem.apps.simulate.flags import positive_count
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
@@ -65,13 +66,15 @@ def parser() -> argparse.ArgumentParser:
         "mainstem bench valleys", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="industry")
-    made.add_argument("--groups", type=int, metavar="N", help="(the workload's own)")
-    made.add_argument("--output", type=int, metavar="N", help="mean tokens out (likewise)")
+    made.add_argument("--groups", type=positive_count, metavar="N", help="(the workload's own)")
+    made.add_argument(
+        "--output", type=positive_count, metavar="N", help="mean tokens out (likewise)"
+    )
     made.add_argument(
         "--spread", type=float, default=0.5, metavar="X",
         help="outputs are shorter or longer by up to so much of the mean (%(default)s)",
     )  # fmt: skip
-    made.add_argument("--kv-tokens", type=int, metavar="N", help="(the workload's own)")
+    made.add_argument("--kv-tokens", type=positive_count, metavar="N", help="(the workload's own)")
     made.add_argument("--chunk-tokens", type=int, default=4096)
     made.add_argument("--plot", type=Path, metavar="FILE.png")
     made.add_argument("--json", action="store_true", help="the only form there is")
