@@ -25,6 +25,7 @@ from mainstem.core.shapes import SHAPES, ModelShape  # noqa: E402
 from mainstem.engine.build import build_random_engine  # noqa: E402
 from mainstem.engine.engine import Engine  # noqa: E402
 from mainstem.kv.transfer import LoadId  # noqa: E402
+from mainstem.runner import gpu_transfer  # noqa: E402
 from mainstem.runner.gpu_pages import GpuPages  # noqa: E402
 from mainstem.runner.gpu_transfer import GpuCopier  # noqa: E402
 from mainstem.runner.origin import RandomOrigin  # noqa: E402
@@ -33,7 +34,11 @@ PROMPTS = np.random.default_rng(0).integers(0, 500, (4, 70)).astype(np.int32)
 LONG_PROMPTS = np.random.default_rng(1).integers(0, 500, (12, 900)).astype(np.int32)
 
 
-def test_pages_come_back_as_they_went_and_fast() -> None:
+@pytest.mark.parametrize("max_pitch", [gpu_transfer.MAX_PITCH, 0], ids=["as rows", "one by one"])
+def test_pages_come_back_as_they_went_and_fast(
+    max_pitch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_transfer, "MAX_PITCH", max_pitch)
     spec = RandomOrigin(SHAPES["llama31-8b"], 0).spec
     device = torch.device("cuda")
     pages = GpuPages(spec, 600, 16, torch.bfloat16, device)

@@ -484,17 +484,20 @@ class LowerTiers:
                 if (entry := self._entries.get(key)) is not None:
                     self._settle(entry)
         jobs: list[ReadJob] = []
+        without_slot: list[PageKey] = []  # copies under way have the spare ones: they stay on disk
         for key in moves.load:
             entry = self._entries.get(key)
             if entry is None or entry.slot is not None:  # gone for the others, or there already
                 continue
             slot = self._take_slot()
-            if slot is None:  # copies under way have the spare ones: it stays on disk
-                self._policy.drop([key])
-                self._carry_out(self._policy.recover([key], monotonic()), "room")
+            if slot is None:
+                without_slot.append(key)
             else:
                 jobs.append(self._to_read(entry, slot))
         self._read(jobs)
+        for key in without_slot:
+            self._policy.drop([key])
+            self._carry_out(self._policy.recover([key], monotonic()), "room")
 
     def _tell_dropped(self, keys: Sequence[PageKey], reason: str) -> None:
         stored = [entry for key in keys if (entry := self._entries.get(key)) is not None]

@@ -7,7 +7,8 @@ from mainstem.core.step import Int32s
 LoadId = NewType("LoadId", int)  # a load that a Step may name, so that its layers wait for it
 
 LEARNING = 0.3  # weight of the latest copy in a link's rate
-BUSY_S = 0.05  # after so much work a rate is taken from it
+FADE_S = 1.0  # of work on a shared link, after which what was before counts for half
+GUESS_S = 0.05  # of work, that its first rate counts for
 
 
 class Transfer(Protocol):
@@ -104,25 +105,28 @@ class Link:
 class SharedLink(Link):
     """One on which copies go on side by side: its rate is that of all together, while it is busy.
 
-    copy a   |-----|
-    copy b    |-------|
-    copy c          |-----|            |--
-             begin .......  end        begin: it rested
+        copy a   |-----|
+        copy b    |-------|               |--
+        copy c          |-----|
+        busy     |------------|           |--
+
+    Bytes and busy seconds are summed up, and both fade with the work that comes after.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__(bytes_per_s)
-        self._begin_s = self._end_s = 0.0  # of the busy time that is being counted
-        self._passed_bytes = 0
+        self._end_s = 0.0  # of the latest copy
+        self._busy_s = GUESS_S
+        self._passed_bytes = bytes_per_s * GUESS_S
 
     def finish_between(self, num_bytes: int, began_s: float, ended_s: float) -> None:
         """What `start` counted has passed, between these readings of a clock."""
         self._queued_bytes -= num_bytes
-        busy_s = self._end_s - self._begin_s
-        if busy_s >= BUSY_S and ended_s > self._end_s:  # several may have ended at once
-            self._learn(self._passed_bytes / busy_s)
-            self._begin_s, self._passed_bytes = self._end_s, 0
-        if began_s > self._end_s:
-            self._begin_s, self._passed_bytes = began_s, 0
+        more_s = max(0.0, ended_s - max(began_s, self._end_s))
         self._end_s = max(self._end_s, ended_s)
-        self._passed_bytes += num_bytes
+        kept = FADE_S / (FADE_S + more_s)
+        self._busy_s = kept * self._busy_s + more_s
+        self._passed_bytes = kept * self._passed_bytes + num_bytes
+        # in the middle of a burst, time was counted for copies that have not ended
+        if not self._queued_bytes or self._busy_s > 0.9 * FADE_S:
+            self._bytes_per_s = self._passed_bytes / self._busy_s

@@ -141,8 +141,10 @@ class GpuCopier:
 
     def save(self, pages: Int32s, slots: Int32s) -> GpuTransfer:
         distance = self._pages.all[0, 0].nbytes  # from K to V, from V to the next layer's K
-        at_once = 2 * self._num_layers if distance <= MAX_PITCH else 1
-        rows = Rows(self._half_bytes, host_pitch=self._half_bytes, device_pitch=distance)
+        at_once, pitch = 2 * self._num_layers, distance
+        if distance > MAX_PITCH:  # one by one then
+            at_once, pitch = 1, self._half_bytes
+        rows = Rows(self._half_bytes, host_pitch=self._half_bytes, device_pitch=pitch)
         stream = self._saves_stream
         transfer = GpuTransfer(self._num_layers)
         transfer.begin.record(stream)

@@ -60,6 +60,8 @@ class Fetching:
     def is_worth_it(self, stored: Stored, tokens_ahead: int, num_waiting: int) -> bool:
         """Whether loading is done before computing would be, behind `tokens_ahead` others; how much
         longer either makes the `num_waiting` wait counts as well."""
+        if not stored.num_pages:
+            return False
         if self.config.fetch is not Fetch.AUTO:
             return self.config.fetch is Fetch.ALWAYS
         token_s = self.steps.token_s

@@ -40,8 +40,7 @@ SWITCH_S = 0.0005  # a busy engine thread gives that lock up so often: a third o
 INDEX_ROOM = 1 << 20  # bytes that are enough to open and change an index
 LITTLE_ROOM = 64 << 10  # bytes that are not enough
 MAX_BATCH = 64  # pages written between two commits
-FEW_WRITES = 1024  # pages that may wait while others are read
-READS_FIRST_S = 0.5  # a batch waits no longer than that for them
+READS_FIRST_S = 0.1  # a batch of writes waits no longer than that for reads
 FULL_PAUSE_S = 30.0  # a full disk is not asked for more space for so long
 DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # an index that cannot be mended
 
@@ -286,6 +285,7 @@ class DiskTier:
         while order is not None:
             order = self._orders.get()
             if isinstance(order, WriteJob):
+                self._let_reads_pass()
                 jobs = [order]
                 while len(jobs) < MAX_BATCH and isinstance(order := self._next_order(), WriteJob):
                     jobs.append(order)
@@ -313,7 +313,6 @@ class DiskTier:
 
     def _write_batch(self, jobs: list[WriteJob]) -> None:
         """Records first, then fsync, then their rows: a row never points at less than its page."""
-        self._let_reads_pass()
         rows = [row for row in self._writers.map(self._write_page, jobs) if row is not None]
         with self._reporting([row.key for row in rows]):
             self._files.sync([row.record for row in rows])
@@ -324,9 +323,7 @@ class DiskTier:
     def _let_reads_pass(self) -> None:
         """Somebody waits for what is read, and the disk is slow at both at once."""
         until_s = monotonic() + READS_FIRST_S
-        while (
-            not self._reads.empty() and self._orders.qsize() < FEW_WRITES and monotonic() < until_s
-        ):
+        while not self._reads.empty() and monotonic() < until_s:
             sleep(0.005)
 
     def _write_page(self, job: WriteJob) -> PageRow | None:
