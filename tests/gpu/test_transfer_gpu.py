@@ -26,6 +26,7 @@ from mainstem.engine.build import build_random_engine  # noqa: E402
 from mainstem.engine.engine import Engine  # noqa: E402
 from mainstem.kv.transfer import LoadId  # noqa: E402
 from mainstem.runner import gpu_transfer  # noqa: E402
+from mainstem.runner.copy_engine import MAX_PITCH  # noqa: E402
 from mainstem.runner.gpu_pages import GpuPages  # noqa: E402
 from mainstem.runner.gpu_transfer import GpuCopier  # noqa: E402
 from mainstem.runner.origin import RandomOrigin  # noqa: E402
@@ -34,7 +35,7 @@ PROMPTS = np.random.default_rng(0).integers(0, 500, (4, 70)).astype(np.int32)
 LONG_PROMPTS = np.random.default_rng(1).integers(0, 500, (12, 900)).astype(np.int32)
 
 
-@pytest.mark.parametrize("max_pitch", [gpu_transfer.MAX_PITCH, 0], ids=["as rows", "one by one"])
+@pytest.mark.parametrize("max_pitch", [MAX_PITCH, 0], ids=["as rows", "one by one"])
 def test_pages_come_back_as_they_went_and_fast(
     max_pitch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
