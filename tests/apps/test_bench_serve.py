@@ -236,10 +236,8 @@ def test_no_server_is_an_error_not_a_trace() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--requests 0",
         "--rate 0",
         "--rate nan",
-        "--concurrency 0",
         "--url ftp://x",
         "--api-key-file nowhere",
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mainstem.apps.bench import batch, cpu, host
+from mainstem.apps.bench import batch, cpu, host, offline, serve, sessions
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,14 @@ from mainstem.apps.bench import batch, cpu, host
         (host.parser, "--steps"),
         (cpu.parser, "--requests"),
         (batch.parser, "--output"),
+        (offline.parser, "--requests"),
+        (offline.parser, "--groups"),
+        (offline.parser, "--profile-steps"),
+        (serve.parser, "--requests"),
+        (serve.parser, "--concurrency"),
+        (serve.parser, "--own"),
+        (sessions.parser, "--sessions"),
+        (sessions.parser, "--at-once"),
     ],
 )
 def test_a_count_of_none_is_refused(

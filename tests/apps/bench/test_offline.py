@@ -199,13 +199,6 @@ def test_wrong_calls_are_refused(flags: list[str], named: str) -> None:
         main([*SMALL, *flags])
 
 
-@pytest.mark.parametrize("flag", ["--requests", "--groups", "--output", "--profile-steps"])
-def test_no_count_is_zero(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([*SMALL, flag, "0"])
-    assert f"{flag}: must be at least 1, got 0" in capsys.readouterr().err
-
-
 def test_a_shape_beyond_the_memory_is_refused_before_it_is_made() -> None:
     with pytest.raises(ConfigError, match="llama31-8b with 450,000 tokens of KV takes 150 GB"):
         check_room(SHAPES["llama31-8b"], 450_000, 24 * 10**9)

@@ -35,7 +35,7 @@ from mainstem.apps.bench.sse_client import (
     find_model,
     stream_chat,
 )
-from mainstem.apps.simulate.flags import positive_count
+from mainstem.apps.simulate.flags import not_negative_count, positive_count
 from mainstem.apps.tables import table
 from mainstem.core.errors import ConfigError, MainstemError
 
@@ -54,8 +54,10 @@ def parser() -> argparse.ArgumentParser:
         "--concurrency", type=positive_count, help="conversations in flight (default 8)"
     )
     made.add_argument("--dataset", type=Path, help="JSON lines: prompt, turns, messages, ...")
-    made.add_argument("--prefix", type=int, default=512, help="words of the shared system prompt")
-    made.add_argument("--own", type=int, default=32, help="words of each question")
+    made.add_argument(
+        "--prefix", type=not_negative_count, default=512, help="words of the shared system prompt"
+    )
+    made.add_argument("--own", type=positive_count, default=32, help="words of each question")
     made.add_argument("--groups", type=positive_count, default=1, help="different system prompts")
     made.add_argument(
         "--turns", type=positive_count, default=1, help="questions of one conversation"
@@ -68,7 +70,9 @@ def parser() -> argparse.ArgumentParser:
         help="answers of exactly --max-tokens, where the server knows `ignore_eos`",
     )
     made.add_argument("--seed", type=int, default=0, help="of arrivals and made-up text")
-    made.add_argument("--warmup", type=int, default=1, help="requests before the clock starts")
+    made.add_argument(
+        "--warmup", type=not_negative_count, default=1, help="requests before the clock starts"
+    )
     made.add_argument("--timeout-s", type=float, default=600.0, help="longest wait for one answer")
     made.add_argument("--slo-ttft-ms", type=float, default=math.inf)
     made.add_argument("--slo-itl-ms", type=float, default=math.inf)
@@ -109,7 +113,8 @@ class ServerUnreachable(MainstemError):
 def main(argv: list[str]) -> int:
     """Exit status 1 if a request failed: numbers of a server that refuses work mislead."""
     args = parser().parse_args(argv)
-    _check(args)
+    if args.rate is not None and not args.rate > 0:
+        raise ConfigError(f"--rate must be above 0, got {args.rate}")
     endpoint = Endpoint.parse(args.url, _read_key(args.api_key_file))
     try:
         result, errors = asyncio.run(_measure(args, endpoint))
@@ -122,19 +127,6 @@ def main(argv: list[str]) -> int:
     for reason, times in errors.most_common(5):
         print(f"{times} failed: {reason}", file=sys.stderr)
     return 1 if errors else 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    for name in ("requests", "groups", "turns", "own", "max_tokens"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("prefix", "warmup"):
-        if getattr(args, name) < 0:
-            raise ConfigError(f"--{name} must not be negative")
-    if args.rate is not None and not args.rate > 0:
-        raise ConfigError(f"--rate must be above 0, got {args.rate}")
-    if args.concurrency is not None and args.concurrency < 1:
-        raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}")
 
 
 def _read_key(path: Path | None) -> str | None:
