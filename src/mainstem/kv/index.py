@@ -101,6 +101,11 @@ class PrefixIndex:
             found[key] = page
         return found
 
+    def parents(self, pages: Int32s) -> list[PageKey]:
+        """The names before those of pages that have one."""
+        parents = [self._parent_of[page] for page in pages.tolist()]
+        return [parent for parent in parents if parent is not None]
+
     def tokens(self, pages: Int32s) -> list[bytes]:
         """The token ids of pages that have a name."""
         return [tokens.tobytes() for tokens in self._tokens[pages]]

@@ -227,11 +227,13 @@ class TierPolicy(Generic[K]):
                 self._touch(key, entry, now)
         self._clean()
 
-    def admit(self, keys: Sequence[K], now: float) -> Moves[K]:
+    def admit(self, keys: Sequence[K], now: float, after: Sequence[K] = ()) -> Moves[K]:
         """A chain, whose pages are all in hand, is used and wants to be in the host tier.
 
         Afterwards `tier_of` says where each of its pages belongs; new ones that are among `write`
-        go to disk without staying in the host, those among `drop` are not kept.
+        go to disk without staying in the host, those among `drop` are not kept. `after` names the
+        page before each, where that is known: what follows a page that only the disk has pushes
+        nobody out of the host, since whoever wants it has to wait for the disk anyway.
         """
         moves: Moves[K] = Moves()
         entries, missing = self._entries, []
@@ -242,13 +244,31 @@ class TierPolicy(Generic[K]):
             self._touch(key, entry, now)
             if not entry.in_host:
                 missing.append((key, entry))
+        before = dict(zip(keys, after, strict=True)) if after and self._sees_queue else {}
         for key, entry in reversed(missing):
             if entries.get(key) is not entry:  # made room for a page before it in the chain
                 continue
-            if self._make_host_room(self._worth(key, entry), moves):
-                self._enter_host(key, entry)
-            elif not entry.on_disk:
+            head = entries.get(before[key]) if key in before else None
+            is_modest = head is not None and not head.in_host
+            if not self._come_up(key, entry, moves, is_modest) and not entry.on_disk:
                 self._write_or_drop(key, entry, moves)
+        self._clean()
+        return moves.settled()
+
+    def keep(self, keys: Sequence[K]) -> Moves[K]:
+        """Pages of the disk were read for a request, which has them now: may they stay in the host?
+
+        If they were last used so recently that the host could have kept them until now, they push
+        out others. Else they take what room there is: they would be gone again before their next
+        use. Where more conversations return in turn than the host holds, some are found there
+        then, instead of none (reuse distance decides, as in LIRS).
+        """
+        moves: Moves[K] = Moves()
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and not entry.in_host:
+                is_rare = self._clock - entry.rank > self.config.host_pages
+                self._come_up(key, entry, moves, is_rare and self._sees_queue)
         self._clean()
         return moves.settled()
 
@@ -474,6 +494,15 @@ class TierPolicy(Generic[K]):
                     return key
             heappop(heap)
         return None
+
+    def _come_up(self, key: K, entry: _Entry, moves: Moves[K], is_modest: bool) -> bool:
+        """Enter the host; who is modest takes what room there is and pushes nobody out."""
+        worth = 0 if is_modest else self._worth(key, entry)
+        spared = self.config.headroom_pages if is_modest else 0
+        if not self._make_host_room(worth, moves, spared):
+            return False
+        self._enter_host(key, entry)
+        return True
 
     def _make_host_room(self, worth: int, moves: Moves[K], spared: int = 0) -> bool:
         """Room for a page of `worth`, `spared` pages apart; False if all there are worth more."""

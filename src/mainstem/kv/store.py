@@ -241,6 +241,11 @@ class KVStore:
         """Loads under way."""
         return 0 if self._traffic is None else self._traffic.num_loads
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether a load waits for the disk."""
+        return self._traffic is not None and self._traffic.tiers.is_reading
+
     def stored(self, keys: Sequence[PageKey]) -> Stored:
         """How many of these pages, the leading ones, lower tiers have."""
         return NOTHING_STORED if self._traffic is None else self._traffic.find(keys)

@@ -163,6 +163,11 @@ class LowerTiers:
         return len(self._saves) + len(self._loads)
 
     @property
+    def is_reading(self) -> bool:
+        """Whether a load waits for the disk."""
+        return any(load.transfer is None for load in self._loads)
+
+    @property
     def num_pages_saving(self) -> int:
         return sum(len(save.pages) for save in self._saves)
 
@@ -217,13 +222,20 @@ class LowerTiers:
         is_writing = self._disk is not None and self._disk.num_writes_pending > 0
         return not (self._saves or is_writing)
 
-    def save(self, pages: Int32s, keys: Sequence[PageKey], token_ids: Sequence[bytes]) -> Int32s:
+    def save(
+        self,
+        pages: Int32s,
+        keys: Sequence[PageKey],
+        after: Sequence[PageKey],
+        token_ids: Sequence[bytes],
+    ) -> Int32s:
         """Start copying device pages to host memory; returns those that are being copied.
 
-        `keys` are in chain order where pages belong to one chain; none is stored yet. No step
-        depends on a save: one that fails is told as skipped, and may be tried again.
+        `keys` are in chain order where pages belong to one chain, each comes `after` another; none
+        is stored yet. No step depends on a save: one that fails is told as skipped, and may be
+        tried again.
         """
-        moves = self._policy.admit(keys, monotonic())
+        moves = self._policy.admit(keys, monotonic(), after)
         self._carry_out(moves, "room")
         kept: list[int] = []
         entries: list[_Entry] = []
@@ -299,6 +311,10 @@ class LowerTiers:
             self._end(load, None)
             return None
         return load
+
+    def is_crowded(self, num_pages: int) -> bool:
+        """Whether loads under way have the slots that so many pages would be read into."""
+        return bool(self._loads) and len(self._free_slots) < num_pages
 
     def _num_with_slots(self, entries: Sequence[_Entry]) -> int:
         """Leading entries that have a slot or can be given one."""
@@ -687,9 +703,9 @@ class LowerTiers:
         num_bytes = len(load.pages) * self.page_bytes
         if seconds is None:
             self.host_link.give_up(num_bytes)
-        else:  # what came from disk is in use: host memory is its place
+        else:
             self.host_link.finish(num_bytes, seconds)
-            self._carry_out(self._policy.admit(load.keys, monotonic()), "room")
+            self._carry_out(self._policy.keep(load.keys), "room")
         for entry in load.entries:
             self._release(entry)
 
@@ -703,7 +719,7 @@ class LowerTiers:
     def prefetch(self) -> None:
         """Read from disk what waiting requests will need next, while the disk has little to do."""
         idle_s = READ_AHEAD_S - self.disk_link.expect_s(0)
-        if self._disk is None or idle_s <= 0 or not self._policy.num_queued:
+        if self._disk is None or idle_s <= 0 or self.is_reading or not self._policy.num_queued:
             return
         room = min(ceil(idle_s / self.disk_link.pass_s(self.page_bytes)), len(self._free_slots))
         if room:

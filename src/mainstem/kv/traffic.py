@@ -100,8 +100,8 @@ class Traffic:
         if not wanted:
             return
         pages = np.array([page for _, page in wanted], np.int32)
-        copied = self.tiers.save(pages, [key for key, _ in wanted], self._index.tokens(pages))
-        self._hold(copied)
+        index, keys = self._index, [key for key, _ in wanted]
+        self._hold(self.tiers.save(pages, keys, index.parents(pages), index.tokens(pages)))
 
     def _save_room(self, count: int) -> int:
         """Of `count` pages, those whose save may start now."""

@@ -1,5 +1,6 @@
 """How bytes of pages move between the device and host memory: contracts, and how fast it goes."""
 
+from time import perf_counter
 from typing import NewType, Protocol
 
 from mainstem.core.step import Int32s
@@ -110,7 +111,8 @@ class SharedLink(Link):
         copy c          |-----|
         busy     |------------|           |--
 
-    Bytes and busy seconds are summed up, and both fade with the work that comes after.
+    Bytes and busy seconds are summed up, and both fade with the work that comes after. Copies that
+    began together end together, so what has passed of those under way is guessed from the rate.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -118,15 +120,42 @@ class SharedLink(Link):
         self._end_s = 0.0  # of the latest copy
         self._busy_s = GUESS_S
         self._passed_bytes = bytes_per_s * GUESS_S
+        self._partial_bytes = 0.0  # of what is queued, that have passed by `_partial_s`
+        self._partial_s = 0.0
+
+    def expect_s(self, num_bytes: int) -> float:
+        self._pass_on()
+        left = self._queued_bytes - self._partial_bytes + num_bytes
+        return max(0.0, left) / self._bytes_per_s
+
+    def start(self, num_bytes: int) -> None:
+        self._pass_on()
+        super().start(num_bytes)
+
+    def give_up(self, num_bytes: int) -> None:
+        self._leave(num_bytes)
 
     def finish_between(self, num_bytes: int, began_s: float, ended_s: float) -> None:
         """What `start` counted has passed, between these readings of a clock."""
-        self._queued_bytes -= num_bytes
+        self._leave(num_bytes)
         more_s = max(0.0, ended_s - max(began_s, self._end_s))
         self._end_s = max(self._end_s, ended_s)
         kept = FADE_S / (FADE_S + more_s)
         self._busy_s = kept * self._busy_s + more_s
         self._passed_bytes = kept * self._passed_bytes + num_bytes
-        # in the middle of a burst, time was counted for copies that have not ended
-        if not self._queued_bytes or self._busy_s > 0.9 * FADE_S:
-            self._bytes_per_s = self._passed_bytes / self._busy_s
+        # in the middle of a burst some of what is queued has passed, nobody knows how much
+        least = self._passed_bytes / self._busy_s
+        most = (self._passed_bytes + self._queued_bytes) / self._busy_s
+        self._bytes_per_s = min(max(self._bytes_per_s, least), most)
+
+    def _pass_on(self) -> None:
+        """Bring the guess of what has passed up to now."""
+        now_s = perf_counter()
+        passed = self._partial_bytes + (now_s - self._partial_s) * self._bytes_per_s
+        self._partial_bytes = min(passed, self._queued_bytes)
+        self._partial_s = now_s
+
+    def _leave(self, num_bytes: int) -> None:
+        self._pass_on()
+        self._queued_bytes -= num_bytes
+        self._partial_bytes = max(0.0, self._partial_bytes - num_bytes)

@@ -77,6 +77,8 @@ class Fetching:
     def is_busy(self, stored: Stored) -> bool:
         """Whether the way has enough to do until somebody looks again, a step later. What is begun
         then can still be given to somebody more urgent, and does not hold up the step at hand."""
+        if stored.num_on_disk and self.tiers.is_crowded(stored.num_on_disk):
+            return True
         enough_s = BUSY_S + self.steps.interval_s
         return any(link.expect_s(0) > enough_s for link, _ in self._passes(stored))
 

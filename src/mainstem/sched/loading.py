@@ -17,7 +17,6 @@ from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.running import RunningSet
 from mainstem.sched.sequence import Sequence
 
-LONGEST_S = 0.25  # an engine that rested longer than this between two steps had nothing to do
 LOAD_AHEAD = 64  # waiting sequences whose pages are brought up before it is their turn
 
 
@@ -34,6 +33,7 @@ class Loader:
         """`fetching` decides between loading and computing; None: nothing is loaded."""
         self.fetching = fetching
         self._last_end_s = 0.0  # when the latest step was seen to have ended
+        self._last_start_s = 0.0  # when the latest step was made
         self._running = running
         self._queue = queue
         self._lengths = lengths
@@ -54,7 +54,8 @@ class Loader:
 
     def load_ahead(self, prompts: Prompts) -> None:
         """Start loads for those next in the queue while others run, in order and while the pages
-        that those before them need are left."""
+        that those before them need are left. Who finds the way to its pages taken waits for it;
+        those behind may have another."""
         if self.fetching is None:
             return
         tokens_ahead, pages_ahead = self._running.num_unfinished_tokens(), 0
@@ -66,8 +67,6 @@ class Loader:
                 num_known, chain, match = self.look_up(sequence)
                 if match.outcome is Lookup.LOADING:
                     continue
-                if self.must_wait(match):
-                    return
                 num_new = -(-num_known // self._page_size) - len(match.pages)
                 expected = self._lengths.expect(sequence) - len(sequence.output_ids)
                 if prompts.outlook is None:
@@ -78,18 +77,29 @@ class Loader:
                 ):
                     return
                 pages_ahead += num_new
-                sequence.num_to_compute = num_known - len(match.pages) * self._page_size
-                if self.load(sequence, chain, match, tokens_ahead) is not None:
-                    sequence.num_to_compute -= match.stored.num_pages * self._page_size
+                num_to_compute = num_known - len(match.pages) * self._page_size
+                is_free = not self.must_wait(match, tokens_ahead)
+                if is_free and self.load(sequence, chain, match, tokens_ahead) is not None:
+                    num_to_compute -= match.stored.num_pages * self._page_size
+                    sequence.num_to_compute = num_to_compute
                     pages_ahead -= match.stored.num_pages
-            tokens_ahead += sequence.num_to_compute
+                    self._queue.move_up(sequence)
+                elif not match.stored.num_pages:
+                    sequence.num_to_compute = num_to_compute
+                tokens_ahead += num_to_compute
+            else:
+                tokens_ahead += sequence.num_to_compute
+
+    def note_start(self) -> None:
+        """A step is made, and runs as soon as the one before it has ended."""
+        self._last_start_s = perf_counter()
 
     def note_end(self, step: Step, device_s: float) -> None:
         """A step has ended, and the one in flight runs."""
         if self.fetching is None:
             return
         before_s, self._last_end_s = self._last_end_s, perf_counter()
-        self.fetching.steps.interval_s = min(self._last_end_s - before_s, LONGEST_S)
+        self.fetching.steps.interval_s = min(self._last_end_s - before_s, device_s)
         if device_s and not len(step.load_ids):
             self.fetching.steps.observe(step.num_tokens - step.num_decodes, device_s)
 
@@ -98,14 +108,14 @@ class Loader:
         if self.fetching is None or in_flight is None:
             return 0.0
         prompt_tokens = in_flight.num_tokens - in_flight.num_decodes
-        return self.fetching.lead_s(prompt_tokens, perf_counter() - self._last_end_s)
+        began_s = max(self._last_start_s, self._last_end_s)
+        return self.fetching.lead_s(prompt_tokens, perf_counter() - began_s)
 
-    def must_wait(self, match: Match) -> bool:
+    def must_wait(self, match: Match, tokens_ahead: int) -> bool:
         """Whether a sequence is better loaded, and the way to it is not free yet."""
         fetching, stored = self.fetching, match.stored
         if fetching is None or not stored.num_pages or not fetching.is_busy(stored):
             return False
-        tokens_ahead = self._running.num_unfinished_tokens()
         return fetching.is_worth_it(stored, tokens_ahead, len(self._queue))
 
     def load(

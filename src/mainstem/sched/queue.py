@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from mainstem.core.ids import PageKey
 from mainstem.sched.sequence import SeqState, Sequence, urgency
 
-_Entry = tuple[int, int, int, Sequence]  # rank, then urgency
+OVERTAKEN = 64  # who arrived that much earlier, or more, is not overtaken
+
+_Entry = tuple[int, int, int, int, Sequence]  # rank, priority, place, arrival
 
 
 class WaitingQueue:
@@ -17,6 +19,9 @@ class WaitingQueue:
     were aborted while they waited are dropped when they come up. Suspects go first of all: nothing
     else can run while they are tried. Only while it is open whether a failure was the fault of who
     is at fault do they go last: others can show that steps still end well.
+
+    Who has its history loaded overtakes some of those that compute theirs: it holds them up by its
+    few new tokens only, and would itself wait for all of theirs.
     """
 
     def __init__(self) -> None:
@@ -40,7 +45,18 @@ class WaitingQueue:
 
     def _entry(self, sequence: Sequence) -> _Entry:
         rank = int(sequence.is_suspect == self.suspects_last)
-        return (2 if sequence.is_at_fault else rank, *urgency(sequence), sequence)
+        priority, arrival = urgency(sequence)
+        place = arrival - OVERTAKEN if sequence.has_fetched else arrival
+        return (2 if sequence.is_at_fault else rank, priority, place, arrival, sequence)
+
+    def move_up(self, sequence: Sequence) -> None:
+        """A load was started for one of the `first`: give it the place that it has now."""
+        heap = self._heap
+        index = next(i for i, entry in enumerate(heap) if entry[-1] is sequence)
+        heap[index] = self._entry(sequence)
+        while index and heap[index] < heap[parent := (index - 1) // 2]:
+            heap[index], heap[parent] = heap[parent], heap[index]
+            index = parent
 
     def head(self) -> Sequence | None:
         """The next sequence to start, left in place; never one that is at fault."""

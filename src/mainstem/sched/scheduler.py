@@ -47,6 +47,8 @@ from mainstem.sched.step_size import StepSize
 from mainstem.sched.truncation import DEFAULT_RULES, TruncationRules
 
 REST_S = 0.0003
+MAKE_S = 0.004  # before the device is done, a step must be made: host time until its first kernel
+LOOK_S = 0.001  # between looks at what is read from disk
 MAX_DOUBT_STEPS = 32  # steps that end well before one failure counts as chance for all
 NO_LOADS = np.empty(0, np.int32)
 
@@ -165,6 +167,7 @@ class Scheduler:
 
     def next_step(self) -> Step | None:
         """The next step, or None when nothing can run before the one in flight commits."""
+        self._look_at_reads()
         begin = perf_counter()
         self._queue.unpark(self._store.poll(self._loader.lead_s(self._in_flight)))
         if not self._make_way():
@@ -195,6 +198,7 @@ class Scheduler:
         if sources := prompts.sources():
             self._copy_sources.append((step.step_id, np.array(sources, np.int32)))
         self._in_flight = step
+        self._loader.note_start()
         self._host_s += perf_counter() - begin
         return step
 
@@ -509,6 +513,16 @@ class Scheduler:
     def flush(self) -> None:
         """Return when every page that is to be saved is saved."""
         self._store.flush()
+
+    def _look_at_reads(self) -> None:
+        """Put off making a step while the device is busy anyway: what is read from disk meanwhile
+        goes on to the device at once, and can still be part of the step."""
+        while self._store.is_reading:
+            left_s = self._loader.lead_s(self._in_flight) - MAKE_S
+            if left_s <= 0:
+                return
+            self._queue.unpark(self._store.poll(left_s))
+            sleep(min(left_s, LOOK_S))
 
     def rest(self) -> None:
         """Nothing can run before a copy is done: leave the processor to it for a moment."""

@@ -122,10 +122,10 @@ class Starter:
         # pinned pages are for nobody, unless nothing could run without them
         available = store.num_available() if len(self._running) else store.num_takeable()
         may_start = self._admission.may_start(num_new, to_come, available, prompts.outlook)
-        if not may_start or self._loader.must_wait(match):
+        tokens_ahead = self._running.num_unfinished_tokens()
+        if not may_start or self._loader.must_wait(match, tokens_ahead):
             store.release(cached)
             return None
-        tokens_ahead = self._running.num_unfinished_tokens()
         awaited = self._loader.load(sequence, chain, match, tokens_ahead)
         moves = NO_MOVES
         if awaited is None and sequence.origins is not None:

@@ -40,7 +40,8 @@ SWITCH_S = 0.0005  # a busy engine thread gives that lock up so often: a third o
 INDEX_ROOM = 1 << 20  # bytes that are enough to open and change an index
 LITTLE_ROOM = 64 << 10  # bytes that are not enough
 MAX_BATCH = 64  # pages written between two commits
-READS_FIRST_S = 0.1  # a batch of writes waits no longer than that for reads
+READS_FIRST_S = 0.5  # a batch of writes waits no longer than that for reads ...
+FEW_WRITES = 4 * MAX_BATCH  # ... and only while no more than these wait behind it
 FULL_PAUSE_S = 30.0  # a full disk is not asked for more space for so long
 DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # an index that cannot be mended
 
@@ -135,8 +136,11 @@ class DiskTier:
         sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
         self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="kv-write")
         self._threads = [Thread(target=self._write_all, name="kv-writer", daemon=True)]
-        for _ in range(NUM_READERS):
-            self._threads.append(Thread(target=self._read_all, name="kv-reader", daemon=True))
+        self._is_reading = [False] * NUM_READERS
+        for number in range(NUM_READERS):
+            self._threads.append(
+                Thread(target=self._read_all, args=(number,), name="kv-reader", daemon=True)
+            )
         for thread in self._threads:
             thread.start()
 
@@ -323,7 +327,11 @@ class DiskTier:
     def _let_reads_pass(self) -> None:
         """Somebody waits for what is read, and the disk is slow at both at once."""
         until_s = monotonic() + READS_FIRST_S
-        while not self._reads.empty() and monotonic() < until_s:
+        while (
+            (any(self._is_reading) or not self._reads.empty())
+            and self._orders.qsize() < FEW_WRITES
+            and monotonic() < until_s
+        ):
             sleep(0.005)
 
     def _write_page(self, job: WriteJob) -> PageRow | None:
@@ -345,9 +353,11 @@ class DiskTier:
             for key in keys:
                 self._done.put(Written(key, 0, _words(error)))
 
-    def _read_all(self) -> None:
+    def _read_all(self, number: int) -> None:
         while (jobs := self._reads.get()) is not None:
+            self._is_reading[number] = True
             self._read_run(jobs)
+            self._is_reading[number] = False
 
     def _read_run(self, jobs: list[ReadJob]) -> None:
         began_s = perf_counter()
