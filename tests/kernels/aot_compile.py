@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from mainstem.kernels.append import _rope_append_kernel
 from mainstem.kernels.fused import (
@@ -20,6 +21,7 @@ from mainstem.kernels.fused import (
     _quantize_kernel,
     _silu_mul_kernel,
 )
+from mainstem.kernels.hopper import MAX_REGISTERS, PANELS, _large_units_kernel
 from mainstem.kernels.invariant import _matmul_kernel
 from mainstem.kernels.merge import _merge_kernel
 from mainstem.kernels.parts import _merge_parts_kernel
@@ -33,7 +35,7 @@ from mainstem.kernels.sample import (
 )
 from mainstem.kernels.span import _span_kernel
 from mainstem.kernels.transfer import _spread_kernel
-from mainstem.kernels.tuning import FALLBACK, HOPPER, Tiles
+from mainstem.kernels.tuning import FALLBACK, HOPPER, HOPPER_SPLIT, Tiles
 from mainstem.kernels.upload import _move_kernel
 
 TARGETS = {
@@ -61,6 +63,7 @@ class Job:
     constants: Mapping[str, object]
     types: dict[str, str] = field(default_factory=dict)
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
+    source: type[ASTSource] = ASTSource
 
 
 def _type_of(name: str) -> str:
@@ -82,8 +85,26 @@ def _span_constants(tiles: Tiles) -> dict[str, object]:
         **HEAD, "KV_HEADS": 8, "GROUP": 4, "PAGE_SIZE": 16, "FOLD": 4, "SMALL_Q": 16,
         "SMALL_STAGES": tiles.small_stages, "LARGE_Q": tiles.large_q, "LARGE_K": tiles.large_k,
         "LARGE_STAGES": tiles.large_stages, "PER_SM": tiles.programs_per_sm,
-        "HAS_LSE": True, "WIDE": True, "UPCAST": False, "OVERLAPS": tiles is HOPPER,
+        "HAS_LARGE": not tiles.is_split, "HAS_LSE": True, "WIDE": True, "UPCAST": False,
+        "OVERLAPS": tiles is not FALLBACK,
     }  # fmt: skip
+
+
+def _hopper_jobs() -> Iterator[Job]:
+    yield Job(_span_kernel, _span_constants(HOPPER_SPLIT))
+    for head_dim, page_size in ((128, 16), (64, 32), (128, 64)):
+        box = f"tensordesc<bf16[{page_size}, 64],{PANELS!r}>"
+        yield Job(
+            _large_units_kernel,
+            {
+                "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size,
+                "TILE_K": HOPPER_SPLIT.large_k, "STAGES": HOPPER_SPLIT.large_stages,
+                "HAS_LSE": True,
+            },
+            {"k_desc": box, "v_desc": box},
+            {"num_warps": 4, "maxnreg": MAX_REGISTERS},
+            GluonASTSource,
+        )  # fmt: skip
 
 
 def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
@@ -133,10 +154,11 @@ def _copy_jobs() -> Iterator[Job]:
 
 def compile_all(target: str) -> None:
     tiles = HOPPER if target == "sm_90" else FALLBACK
-    for job in (*_attention_jobs(tiles), *_copy_jobs(), *_other_jobs(target)):
+    hopper_jobs = _hopper_jobs() if target == "sm_90" else ()
+    for job in (*_attention_jobs(tiles), *hopper_jobs, *_copy_jobs(), *_other_jobs(target)):
         names = job.kernel.arg_names
         signature = {n: "constexpr" if n in job.constants else _type_of(n) for n in names}
-        source = ASTSource(
+        source = job.source(
             fn=job.kernel,
             signature={**signature, **job.types},
             constexprs={(names.index(n),): value for n, value in job.constants.items()},

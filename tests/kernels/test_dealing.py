@@ -24,14 +24,17 @@ def test_equal_units_fill_what_is_open(loads: list[float], size: float, count: i
     st.lists(st.floats(1, 1e6), max_size=60),
     st.lists(st.floats(1, 1e6), max_size=60),
     st.booleans(),
+    st.booleans(),
 )
 def test_every_unit_has_one_program(
-    programs: int, large: list[float], small: list[float], is_even: bool
+    programs: int, large: list[float], small: list[float], is_even: bool, is_split: bool
 ) -> None:
     if is_even and small:
         small = [small[0]] * len(small)
     shares = np.empty(2 * programs + 2, np.int32)
-    orders = share_out(shares, (np.array(large), 8), (np.array(small), 2))
+    num_large = programs // 2 if is_split and programs % 2 == 0 else programs
+    orders = share_out(shares, (np.array(large), 8), (np.array(small), 2), num_large)
+    assert (shares[num_large : programs + 1] == 8 * len(large)).all()
     for order, bounds, count in zip(
         orders, shares.reshape(2, -1), (8 * len(large), 2 * len(small)), strict=True
     ):

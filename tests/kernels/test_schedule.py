@@ -13,7 +13,7 @@ from mainstem.apps.bench.workloads import AttentionCase, Run, kernel_cases, mixe
 from mainstem.kernels import Limits
 from mainstem.kernels import schedule as plans
 from mainstem.kernels.cutting import Shape
-from mainstem.kernels.tuning import HOPPER, Tiles
+from mainstem.kernels.tuning import HOPPER, HOPPER_SPLIT, Tiles
 from mainstem.kernels.unshare import unshare
 
 pytestmark = pytest.mark.torch
@@ -100,10 +100,47 @@ def _check_first_units(
             assert share[plans.SHARE_SMALL_PAGE] == ints[ints[plans.H_PAGES] + page]
 
 
+@pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_every_pair_is_computed_once(name: str) -> None:
+def test_every_pair_is_computed_once(name: str, tiles: Tiles) -> None:
     case = CASES[name]
-    check(case, shape_of(case, HOPPER))
+    check(case, shape_of(case, tiles))
+
+
+def _loads(case: AttentionCase) -> tuple[np.ndarray, np.ndarray]:
+    """Keys x heads of the large units of each program, and those of the small ones."""
+    shape = shape_of(case, HOPPER_SPLIT)
+    ints = plans.schedule(case.spans(), shape).ints
+    table = ints[plans.HEADER_INTS :][: shape.num_programs * plans.SHARE_FIELDS]
+    table = table.reshape(shape.num_programs, plans.SHARE_FIELDS)
+    loads = np.zeros((2, shape.num_programs), np.int64)
+    for kind, (at, order, heads) in enumerate(((1, 8, 1), (0, 9, shape.fold))):
+        for program, (begin, end) in enumerate(table[:, 2 * kind : 2 * kind + 2]):
+            units = ints[ints[order] + begin : ints[order] + end]
+            for piece in units // (shape.kv_heads // heads):
+                fields = ints[ints[at] + piece * plans.PIECE_FIELDS :]
+                keys = fields[plans.PIECE_KEY_END] - fields[plans.PIECE_KEY_BEGIN]
+                loads[kind, program] += keys * heads
+    return loads[0], loads[1]
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_large_units_take_multiprocessors_and_small_ones_what_is_left(is_ragged: bool) -> None:
+    rng = random.Random(0)
+    own = [Run((row,), rng.randint(1, 512) if is_ragged else 256) for row in range(256)]
+    large, small = _loads(AttentionCase("both", (Run(tuple(range(64)), 2048), *own)))
+    busy = int(np.count_nonzero(large))
+    assert not large[132:].any()
+    assert 8 < busy < 132
+    early, late = small[: 264 - 2 * busy], small[264 - 2 * busy :]
+    assert 0 < late.mean() < 0.95 * early.mean()
+    assert early.max() < 1.5 * early.mean()
+    large, small = _loads(AttentionCase("small", tuple(own)))
+    assert not large.any()
+    assert small.max() < 1.35 * small.mean()
+    large, small = _loads(AttentionCase("large", (Run(tuple(range(256)), 2048),)))
+    assert not small.any()
+    assert np.count_nonzero(large) == 128
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -126,6 +163,7 @@ def test_random_steps_are_covered(seed: int) -> None:
     page_size = rng.choice([16, 32, 64])
     case = AttentionCase("random", tuple(runs), heads, kv_heads, page_size=page_size)
     check(case, shape_of(case, HOPPER))
+    check(case, shape_of(case, HOPPER_SPLIT))
     check(case, shape_of(case, HOPPER, fixed_stretch=256))
 
 
@@ -150,13 +188,14 @@ def test_the_largest_step_of_an_engine_fits_its_buffers() -> None:
     assert shared.ints.nbytes < 4 << 20
 
 
+@pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])
 @pytest.mark.parametrize(("batch", "groups"), [(1024, 64), (1600, 100)])
-def test_a_large_step_is_planned_quickly(batch: int, groups: int) -> None:
+def test_a_large_step_is_planned_quickly(batch: int, groups: int, tiles: Tiles) -> None:
     degree = batch // groups
     runs = [Run(tuple(range(g * degree, (g + 1) * degree)), 2000) for g in range(groups)]
     runs += [Run((row,), 250, is_causal=True) for row in range(batch)]
     case = AttentionCase("many", tuple(runs))
-    spans, shape = case.spans(), shape_of(case, HOPPER)
+    spans, shape = case.spans(), shape_of(case, tiles)
     took_s = []
     for _ in range(5):
         begin_s = time.perf_counter()

@@ -1,5 +1,7 @@
 """Span attention under the interpreter: tiny shapes, every corner, against the reference."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +22,7 @@ from mainstem.kernels import (  # noqa: E402
     SpanAttention,
     reference,
 )
+from mainstem.kernels.tuning import INTERPRETER, Tiles  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -65,6 +68,7 @@ def make_attention(
     dtype: torch.dtype = torch.float32,
     deterministic_keys: int | None = None,
     limits: Limits | None = None,
+    tiles: Tiles | None = None,
 ) -> SpanAttention:
     heads, kv_heads, dim, page_size = shape
     return SpanAttention(
@@ -76,6 +80,7 @@ def make_attention(
         device=CPU,
         limits=limits if limits is not None else Limits(max_tokens=64, max_pages=512),
         deterministic_keys=deterministic_keys,
+        tiles=tiles,
     )
 
 
@@ -84,6 +89,7 @@ def check(
     shape: tuple[int, int, int, int] = (4, 2, 64, 16),
     dtype: torch.dtype = torch.float32,
     deterministic_keys: int | None = None,
+    tiles: Tiles | None = None,
 ) -> None:
     """The kernel agrees with the reference, touches no other row and changes no input."""
     torch.manual_seed(0)
@@ -95,7 +101,7 @@ def check(
     out = torch.full_like(q, 7.0)
     lse = torch.full((num_tokens + 1, heads), 7.0)
     before = [x.clone() for x in (q, k_pages, v_pages)]
-    attention = make_attention(shape, dtype, deterministic_keys)
+    attention = make_attention(shape, dtype, deterministic_keys, tiles=tiles)
     attention.plan(spans)
     attention.run(q, k_pages, v_pages, out=out, lse=lse)
     right, right_lse = reference.span_attention(
@@ -158,6 +164,11 @@ def test_heads_dims_and_page_sizes_agree(
 @pytest.mark.parametrize("name", ["depth 5", "prefill beside decode"])
 def test_the_deterministic_setting_agrees(name: str) -> None:
     check(CASES[name], deterministic_keys=32)
+
+
+@pytest.mark.parametrize("name", ["depth 5", "prefill beside decode"])
+def test_plans_with_multiprocessors_for_large_units_agree(name: str) -> None:
+    check(CASES[name], tiles=replace(INTERPRETER, is_split=True, programs_per_sm=3))
 
 
 @st.composite

@@ -13,8 +13,6 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 CANDIDATES = (1.5, 1.04, 0.9, 0.75, 0.52, 0.34, 0.26, 0.17)  # unit size over a program's fair share
-SMALL_FIXED = 90.0  # time of a unit beside its keys, in keys of a small unit
-LARGE_FIXED = 500.0
 STRETCH_KEYS = 64  # stretches of small spans are multiples of it
 SMALL_TILE_KEYS = 64  # keys x heads in a step of a small unit
 LEAST_ROWS = 16  # what a matrix instruction takes
@@ -37,6 +35,14 @@ class Shape:
     fold: int = field(init=False)
     # Rows of the small tile: those of one token in all heads of a unit, as a power of two.
     small_q: int = field(init=False)
+
+    @property
+    def num_large_programs(self) -> int:
+        """Those that large units are shared out to: programs, or multiprocessors where large units
+        take them whole.
+        """
+        tiles = self.tiles
+        return self.num_programs // (tiles.programs_per_sm if tiles.is_split else 1)
 
     def __post_init__(self) -> None:
         fold = 1
@@ -90,14 +96,23 @@ def key_weight(row_tiles: Int64s, is_large: Bools, shape: Shape) -> Floats:
     """Time per key of a unit: bound by reads where the rows are few, by arithmetic where many share
     them.
     """
-    large = np.maximum(shape.tiles.large_weight, 1.0 / np.maximum(row_tiles, 1))
+    tiles = shape.tiles
+    alone = shape.num_large_programs / shape.num_programs
+    large = np.maximum(tiles.large_weight, alone / np.maximum(row_tiles, 1))
     return np.where(is_large, large, float(shape.fold))
 
 
 def _choose_stretches(keys: Int64s, row_tiles: Int64s, is_large: Bools, shape: Shape) -> Int64s:
-    """Keys per unit of each span: short enough that all programs end together, no shorter."""
-    tiles, programs = shape.tiles, shape.num_programs
+    """Keys per unit of each span: short enough that all programs end together, no shorter.
+
+    Where large units take whole multiprocessors, these are counted, and the small units of several
+    programs on one as side by side.
+    """
+    tiles = shape.tiles
+    programs = shape.num_large_programs if is_large.any() else shape.num_programs
+    beside = programs / shape.num_programs
     work = keys * key_weight(row_tiles, is_large, shape)  # of a span's units, one head each
+    work[~is_large] *= beside
     copies = row_tiles * np.where(is_large, shape.kv_heads, shape.kv_heads // shape.fold)
     share = float(work @ copies) / programs
     stretches = np.maximum(keys, 1)
@@ -108,8 +123,8 @@ def _choose_stretches(keys: Int64s, row_tiles: Int64s, is_large: Bools, shape: S
     targets = share * np.array(CANDIDATES)[:, None]
     units, cost, longest, chosen = [], [], np.zeros(len(targets)), []
     for kind, fixed, tile in (
-        (is_large, LARGE_FIXED, max(tiles.large_k, shape.page_size)),
-        (~is_large, SMALL_FIXED, STRETCH_KEYS),
+        (is_large, tiles.large_fixed, max(tiles.large_k, shape.page_size)),
+        (~is_large, tiles.small_fixed * beside, STRETCH_KEYS),
     ):
         cut, whole = np.flatnonzero(kind & is_cut), kind & ~is_cut
         if not len(cut):
@@ -124,7 +139,9 @@ def _choose_stretches(keys: Int64s, row_tiles: Int64s, is_large: Bools, shape: S
         longest = np.maximum(longest, (work[cut] / parts).max(axis=1) + fixed)
         chosen.append((cut, stretch))
     ends = [
-        _end_of_last((int(u0), int(u1)), (float(c0), float(c1)), float(long), programs)
+        _end_of_last(
+            (int(u0), int(u1)), (float(c0), float(c1)), float(long), programs, tiles.late_fixed
+        )
         for u0, u1, c0, c1, long in zip(*units, *cost, longest, strict=True)
     ]
     best = int(np.argmin(ends))
@@ -134,12 +151,12 @@ def _choose_stretches(keys: Int64s, row_tiles: Int64s, is_large: Bools, shape: S
 
 
 def _end_of_last(
-    units: tuple[int, int], cost: tuple[float, float], longest: float, programs: int
+    units: tuple[int, int], cost: tuple[float, float], longest: float, programs: int, late: float
 ) -> float:
     """When the last program ends, in the unit of the costs; [large, small] units of mean size.
 
-    Large units go round, small ones fill up what they leave. Small units alone that differ in
-    length end up unevenly, by half of the longest.
+    Large units go round, small ones fill up what they leave, `late` behind them. Small units alone
+    that differ in length end up unevenly, by half of the longest.
     """
     large_size = cost[0] / units[0] if units[0] else 0.0
     small_size = cost[1] / units[1] if units[1] else 0.0
@@ -147,7 +164,8 @@ def _end_of_last(
     low, high = rounds * large_size, (rounds + 1) * large_size
     end = high if more else low
     if units[1]:
-        mean = (cost[0] + cost[1]) / programs
+        low, high = low + late if rounds else 0.0, high + late
+        mean = (low * (programs - more) + high * more + cost[1]) / programs
         best = np.inf
         for load in (low, high):
             level = load + small_size * max(int((mean - load) / small_size), 1)

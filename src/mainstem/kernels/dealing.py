@@ -10,25 +10,35 @@ Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-def share_out(
-    shares: Int32s, large: tuple[Floats, int], small: tuple[Floats, int]
-) -> tuple[Int64s, Int64s]:
-    """Give each program units of both kinds, so that all have the same to do.
+Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units every piece has
 
-    A kind is the cost of one unit of each piece, and how many units every piece has. Returns the
-    order of the units; program p has those from shares[p] to shares[p + 1], small ones likewise.
+
+def share_out(
+    shares: Int32s, large: Kind, small: Kind, num_large: int, late: float = 0.0
+) -> tuple[Int64s, Int64s]:
+    """Give each program units of both kinds, so that all have the same to do; large ones only to
+    the first `num_large`.
+
+    Where these are fewer than all, they run ahead on a multiprocessor each, and programs of small
+    units begin as these end, so much `late`. Returns the order of the units; program p has those
+    from shares[p] to shares[p + 1], small ones likewise.
     """
-    programs = len(shares) // 2 - 1
     shares[:] = 0
-    load = np.zeros(programs)
-    large_order = _deal(*large, shares[: programs + 1], load)
+    ends, small_ends = shares.reshape(2, -1)
+    programs = len(ends) - 1
+    load = np.zeros(num_large)
+    large_order = _deal(*large, ends[: num_large + 1], load)
+    ends[num_large + 1 :] = len(large_order)
+    if num_large < programs:
+        load = np.sort(np.where(load > 0, load + late, 0.0))
+        load = np.repeat(load, programs // num_large)
     cost, units = small
     count = len(cost) * units
     is_even = count and cost.max() < 1.2 * cost.mean()
     if not is_even:
-        return large_order, _deal(cost, units, shares[programs + 1 :], load)
+        return large_order, _deal(cost, units, small_ends, load)
     # Equal units fill up what the large ones leave open; neighbours share page ids.
-    np.cumsum(_fill(load, float(cost.mean()), count), out=shares[programs + 2 :])
+    np.cumsum(_fill(load, float(cost.mean()), count), out=small_ends[1:])
     return large_order, np.arange(count)
 
 
@@ -38,14 +48,29 @@ def _deal(cost: Floats, units: int, shares: Int32s, load: Floats) -> Int64s:
     if not len(cost):
         return np.empty(0, np.int64)
     by_cost = np.argsort(-cost, kind="stable")
+    costs = np.repeat(cost[by_cost], units)
     order = (by_cost[:, None] * units + np.arange(units)).ravel()
-    turn, place = np.divmod(np.arange(len(order)), programs)
-    program = np.where(turn % 2, programs - 1 - place, place)
-    # The emptiest come first where a round does not reach all, so spread them over the card.
-    program = _spread(programs)[program]
-    load += np.bincount(program, weights=np.repeat(cost[by_cost], units), minlength=programs)
+    program = _turns(costs, load)
+    load += np.bincount(program, weights=costs, minlength=programs)
     np.cumsum(np.bincount(program, minlength=programs), out=shares[1:])
     return order[np.argsort(program, kind="stable")]
+
+
+def _turns(costs: Floats, load: Floats) -> Int64s:
+    """Who gets which unit; who has a load already joins when the others have as much.
+
+    The emptiest come first where a round does not reach all, so they are spread over the card.
+    """
+    programs = len(load)
+    seats = _spread(programs)
+    joins = np.searchsorted(np.cumsum(costs[::programs]), (load - load.min())[seats])
+    most = len(costs) // np.count_nonzero(joins == 0) + 1
+    players = np.searchsorted(np.sort(joins), np.arange(most), side="right")
+    rounds = int(np.searchsorted(np.cumsum(players), len(costs))) + 1
+    plays = np.arange(rounds)[:, None] >= joins
+    seats = np.tile(seats, (rounds, 1))
+    plays[1::2], seats[1::2] = plays[1::2, ::-1].copy(), seats[1::2, ::-1].copy()
+    return np.asarray(seats[plays][: len(costs)])
 
 
 def _spread(programs: int) -> Int64s:

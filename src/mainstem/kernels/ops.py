@@ -17,10 +17,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as BoxDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.errors import MainstemError
 from mainstem.core.step import Int32s, Spans
+from mainstem.kernels import hopper
 from mainstem.kernels.cutting import Shape
 from mainstem.kernels.parts import _merge_parts_kernel
 from mainstem.kernels.schedule import HEADER_INTS, PIECE_FIELDS, SHARE_FIELDS, Schedule, schedule
@@ -87,6 +89,15 @@ class _Staging:
             self._copied.record()
 
 
+@dataclass(frozen=True, slots=True)
+class _Descriptors:
+    """One layer's K or V as rows of head_dim, for either kernel."""
+
+    shape: tuple[int, ...]
+    rows: TensorDescriptor
+    boxes: BoxDescriptor | None
+
+
 class SpanAttention:
     """Attention of one step's tokens over the spans they lie in (DESIGN 3.1). One owner, one
     stream.
@@ -119,7 +130,13 @@ class SpanAttention:
             raise LayoutError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
         if kv_heads < 1 or heads % kv_heads:
             raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
-        tiles = tiles if tiles is not None else choose_tiles(device, dtype)
+        tiles = (
+            tiles
+            if tiles is not None
+            else choose_tiles(
+                device, dtype, head_dim, is_deterministic=deterministic_keys is not None
+            )
+        )
         if deterministic_keys is not None and (
             deterministic_keys < 1 or deterministic_keys % math.lcm(tiles.large_k, page_size)
         ):
@@ -141,6 +158,7 @@ class SpanAttention:
             num_programs = num_sms * tiles.programs_per_sm
             self._merge_programs = num_sms * MERGES_PER_SM
         self._overlaps = can_overlap(device)
+        self._is_split = tiles.is_split and not self._is_interpreted
         self._shape = Shape(
             group=heads // kv_heads,
             kv_heads=kv_heads,
@@ -150,7 +168,7 @@ class SpanAttention:
             fixed_stretch=deterministic_keys,
         )
         self._make_buffers()
-        self._descriptors: dict[int, tuple[TensorDescriptor, tuple[int, ...]]] = {}
+        self._descriptors: dict[int, _Descriptors] = {}
 
     def _make_buffers(self) -> None:
         limits, shape, device = self._limits, self._shape, self._device
@@ -250,9 +268,26 @@ class SpanAttention:
         if out is None:
             out = torch.empty_like(q)
         self._check_tensors(q, k_pages, v_pages, out, lse)
+        if self._is_split:
+            self._attend_large(q, k_pages, v_pages, out, lse)
         self._attend(q, k_pages, v_pages, out, lse)
         self._merge(out, lse)
         return out
+
+    def _attend_large(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        tiles, shape = self._tiles, self._shape
+        hopper._large_units_kernel[(shape.num_programs // tiles.programs_per_sm,)](
+            q, self._views_of(k_pages).boxes, self._views_of(v_pages).boxes,
+            out, lse if lse is not None else self._partial_lse,
+            self._plan, self._partial, self._partial_lse,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1), self._scale * math.log2(math.e),
+            KV_HEADS=shape.kv_heads, GROUP=shape.group, HEAD_DIM=self._head_dim,
+            PAGE_SIZE=self._page_size, TILE_K=tiles.large_k, STAGES=tiles.large_stages,
+            HAS_LSE=lse is not None,
+            num_warps=hopper.NUM_WARPS, maxnreg=hopper.MAX_REGISTERS, launch_pdl=True,
+        )  # fmt: skip
 
     def _attend(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
@@ -262,7 +297,7 @@ class SpanAttention:
         if tiles.max_registers is not None and torch.version.hip is None:
             options["maxnreg"] = tiles.max_registers
         _span_kernel[(shape.num_programs,)](
-            q, k_pages, v_pages, self._rows_of(k_pages), self._rows_of(v_pages),
+            q, k_pages, v_pages, self._views_of(k_pages).rows, self._views_of(v_pages).rows,
             out, lse if lse is not None else self._partial_lse,
             self._plan, self._partial, self._partial_lse,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
@@ -272,6 +307,7 @@ class SpanAttention:
             FOLD=shape.fold, SMALL_Q=shape.small_q, SMALL_STAGES=tiles.small_stages,
             LARGE_Q=tiles.large_q, LARGE_K=tiles.large_k, LARGE_STAGES=tiles.large_stages,
             PER_SM=1 if self._is_interpreted else tiles.programs_per_sm,
+            HAS_LARGE=not self._is_split,
             HAS_LSE=lse is not None, WIDE=k_pages.numel() >= 2**31,
             UPCAST=self._is_interpreted, OVERLAPS=self._overlaps,
             num_warps=tiles.num_warps, **options,
@@ -288,15 +324,22 @@ class SpanAttention:
             num_warps=4, **options,
         )  # fmt: skip
 
-    def _rows_of(self, pages: Tensor) -> TensorDescriptor:
-        """The pages as rows of head_dim; made once per layer, since a model keeps its pages."""
+    def _views_of(self, pages: Tensor) -> "_Descriptors":
+        """Made once per layer, since a model keeps its pages."""
         found = self._descriptors.get(pages.data_ptr())
-        if found is None or found[1] != tuple(pages.shape):
+        if found is None or found.shape != tuple(pages.shape):
             rows = pages.view(-1, self._head_dim)
-            block = [self._shape.fold * self._page_size, self._dim]
-            found = (TensorDescriptor.from_tensor(rows, block), tuple(pages.shape))
+            fold = [self._shape.fold * self._page_size, self._dim]
+            box = [self._page_size, int(hopper.PANEL)]
+            found = _Descriptors(
+                shape=tuple(pages.shape),
+                rows=TensorDescriptor.from_tensor(rows, fold),
+                boxes=BoxDescriptor.from_tensor(rows, box, hopper.PANELS)
+                if self._is_split
+                else None,
+            )
             self._descriptors[pages.data_ptr()] = found
-        return found[0]
+        return found
 
     def _check_tensors(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None

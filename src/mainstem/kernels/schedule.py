@@ -20,15 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.step import Spans
-from mainstem.kernels.cutting import (
-    LARGE_FIXED,
-    SMALL_FIXED,
-    Cut,
-    Shape,
-    ceil_div,
-    cut_spans,
-    key_weight,
-)
+from mainstem.kernels.cutting import Cut, Shape, ceil_div, cut_spans, key_weight
 from mainstem.kernels.dealing import share_out
 
 Int32s = NDArray[np.int32]
@@ -122,8 +114,8 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
     costs = key_weight(cut.row_tiles, cut.is_large, shape)[span]
     num_keys = np.maximum(key_end - key_begin, 1)
     for kind, step, fixed in (
-        (slice(num_large), shape.tiles.large_k, LARGE_FIXED),
-        (slice(num_large, None), shape.page_size, SMALL_FIXED),
+        (slice(num_large), shape.tiles.large_k, shape.tiles.large_fixed),
+        (slice(num_large, None), shape.page_size, shape.tiles.small_fixed),
     ):
         costs[kind] = costs[kind] * (ceil_div(num_keys[kind], step) * step) + fixed
     return _Pieces(table, num_large, costs)
@@ -204,6 +196,8 @@ def schedule(spans: Spans, shape: Shape) -> Schedule:
         shares,
         (pieces.costs[: pieces.num_large], shape.kv_heads),
         (pieces.costs[pieces.num_large :], shape.kv_heads // shape.fold),
+        shape.num_large_programs,
+        shape.tiles.late_fixed,
     )
     large_order_at = HEADER_INTS + shape.num_programs * SHARE_FIELDS
     small_order_at = large_order_at + len(large_order)
