@@ -208,13 +208,14 @@ def _small_units(
                 q, k, v, is_seen, max_score, weight, acc, scale, UPCAST
             )
             page = next_page
-        if full_end < key_end:
+        # A loop of one step at most, since a loop reads K and V at once.
+        for start in tl.range(full_end, key_end, PAGE_SIZE, num_stages=2):
             place = (page * KV_HEADS + kv_head) * PAGE_SIZE
             k = k_rows.load([place, 0])
             v = v_rows.load([place, 0])
             # Slots past the end hold anything; zero weight times NaN would still be NaN.
-            v = tl.where((full_end + key_of_lane < key_end)[:, None], v, 0.0).to(v.dtype)
-            is_seen = is_same_head & ((full_end + key_of_lane)[None, :] <= limit[:, None])
+            v = tl.where((start + key_of_lane < key_end)[:, None], v, 0.0).to(v.dtype)
+            is_seen = is_same_head & ((start + key_of_lane)[None, :] <= limit[:, None])
             max_score, weight, acc = _small_step(
                 q, k, v, is_seen, max_score, weight, acc, scale, UPCAST
             )
