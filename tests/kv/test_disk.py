@@ -282,18 +282,24 @@ def test_neighbours_are_read_in_one_go_and_fail_alone(
     tier.close()
 
 
-def test_writes_wait_for_reads_but_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_reads", [1, NUM_READERS + 1], ids=["under way", "in line"])
+def test_few_writes_wait_for_reads_but_not_for_ever(
+    num_reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_read = Event()
     monkeypatch.setattr(SegmentFiles, "read", lambda *_: may_read.wait())
     monkeypatch.setattr(disk, "READS_FIRST_S", 0.3)
     tier = open_tier(tmp_path)
-    for number in range(NUM_READERS + 1):  # more than are read at once: one stands in line
+    for number in range(num_reads):
         tier.read([ReadJob(key(number), number, 0, contents(0))])
+    sleep(0.05)  # the readers have begun
     began_s = monotonic()
     write(tier, 1)
     assert 0.3 <= monotonic() - began_s < 5.0
+    monkeypatch.setattr(disk, "FEW_WRITES", 0)
+    began_s = monotonic()
+    write(tier, 2)
+    assert monotonic() - began_s < 0.3, "many writes wait for nobody"
     may_read.set()
     tier.close()
 

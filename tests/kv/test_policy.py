@@ -166,6 +166,77 @@ def test_a_page_with_a_disk_copy_is_released_without_a_write() -> None:
     assert not moves.write
 
 
+def test_what_comes_back_late_from_disk_pushes_nobody_out() -> None:
+    policy = a_policy(2, 9)
+    for now, key in enumerate("abcd"):
+        policy.admit(key, now)
+    assert tiers(policy, "abcd") == "ddhh"
+    assert not policy.keep("a", 4)  # what is in the host was all used since
+    assert tiers(policy, "abcd") == "ddhh"
+    policy.note_use("a", 5)
+    policy.keep("a", 6)
+    assert tiers(policy, "abcd") == "hddh"
+
+
+def test_what_is_kept_pushes_out_nothing_that_is_waited_for() -> None:
+    policy = a_policy(2, 9)
+    for now, key in enumerate("abc"):
+        policy.admit(key, now)
+    policy.expect("job", "bc")
+    policy.note_use("a", 3)
+    policy.expect("own", "a")
+    assert not policy.keep("a", 4)
+    assert tiers(policy, "abc") == "dhh"
+
+
+def test_what_comes_back_late_from_disk_takes_room_that_is_free() -> None:
+    policy: TierPolicy[str] = TierPolicy(PolicyConfig(10, 90, headroom=0.2))
+    policy.recover("zyxwvutsrqponmlkjihgfedcba", 0)
+    assert not policy.keep("abcdefghij", 1)
+    assert tiers(policy, "abcdefghij") == "hhhhhhhhdd"
+
+
+@pytest.mark.parametrize("kind", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
+def test_of_conversations_that_return_in_turn_some_stay_in_the_host(kind: PolicyKind) -> None:
+    """Three chains fit, six return again and again: each would push out the one needed next."""
+    policy = a_policy(12, 99, kind)
+    chains = [[f"{chain}-{page}" for page in range(4)] for chain in range(6)]
+    for chain in chains:
+        policy.admit(chain, 0)
+    hits = []
+    for now in range(1, 5):
+        hits.append(0)
+        for chain in chains:
+            hits[-1] += sum(policy.find(chain))
+            policy.keep(chain, now)
+            policy.note_use(chain, now)
+    assert hits == ([12] * 4 if kind is PolicyKind.LOOKAHEAD else [0] * 4)
+
+
+def test_who_returns_often_gets_into_a_host_full_of_those_who_do_not() -> None:
+    policy = a_policy(12, 99)
+    chains = [[f"{chain}-{page}" for page in range(4)] for chain in range(6)]
+    for chain in chains:
+        policy.admit(chain, 0)
+    for now in range(1, 3):
+        assert not any(policy.find(chains[0]))
+        policy.keep(chains[0], now)
+        policy.note_use(chains[0], now)
+    assert all(policy.find(chains[0]))
+
+
+@pytest.mark.parametrize("kind", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
+def test_the_tail_of_a_chain_that_only_the_disk_has_pushes_nobody_out(kind: PolicyKind) -> None:
+    policy = a_policy(2, 9, kind)
+    policy.admit("ab", 0)
+    policy.admit("xy", 1)
+    assert tiers(policy, "abxy") == "ddhh"
+    policy.admit("cd", 2, after="bc")
+    assert tiers(policy, "cdxy") == ("ddhh" if kind is PolicyKind.LOOKAHEAD else "hhdd")
+    policy.admit("z", 3, after="y")
+    assert tiers(policy, "z") == "h"
+
+
 def test_copies_of_host_pages_make_room_on_disk_first() -> None:
     policy = a_policy(2, 1)
     policy.admit("a", 0)
@@ -358,6 +429,17 @@ class PolicyMachine(RuleBasedStateMachine):
     def admit(self, keys: range) -> None:
         self.now += 1
         self.carry_out(self.policy.admit(keys, self.now), keys)
+
+    @rule(keys=CHAIN)
+    def admit_after(self, keys: range) -> None:
+        self.now += 1
+        before = range(keys.start - 1, keys.stop - 1)
+        self.carry_out(self.policy.admit(keys, self.now, before), keys)
+
+    @rule(keys=CHAIN)
+    def keep(self, keys: range) -> None:
+        read = [key for key in keys if self.policy.tier_of(key) is TierKind.DISK]
+        self.carry_out(self.policy.keep(keys, self.now), read)
 
     @rule(keys=CHAIN, data=st.data())
     def finish(self, keys: range, data: st.DataObject) -> None:

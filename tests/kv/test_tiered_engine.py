@@ -11,6 +11,7 @@ from mainstem.core.metrics import Counters
 from mainstem.kv.keys import PageChain
 from mainstem.kv.policy import PolicyKind
 from mainstem.kv.store import Match
+from mainstem.sched.loading import Loader
 from tests.builders import VOCAB, Collector, a_request, run_all
 from tests.fakes import fake_answer
 from tests.kv.faulty import FaultyFiles
@@ -185,6 +186,86 @@ def test_a_slow_disk_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.Mo
         assert got.tokens[name, 0] == fake_answer(chat, 4, VOCAB)
     engine.check()
     engine.close()
+    FaultyFiles.reset()
+
+
+@pytest.mark.parametrize("policy", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
+def test_of_more_chats_than_host_memory_holds_some_come_from_it(
+    policy: PolicyKind, tmp_path: Path
+) -> None:
+    """Twelve of eight pages and more, of which host memory holds six: whoever returns from disk
+    must not push out those whose turn comes next."""
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    tiered = a_tiered_engine(24, 4, 64, tmp_path, num_records=200, bus=bus, policy=policy)
+    turns = [[*chat[:-1], last] for chat in CHATS for last in (1, 2)]
+    turns = [[index, *turn] for index, turn in enumerate(turns)]
+    for number in range(3):
+        before = counters.loaded_pages["host"]
+        for turn in turns:
+            ask(tiered, [turn])
+            tiered.engine.flush()
+        num_from_host = counters.loaded_pages["host"] - before
+        if number:
+            assert num_from_host >= 4 * 8 if policy is PolicyKind.LOOKAHEAD else num_from_host == 0
+        turns = [[*turn, *fake_answer(turn, 4, VOCAB)] for turn in turns]
+    tiered.engine.check()
+    tiered.engine.close()
+
+
+def test_whose_history_is_in_host_memory_does_not_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first in the queue waits for its way, the second has another."""
+    tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
+    ask(tiered, [CHATS[0]])
+    tiered.engine.close()
+    again = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
+    ask(again, [CHATS[1]])
+    again.engine.clear_device()
+    monkeypatch.setattr(type(again.tiers), "is_crowded", lambda *_: True)
+    monkeypatch.setattr(type(again.tiers), "prefetch", lambda _: None)
+    again.engine.submit(a_request(CHATS[0], 4, name="from disk"))
+    again.engine.submit(a_request(CHATS[1], 4, name="from host"))
+    got = Collector()
+    for _ in range(50):
+        got.add(again.engine.step())
+    assert [name for name, _ in got.reasons] == ["from host"]
+    monkeypatch.undo()
+    while again.engine.has_work:
+        got.add(again.engine.step())
+    cached = {str(output.request_id): output.num_cached_tokens for output in got.outputs}
+    assert cached == {"from disk": 28, "from host": 28}
+    for name, chat in (("from disk", CHATS[0]), ("from host", CHATS[1])):
+        assert got.tokens[name, 0] == fake_answer(chat, 4, VOCAB)
+    again.engine.check()
+    again.engine.close()
+
+
+def test_a_step_is_made_late_while_somebody_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is busy for long: what is read meanwhile joins the step after."""
+    tiered = a_tiered_engine(disk_dir=tmp_path)
+    ask(tiered, [CHATS[0]])
+    tiered.engine.close()
+    FaultyFiles.reset()
+    again = a_tiered_engine(num_pages=40, disk_dir=tmp_path, can_overlap=True, files=FaultyFiles)
+    FaultyFiles.reads.extend(["slow"] * 8)
+    ends_s = [0.0]  # when the step in flight does
+    monkeypatch.setattr(Loader, "lead_s", lambda *_: ends_s[0] - monotonic())
+    again.engine.submit(a_request(CHATS[1], 20, name="runs"))
+    again.engine.step()
+    again.engine.submit(a_request(CHATS[0], 4, name="from disk"))
+    again.engine.step()
+    was_reading = [again.store.is_reading]
+    ends_s[0] = monotonic() + 5.0
+    again.engine.step()
+    was_reading.append(again.store.is_reading)
+    assert was_reading == [True, False], "it was waited for"
+    assert monotonic() < ends_s[0] - 2.0, "and no longer than that"
+    assert len(again.runner.steps[-1].seq_slots) == 2
+    again.engine.close()
     FaultyFiles.reset()
 
 

@@ -55,6 +55,19 @@ def test_what_those_that_wait_need_is_read_ahead(tmp_path: Path) -> None:
     tiered.engine.close()
 
 
+def test_nothing_is_read_ahead_while_a_load_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[first, *RNG.integers(0, VOCAB, 31).tolist()] for first in range(5)]
+    store_on_disk(tmp_path, prompts)
+    tiered, counters = again_from_disk(tmp_path, num_pages=12, num_slots=80)
+    monkeypatch.setattr(type(tiered.tiers), "is_reading", True)
+    run_all(tiered.engine, [a_request([*prompt, 1], 8) for prompt in prompts])
+    assert counters.prefetched_pages == 0
+    assert counters.loaded_pages["disk"] == 5 * 8
+    tiered.engine.close()
+
+
 def test_closing_ends_when_host_memory_refuses_what_was_postponed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from mainstem.core.config import Fetch, StoreConfig
+from mainstem.kv import transfer
 from mainstem.kv.tiers import LowerTiers, Stored
 from mainstem.kv.transfer import Link, SharedLink
 from mainstem.sched.fetching import CAUTION, Fetching, StepTimes
@@ -23,6 +24,10 @@ class Tiers:
     page_bytes: int = PAGE_BYTES
     host_link: Link = field(default_factory=lambda: Link(50e9))
     disk_link: SharedLink = field(default_factory=lambda: SharedLink(4.2e9))
+    num_free_slots: int = 10_000
+
+    def is_crowded(self, num_pages: int) -> bool:
+        return self.num_free_slots < num_pages
 
 
 def a_fetching(fetch: Fetch = Fetch.AUTO, preload: str = "auto") -> tuple[Fetching, Tiers]:
@@ -191,6 +196,48 @@ def test_a_shared_link_is_as_fast_as_all_its_copies_together(
         now_s = read_burst(link, now_s, num_pages, bytes_per_s) + 5.0  # and a rest
     assert PAGE_BYTES / link.pass_s(PAGE_BYTES) == pytest.approx(bytes_per_s, rel=0.15)
     assert link.expect_s(0) == 0.0
+
+
+def test_a_slower_disk_is_noticed_in_the_middle_of_a_burst() -> None:
+    link, now_s = SharedLink(3e9), 100.0
+    link.start(320 * PAGE_BYTES)
+    for _ in range(16):  # a third of a second, 16 pages at a time
+        began_s, now_s = now_s, now_s + 16 * PAGE_BYTES / 1.6e9
+        for _ in range(16):
+            link.finish_between(PAGE_BYTES, began_s, now_s)
+    assert 1.6e9 < PAGE_BYTES / link.pass_s(PAGE_BYTES) < 2.4e9
+
+
+def test_what_is_under_way_passes_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen reads that began together end together: until then nothing is known to have come."""
+    now_s = 100.0
+    monkeypatch.setattr(transfer, "perf_counter", lambda: now_s)
+    link = SharedLink(2e9)
+    link.start(int(0.2 * 2e9))
+    assert link.expect_s(0) == pytest.approx(0.2)
+    now_s += 0.15
+    assert link.expect_s(0) == pytest.approx(0.05)
+    link.start(int(0.1 * 2e9))
+    assert link.expect_s(0) == pytest.approx(0.15)
+    link.finish_between(int(0.1 * 2e9), 100.0, 100.1)  # of the first two tenths; as expected
+    assert link.expect_s(0) == pytest.approx(0.15)
+    now_s += 1.0
+    assert link.expect_s(0) == 0.0
+    assert link.expect_s(int(0.1 * 2e9)) == pytest.approx(0.1)
+
+
+def test_a_way_is_busy_while_others_have_its_slots() -> None:
+    fetching, tiers = a_fetching()
+    tiers.num_free_slots = HISTORY - 1
+    assert fetching.is_busy(Stored(HISTORY, HISTORY))
+    assert not fetching.is_busy(Stored(HISTORY, HISTORY - 1))
+    assert not fetching.is_busy(Stored(HISTORY))
+
+
+def test_a_decision_to_compute_is_open_while_pages_are_stored() -> None:
+    assert a_fetching()[0].is_open(Stored(1))
+    assert not a_fetching()[0].is_open(Stored(0))
+    assert not a_fetching(Fetch.NEVER)[0].is_open(Stored(1))
 
 
 def test_nothing_stored_is_nothing_to_load() -> None:

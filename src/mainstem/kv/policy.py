@@ -248,27 +248,33 @@ class TierPolicy(Generic[K]):
         for key, entry in reversed(missing):
             if entries.get(key) is not entry:  # made room for a page before it in the chain
                 continue
-            head = entries.get(before[key]) if key in before else None
-            is_modest = head is not None and not head.in_host
-            if not self._come_up(key, entry, moves, is_modest) and not entry.on_disk:
+            worth, spared = self._worth(key, entry), 0
+            if key in before and self.tier_of(before[key]) is TierKind.DISK:
+                worth, spared = 0, self.config.headroom_pages
+            if self._make_host_room(worth, moves, spared):
+                self._enter_host(key, entry)
+            elif not entry.on_disk:
                 self._write_or_drop(key, entry, moves)
         self._clean()
         return moves.settled()
 
-    def keep(self, keys: Sequence[K]) -> Moves[K]:
+    def keep(self, keys: Sequence[K], now: float) -> Moves[K]:
         """Pages of the disk were read for a request, which has them now: may they stay in the host?
 
-        If they were last used so recently that the host could have kept them until now, they push
-        out others. Else they take what room there is: they would be gone again before their next
-        use. Where more conversations return in turn than the host holds, some are found there
-        then, instead of none (reuse distance decides, as in LIRS).
+        They push out what was last used before they were themselves, until this use. A page that
+        comes back later than all the host has would be gone again before its next use: where more
+        conversations return in turn than the host holds, some are found there then instead of none
+        (as in LIRS, the distance between two uses decides). LRU and FIFO admit whatever comes.
         """
+        if not self._sees_queue:
+            return self.admit(keys, now)
         moves: Moves[K] = Moves()
         for key in keys:
             entry = self._entries.get(key)
-            if entry is not None and not entry.in_host:
-                is_rare = self._clock - entry.rank > self.config.host_pages
-                self._come_up(key, entry, moves, is_rare and self._sees_queue)
+            if entry is None or entry.in_host:
+                continue
+            if self._make_host_room(entry.rank, moves, self.config.headroom_pages):
+                self._enter_host(key, entry)
         self._clean()
         return moves.settled()
 
@@ -494,15 +500,6 @@ class TierPolicy(Generic[K]):
                     return key
             heappop(heap)
         return None
-
-    def _come_up(self, key: K, entry: _Entry, moves: Moves[K], is_modest: bool) -> bool:
-        """Enter the host; who is modest takes what room there is and pushes nobody out."""
-        worth = 0 if is_modest else self._worth(key, entry)
-        spared = self.config.headroom_pages if is_modest else 0
-        if not self._make_host_room(worth, moves, spared):
-            return False
-        self._enter_host(key, entry)
-        return True
 
     def _make_host_room(self, worth: int, moves: Moves[K], spared: int = 0) -> bool:
         """Room for a page of `worth`, `spared` pages apart; False if all there are worth more."""

@@ -705,7 +705,7 @@ class LowerTiers:
             self.host_link.give_up(num_bytes)
         else:
             self.host_link.finish(num_bytes, seconds)
-            self._carry_out(self._policy.keep(load.keys), "room")
+            self._carry_out(self._policy.keep(load.keys, monotonic()), "room")
         for entry in load.entries:
             self._release(entry)
 

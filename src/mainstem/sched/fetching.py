@@ -74,6 +74,10 @@ class Fetching:
         load_s = queue_s + sum(pass_s for _, pass_s in passes)
         return load_s < tokens_ahead * token_s + (1 + num_held_up) * compute_s
 
+    def is_open(self, stored: Stored) -> bool:
+        """Whether what is not worth it now may be later, when a way is free."""
+        return stored.num_pages > 0 and self.config.fetch is not Fetch.NEVER
+
     def is_busy(self, stored: Stored) -> bool:
         """Whether the way has enough to do until somebody looks again, a step later. What is begun
         then can still be given to somebody more urgent, and does not hold up the step at hand."""

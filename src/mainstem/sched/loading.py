@@ -60,35 +60,37 @@ class Loader:
             return
         tokens_ahead, pages_ahead = self._running.num_unfinished_tokens(), 0
         for sequence in self._queue.first(LOAD_AHEAD):
-            if sequence.num_to_compute is None:
+            num_tokens = sequence.num_to_compute
+            if num_tokens is None:
                 if not prompts.may_look_ahead:
                     return
                 prompts.num_pages_ahead += sequence.num_named_pages
                 num_known, chain, match = self.look_up(sequence)
                 if match.outcome is Lookup.LOADING:
                     continue
-                num_new = -(-num_known // self._page_size) - len(match.pages)
-                expected = self._lengths.expect(sequence) - len(sequence.output_ids)
-                if prompts.outlook is None:
-                    prompts.outlook = self._running.outlook()
-                available = self._store.num_available()
-                if not self._admission.may_start(
-                    pages_ahead + num_new, expected, available, prompts.outlook
-                ):
+                pages_ahead += -(-num_known // self._page_size) - len(match.pages)
+                if not self._fits(sequence, pages_ahead, prompts):
                     return
-                pages_ahead += num_new
-                num_to_compute = num_known - len(match.pages) * self._page_size
-                is_free = not self.must_wait(match, tokens_ahead)
-                if is_free and self.load(sequence, chain, match, tokens_ahead) is not None:
-                    num_to_compute -= match.stored.num_pages * self._page_size
-                    sequence.num_to_compute = num_to_compute
+                num_tokens = num_known - len(match.pages) * self._page_size
+                if self.must_wait(match, tokens_ahead):
+                    if not match.stored.num_on_disk:
+                        return  # nobody comes up but from host memory
+                elif self.load(sequence, chain, match, tokens_ahead) is not None:
+                    num_tokens -= match.stored.num_pages * self._page_size
                     pages_ahead -= match.stored.num_pages
+                    sequence.num_to_compute = num_tokens
                     self._queue.move_up(sequence)
-                elif not match.stored.num_pages:
-                    sequence.num_to_compute = num_to_compute
-                tokens_ahead += num_to_compute
-            else:
-                tokens_ahead += sequence.num_to_compute
+                elif not self.fetching.is_open(match.stored):
+                    sequence.num_to_compute = num_tokens
+            tokens_ahead += num_tokens
+
+    def _fits(self, sequence: Sequence, num_pages: int, prompts: Prompts) -> bool:
+        """Whether a sequence could start that takes so many pages, with those before it."""
+        expected = self._lengths.expect(sequence) - len(sequence.output_ids)
+        if prompts.outlook is None:
+            prompts.outlook = self._running.outlook()
+        available = self._store.num_available()
+        return self._admission.may_start(num_pages, expected, available, prompts.outlook)
 
     def note_start(self) -> None:
         """A step is made, and runs as soon as the one before it has ended."""
