@@ -6,7 +6,7 @@ import numpy as np
 
 from mainstem.core.errors import OutOfPages
 from mainstem.core.ids import PageKey
-from mainstem.core.step import Step
+from mainstem.core.step import Step, StepId
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import Lookup, Match, StoredRun
 from mainstem.sched.admission import Admission
@@ -32,8 +32,9 @@ class Loader:
     ) -> None:
         """`fetching` decides between loading and computing; None: nothing is loaded."""
         self.fetching = fetching
-        self._last_end_s = 0.0  # when the latest step was seen to have ended
+        self._last_end_s = 0.0  # when the latest step that is known to have ended did
         self._last_start_s = 0.0  # when the latest step was made
+        self._starts: dict[StepId, float] = {}  # the same of those that are not known to have ended
         self._running = running
         self._queue = queue
         self._lengths = lengths
@@ -92,15 +93,18 @@ class Loader:
         available = self._store.num_available()
         return self._admission.may_start(num_pages, expected, available, prompts.outlook)
 
-    def note_start(self) -> None:
+    def note_start(self, step_id: StepId) -> None:
         """A step is made, and runs as soon as the one before it has ended."""
-        self._last_start_s = perf_counter()
+        self._last_start_s = self._starts[step_id] = perf_counter()
 
     def note_end(self, step: Step, device_s: float) -> None:
-        """A step has ended, and the one in flight runs."""
+        """A step has ended, perhaps a while ago, and the one in flight runs."""
+        now_s = perf_counter()
+        began_s = max(self._starts.get(step.step_id, now_s), self._last_end_s)
+        self._starts = {i: at_s for i, at_s in self._starts.items() if i > step.step_id}
+        before_s, self._last_end_s = self._last_end_s, min(began_s + device_s, now_s)
         if self.fetching is None:
             return
-        before_s, self._last_end_s = self._last_end_s, perf_counter()
         self.fetching.steps.interval_s = min(self._last_end_s - before_s, device_s)
         if device_s and not len(step.load_ids):
             self.fetching.steps.observe(step.num_tokens - step.num_decodes, device_s)

@@ -47,7 +47,7 @@ from mainstem.sched.step_size import StepSize
 from mainstem.sched.truncation import DEFAULT_RULES, TruncationRules
 
 REST_S = 0.0003
-MAKE_S = 0.004  # before the device is done, a step must be made: host time until its first kernel
+MAKE_S = 0.006  # before the device is done, a step must be made: host time until its first kernel
 LOOK_S = 0.001  # between looks at what is read from disk
 MAX_DOUBT_STEPS = 32  # steps that end well before one failure counts as chance for all
 NO_LOADS = np.empty(0, np.int32)
@@ -198,7 +198,7 @@ class Scheduler:
         if sources := prompts.sources():
             self._copy_sources.append((step.step_id, np.array(sources, np.int32)))
         self._in_flight = step
-        self._loader.note_start()
+        self._loader.note_start(step.step_id)
         self._host_s += perf_counter() - begin
         return step
 
