@@ -2,6 +2,7 @@
 
     saved --admit--> HOST --write--> DISK --drop--> gone
                       |  ^--load------'|
+                      |  ^--keep-------|     load: ahead of a request; keep: read for one and used
                       `--release       `--forget     a page may be in both: either copy can go alone
 
 The engine's store and `mainstem simulate` drive the same object. It holds names and numbers only,
