@@ -1,0 +1,296 @@
+"""A card, its host memory and a disk that only keep time, under the engine as it is.
+
+Everything that reads a clock reads a virtual one, which moves when the engine waits: for a step,
+for a read, or because there is nothing to do. So a crowd on a large card takes seconds here, and
+comes out the same each time.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mainstem.core.config import SchedConfig, StoreConfig
+from mainstem.core.events import EventBus
+from mainstem.core.metrics import Counters
+from mainstem.core.request import SamplingParams
+from mainstem.core.step import Int32s, Step, StepResult
+from mainstem.engine import engine as engine_module
+from mainstem.engine.engine import Engine
+from mainstem.kv import tiers as tiers_module
+from mainstem.kv import transfer as transfer_module
+from mainstem.kv.bytes.disk import NUM_READERS, READ_RUN, DiskTier, Read, ReadJob, WriteJob, Written
+from mainstem.kv.policy import PolicyKind
+from mainstem.kv.store import KVStore
+from mainstem.kv.tiers import LowerTiers
+from mainstem.kv.transfer import LoadId
+from mainstem.sched import loading as loading_module
+from mainstem.sched import scheduler as scheduler_module
+from mainstem.sched.fetching import Fetching, StepTimes
+from mainstem.sched.scheduler import Scheduler
+from tests.builders import a_request
+
+PAGE_BYTES = 2 << 20  # Llama 8B, 16 tokens in bf16
+PAGE_SIZE = 16
+LAYERS = 32
+HOST_BYTES_PER_S = 50e9
+STEP_S, TOKEN_S, DECODE_S = 5.5e-3, 21.7e-6, 0.07e-3  # an H200 as measured
+LAUNCH_S = 2.5e-3  # of the host, a step
+
+
+class VirtualClock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        for module in (
+            engine_module, tiers_module, transfer_module, loading_module, scheduler_module,
+        ):  # fmt: skip
+            for name in ("perf_counter", "monotonic", "time"):
+                monkeypatch.setattr(module, name, self.read, raising=False)
+        monkeypatch.setattr(scheduler_module, "sleep", self.sleep)
+
+    def read(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += max(seconds, 1e-5)
+
+    def wait_until(self, then_s: float) -> None:
+        self.now_s = max(self.now_s, then_s)
+
+
+@dataclass
+class VirtualTransfer:
+    clock: VirtualClock
+    begin_s: float
+    end_s: float
+
+    def num_layers_done(self) -> int:
+        part = (self.clock.now_s - self.begin_s) / (self.end_s - self.begin_s)
+        return max(0, min(LAYERS, int(part * LAYERS)))
+
+    def wait(self) -> None:
+        self.clock.wait_until(self.end_s)
+
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+class VirtualCopier:
+    """One copy after the other, up and down."""
+
+    num_layers = LAYERS
+    page_bytes = PAGE_BYTES
+
+    def __init__(self, clock: VirtualClock, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.loads: dict[LoadId, VirtualTransfer] = {}
+        self._clock = clock
+        self._up_s = self._down_s = 0.0
+        self._bytes = memoryview(bytearray(PAGE_BYTES))
+
+    def slot(self, slot: int) -> memoryview:
+        return self._bytes
+
+    def save(self, pages: Int32s, slots: Int32s) -> VirtualTransfer:
+        copy = self._copy(self._down_s, len(pages))
+        self._down_s = copy.end_s
+        return copy
+
+    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> VirtualTransfer:
+        copy = self.loads[load_id] = self._copy(self._up_s, len(pages))
+        self._up_s = copy.end_s
+        return copy
+
+    def _copy(self, free_s: float, num_pages: int) -> VirtualTransfer:
+        begin_s = max(self._clock.now_s, free_s)
+        return VirtualTransfer(
+            self._clock, begin_s, begin_s + num_pages * PAGE_BYTES / HOST_BYTES_PER_S
+        )
+
+    def forget(self, load_id: LoadId) -> None:
+        self.loads.pop(load_id, None)
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class _Run:
+    jobs: Sequence[ReadJob]
+    bytes_left: float
+    began_s: float
+
+
+class VirtualDisk:
+    """As much of DiskTier as LowerTiers uses. Reads share the rate evenly, some at a time; writes
+    have it when there are none."""
+
+    def __init__(self, clock: VirtualClock, num_records: int, bytes_per_s: float) -> None:
+        self.folder, self.found = Path(), None
+        self.rows: list[object] = []
+        self.num_records = num_records
+        self.num_writes_pending = 0
+        self._clock, self._bytes_per_s = clock, bytes_per_s
+        self._records = iter(range(num_records))
+        self._now_s = clock.now_s
+        self._reads: deque[Sequence[ReadJob]] = deque()
+        self._under_way: list[_Run] = []
+        self._writes: deque[WriteJob] = deque()
+        self._done: list[Read | Written] = []
+
+    def take_record(self) -> int | None:
+        return next(self._records, None)
+
+    def give_back_record(self, record: int) -> None:
+        pass
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def touch(self, used_at: dict[bytes, float]) -> None:
+        pass
+
+    def write(self, job: WriteJob) -> None:
+        self._pass_time()
+        self._writes.append(job)
+        self.num_writes_pending += 1
+
+    def read(self, jobs: Sequence[ReadJob]) -> None:
+        self._pass_time()
+        self._reads.extend(
+            jobs[begin : begin + READ_RUN] for begin in range(0, len(jobs), READ_RUN)
+        )
+
+    def poll(self) -> Iterator[Read | Written]:
+        self._pass_time()
+        done, self._done = self._done, []
+        self.num_writes_pending -= sum(isinstance(item, Written) for item in done)
+        yield from done
+
+    def flush(self) -> None:
+        while self._writes:
+            self._clock.sleep(0.01)
+            self._pass_time()
+
+    def close(self) -> None:
+        pass
+
+    def _pass_time(self) -> None:
+        while self._now_s < self._clock.now_s:
+            while self._reads and len(self._under_way) < NUM_READERS:
+                jobs = self._reads.popleft()
+                self._under_way.append(_Run(jobs, len(jobs) * PAGE_BYTES, self._now_s))
+            if self._under_way:
+                self._read_on(self._clock.now_s - self._now_s)
+            elif self._writes:
+                self._now_s += PAGE_BYTES / self._bytes_per_s
+                self._done.append(Written(self._writes.popleft().key, 0))
+            else:
+                self._now_s = self._clock.now_s
+
+    def _read_on(self, most_s: float) -> None:
+        each = self._bytes_per_s / len(self._under_way)
+        passed_s = min(most_s, min(run.bytes_left for run in self._under_way) / each)
+        self._now_s += max(passed_s, 1e-9)
+        for run in self._under_way:
+            run.bytes_left -= passed_s * each
+            if run.bytes_left < 1.0:
+                self._done += [
+                    Read(job.key, PAGE_BYTES, run.began_s, self._now_s) for job in run.jobs
+                ]
+        self._under_way = [run for run in self._under_way if run.bytes_left >= 1.0]
+
+
+@dataclass
+class _InFlight:
+    clock: VirtualClock
+    end_s: float
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        self.clock.wait_until(self.end_s)
+        return self.result
+
+
+@dataclass
+class VirtualRunner:
+    """Steps one after the other; each layer waits for that layer of the step's loads."""
+
+    clock: VirtualClock
+    copier: VirtualCopier | None
+    can_overlap: bool = True
+    free_s: float = 0.0
+
+    def launch(self, step: Step) -> _InFlight:
+        self.clock.now_s += LAUNCH_S
+        begin_s = max(self.clock.now_s, self.free_s)
+        prompt_tokens = step.num_tokens - step.num_decodes
+        length_s = STEP_S + prompt_tokens * TOKEN_S + step.num_decodes * DECODE_S
+        loads = [] if self.copier is None else [
+            self.copier.loads[LoadId(load_id)]
+            for load_id in step.load_ids.tolist()
+            if load_id in self.copier.loads
+        ]  # fmt: skip
+        end_s = begin_s
+        for layer in range(1, LAYERS + 1):
+            there_s = [load.begin_s + load.seconds() * layer / LAYERS for load in loads]
+            end_s = max(end_s, *there_s, 0.0) + length_s / LAYERS
+        self.free_s = end_s
+        token_ids = np.full(len(step.sample_rows), 7, np.int32)
+        return _InFlight(self.clock, end_s, StepResult(token_ids, {}, (), end_s - begin_s))
+
+    def drain(self) -> None:
+        self.clock.wait_until(self.free_s)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class VirtualCard:
+    """An engine on such a card, and who asks it."""
+
+    clock: VirtualClock
+    engine: Engine
+    counters: Counters = field(default_factory=Counters)
+
+    def ask(self, prompts: Sequence[list[int]], output: int) -> list[float]:
+        """All at once; returns the seconds to the first token of each."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        began_s = self.clock.now_s
+        first_s: dict[str, float] = {}
+        names = [str(number) for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.engine.submit(
+                a_request(prompt, name=name, sampling=sampling, expected_tokens=output)
+            )
+        while self.engine.has_work:
+            for news in self.engine.step():
+                first_s.setdefault(str(news.request_id), self.clock.now_s - began_s)
+        return [first_s[name] for name in names]
+
+
+def a_virtual_card(
+    clock: VirtualClock, device_tokens: int, host_pages: int, disk_bytes_per_s: float
+) -> VirtualCard:
+    """Steps of 2,048 tokens; without `host_pages` there is nothing below the device."""
+    bus = EventBus()
+    card = VirtualCard(clock, None)  # type: ignore[arg-type]  # made below
+    card.counters.attach(bus)
+    copier = tiers = fetching = None
+    if host_pages:
+        copier = VirtualCopier(clock, host_pages)
+        disk: DiskTier = VirtualDisk(clock, 50_000, disk_bytes_per_s)  # type: ignore[assignment]
+        tiers = LowerTiers(copier, PolicyKind.LOOKAHEAD, None, disk, bus)
+        fetching = Fetching(StoreConfig(host_gb=1.0), tiers, PAGE_SIZE, StepTimes(25e-6, 3.5e-3))
+    store = KVStore(device_tokens // PAGE_SIZE, PAGE_SIZE, b"virtual", bus, tiers)
+    config = SchedConfig(chunk_tokens=2048)
+    scheduler = Scheduler(config, store, 97, 10_000, bus, fetching=fetching)
+    card.engine = Engine(scheduler, VirtualRunner(clock, copier), bus)
+    return card
