@@ -192,8 +192,8 @@ def test_what_is_kept_pushes_out_nothing_that_is_waited_for() -> None:
 def test_what_comes_back_late_from_disk_takes_room_that_is_free() -> None:
     policy: TierPolicy[str] = TierPolicy(PolicyConfig(10, 90, headroom=0.2))
     policy.recover("zyxwvutsrqponmlkjihgfedcba", 0)
-    assert not policy.keep("abcdefghij", 1)
-    assert tiers(policy, "abcdefghij") == "hhhhhhhhdd"
+    assert not policy.keep("lmnopqrstu", 1)
+    assert tiers(policy, "lmnopqrstu") == "hhhhhhhhdd"
 
 
 @pytest.mark.parametrize("kind", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
@@ -211,6 +211,34 @@ def test_of_conversations_that_return_in_turn_some_stay_in_the_host(kind: Policy
             policy.keep(chain, now)
             policy.note_use(chain, now)
     assert hits == ([12] * 4 if kind is PolicyKind.LOOKAHEAD else [0] * 4)
+
+
+def test_where_most_return_soon_who_comes_back_late_pushes_out_the_least_recent() -> None:
+    policy = a_policy(120, 999)
+    chains = [[f"{chain}-{page}" for page in range(4)] for chain in range(60)]
+    for chain in chains:
+        policy.admit(chain, 0)
+    for now in range(1, 10):  # the last two talk on
+        for chain in chains[58:]:
+            policy.keep(chain, now)
+            policy.note_use(chain, now)
+    policy.keep(chains[0], 10)
+    assert all(policy.find(chains[0]))
+    assert not any(policy.find(chains[30]))  # the first of thirty that were there
+    policy.admit(["1-4"], 11, after=["1-3"])
+    assert policy.tier_of("1-4") is TierKind.HOST
+
+
+def test_a_page_that_is_kept_does_not_make_room_for_itself() -> None:
+    policy = a_policy(1, 2)
+    for now, key in enumerate("abc"):
+        policy.admit(key, now)
+    assert tiers(policy, "abc") == "ddh"
+    for now in range(3, 9):  # it returns again and again: room for it is made on disk, too
+        policy.keep("a", now)
+        policy.note_use("a", now)
+        policy.check()
+    assert tiers(policy, "a") == "h"
 
 
 def test_who_returns_often_gets_into_a_host_full_of_those_who_do_not() -> None:

@@ -35,6 +35,7 @@ K = TypeVar("K", bound=Hashable)
 
 HEADROOM = 0.05  # share of the host tier that is kept free for saves and loads
 WAITED_FOR = 1 << 100  # worth of a queued page is this less its `when`: above every rank
+RETURNS_KNOWN = 0.25  # of the host, as many pages that return tell how soon others do
 SPARE_ITEMS = 4096  # outdated heap items that are not worth a clean-up
 
 
@@ -149,6 +150,7 @@ class TierPolicy(Generic[K]):
         self._by_use: dict[K, None] = {}  # least recently used first; filled only with a TTL
         self._window: QueueWindow[K] = QueueWindow(config.host_pages - config.headroom_pages)
         self._next_use = self._window.next_use
+        self._soon = 0.0  # share of pages that returned soon, lately
         self._wanted: list[tuple[int, K]] = []  # heap of (when, key): near, and only on disk
 
     # -- what is where -------------------------------------------------------------------------
@@ -245,7 +247,8 @@ class TierPolicy(Generic[K]):
             self._touch(key, entry, now)
             if not entry.in_host:
                 missing.append((key, entry))
-        before = dict(zip(keys, after, strict=True)) if after and self._sees_queue else {}
+        is_choosy = self._sees_queue and not self._is_lively
+        before = dict(zip(keys, after, strict=True)) if after and is_choosy else {}
         for key, entry in reversed(missing):
             if entries.get(key) is not entry:  # made room for a page before it in the chain
                 continue
@@ -260,24 +263,46 @@ class TierPolicy(Generic[K]):
         return moves.settled()
 
     def keep(self, keys: Sequence[K], now: float) -> Moves[K]:
-        """Pages of the disk were read for a request, which has them now: may they stay in the host?
+        """Stored pages were brought up for a request, which has them now: may those that came from
+        disk stay in the host?
 
-        They push out what was last used before they were themselves, until this use. A page that
-        comes back later than all the host has would be gone again before its next use: where more
-        conversations return in turn than the host holds, some are found there then instead of none
-        (as in LIRS, the distance between two uses decides). LRU and FIFO admit whatever comes.
+        If conversations that return mostly do so soon, yes, in place of the least recent. Else they
+        only push out what was last used before they were, until this use: who comes back later than
+        all that is there would be gone again before its next turn. So where more conversations
+        return in turn than the host holds, some are found there instead of none (as in LIRS, the
+        distance between two uses decides). LRU and FIFO admit whatever comes.
         """
         if not self._sees_queue:
             return self.admit(keys, now)
         moves: Moves[K] = Moves()
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is None or entry.in_host:
+        entries = [(key, entry) for key in keys if (entry := self._entries.get(key)) is not None]
+        self._note_returns([entry for _, entry in entries])
+        for key, entry in entries:
+            if entry.in_host or self._entries.get(key) is not entry:
                 continue
-            if self._make_host_room(entry.rank, moves, self.config.headroom_pages):
+            worth = self._clock + 1 if self._is_lively else entry.rank
+            entry.pins += 1  # it does not make room for itself
+            is_welcome = self._make_host_room(worth, moves, self.config.headroom_pages)
+            entry.pins -= 1
+            if is_welcome:
                 self._enter_host(key, entry)
+            else:
+                self._file(key, entry)
         self._clean()
         return moves.settled()
+
+    def _note_returns(self, entries: Sequence[_Entry]) -> None:
+        """What share of pages comes back so soon that the host would have had them all along."""
+        host_pages = max(1, self.config.host_pages)
+        num_soon = sum(self._clock - entry.rank <= host_pages for entry in entries)
+        weight = min(1.0, len(entries) / (RETURNS_KNOWN * host_pages))
+        self._soon += weight * (num_soon / max(1, len(entries)) - self._soon)
+
+    @property
+    def _is_lively(self) -> bool:
+        """Whether more is found in the host if what returns pushes out the least recent than if it
+        stays as it is: the latter finds its share of all that is stored."""
+        return self._soon * len(self._entries) > self.config.host_pages
 
     def finish(self, ticket: Hashable, keys: Sequence[K], now: float) -> Moves[K]:
         """`dismiss` and `admit` for a request that was served; its pages are filed only once."""
