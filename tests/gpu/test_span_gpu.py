@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 from mainstem.apps.bench.workloads import AttentionCase, Run, mixed_cases
 from mainstem.core.step import Spans
-from mainstem.kernels import Limits, SpanAttention, reference
+from mainstem.kernels import LayoutError, Limits, SpanAttention, reference
 from mainstem.kernels.append import rope_append
 from mainstem.kernels.merge import merge
 from mainstem.kernels.rotate import rerotate
@@ -41,6 +41,12 @@ CASES = {
     "prefill alone": (Run(tuple(range(300)), 700, is_causal=True),),
     "prefill without history": (Run(tuple(range(513)), 513, is_causal=True),),
     "long and short": _decode([20000, 3, 1000]),
+    "a prefix without keys": _decode([30] * 64, [(range(64), 0), (range(64), 500)]),
+    # units of 20 rows, for which one group of warps has nothing to do, between those of 128
+    "few rows and many": _decode(
+        [9] * 160,
+        [*((range(i, i + 5), 1000 + i) for i in range(0, 80, 5)), (range(80, 160), 3001)],
+    ),
     "mixed": mixed_cases()[0].runs,
 }
 SHAPES = [
@@ -180,9 +186,23 @@ def test_lse_spread_of_80_is_merged_without_overflow() -> None:
     assert (out.float() - right).abs().max() < 0.02 * right.abs().max()
 
 
+def test_queries_that_cannot_be_copied_at_once_are_refused() -> None:
+    attention = SpanAttention(
+        heads=8, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
+        device=torch.device("cuda"), limits=Limits(4, 64),
+    )  # fmt: skip
+    attention.plan(AttentionCase("a", _decode([9] * 4), heads=8, kv_heads=8).spans())
+    pages = torch.zeros(8, 8, 16, 128, device="cuda").bfloat16()
+    q = torch.zeros(4, 8, 136, device="cuda").bfloat16()[..., :128]
+    if torch.cuda.get_device_capability()[0] == 9:
+        with pytest.raises(LayoutError, match="strides"):
+            attention.run(q, pages, pages, out=torch.empty(4, 8, 128, device="cuda").bfloat16())
+
+
 def test_a_graph_is_replayed_over_another_plan() -> None:
     first = AttentionCase("a", _decode([50] * 16, [(range(16), 400)]))
     second = AttentionCase("b", _decode([70] * 16, [(range(8), 300), (range(8, 16), 500)]))
+    third = AttentionCase("nothing shared", _decode([70] * 16))
     k_pages, v_pages = (torch.randn(300, 8, 16, 128, device="cuda").bfloat16() for _ in range(2))
     q = torch.randn(16, 32, 128, device="cuda").bfloat16()
     out = torch.empty_like(q)
@@ -195,7 +215,7 @@ def test_a_graph_is_replayed_over_another_plan() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         attention.run(q, k_pages, v_pages, out=out)
-    for case in (second, first, second):
+    for case in (second, third, first, third, second):
         attention.plan(case.spans())
         graph.replay()
         right, _ = reference.span_attention(q.float(), k_pages, v_pages, case.spans(), 128**-0.5)

@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from mainstem.apps.bench.workloads import AttentionCase, Run, kernel_cases, mixe
 from mainstem.kernels import Limits
 from mainstem.kernels import schedule as plans
 from mainstem.kernels.cutting import Shape
+from mainstem.kernels.ops import COARSE
 from mainstem.kernels.tuning import HOPPER, HOPPER_SPLIT, Tiles
 from mainstem.kernels.unshare import unshare
 
@@ -186,6 +188,25 @@ def test_the_largest_step_of_an_engine_fits_its_buffers() -> None:
     partial_bytes = limits.partials() * case.heads * case.head_dim * 4
     assert partial_bytes == 256 << 20
     assert shared.ints.nbytes < 4 << 20
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "prompt", "keys", "decodes", "max_partials"),
+    [(8, 1, 512, 65536, 64, 5120), (8, 1, 1024, 32768, 64, 10240), (12, 2, 512, 16384, 0, 2560)],
+)
+def test_longer_units_leave_fewer_partials(
+    heads: int, kv_heads: int, prompt: int, keys: int, decodes: int, max_partials: int
+) -> None:
+    """What `SpanAttention.plan` tries first where a plan does not fit."""
+    runs = [Run((row,), 2000) for row in range(decodes)]
+    runs.append(Run(tuple(range(decodes, decodes + prompt)), keys, is_causal=True))
+    case = AttentionCase("prompt", tuple(runs), heads, kv_heads)
+    spans, shape = case.spans(), shape_of(case, HOPPER_SPLIT)
+    longer = replace(HOPPER_SPLIT, large_fixed=COARSE * HOPPER_SPLIT.large_fixed)
+    fine = plans.schedule(spans, shape)
+    coarse = plans.schedule(spans, replace(shape, tiles=longer))
+    uncut = plans.schedule(spans, replace(shape, can_cut=False))
+    assert uncut.num_slots < coarse.num_slots <= max_partials < fine.num_slots
 
 
 @pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])

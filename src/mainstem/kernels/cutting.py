@@ -45,6 +45,11 @@ class Shape:
         return self.num_programs // (tiles.programs_per_sm if tiles.is_split else 1)
 
     def __post_init__(self) -> None:
+        if self.tiles.is_split and self.num_programs % self.tiles.programs_per_sm:
+            raise ValueError(
+                f"num_programs must be a multiple of {self.tiles.programs_per_sm}, "
+                f"got {self.num_programs}"
+            )
         fold = 1
         while (
             fold * 2 * self.page_size <= SMALL_TILE_KEYS
@@ -94,7 +99,7 @@ def cut_spans(spans: Spans, shape: Shape) -> Cut:
 
 def key_weight(row_tiles: Int64s, is_large: Bools, shape: Shape) -> Floats:
     """Time per key of a unit: bound by reads where the rows are few, by arithmetic where many share
-    them.
+    them. Where large units have multiprocessors to themselves the two are about the same.
     """
     tiles = shape.tiles
     alone = shape.num_large_programs / shape.num_programs

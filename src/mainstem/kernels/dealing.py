@@ -10,6 +10,7 @@ Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
+LEAST_PLAYERS = 16  # at least one in so many programs gets a unit in a round: rounds take time
 Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units every piece has
 
 
@@ -43,7 +44,7 @@ def share_out(
 
 
 def _deal(cost: Floats, units: int, shares: Int32s, load: Floats) -> Int64s:
-    """Deal units like cards, the longest first, there and back; adds to the programs' load."""
+    """Deal units like cards, the longest first; adds to the programs' load."""
     programs = len(load)
     if not len(cost):
         return np.empty(0, np.int64)
@@ -57,20 +58,24 @@ def _deal(cost: Floats, units: int, shares: Int32s, load: Floats) -> Int64s:
 
 
 def _turns(costs: Floats, load: Floats) -> Int64s:
-    """Who gets which unit; who has a load already joins when the others have as much.
+    """Who gets which unit: in rounds, the longest of what is left to the emptiest. Who has more
+    than the emptiest will have sits out.
 
-    The emptiest come first where a round does not reach all, so they are spread over the card.
+    Equally empty ones are spread over the card, where a round does not reach all.
     """
-    programs = len(load)
-    seats = _spread(programs)
-    joins = np.searchsorted(np.cumsum(costs[::programs]), (load - load.min())[seats])
-    most = len(costs) // np.count_nonzero(joins == 0) + 1
-    players = np.searchsorted(np.sort(joins), np.arange(most), side="right")
-    rounds = int(np.searchsorted(np.cumsum(players), len(costs))) + 1
-    plays = np.arange(rounds)[:, None] >= joins
-    seats = np.tile(seats, (rounds, 1))
-    plays[1::2], seats[1::2] = plays[1::2, ::-1].copy(), seats[1::2, ::-1].copy()
-    return np.asarray(seats[plays][: len(costs)])
+    load, spread = load.copy(), _spread(len(load))
+    program = np.empty(len(costs), np.int64)
+    done = 0
+    while done < len(costs):
+        seats = spread[np.argsort(load[spread], kind="stable")]
+        levels = load[seats]
+        players = int(np.searchsorted(levels, levels[0] + costs[done], side="right"))
+        round_costs = costs[done : done + max(players, len(load) // LEAST_PLAYERS)]
+        seats = seats[: len(round_costs)]
+        program[done : done + len(seats)] = seats
+        load[seats] += round_costs
+        done += len(seats)
+    return program
 
 
 def _spread(programs: int) -> Int64s:

@@ -17,6 +17,7 @@ It runs ahead of the kernel of the small units, which takes the multiprocessors 
 (`cutting.py` decides how many) and waits for it before it ends.
 """
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -27,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mainstem.kernels.rows import LN_2
@@ -45,6 +47,11 @@ NUM_WARPS_OF_CONSUMER = gl.constexpr(NUM_WARPS)
 MAX_REGISTERS = 168  # a third of what a multiprocessor has, for each of three groups of warps
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+def boxes_of(rows: Tensor, page_size: int) -> TensorDescriptor:
+    """K or V of a layer, [keys, head_dim], as what is copied at once: 64 dims of a page."""
+    return TensorDescriptor.from_tensor(rows, [page_size, PANEL.value], PANELS)
 
 
 @gluon.jit
@@ -156,7 +163,7 @@ def _start_queries(
     q_ptr, q_rows, entries_ptr, row_begin, row_end, kv_head, stride_q_token, stride_q_head,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy a consumer's rows into shared memory; past the last row lies anything."""
+    """Begin to copy a consumer's rows into shared memory; those past the last are nobody's."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = row_begin + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
@@ -365,9 +372,9 @@ def _consume(
             )  # fmt: skip
             for i in range(tile, tile + num_tiles):
                 mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
-                mbarrier.arrive(k_empty.index(i % STAGES), count=1)
+                _release(k_empty, i % STAGES)
                 mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
-                mbarrier.arrive(v_empty.index(i % STAGES), count=1)
+                _release(v_empty, i % STAGES)
         tile += num_tiles
         kv_head = next_kv_head
         entry = next_entry

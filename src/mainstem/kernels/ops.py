@@ -11,23 +11,25 @@ The buffers are made once, at the size of the limits, and the launch does not de
 CUDA graph that captured `run` may be replayed after another `plan`.
 """
 
+import logging
 import math
 from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as BoxDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.errors import MainstemError
 from mainstem.core.step import Int32s, Spans
-from mainstem.kernels import hopper
 from mainstem.kernels.cutting import Shape
 from mainstem.kernels.parts import _merge_parts_kernel
 from mainstem.kernels.schedule import HEADER_INTS, PIECE_FIELDS, SHARE_FIELDS, Schedule, schedule
 from mainstem.kernels.span import _span_kernel
-from mainstem.kernels.tuning import Tiles, can_overlap, choose_tiles
+from mainstem.kernels.tuning import HOPPER, Tiles, can_overlap, choose_tiles
 from mainstem.kernels.unshare import unshare
 from mainstem.kernels.upload import move_words
 
@@ -38,6 +40,9 @@ NUM_STAGING = 3  # plans that may be on their way to the device
 PROMPT_QUERIES = 16  # of one sequence: more than a decode has
 INTERPRETER_PROGRAMS = 3
 MERGES_PER_SM = 4
+COARSE = 8.0  # times what a large unit costs beside its keys, where there are too many Partials
+
+log = logging.getLogger("mainstem.kernels")
 
 
 class LayoutError(MainstemError, ValueError):
@@ -89,13 +94,39 @@ class _Staging:
             self._copied.record()
 
 
+@cache
+def _hopper() -> ModuleType | None:
+    """The kernel of large units, where this Triton has what it is written in."""
+    try:
+        from mainstem.kernels import hopper  # noqa: PLC0415  (Gluon: only where it is used)
+    except (ImportError, AttributeError) as error:
+        log.warning("prompts take longer: this Triton's Gluon is not known here (%s)", error)
+        return None
+    return hopper
+
+
+def _with_kernel(
+    tiles: Tiles, device: torch.device, page_size: int
+) -> tuple[Tiles, ModuleType | None]:
+    """The tiles with the kernel of large units that they ask for; others where there is none."""
+    if not tiles.is_split or device.type == "cpu":
+        return tiles, None
+    if tiles.large_q != 128 or tiles.large_k % page_size:
+        raise LayoutError(
+            "tiles that are split must have large_q 128 and large_k a multiple of the page size, "
+            f"got {tiles.large_q} and {tiles.large_k}"
+        )
+    hopper = _hopper()
+    return (HOPPER, None) if hopper is None else (tiles, hopper)
+
+
 @dataclass(frozen=True, slots=True)
 class _Descriptors:
     """One layer's K or V as rows of head_dim, for either kernel."""
 
     shape: tuple[int, ...]
     rows: TensorDescriptor
-    boxes: BoxDescriptor | None
+    boxes: Any  # a descriptor of Gluon's, or None
 
 
 class SpanAttention:
@@ -130,13 +161,10 @@ class SpanAttention:
             raise LayoutError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
         if kv_heads < 1 or heads % kv_heads:
             raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
-        tiles = (
-            tiles
-            if tiles is not None
-            else choose_tiles(
-                device, dtype, head_dim, is_deterministic=deterministic_keys is not None
-            )
-        )
+        if tiles is None:
+            is_deterministic = deterministic_keys is not None
+            tiles = choose_tiles(device, dtype, head_dim, is_deterministic=is_deterministic)
+        tiles, self._hopper = _with_kernel(tiles, device, page_size)
         if deterministic_keys is not None and (
             deterministic_keys < 1 or deterministic_keys % math.lcm(tiles.large_k, page_size)
         ):
@@ -158,7 +186,6 @@ class SpanAttention:
             num_programs = num_sms * tiles.programs_per_sm
             self._merge_programs = num_sms * MERGES_PER_SM
         self._overlaps = can_overlap(device)
-        self._is_split = tiles.is_split and not self._is_interpreted
         self._shape = Shape(
             group=heads // kv_heads,
             kv_heads=kv_heads,
@@ -202,14 +229,18 @@ class SpanAttention:
     def _smaller_plan(self, spans: Spans) -> Schedule:
         """The first that fits, or else the last, of plans with ever fewer Partials.
 
-        Prompts gain least by sharing reads, decodes most; uncut spans leave programs idle.
+        Longer units first. Prompts gain least by sharing reads, decodes most; uncut spans leave
+        programs idle.
         """
+        coarse = replace(self._tiles, large_fixed=COARSE * self._tiles.large_fixed)
+        shape = replace(self._shape, tiles=coarse)
+        plan = schedule(spans, shape)
         for least_queries, can_cut in ((PROMPT_QUERIES, True), (PROMPT_QUERIES, False), (1, False)):
-            fewer = unshare(spans, self._page_size, least_queries)
-            self._check_spans(fewer)
-            plan = schedule(fewer, replace(self._shape, can_cut=can_cut))
             if self._fits(plan):
                 break
+            fewer = unshare(spans, self._page_size, least_queries)
+            self._check_spans(fewer)
+            plan = schedule(fewer, replace(shape, can_cut=can_cut))
         return plan
 
     def _fits(self, plan: Schedule) -> bool:
@@ -268,17 +299,23 @@ class SpanAttention:
         if out is None:
             out = torch.empty_like(q)
         self._check_tensors(q, k_pages, v_pages, out, lse)
-        if self._is_split:
-            self._attend_large(q, k_pages, v_pages, out, lse)
+        if self._hopper is not None:
+            self._attend_large(self._hopper, q, k_pages, v_pages, out, lse)
         self._attend(q, k_pages, v_pages, out, lse)
         self._merge(out, lse)
         return out
 
     def _attend_large(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
+        self,
+        hopper: ModuleType,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
     ) -> None:
         tiles, shape = self._tiles, self._shape
-        hopper._large_units_kernel[(shape.num_programs // tiles.programs_per_sm,)](
+        hopper._large_units_kernel[(shape.num_large_programs,)](
             q, self._views_of(k_pages).boxes, self._views_of(v_pages).boxes,
             out, lse if lse is not None else self._partial_lse,
             self._plan, self._partial, self._partial_lse,
@@ -307,7 +344,7 @@ class SpanAttention:
             FOLD=shape.fold, SMALL_Q=shape.small_q, SMALL_STAGES=tiles.small_stages,
             LARGE_Q=tiles.large_q, LARGE_K=tiles.large_k, LARGE_STAGES=tiles.large_stages,
             PER_SM=1 if self._is_interpreted else tiles.programs_per_sm,
-            HAS_LARGE=not self._is_split,
+            HAS_LARGE=self._hopper is None,
             HAS_LSE=lse is not None, WIDE=k_pages.numel() >= 2**31,
             UPCAST=self._is_interpreted, OVERLAPS=self._overlaps,
             num_warps=tiles.num_warps, **options,
@@ -328,15 +365,12 @@ class SpanAttention:
         """Made once per layer, since a model keeps its pages."""
         found = self._descriptors.get(pages.data_ptr())
         if found is None or found.shape != tuple(pages.shape):
-            rows = pages.view(-1, self._head_dim)
+            rows, hopper = pages.view(-1, self._head_dim), self._hopper
             fold = [self._shape.fold * self._page_size, self._dim]
-            box = [self._page_size, int(hopper.PANEL)]
             found = _Descriptors(
                 shape=tuple(pages.shape),
                 rows=TensorDescriptor.from_tensor(rows, fold),
-                boxes=BoxDescriptor.from_tensor(rows, box, hopper.PANELS)
-                if self._is_split
-                else None,
+                boxes=None if hopper is None else hopper.boxes_of(rows, self._page_size),
             )
             self._descriptors[pages.data_ptr()] = found
         return found
@@ -358,6 +392,11 @@ class SpanAttention:
                 raise LayoutError(f"{name} must be [*, {shape}], got {tuple(tensor.shape)}")
             if tensor.stride(-1) != 1:
                 raise LayoutError(f"{name} must have a contiguous last axis")
+        if self._hopper is not None and (q.data_ptr() % 16 or q.stride(0) % 16 or q.stride(1) % 16):
+            raise LayoutError(
+                "q must begin at a multiple of 16 bytes and have strides that are multiples of 16, "
+                f"got {q.data_ptr() % 16} and {q.stride()[:2]}"
+            )
         for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
             if not tensor.is_contiguous():
                 raise LayoutError(f"{name} must be contiguous")

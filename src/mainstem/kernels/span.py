@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""The span attention kernel: shared and own runs of keys in one launch.
+"""The span attention kernel: shared and own runs of keys in one launch (on Hopper in two, see
+`hopper.py`).
 
 A fixed grid of programs reads its work from a list in device memory, so the launch is the same
 whatever the step holds and a CUDA graph can be replayed over it. One unit of work is
@@ -357,8 +358,9 @@ def _span_kernel(
     num_programs = tl.num_programs(0)
     if OVERLAPS:
         # Behind the kernel ahead, which may have written the plan; only then may the merge, which
-        # reads the plan as well, take its places as programs end. Who runs beside the large units
-        # begins behind their own wait.
+        # reads the plan as well, take its places as programs end. Without large units this kernel
+        # begins behind the wait of all programs of the kernel that has them, since that one lets it
+        # begin only then, and need not wait once more.
         if HAS_LARGE:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
