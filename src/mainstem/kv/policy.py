@@ -272,17 +272,16 @@ class TierPolicy(Generic[K]):
         return in turn than the host holds, some are found there instead of none (as in LIRS, the
         distance between two uses decides). LRU and FIFO admit whatever comes.
         """
-        if not self._sees_queue:
-            return self.admit(keys, now)
-        moves: Moves[K] = Moves()
         entries = [(key, entry) for key in keys if (entry := self._entries.get(key)) is not None]
         self._note_returns([entry for _, entry in entries])
+        if not self._sees_queue or self._is_lively:
+            return self.admit([key for key, _ in entries], now)
+        moves: Moves[K] = Moves()
         for key, entry in entries:
             if entry.in_host or self._entries.get(key) is not entry:
                 continue
-            worth = self._clock + 1 if self._is_lively else entry.rank
             entry.pins += 1  # it does not make room for itself
-            is_welcome = self._make_host_room(worth, moves, self.config.headroom_pages)
+            is_welcome = self._make_host_room(entry.rank, moves, self.config.headroom_pages)
             entry.pins -= 1
             if is_welcome:
                 self._enter_host(key, entry)
