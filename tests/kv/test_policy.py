@@ -227,6 +227,11 @@ def test_where_most_return_soon_who_comes_back_late_pushes_out_the_least_recent(
     assert not any(policy.find(chains[30]))  # the first of thirty that were there
     policy.admit(["1-4"], 11, after=["1-3"])
     assert policy.tier_of("1-4") is TierKind.HOST
+    policy.drop(["1-4", *(key for chain in chains for key in chain)])  # and all are strangers
+    for chain in chains:
+        policy.admit(chain, 12)
+    policy.keep(chains[0], 13)
+    assert not any(policy.find(chains[0]))
 
 
 def test_a_page_that_is_kept_does_not_make_room_for_itself() -> None:

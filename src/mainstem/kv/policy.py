@@ -436,6 +436,8 @@ class TierPolicy(Generic[K]):
         for key in keys:
             if key in self._entries:
                 self._remove(key)
+        if not self._entries:
+            self._soon = 0.0  # who comes now is a stranger
 
     def pin(self, keys: Iterable[K]) -> None:
         """Keep stored pages where they are until `unpin`; pins are counted."""
