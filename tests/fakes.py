@@ -38,6 +38,9 @@ class _Done:
     def wait(self) -> StepResult:
         return self.result
 
+    def has_ended(self) -> bool:
+        return True
+
 
 class FakeRunner:
     """Keeps token ids where a model keeps K and V, and reads them back through the spans.

@@ -44,6 +44,9 @@ class _Failing:
     def wait(self) -> StepResult:
         raise RuntimeError("poison")
 
+    def has_ended(self) -> bool:
+        return True
+
 
 def an_engine_over(
     runner: FakeRunner, max_step_tokens: int | None = None, num_pages: int = 256
@@ -246,6 +249,9 @@ class _Counted:
     def wait(self) -> StepResult:
         self._runner.num_running -= 1
         return self._done.wait()
+
+    def has_ended(self) -> bool:
+        return self._done.has_ended()
 
 
 def test_one_who_waits_after_a_failure_does_not_slow_the_others_for_long() -> None:

@@ -123,6 +123,9 @@ class _Failing:
             raise error
         return self._done.wait()
 
+    def has_ended(self) -> bool:
+        return self._done.has_ended()
+
 
 def test_an_interrupt_leaves_what_is_to_be_told_to_the_next_step() -> None:
     runner = FailingRunner()

@@ -293,6 +293,9 @@ class _LateStep:
             self._runner.compute()
         return self._results[0]
 
+    def has_ended(self) -> bool:
+        return bool(self._results)
+
 
 def test_a_step_still_on_the_device_does_not_write_to_pages_of_others() -> None:
     """A launch fails while the step before it runs: its pages are free once it is over."""

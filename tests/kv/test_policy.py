@@ -178,6 +178,18 @@ def test_what_comes_back_late_from_disk_pushes_nobody_out() -> None:
     assert tiers(policy, "abcd") == "hddh"
 
 
+def test_what_was_brought_up_is_in_use() -> None:
+    """A conversation that runs is not the least recent of all."""
+    policy = a_policy(2, 9)
+    for now, key in enumerate("xyab"):
+        policy.admit(key, now)
+    policy.note_use("x", 4)
+    assert tiers(policy, "xyab") == "ddhh"
+    policy.keep("a", 5)  # from host memory; it runs since
+    policy.keep("x", 6)
+    assert tiers(policy, "xyab") == "hdhd"
+
+
 def test_what_is_kept_pushes_out_nothing_that_is_waited_for() -> None:
     policy = a_policy(2, 9)
     for now, key in enumerate("abc"):

@@ -12,6 +12,7 @@ from mainstem.kv.keys import PageChain
 from mainstem.kv.policy import PolicyKind
 from mainstem.kv.store import Match
 from mainstem.sched.loading import Loader
+from tests import fakes
 from tests.builders import VOCAB, Collector, a_request, run_all
 from tests.fakes import fake_answer
 from tests.kv.faulty import FaultyFiles
@@ -253,6 +254,7 @@ def test_a_step_is_made_late_while_somebody_waits_for_the_disk(
     again = a_tiered_engine(num_pages=40, disk_dir=tmp_path, can_overlap=True, files=FaultyFiles)
     FaultyFiles.reads.extend(["slow"] * 8)
     ends_s = [0.0]  # when the step in flight does
+    monkeypatch.setattr(fakes._Done, "has_ended", lambda _: monotonic() >= ends_s[0])
     monkeypatch.setattr(Loader, "lead_s", lambda *_: ends_s[0] - monotonic())
     again.engine.submit(a_request(CHATS[1], 20, name="runs"))
     again.engine.step()

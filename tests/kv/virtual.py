@@ -217,6 +217,9 @@ class _InFlight:
         self.clock.wait_until(self.end_s)
         return self.result
 
+    def has_ended(self) -> bool:
+        return self.clock.now_s >= self.end_s
+
 
 @dataclass
 class VirtualRunner:

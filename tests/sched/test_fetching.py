@@ -221,9 +221,37 @@ def test_what_is_under_way_passes_while_nobody_looks(monkeypatch: pytest.MonkeyP
     assert link.expect_s(0) == pytest.approx(0.15)
     link.finish_between(int(0.1 * 2e9), 100.0, 100.1)  # of the first two tenths; as expected
     assert link.expect_s(0) == pytest.approx(0.15)
-    now_s += 1.0
-    assert link.expect_s(0) == 0.0
+    now_s += 0.15
+    assert link.expect_s(0) == pytest.approx(0.0, abs=1e-6)
     assert link.expect_s(int(0.1 * 2e9)) == pytest.approx(0.1)
+
+
+def test_a_link_that_hangs_looks_ever_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(transfer, "perf_counter", lambda: now_s)
+    link = SharedLink(2e9)
+    link.start(int(0.2 * 2e9))
+    for late_s in (1.0, 10.0):
+        now_s = 100.2 + late_s
+        assert link.expect_s(0) == pytest.approx(late_s)
+    link.finish_between(int(0.1 * 2e9), 100.0, now_s)
+    assert link.expect_s(0) <= 20.0  # it is alive
+
+
+@pytest.mark.parametrize("queued_bytes", [2e8, 1e9, 4e9])
+def test_a_standing_queue_does_not_hide_that_a_link_is_slow(
+    monkeypatch: pytest.MonkeyPatch, queued_bytes: float
+) -> None:
+    now_s, rate, size = 100.0, 1e8, int(2e7)
+    monkeypatch.setattr(transfer, "perf_counter", lambda: now_s)
+    link = SharedLink(3e9, most_under_way=2.5e8)
+    link.start(int(queued_bytes))
+    for _ in range(200):
+        began_s, now_s = now_s, now_s + size / rate
+        link.start(size)
+        link.finish_between(size, began_s, now_s)
+    assert link.pass_s(int(rate)) == pytest.approx(1.0, rel=0.1)
+    assert link.expect_s(0) >= 0.9 * (queued_bytes - 2.5e8) / rate
 
 
 def test_a_way_is_busy_while_others_have_its_slots() -> None:

@@ -8,7 +8,13 @@ from tests.builders import a_request
 
 
 def a_sequence(arrival: int, priority: int = 0) -> Sequence:
-    return Sequence(a_request([1, 2], priority=priority), 0, 0, arrival, 8, None, None)
+    return Sequence(
+        a_request([1, 2, 3, 4, 5, 6, 7, 8], priority=priority), 0, 0, arrival, 8, None, None
+    )
+
+
+def load(sequence: Sequence, num_to_compute: int = 2) -> None:
+    sequence.has_fetched, sequence.num_to_compute = True, num_to_compute
 
 
 def a_queue(sequences: Iterable[Sequence]) -> WaitingQueue:
@@ -34,7 +40,7 @@ def test_whose_history_is_loaded_overtakes_those_that_compute() -> None:
     sequences = [a_sequence(arrival) for arrival in range(20)]
     queue = a_queue(sequences)
     for arrival in (13, 4, 17):
-        sequences[arrival].has_fetched = True
+        load(sequences[arrival])
         queue.move_up(sequences[arrival])
     assert queue.first(3) == [sequences[4], sequences[13], sequences[17]]
     rest = [arrival for arrival in range(20) if arrival not in (4, 13, 17)]
@@ -44,12 +50,20 @@ def test_whose_history_is_loaded_overtakes_those_that_compute() -> None:
 def test_nobody_is_overtaken_for_ever() -> None:
     loaded = [a_sequence(arrival) for arrival in range(1, 3 * OVERTAKEN)]
     for sequence in loaded:
-        sequence.has_fetched = True
+        load(sequence)
     queue = a_queue([a_sequence(0), *loaded])
     assert order(queue).index(0) == OVERTAKEN - 1
 
 
 def test_the_more_urgent_are_not_overtaken() -> None:
     urgent, loaded = a_sequence(1, priority=0), a_sequence(0, priority=1)
-    loaded.has_fetched = True
+    load(loaded)
     assert order(a_queue([loaded, urgent])) == [1, 0]
+
+
+def test_who_computes_much_all_the_same_does_not_overtake() -> None:
+    first, loaded = a_sequence(0), a_sequence(1)
+    load(loaded, num_to_compute=3)
+    assert order(a_queue([first, loaded])) == [0, 1]
+    loaded.num_to_compute = None  # preempted since
+    assert order(a_queue([first, loaded])) == [0, 1]

@@ -150,6 +150,10 @@ class InFlight(Protocol):
         """Block until the tokens are on the host. Called exactly once, in launch order."""
         ...
 
+    def has_ended(self) -> bool:
+        """Whether `wait` would not block."""
+        ...
+
 
 class Runner(Protocol):
     """Runs Steps in the order they are launched."""

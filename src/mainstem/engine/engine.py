@@ -103,7 +103,9 @@ class Engine:
 
     def _next_step(self) -> Step | None:
         try:
-            return self._scheduler.next_step()
+            if self._in_flight is None:
+                return self._scheduler.next_step()
+            return self._scheduler.next_step(self._in_flight.handle.has_ended)
         except Exception as error:
             self._fail(error, None)
             return None

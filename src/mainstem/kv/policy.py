@@ -287,7 +287,7 @@ class TierPolicy(Generic[K]):
                 self._enter_host(key, entry)
             else:
                 self._file(key, entry)
-        self._clean()
+        self.note_use(keys, now)
         return moves.settled()
 
     def _note_returns(self, entries: Sequence[_Entry]) -> None:

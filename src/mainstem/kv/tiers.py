@@ -34,7 +34,7 @@ from mainstem.core.events import (
 )
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
-from mainstem.kv.bytes.disk import DiskTier, Read, ReadJob, WriteJob, Written
+from mainstem.kv.bytes.disk import NUM_READERS, READ_RUN, DiskTier, Read, ReadJob, WriteJob, Written
 from mainstem.kv.policy import Moves, PolicyConfig, PolicyKind, TierKind, TierPolicy
 from mainstem.kv.transfer import Link, LoadId, PageCopier, SharedLink, Transfer
 
@@ -137,7 +137,7 @@ class LowerTiers:
         self._used: set[PageKey] = set()  # on disk, used since its row was last written
         self._next_chore_s = 0.0
         self.host_link = Link(20e9)
-        self.disk_link = SharedLink(3e9)
+        self.disk_link = SharedLink(3e9, NUM_READERS * READ_RUN * copier.page_bytes)
         if disk is not None:
             self._recover(disk, ttl_s)
 
@@ -314,7 +314,8 @@ class LowerTiers:
 
     def is_crowded(self, num_pages: int) -> bool:
         """Whether loads under way have the slots that so many pages would be read into."""
-        return bool(self._loads) and len(self._free_slots) < num_pages
+        is_reading = any(load.transfer is None for load in self._loads)
+        return is_reading and len(self._free_slots) < num_pages
 
     def _num_with_slots(self, entries: Sequence[_Entry]) -> int:
         """Leading entries that have a slot or can be given one."""

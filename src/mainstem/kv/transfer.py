@@ -112,11 +112,14 @@ class SharedLink(Link):
         busy     |------------|           |--
 
     Bytes and busy seconds are summed up, and both fade with the work that comes after. Copies that
-    began together end together, so what has passed of those under way is guessed from the rate.
+    began together end together, so what has passed of those under way, `most_under_way` at most, is
+    guessed from the rate. What should have come long ago may take as long again: a link that hangs
+    looks ever slower.
     """
 
-    def __init__(self, bytes_per_s: float) -> None:
+    def __init__(self, bytes_per_s: float, most_under_way: float = float("inf")) -> None:
         super().__init__(bytes_per_s)
+        self._most_under_way = most_under_way
         self._end_s = 0.0  # of the latest copy
         self._busy_s = GUESS_S
         self._passed_bytes = bytes_per_s * GUESS_S
@@ -125,8 +128,9 @@ class SharedLink(Link):
 
     def expect_s(self, num_bytes: int) -> float:
         self._pass_on()
-        left = self._queued_bytes - self._partial_bytes + num_bytes
-        return max(0.0, left) / self._bytes_per_s
+        passed = min(self._partial_bytes, self._most_under_way, self._queued_bytes)
+        late = self._partial_bytes - passed
+        return (self._queued_bytes - passed + late + num_bytes) / self._bytes_per_s
 
     def start(self, num_bytes: int) -> None:
         self._pass_on()
@@ -145,17 +149,20 @@ class SharedLink(Link):
         self._passed_bytes = kept * self._passed_bytes + num_bytes
         # in the middle of a burst some of what is queued has passed, nobody knows how much
         least = self._passed_bytes / self._busy_s
-        most = (self._passed_bytes + self._queued_bytes) / self._busy_s
+        under_way = min(self._queued_bytes, self._most_under_way)
+        is_known = self._busy_s >= 0.9 * FADE_S
+        most = (self._passed_bytes + (0 if is_known else under_way)) / self._busy_s
         self._bytes_per_s = min(max(self._bytes_per_s, least), most)
 
     def _pass_on(self) -> None:
         """Bring the guess of what has passed up to now."""
         now_s = perf_counter()
         passed = self._partial_bytes + (now_s - self._partial_s) * self._bytes_per_s
-        self._partial_bytes = min(passed, self._queued_bytes)
+        self._partial_bytes = passed if self._queued_bytes else 0.0
         self._partial_s = now_s
 
     def _leave(self, num_bytes: int) -> None:
         self._pass_on()
         self._queued_bytes -= num_bytes
-        self._partial_bytes = max(0.0, self._partial_bytes - num_bytes)
+        under_way = min(self._queued_bytes, self._most_under_way)
+        self._partial_bytes = min(max(0.0, self._partial_bytes - num_bytes), under_way)

@@ -85,11 +85,17 @@ class GpuAttention:
 class GpuStep:
     """A launched step."""
 
-    def __init__(self, finish: Callable[[], StepResult]) -> None:
+    def __init__(
+        self, finish: Callable[[], StepResult], end: "torch.cuda.Event | None" = None
+    ) -> None:
         self._finish = finish
+        self._end = end
 
     def wait(self) -> StepResult:
         return self._finish()
+
+    def has_ended(self) -> bool:
+        return self._end is None or bool(self._end.query())  # type: ignore[no-untyped-call]
 
 
 class GpuRunner:
@@ -219,7 +225,7 @@ class GpuRunner:
                 device_s=device_s,
             )
 
-        return GpuStep(finish)
+        return GpuStep(finish, end)
 
     def _mark(self) -> "torch.cuda.Event | None":
         if not self._is_cuda:

@@ -28,6 +28,9 @@ class Finished:
     def wait(self) -> StepResult:
         return self._result
 
+    def has_ended(self) -> bool:
+        return True
+
 
 class CpuRunner:
     """Runs each step at once. Owns weights, pages and sampler."""

@@ -8,6 +8,7 @@ from mainstem.core.ids import PageKey
 from mainstem.sched.sequence import SeqState, Sequence, urgency
 
 OVERTAKEN = 64  # who arrived that much earlier, or more, is not overtaken
+LIGHT = 4  # of a prompt that is loaded, at most one token in so many is computed: else it waits
 
 _Entry = tuple[int, int, int, int, Sequence]  # rank, priority, place, arrival
 
@@ -46,7 +47,9 @@ class WaitingQueue:
     def _entry(self, sequence: Sequence) -> _Entry:
         rank = int(sequence.is_suspect == self.suspects_last)
         priority, arrival = urgency(sequence)
-        place = arrival - OVERTAKEN if sequence.has_fetched else arrival
+        left = sequence.num_to_compute  # None: not settled, or preempted since
+        is_light = left is not None and LIGHT * left <= len(sequence.request.prompt_ids)
+        place = arrival - OVERTAKEN if sequence.has_fetched and is_light else arrival
         return (2 if sequence.is_at_fault else rank, priority, place, arrival, sequence)
 
     def move_up(self, sequence: Sequence) -> None:

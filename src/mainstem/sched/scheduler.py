@@ -7,7 +7,7 @@ One step may be in flight while the next is made: samples not read back are carr
 A sequence that ends while it is part of a step in flight keeps slot and pages until that commits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count
 from time import perf_counter, sleep
@@ -165,9 +165,10 @@ class Scheduler:
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def next_step(self) -> Step | None:
-        """The next step, or None when nothing can run before the one in flight commits."""
-        self._look_at_reads()
+    def next_step(self, has_ended: Callable[[], bool] = lambda: True) -> Step | None:
+        """The next step, or None when nothing can run before the one in flight commits.
+        `has_ended` tells whether the device has done that one."""
+        self._look_at_reads(has_ended)
         begin = perf_counter()
         self._queue.unpark(self._store.poll(self._loader.lead_s(self._in_flight)))
         if not self._make_way():
@@ -514,12 +515,12 @@ class Scheduler:
         """Return when every page that is to be saved is saved."""
         self._store.flush()
 
-    def _look_at_reads(self) -> None:
+    def _look_at_reads(self, has_ended: Callable[[], bool]) -> None:
         """Put off making a step while the device is busy anyway: what is read from disk meanwhile
         goes on to the device at once, and can still be part of the step."""
         while self._store.is_reading:
             left_s = self._loader.lead_s(self._in_flight) - MAKE_S
-            if left_s <= 0:
+            if left_s <= 0 or has_ended():
                 return
             self._queue.unpark(self._store.poll(left_s))
             sleep(min(left_s, LOOK_S))

@@ -92,6 +92,9 @@ class _Watched:
             self.runner.logprobs[number] = found.logprob
         return replace(result, prompt_logprobs=())
 
+    def has_ended(self) -> bool:
+        return self.handle.has_ended()
+
 
 def way_config(config: EngineConfig, way: Way) -> EngineConfig:
     """Pages for a few windows: originals and what is moved."""
