@@ -9,7 +9,6 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-
 LEAST_PLAYERS = 16  # at least one in so many programs gets a unit in a round: rounds take time
 Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units every piece has
 
@@ -44,7 +43,7 @@ def share_out(
 
 
 def _deal(cost: Floats, units: int, shares: Int32s, load: Floats) -> Int64s:
-    """Deal units like cards, the longest first; adds to the programs' load."""
+    """Give out units, the longest first; adds to the programs' load."""
     programs = len(load)
     if not len(cost):
         return np.empty(0, np.int64)

@@ -13,8 +13,8 @@ A consumer starts the scores of the next tile, then the products with V of this 
 softmax of the next scores while the tensor cores are at the latter. Barriers in shared memory say
 which tile is there (`full`) and which may be overwritten (`empty`).
 
-It runs ahead of the kernel of the small units, which takes the multiprocessors that this one leaves
-(`cutting.py` decides how many) and waits for it before it ends.
+It runs ahead of the kernel of the small units, which takes multiprocessors as this one leaves them
+and waits for it before it ends.
 """
 
 from torch import Tensor
