@@ -95,7 +95,10 @@ class GpuStep:
         return self._finish()
 
     def has_ended(self) -> bool:
-        return self._end is None or bool(self._end.query())  # type: ignore[no-untyped-call]
+        try:
+            return self._end is None or bool(self._end.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # the step failed; `wait` says so
+            return True
 
 
 class GpuRunner:
