@@ -8,12 +8,14 @@ Prints one line per kernel. A process of its own, since the other kernel tests n
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from mainstem.kernels import hopper_large, hopper_small
 from mainstem.kernels.append import _rope_append_kernel
 from mainstem.kernels.fused import (
     _head_norm_kernel,
@@ -21,7 +23,7 @@ from mainstem.kernels.fused import (
     _quantize_kernel,
     _silu_mul_kernel,
 )
-from mainstem.kernels.hopper import MAX_REGISTERS, PANELS, _large_units_kernel
+from mainstem.kernels.hopper_rows import PANELS
 from mainstem.kernels.invariant import _matmul_kernel
 from mainstem.kernels.merge import _merge_kernel
 from mainstem.kernels.parts import _merge_parts_kernel
@@ -85,26 +87,29 @@ def _span_constants(tiles: Tiles) -> dict[str, object]:
         **HEAD, "KV_HEADS": 8, "GROUP": 4, "PAGE_SIZE": 16, "FOLD": 4, "SMALL_Q": 16,
         "SMALL_STAGES": tiles.small_stages, "LARGE_Q": tiles.large_q, "LARGE_K": tiles.large_k,
         "LARGE_STAGES": tiles.large_stages, "PER_SM": tiles.programs_per_sm,
-        "HAS_LARGE": not tiles.is_split, "HAS_LSE": True, "WIDE": True, "UPCAST": False,
-        "OVERLAPS": tiles is not FALLBACK,
+        "HAS_LSE": True, "WIDE": True, "UPCAST": False, "OVERLAPS": tiles is not FALLBACK,
     }  # fmt: skip
 
 
 def _hopper_jobs() -> Iterator[Job]:
-    yield Job(_span_kernel, _span_constants(HOPPER_SPLIT))
-    for head_dim, page_size in ((128, 16), (64, 32), (128, 64)):
-        box = f"tensordesc<bf16[{page_size}, 64],{PANELS!r}>"
-        yield Job(
-            _large_units_kernel,
-            {
-                "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size,
-                "TILE_K": HOPPER_SPLIT.large_k, "STAGES": HOPPER_SPLIT.large_stages,
-                "HAS_LSE": True,
-            },
-            {"k_desc": box, "v_desc": box},
-            {"num_warps": 4, "maxnreg": MAX_REGISTERS},
-            GluonASTSource,
-        )  # fmt: skip
+    tiles = HOPPER_SPLIT
+    for head_dim, page_size, fold in ((128, 16, 4), (64, 32, 2), (128, 64, 1), (128, 16, 1)):
+        constants = {
+            "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size, "HAS_LSE": True
+        }  # fmt: skip
+        own = {"TILE_K": tiles.large_k, "STAGES": tiles.large_stages}
+        yield _gluon_job(hopper_large._large_units_kernel, constants | own, page_size, hopper_large)
+        own = {"FOLD": fold, "STAGES": tiles.small_stages}
+        rows = fold * page_size
+        yield _gluon_job(hopper_small._small_units_kernel, constants | own, rows, hopper_small)
+
+
+def _gluon_job(
+    kernel: triton.JITFunction, constants: Mapping[str, object], rows: int, module: ModuleType
+) -> Job:
+    box = f"tensordesc<bf16[{rows}, 64],{PANELS!r}>"
+    options = {"num_warps": module.NUM_WARPS, "maxnreg": module.MAX_REGISTERS}
+    return Job(kernel, constants, {"k_desc": box, "v_desc": box}, options, GluonASTSource)
 
 
 def _attention_jobs(tiles: Tiles) -> Iterator[Job]:

@@ -13,6 +13,7 @@ CUDA graph that captured `run` may be replayed after another `plan`.
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
@@ -94,20 +95,29 @@ class _Staging:
             self._copied.record()
 
 
+@dataclass(frozen=True, slots=True)
+class _Hopper:
+    """The kernels of that card."""
+
+    large: ModuleType
+    small: ModuleType
+    boxes_of: Callable[[Tensor, int], Any]
+
+
 @cache
-def _hopper() -> ModuleType | None:
-    """The kernel of large units, where this Triton has what it is written in."""
+def _hopper() -> _Hopper | None:
+    """The kernels of that card, where this Triton has what they are written in."""
     try:
-        from mainstem.kernels import hopper  # noqa: PLC0415  (Gluon: only where it is used)
+        from mainstem.kernels import hopper_large, hopper_rows, hopper_small  # noqa: PLC0415
     except (ImportError, AttributeError) as error:
-        log.warning("prompts take longer: this Triton's Gluon is not known here (%s)", error)
+        log.warning("attention takes longer: this Triton's Gluon is not known here (%s)", error)
         return None
-    return hopper
+    return _Hopper(hopper_large, hopper_small, hopper_rows.boxes_of)
 
 
 def _with_kernel(
     tiles: Tiles, device: torch.device, page_size: int
-) -> tuple[Tiles, ModuleType | None]:
+) -> tuple[Tiles, _Hopper | None]:
     """The tiles with the kernel of large units that they ask for; others where there is none."""
     if not tiles.is_split or device.type == "cpu":
         return tiles, None
@@ -300,14 +310,15 @@ class SpanAttention:
             out = torch.empty_like(q)
         self._check_tensors(q, k_pages, v_pages, out, lse)
         if self._hopper is not None:
-            self._attend_large(self._hopper, q, k_pages, v_pages, out, lse)
-        self._attend(q, k_pages, v_pages, out, lse)
+            self._attend_on_hopper(self._hopper, q, k_pages, v_pages, out, lse)
+        else:
+            self._attend(q, k_pages, v_pages, out, lse)
         self._merge(out, lse)
         return out
 
-    def _attend_large(
+    def _attend_on_hopper(
         self,
-        hopper: ModuleType,
+        hopper: "_Hopper",
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
@@ -315,15 +326,25 @@ class SpanAttention:
         lse: Tensor | None,
     ) -> None:
         tiles, shape = self._tiles, self._shape
-        hopper._large_units_kernel[(shape.num_large_programs,)](
-            q, self._views_of(k_pages).boxes, self._views_of(v_pages).boxes,
+        large, small = hopper.large, hopper.small
+        k, v = self._views_of(k_pages), self._views_of(v_pages)
+        tensors = (
             out, lse if lse is not None else self._partial_lse,
             self._plan, self._partial, self._partial_lse,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), self._scale * math.log2(math.e),
-            KV_HEADS=shape.kv_heads, GROUP=shape.group, HEAD_DIM=self._head_dim,
-            PAGE_SIZE=self._page_size, TILE_K=tiles.large_k, STAGES=tiles.large_stages,
-            HAS_LSE=lse is not None,
-            num_warps=hopper.NUM_WARPS, maxnreg=hopper.MAX_REGISTERS, launch_pdl=True,
+        )  # fmt: skip
+        constants = {
+            "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": self._head_dim,
+            "PAGE_SIZE": self._page_size, "HAS_LSE": lse is not None, "launch_pdl": True,
+        }  # fmt: skip
+        large._large_units_kernel[(shape.num_large_programs,)](
+            q, k.boxes, v.boxes, *tensors, TILE_K=tiles.large_k, STAGES=tiles.large_stages,
+            num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
+        )  # fmt: skip
+        small._small_units_kernel[(shape.num_programs,)](
+            q, k.rows, v.rows, *tensors, tiles.small_stages,
+            FOLD=shape.fold, STAGES=tiles.small_stages,
+            num_warps=small.NUM_WARPS, maxnreg=small.MAX_REGISTERS, **constants,
         )  # fmt: skip
 
     def _attend(
@@ -344,7 +365,6 @@ class SpanAttention:
             FOLD=shape.fold, SMALL_Q=shape.small_q, SMALL_STAGES=tiles.small_stages,
             LARGE_Q=tiles.large_q, LARGE_K=tiles.large_k, LARGE_STAGES=tiles.large_stages,
             PER_SM=1 if self._is_interpreted else tiles.programs_per_sm,
-            HAS_LARGE=self._hopper is None,
             HAS_LSE=lse is not None, WIDE=k_pages.numel() >= 2**31,
             UPCAST=self._is_interpreted, OVERLAPS=self._overlaps,
             num_warps=tiles.num_warps, **options,
@@ -366,10 +386,12 @@ class SpanAttention:
         found = self._descriptors.get(pages.data_ptr())
         if found is None or found.shape != tuple(pages.shape):
             rows, hopper = pages.view(-1, self._head_dim), self._hopper
-            fold = [self._shape.fold * self._page_size, self._dim]
+            fold = self._shape.fold * self._page_size
             found = _Descriptors(
                 shape=tuple(pages.shape),
-                rows=TensorDescriptor.from_tensor(rows, fold),
+                rows=TensorDescriptor.from_tensor(rows, [fold, self._dim])
+                if hopper is None
+                else hopper.boxes_of(rows, fold),
                 boxes=None if hopper is None else hopper.boxes_of(rows, self._page_size),
             )
             self._descriptors[pages.data_ptr()] = found

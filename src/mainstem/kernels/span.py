@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""The span attention kernel: shared and own runs of keys in one launch (on Hopper in two, see
-`hopper.py`).
+"""The span attention kernel: shared and own runs of keys in one launch (on Hopper see
+`hopper_large.py` and `hopper_small.py`, which do the same in two).
 
 A fixed grid of programs reads its work from a list in device memory, so the launch is the same
 whatever the step holds and a CUDA graph can be replayed over it. One unit of work is
@@ -346,30 +346,21 @@ def _span_kernel(
     PAGE_SIZE: tl.constexpr,
     FOLD: tl.constexpr, SMALL_Q: tl.constexpr, SMALL_STAGES: tl.constexpr,
     LARGE_Q: tl.constexpr, LARGE_K: tl.constexpr, LARGE_STAGES: tl.constexpr,
-    PER_SM: tl.constexpr, HAS_LARGE: tl.constexpr, HAS_LSE: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
+    PER_SM: tl.constexpr, HAS_LSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the units of this program. `scale` includes log2(e).
-
-    Without HAS_LARGE the kernel right ahead has the large units and runs on other multiprocessors.
-    """
+    """Attend to the units of this program. `scale` includes log2(e)."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     if OVERLAPS:
         # Behind the kernel ahead, which may have written the plan; only then may the merge, which
-        # reads the plan as well, take its places as programs end. Without large units this kernel
-        # begins behind the wait of all programs of the kernel that has them, since that one lets it
-        # begin only then, and need not wait once more.
-        if HAS_LARGE:
-            tl.extra.cuda.gdc_wait()
+        # reads the plan as well, take its places as programs end.
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if HAS_LARGE:
-        # Neighbours in the list of shares run on one SM: large units come to lie beside small ones.
-        sms = num_programs // PER_SM
-        share_ptr = plan_ptr + 16 + ((program % sms) * PER_SM + program // sms) * 24
-    else:
-        share_ptr = plan_ptr + 16 + program * 24
+    # Neighbours in the list of shares run on one SM: large units come to lie beside small ones.
+    sms = num_programs // PER_SM
+    share_ptr = plan_ptr + 16 + ((program % sms) * PER_SM + program // sms) * 24
     small_begin = tl.load(share_ptr + 2)
     small_end = tl.load(share_ptr + 3)
     small_ptr = plan_ptr + tl.load(plan_ptr)
@@ -378,24 +369,23 @@ def _span_kernel(
     num_entries = tl.load(plan_ptr + 3)
     page_ids_ptr = plan_ptr + tl.load(plan_ptr + 4)
     small_order_ptr = plan_ptr + tl.load(plan_ptr + 9)
-    if HAS_LARGE:
-        large_begin = tl.load(share_ptr)
-        large_end = tl.load(share_ptr + 1)
-        large_order_ptr = plan_ptr + tl.load(plan_ptr + 8)
-        piece_ptr = share_ptr + 8
-        kv_head = tl.load(share_ptr + 4)
-        for index in range(large_begin, large_end):
-            next_unit = tl.load(large_order_ptr + tl.minimum(index + 1, large_end - 1))
-            _large_unit(
-                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-                piece_ptr, entries_ptr, num_entries, page_ids_ptr, kv_head,
-                stride_q_token, stride_q_head, stride_out_token, stride_out_head,
-                stride_page, stride_kv_head, scale,
-                HEADS, GROUP, HEAD_DIM, DIM, PAGE_SIZE, LARGE_Q, LARGE_K, LARGE_STAGES,
-                HAS_LSE, WIDE, UPCAST,
-            )  # fmt: skip
-            piece_ptr = large_ptr + (next_unit // KV_HEADS) * 8
-            kv_head = next_unit % KV_HEADS
+    large_begin = tl.load(share_ptr)
+    large_end = tl.load(share_ptr + 1)
+    large_order_ptr = plan_ptr + tl.load(plan_ptr + 8)
+    piece_ptr = share_ptr + 8
+    kv_head = tl.load(share_ptr + 4)
+    for index in range(large_begin, large_end):
+        next_unit = tl.load(large_order_ptr + tl.minimum(index + 1, large_end - 1))
+        _large_unit(
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+            piece_ptr, entries_ptr, num_entries, page_ids_ptr, kv_head,
+            stride_q_token, stride_q_head, stride_out_token, stride_out_head,
+            stride_page, stride_kv_head, scale,
+            HEADS, GROUP, HEAD_DIM, DIM, PAGE_SIZE, LARGE_Q, LARGE_K, LARGE_STAGES,
+            HAS_LSE, WIDE, UPCAST,
+        )  # fmt: skip
+        piece_ptr = large_ptr + (next_unit // KV_HEADS) * 8
+        kv_head = next_unit % KV_HEADS
     if small_begin < small_end:
         _small_units(
             q_ptr, k_rows, v_rows, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
@@ -405,5 +395,3 @@ def _span_kernel(
             KV_HEADS, GROUP, FOLD, HEAD_DIM, DIM, PAGE_SIZE, SMALL_Q, SMALL_STAGES,
             HAS_LSE, UPCAST,
         )  # fmt: skip
-    if OVERLAPS and not HAS_LARGE:  # whoever waits for this kernel waits for the large units, too
-        tl.extra.cuda.gdc_wait()

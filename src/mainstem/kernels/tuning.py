@@ -25,9 +25,11 @@ class Tiles:
     large_weight: float = 0.8  # of a large unit for a key
     small_fixed: float = 90.0  # of a unit beside its keys
     large_fixed: float = 500.0
-    # Large units run ahead and take whole multiprocessors; small ones follow as these end, ...
+    small_q: int | None = None  # rows of the small tile; None: as few as a token has
+    # A program is a multiprocessor that takes its large units whole, and then is so many programs
+    # of small ones; these go faster, up to so many times, while others are at large ones.
     is_split: bool = False
-    late_fixed: float = 0.0  # ... and have read their first keys so much later
+    headroom: float = 1.0
 
 
 HOPPER = Tiles(
@@ -35,9 +37,9 @@ HOPPER = Tiles(
     num_warps=4, programs_per_sm=2, max_registers=255,
 )  # fmt: skip
 HOPPER_SPLIT = Tiles(
-    small_stages=3, large_q=128, large_k=128, large_stages=3,
+    small_stages=2, large_q=128, large_k=128, large_stages=3,
     num_warps=4, programs_per_sm=2, max_registers=255,
-    large_weight=0.5, small_fixed=80.0, large_fixed=60.0, is_split=True, late_fixed=150.0,
+    large_weight=0.5, small_fixed=80.0, large_fixed=60.0, small_q=64, is_split=True, headroom=1.6,
 )  # fmt: skip
 SPLIT_HEAD_DIMS = (64, 128)
 # Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.

@@ -17,50 +17,38 @@ It runs ahead of the kernel of the small units, which takes multiprocessors as t
 and waits for it before it ends.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mainstem.kernels.rows import LN_2
+from mainstem.kernels.hopper_rows import (
+    PANEL,
+    TILES,
+    as_tiles,
+    await_queries,
+    find_rows,
+    load_box,
+    read_piece,
+    release,
+    rows_of,
+    shares_of,
+    start_queries,
+    weigh,
+    write_rows,
+)
 
-PANEL = gl.constexpr(64)  # dims of a row that lie together in shared memory: 128 bytes
 BLOCK = gl.constexpr(16)  # keys that the producer clears at once
-# Names that differ between Triton 3.6 and 3.9.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-PANELS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-TILES = gl.constexpr(PANELS)
 NUM_WARPS = 4
 NUM_WARPS_OF_CONSUMER = gl.constexpr(NUM_WARPS)
 MAX_REGISTERS = 168  # a third of what a multiprocessor has, for each of three groups of warps
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
-
-
-def boxes_of(rows: Tensor, page_size: int) -> TensorDescriptor:
-    """K or V of a layer, [keys, head_dim], as what is copied at once: 64 dims of a page."""
-    return TensorDescriptor.from_tensor(rows, [page_size, PANEL.value], PANELS)
-
-
-@gluon.jit
-def _as(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Shared memory as [COUNT, ROWS, COLUMNS]."""
-    if HAS_REINTERPRET:
-        return memory.reinterpret(memory.dtype, [COUNT, ROWS, COLUMNS], TILES)
-    else:
-        return memory._reinterpret(memory.dtype, [COUNT, ROWS, COLUMNS], TILES)
 
 
 @gluon.jit
@@ -84,14 +72,14 @@ def _bring(
     """Copy a tile's pages into shared memory; past the span's last page, that one again."""
     PAGES: gl.constexpr = TILE_K // PAGE_SIZE
     ACROSS: gl.constexpr = HEAD_DIM // PANEL
-    boxes = _as(tiles, tiles.shape[0] * ACROSS * PAGES, PAGE_SIZE, PANEL)
+    boxes = as_tiles(tiles, tiles.shape[0] * ACROSS * PAGES, PAGE_SIZE, PANEL)
     mbarrier.expect(barrier, TILE_K * HEAD_DIM * 2)
     for i in gl.static_range(PAGES):
         page = gl.load(pages_ptr + gl.minimum(first_page + i, last_page))
         row = (page * KV_HEADS + kv_head) * PAGE_SIZE
         for panel in gl.static_range(ACROSS):
             box = boxes.index((stage * ACROSS + panel) * PAGES + i)
-            _load_box(rows_desc, [row, panel * PANEL], barrier, box)
+            load_box(rows_desc, [row, panel * PANEL], barrier, box)
 
 
 @gluon.jit
@@ -101,7 +89,7 @@ def _clear(tiles, stage, num_keys, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr)
     BLOCKS: gl.constexpr = TILE_K // BLOCK
     ACROSS: gl.constexpr = HEAD_DIM // PANEL
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    blocks = _as(tiles, tiles.shape[0] * ACROSS * BLOCKS, BLOCK, PANEL)
+    blocks = as_tiles(tiles, tiles.shape[0] * ACROSS * BLOCKS, BLOCK, PANEL)
     lanes = gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
     for i in range(gl.maximum(num_keys, 0) // BLOCK, BLOCKS):
         for panel in gl.static_range(ACROSS):
@@ -159,29 +147,6 @@ def _produce(
 
 
 @gluon.jit
-def _start_queries(
-    q_ptr, q_rows, entries_ptr, row_begin, row_end, kv_head, stride_q_token, stride_q_head,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
-    """Begin to copy a consumer's rows into shared memory; those past the last are nobody's."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows = row_begin + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
-    is_row = rows < row_end
-    token = gl.load(entries_ptr + rows // GROUP, mask=is_row, other=0).to(gl.int64)
-    offset = token * stride_q_token + (kv_head * GROUP + rows % GROUP) * stride_q_head
-    _load_rows(q_rows, q_ptr + offset[:, None] + dims[None, :], mask=is_row[:, None])
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _await_queries():
-    async_copy.wait_group(0)
-    fence_async_shared()
-    _barrier()
-
-
-@gluon.jit
 def _start_scores(q_rows, k_tiles, stage, LAYOUT: gl.constexpr, TILE_K: gl.constexpr):
     k = k_tiles.index(stage).permute((1, 0))
     nothing = gl.zeros([64, TILE_K], gl.float32, LAYOUT)
@@ -194,22 +159,6 @@ def _mask(scores, start, seen_by_all, limit, TILE_K: gl.constexpr, LAYOUT: gl.co
         lanes = gl.arange(0, TILE_K, gl.SliceLayout(0, LAYOUT))
         scores = gl.where((start + lanes)[None, :] <= limit[:, None], scores, float("-inf"))
     return scores
-
-
-@gluon.jit
-def _release(empty, stage):
-    """All warps have read the tile: it may be overwritten."""
-    _barrier()
-    mbarrier.arrive(empty.index(stage), count=1)
-
-
-@gluon.jit
-def _weigh(scores, top, scale):
-    """Weights of scores under a maximum that is the larger of theirs and `top`; that one, too."""
-    top = gl.maximum(top, gl.max(scores, 1) * scale)
-    # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
-    base = gl.where(top == float("-inf"), 0.0, top)
-    return gl.exp2(scores * scale - base[:, None]), top, base
 
 
 @gluon.jit
@@ -228,10 +177,10 @@ def _attend(
     mbarrier.wait(k_full.index(stage), phase)
     pending = _start_scores(q_rows, k_tiles, stage, S_LAYOUT, TILE_K)
     scores = warpgroup_mma_wait(0, deps=(pending,))
-    _release(k_empty, stage)
+    release(k_empty, stage)
     scores = _mask(scores, key_begin, seen_by_all, limit, TILE_K, S_LAYOUT)
     nothing = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    p, top, base = _weigh(scores, nothing, scale)
+    p, top, base = weigh(scores, nothing, scale)
     total = gl.sum(p, 1)
     weights = gl.convert_layout(p.to(q_rows.dtype), WEIGHTS)
     acc = gl.zeros([64, HEAD_DIM], gl.float32, O_LAYOUT)
@@ -245,70 +194,19 @@ def _attend(
         mbarrier.wait(v_full.index(v_stage), v_phase)
         summing = warpgroup_mma(weights, v_tiles.index(v_stage), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(pending,))
-        _release(k_empty, stage)
+        release(k_empty, stage)
         scores = _mask(scores, key_begin + i * TILE_K, seen_by_all, limit, TILE_K, S_LAYOUT)
-        p, new_top, base = _weigh(scores, top, scale)
+        p, new_top, base = weigh(scores, top, scale)
         shrink = gl.exp2(top - base)
         total = total * shrink + gl.sum(p, 1)
         top = new_top
         acc, weights = warpgroup_mma_wait(0, deps=(summing, weights))
-        _release(v_empty, v_stage)
+        release(v_empty, v_stage)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
         weights = gl.convert_layout(p.to(q_rows.dtype), WEIGHTS)
     mbarrier.wait(v_full.index(stage), phase)
     summing = warpgroup_mma(weights, v_tiles.index(stage), acc, is_async=True)
     return summing, top, total, stage
-
-
-@gluon.jit
-def _read_piece(piece_ptr):
-    """Entry, rows, keys, limit and stretch."""
-    return (
-        gl.load(piece_ptr), gl.load(piece_ptr + 1), gl.load(piece_ptr + 2), gl.load(piece_ptr + 4),
-        gl.load(piece_ptr + 5), gl.load(piece_ptr + 6), gl.load(piece_ptr + 7),
-    )  # fmt: skip
-
-
-@gluon.jit
-def _finish(
-    summing, top, total, v_empty, stage, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-    entries_ptr, num_entries, row_begin, row_end, kv_head, stretch,
-    stride_out_token, stride_out_head,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
-    O_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Rows to `out` where they are whole, to their slots where they are Partials; a unit's rows are
-    all of one kind.
-    """
-    ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    HEADS: gl.constexpr = KV_HEADS * GROUP
-    rows = row_begin + gl.arange(0, 64, ROWS)
-    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, O_LAYOUT))
-    is_row = rows < row_end
-    head = kv_head * GROUP + rows % GROUP
-    token = gl.load(entries_ptr + rows // GROUP, mask=is_row, other=0)
-    slot = gl.load(entries_ptr + num_entries + rows // GROUP, mask=is_row, other=0)
-    is_whole = gl.load(entries_ptr + num_entries + row_begin // GROUP) < 0
-    has_keys = total > 0
-    total = gl.where(has_keys, total, 1.0)
-    lse = gl.convert_layout(gl.where(has_keys, top + gl.log2(total), float("-inf")), ROWS)
-    share = gl.convert_layout(1.0 / total, ROWS)
-    acc = warpgroup_mma_wait(0, deps=(summing,))
-    _release(v_empty, stage)
-    acc = acc * share[:, None]
-    if is_whole:
-        offset = token.to(gl.int64) * stride_out_token + head * stride_out_head
-        gl.store(
-            out_ptr + offset[:, None] + dims[None, :],
-            acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None],
-        )  # fmt: skip
-        if HAS_LSE:
-            gl.store(lse_ptr + token * HEADS + head, lse * LN_2, mask=is_row)
-    else:
-        place = (slot + stretch) * HEADS + head
-        offset = place.to(gl.int64) * HEAD_DIM
-        gl.store(partial_ptr + offset[:, None] + dims[None, :], acc, mask=is_row[:, None])
-        gl.store(partial_lse_ptr + place, lse, mask=is_row)
 
 
 @gluon.jit
@@ -324,6 +222,7 @@ def _consume(
     """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     begin, end, piece_ptr, kv_head = _share(plan_ptr)
     pieces_ptr = plan_ptr + gl.load(plan_ptr + 1)
     order_ptr = plan_ptr + gl.load(plan_ptr + 8)
@@ -331,11 +230,11 @@ def _consume(
     num_entries = gl.load(plan_ptr + 3)
     next_unit = gl.load(order_ptr + gl.minimum(begin + 1, end - 1))
     q_rows = q_tiles.index(WHICH)
-    entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = _read_piece(piece_ptr)
+    entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(piece_ptr)
     if begin < end:
-        _start_queries(
+        start_queries(
             q_ptr, q_rows, entries_ptr + entry, row_begin + WHICH * 64, row_end, kv_head,
-            stride_q_token, stride_q_head, GROUP, HEAD_DIM,
+            stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
         )  # fmt: skip
     tile = 0
     for index in range(begin, end):
@@ -343,38 +242,44 @@ def _consume(
         (
             next_entry, next_row_begin, next_row_end, next_key_begin, next_key_end, next_limit,
             next_stretch,
-        ) = _read_piece(pieces_ptr + (next_unit // KV_HEADS) * 8)  # fmt: skip
+        ) = read_piece(pieces_ptr + (next_unit // KV_HEADS) * 8)  # fmt: skip
         next_unit = gl.load(order_ptr + gl.minimum(index + 2, end - 1))
         row_begin += WHICH * 64
         num_tiles = _num_tiles(key_begin, key_end, TILE_K)
-        _await_queries()
+        await_queries()
         if row_begin < row_end:
-            rows = row_begin + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+            rows, head = rows_of(row_begin, kv_head, GROUP, 1, gl.SliceLayout(1, S_LAYOUT))
             limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
             seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
             summing, top, total, stage = _attend(
                 q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, tile, num_tiles,
                 key_begin, seen_by_all, limit, scale, TILE_K, HEAD_DIM, STAGES, S_LAYOUT, O_LAYOUT,
             )  # fmt: skip
-            _start_queries(
+            start_queries(
                 q_ptr, q_rows, entries_ptr + next_entry, next_row_begin + WHICH * 64, next_row_end,
-                next_kv_head, stride_q_token, stride_q_head, GROUP, HEAD_DIM,
+                next_kv_head, stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
             )  # fmt: skip
-            _finish(
-                summing, top, total, v_empty, stage, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-                entries_ptr + entry, num_entries, row_begin, row_end, kv_head, stretch,
-                stride_out_token, stride_out_head, KV_HEADS, GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
+            token, slot, head, is_row, is_whole = find_rows(
+                entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, 1, O_ROWS
+            )
+            share, lse = shares_of(top, total, O_ROWS)
+            acc = warpgroup_mma_wait(0, deps=(summing,))
+            release(v_empty, stage)
+            write_rows(
+                acc * share[:, None], lse, token, slot, head, is_row, is_whole, stretch,
+                out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
+                KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
             )  # fmt: skip
         else:  # the other group has all rows
-            _start_queries(
+            start_queries(
                 q_ptr, q_rows, entries_ptr + next_entry, next_row_begin + WHICH * 64, next_row_end,
-                next_kv_head, stride_q_token, stride_q_head, GROUP, HEAD_DIM,
+                next_kv_head, stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
             )  # fmt: skip
             for i in range(tile, tile + num_tiles):
                 mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
-                _release(k_empty, i % STAGES)
+                release(k_empty, i % STAGES)
                 mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
-                _release(v_empty, i % STAGES)
+                release(v_empty, i % STAGES)
         tile += num_tiles
         kv_head = next_kv_head
         entry = next_entry
@@ -384,7 +289,7 @@ def _consume(
         key_end = next_key_end
         first_limit = next_limit
         stretch = next_stretch
-    _await_queries()
+    await_queries()
 
 
 @gluon.jit
@@ -397,6 +302,9 @@ def _large_units_kernel(
     """Attend to the large units of this program. `scale` includes log2(e)."""
     gdc_wait()  # the kernel ahead may have written the plan, the queries or the pages
     gdc_launch_dependents()
+    share_ptr = plan_ptr + 16 + gl.program_id(0) * 24
+    if gl.load(share_ptr) == gl.load(share_ptr + 1):
+        return  # at once, since small units wait for the multiprocessor
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, HEAD_DIM], TILES)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, HEAD_DIM], TILES)

@@ -1,0 +1,145 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
+# ruff: noqa: PLR0917
+"""Attention on Hopper: what units of both kinds do with their rows, and words of Gluon's.
+
+A group of four warps has 64 rows. In a large unit they are rows of one KV head; in a small unit
+they are FOLD times N = 64 / FOLD, of as many KV heads side by side:
+
+    row r of a group  ->  row row_begin + r % N of the span,  KV head kv_head + r // N
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mainstem.kernels.rows import LN_2
+
+PANEL = gl.constexpr(64)  # dims of a row that lie together in shared memory: 128 bytes
+PANELS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+TILES = gl.constexpr(PANELS)
+# Names that differ between Triton 3.6 and 3.9.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+def boxes_of(rows: Tensor, num_rows: int) -> TensorDescriptor:
+    """K or V of a layer, [keys, head_dim], as what is copied at once: 64 dims of some rows."""
+    return TensorDescriptor.from_tensor(rows, [num_rows, PANEL.value], PANELS)
+
+
+@gluon.jit
+def as_tiles(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory as [COUNT, ROWS, COLUMNS]."""
+    if HAS_REINTERPRET:
+        return memory.reinterpret(memory.dtype, [COUNT, ROWS, COLUMNS], TILES)
+    else:
+        return memory._reinterpret(memory.dtype, [COUNT, ROWS, COLUMNS], TILES)
+
+
+@gluon.jit
+def read_piece(piece_ptr):
+    """Entry, rows, keys, limit and stretch."""
+    return (
+        gl.load(piece_ptr), gl.load(piece_ptr + 1), gl.load(piece_ptr + 2), gl.load(piece_ptr + 4),
+        gl.load(piece_ptr + 5), gl.load(piece_ptr + 6), gl.load(piece_ptr + 7),
+    )  # fmt: skip
+
+
+@gluon.jit
+def rows_of(row_begin, kv_head, GROUP: gl.constexpr, FOLD: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows of the span that a group has, and their heads."""
+    lanes = gl.arange(0, 64, LAYOUT)
+    rows = row_begin + lanes % (64 // FOLD)
+    return rows, (kv_head + lanes // (64 // FOLD)) * GROUP + rows % GROUP
+
+
+@gluon.jit
+def start_queries(
+    q_ptr, q_rows, entries_ptr, row_begin, row_end, kv_head, stride_q_token, stride_q_head,
+    GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy a group's rows into shared memory; those past the last are nobody's."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows, head = rows_of(row_begin, kv_head, GROUP, FOLD, gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
+    is_row = rows < row_end
+    token = gl.load(entries_ptr + rows // GROUP, mask=is_row, other=0).to(gl.int64)
+    offset = token * stride_q_token + head * stride_q_head
+    _load_rows(q_rows, q_ptr + offset[:, None] + dims[None, :], mask=is_row[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def await_queries():
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def release(empty, stage):
+    """All warps of the group have read the tile: it may be overwritten."""
+    barrier()
+    mbarrier.arrive(empty.index(stage), count=1)
+
+
+@gluon.jit
+def weigh(scores, top, scale):
+    """Weights of scores under a maximum that is the larger of theirs and `top`; that one, too."""
+    top = gl.maximum(top, gl.max(scores, 1) * scale)
+    # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
+    base = gl.where(top == float("-inf"), 0.0, top)
+    return gl.exp2(scores * scale - base[:, None]), top, base
+
+
+@gluon.jit
+def shares_of(top, total, LAYOUT: gl.constexpr):
+    """What to multiply rows by, and their base-2 lse; no keys give zeros and -inf."""
+    has_keys = total > 0
+    total = gl.where(has_keys, total, 1.0)
+    lse = gl.where(has_keys, top + gl.log2(total), float("-inf"))
+    return gl.convert_layout(1.0 / total, LAYOUT), gl.convert_layout(lse, LAYOUT)
+
+
+@gluon.jit
+def find_rows(
+    entries_ptr, num_entries, row_begin, row_end, kv_head,
+    GROUP: gl.constexpr, FOLD: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Token, slot and head of a group's rows, which of them there are, and whether they are whole;
+    a unit's rows are all of one kind.
+    """
+    rows, head = rows_of(row_begin, kv_head, GROUP, FOLD, LAYOUT)
+    is_row = rows < row_end
+    token = gl.load(entries_ptr + rows // GROUP, mask=is_row, other=0)
+    slot = gl.load(entries_ptr + num_entries + rows // GROUP, mask=is_row, other=0)
+    is_whole = gl.load(entries_ptr + num_entries + row_begin // GROUP) < 0
+    return token, slot, head, is_row, is_whole
+
+
+@gluon.jit
+def write_rows(
+    acc, lse, token, slot, head, is_row, is_whole, stretch,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
+    HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Rows to `out` where they are whole, to their slots where they are Partials."""
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
+    if is_whole:
+        offset = token.to(gl.int64) * stride_out_token + head * stride_out_head
+        gl.store(
+            out_ptr + offset[:, None] + dims[None, :],
+            acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None],
+        )  # fmt: skip
+        if HAS_LSE:
+            gl.store(lse_ptr + token * HEADS + head, lse * LN_2, mask=is_row)
+    else:
+        place = (slot + stretch) * HEADS + head
+        offset = place.to(gl.int64) * HEAD_DIM
+        gl.store(partial_ptr + offset[:, None] + dims[None, :], acc, mask=is_row[:, None])
+        gl.store(partial_lse_ptr + place, lse, mask=is_row)

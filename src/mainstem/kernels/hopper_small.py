@@ -1,0 +1,332 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
+# ruff: noqa: PLR0917
+"""Attention on Hopper: small units, which are bound by memory.
+
+A program has a producer, one warp that brings tiles, and a consumer, four warps that compute. The
+producer runs ahead from unit to unit, so reading does not stop between two of them. A page holds
+its KV heads one after the other, so the keys of FOLD heads of a page are one block of memory; a
+tile is 64 (head, key) pairs, of one such block or of several pages. A row takes of a tile's scores
+those of its own head.
+
+It runs behind the kernel of the large units, takes multiprocessors as that one leaves them, and
+waits for it before it ends.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mainstem.kernels.hopper_rows import (
+    PANEL,
+    TILES,
+    as_tiles,
+    await_queries,
+    barrier,
+    find_rows,
+    load_box,
+    read_piece,
+    release,
+    rows_of,
+    shares_of,
+    start_queries,
+    write_rows,
+)
+
+LANES = gl.constexpr(64)  # keys x heads of a tile
+NUM_WARPS = 4
+MAX_REGISTERS = 128  # two programs on a multiprocessor, of two groups of warps each
+PRODUCER_REGISTERS = gl.constexpr(40)
+
+
+@gluon.jit
+def _share(plan_ptr):
+    """This program's part of the order: begin, end, and of its first unit piece, KV head and page;
+    its second unit.
+    """
+    share_ptr = plan_ptr + 16 + gl.program_id(0) * 24
+    return (
+        gl.load(share_ptr + 2), gl.load(share_ptr + 3), share_ptr + 16, gl.load(share_ptr + 5),
+        gl.load(share_ptr + 6), gl.load(share_ptr + 7),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _num_steps(key_begin, key_end, KEYS: gl.constexpr):
+    """A unit without keys has a step as well, all masked: its rows are written like others."""
+    return gl.maximum((key_end - key_begin + KEYS - 1) // KEYS, 1)
+
+
+@gluon.jit
+def _bring(
+    desc, boxes, full, empty, stage, was_read, page, pages_ptr, at, last_page, kv_head,
+    KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """A tile of K or of V, from its first page and those that follow, into a stage that has been
+    read; past the span's last page, that one again.
+    """
+    ACROSS: gl.constexpr = HEAD_DIM // PANEL
+    arrived = full.index(stage)
+    mbarrier.wait(empty.index(stage), was_read)
+    mbarrier.expect(arrived, LANES * HEAD_DIM * 2)
+    for j in gl.static_range(PAGES):
+        if j > 0:
+            page = gl.load(pages_ptr + gl.minimum(at + j, last_page))
+        row = (page * KV_HEADS + kv_head) * PAGE_SIZE
+        for panel in gl.static_range(ACROSS):
+            box = boxes.index((stage * ACROSS + panel) * PAGES + j)
+            load_box(desc, [row, panel * PANEL], arrived, box)
+
+
+@gluon.jit
+def _produce(
+    k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+    KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Bring K and V of all units of this program."""
+    UNITS: gl.constexpr = KV_HEADS // FOLD  # of a piece
+    BLOCK: gl.constexpr = FOLD * PAGE_SIZE
+    PAGES: gl.constexpr = LANES // BLOCK
+    KEYS: gl.constexpr = PAGES * PAGE_SIZE
+    ACROSS: gl.constexpr = HEAD_DIM // PANEL
+    k_boxes = as_tiles(k_tiles, STAGES * ACROSS * PAGES, BLOCK, PANEL)
+    v_boxes = as_tiles(v_tiles, STAGES * ACROSS * PAGES, BLOCK, PANEL)
+    begin, end, piece_ptr, kv_head, page, next_unit = _share(plan_ptr)
+    pieces_ptr = plan_ptr + gl.load(plan_ptr)
+    order_ptr = plan_ptr + gl.load(plan_ptr + 9)
+    page_ids_ptr = plan_ptr + gl.load(plan_ptr + 4)
+    page_at = gl.load(piece_ptr + 3)
+    key_begin = gl.load(piece_ptr + 4)
+    key_end = gl.load(piece_ptr + 5)
+    step = 0
+    for index in range(begin, end):
+        # Which unit comes after the next is fetched two ahead, all else one ahead.
+        next_ptr = pieces_ptr + (next_unit // UNITS) * 8
+        next_kv_head = (next_unit % UNITS) * FOLD
+        next_page_at = gl.load(next_ptr + 3)
+        next_key_begin = gl.load(next_ptr + 4)
+        next_key_end = gl.load(next_ptr + 5)
+        next_unit = gl.load(order_ptr + gl.minimum(index + 2, end - 1))
+        pages_ptr = page_ids_ptr + page_at
+        last_page = gl.maximum(key_end - 1, 0) // PAGE_SIZE
+        first_page = key_begin // PAGE_SIZE
+        for i in range(0, _num_steps(key_begin, key_end, KEYS)):
+            at = first_page + i * PAGES
+            next_page = gl.load(pages_ptr + gl.minimum(at + PAGES, last_page))
+            stage = step % STAGES
+            was_read = (step // STAGES + 1) & 1
+            _bring(
+                k_desc, k_boxes, k_full, k_empty, stage, was_read, page, pages_ptr, at, last_page,
+                kv_head, KV_HEADS, PAGE_SIZE, PAGES, HEAD_DIM,
+            )  # fmt: skip
+            _bring(
+                v_desc, v_boxes, v_full, v_empty, stage, was_read, page, pages_ptr, at, last_page,
+                kv_head, KV_HEADS, PAGE_SIZE, PAGES, HEAD_DIM,
+            )  # fmt: skip
+            page = next_page
+            step += 1
+        kv_head = next_kv_head
+        page_at = next_page_at
+        key_begin = next_key_begin
+        key_end = next_key_end
+        page = gl.load(page_ids_ptr + page_at + key_begin // PAGE_SIZE)
+
+
+@gluon.jit
+def _keys_of(FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of the pairs of a tile, which key after the tile's first."""
+    lanes = gl.arange(0, LANES, LAYOUT)
+    return lanes // (FOLD * PAGE_SIZE) * PAGE_SIZE + lanes % PAGE_SIZE
+
+
+@gluon.jit
+def _clear(tile, num_keys, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """Zero the rows of a tile of V past the last key. Slots there hold anything, and zero weight
+    times NaN would still be NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    is_key = _keys_of(FOLD, PAGE_SIZE, gl.SliceLayout(1, LAYOUT)) < num_keys
+    keys = tile.load(LAYOUT)
+    tile.store(gl.where(is_key[:, None], keys, 0.0).to(keys.dtype))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _attend(
+    q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step,
+    row_begin, key_begin, key_end, first_limit, scale,
+    GROUP: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The online softmax over the tiles of a unit: acc, top and total of its 64 rows."""
+    PAGES: gl.constexpr = LANES // (FOLD * PAGE_SIZE)
+    KEYS: gl.constexpr = LANES // FOLD
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    lanes = gl.arange(0, LANES, gl.SliceLayout(0, S_LAYOUT))
+    rows, head_of_row = rows_of(row_begin, 0, 1, FOLD, S_ROWS)
+    is_same_head = head_of_row[:, None] == (lanes // PAGE_SIZE % FOLD)[None, :]
+    limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
+    seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
+    top = gl.full([64], float("-inf"), gl.float32, S_ROWS)
+    total = gl.zeros([64], gl.float32, S_ROWS)
+    acc = gl.zeros([64, HEAD_DIM], gl.float32, O_LAYOUT)
+    for i in range(0, _num_steps(key_begin, key_end, KEYS)):
+        start = key_begin + i * KEYS
+        stage = (step + i) % STAGES
+        phase = ((step + i) // STAGES) & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        k = k_tiles.index(stage).permute((1, 0))
+        nothing = gl.zeros([64, LANES], gl.float32, S_LAYOUT)
+        pending = warpgroup_mma(q_rows, k, nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(pending,))
+        release(k_empty, stage)
+        if start + KEYS > seen_by_all:
+            keys = start + _keys_of(FOLD, PAGE_SIZE, gl.SliceLayout(0, S_LAYOUT))
+            scores = gl.where(keys[None, :] <= limit[:, None], scores, float("-inf"))
+        scores = gl.where(is_same_head, scores, float("-inf"))
+        # The others' being -inf, those of its own head: a quarter of the exponents to take.
+        own = gl.max(scores.reshape([64, PAGES, FOLD, PAGE_SIZE]), 2)
+        new_top = gl.convert_layout(gl.max(gl.max(own, 2), 1), S_ROWS)
+        new_top = gl.maximum(top, new_top * scale)
+        # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+        own_base = gl.convert_layout(base, gl.SliceLayout(1, gl.SliceLayout(2, own.type.layout)))
+        p = gl.exp2(own * scale - own_base[:, None, None])
+        shrink = gl.exp2(top - base)
+        total = total * shrink + gl.convert_layout(gl.sum(gl.sum(p, 2), 1), S_ROWS)
+        top = new_top
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        all_heads = gl.expand_dims(p, 2).broadcast_to([64, PAGES, FOLD, PAGE_SIZE])
+        weights = gl.convert_layout(all_heads.reshape([64, LANES]), S_LAYOUT)
+        weights = gl.where(is_same_head, weights, 0.0).to(q_rows.dtype)
+        weights = gl.convert_layout(weights, WEIGHTS)
+        mbarrier.wait(v_full.index(stage), phase)
+        if start + KEYS > key_end:
+            _clear(v_tiles.index(stage), key_end - start, FOLD, PAGE_SIZE)
+        summing = warpgroup_mma(weights, v_tiles.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(summing,))
+        release(v_empty, stage)
+    return acc, top, total
+
+
+@gluon.jit
+def _consume(
+    q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+    q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """All units of this program."""
+    UNITS: gl.constexpr = KV_HEADS // FOLD  # of a piece
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    begin, end, piece_ptr, kv_head, _, next_unit = _share(plan_ptr)
+    pieces_ptr = plan_ptr + gl.load(plan_ptr)
+    order_ptr = plan_ptr + gl.load(plan_ptr + 9)
+    entries_ptr = plan_ptr + gl.load(plan_ptr + 2)
+    num_entries = gl.load(plan_ptr + 3)
+    entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(piece_ptr)
+    if begin < end:
+        start_queries(
+            q_ptr, q_rows, entries_ptr + entry, row_begin, row_end, kv_head,
+            stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
+        )  # fmt: skip
+    step = 0
+    for index in range(begin, end):
+        # Which unit comes after the next is fetched two ahead, all else one ahead.
+        next_kv_head = (next_unit % UNITS) * FOLD
+        (
+            next_entry, next_row_begin, next_row_end, next_key_begin, next_key_end, next_limit,
+            next_stretch,
+        ) = read_piece(pieces_ptr + (next_unit // UNITS) * 8)  # fmt: skip
+        next_unit = gl.load(order_ptr + gl.minimum(index + 2, end - 1))
+        await_queries()
+        acc, top, total = _attend(
+            q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step,
+            row_begin, key_begin, key_end, first_limit, scale,
+            GROUP, FOLD, PAGE_SIZE, HEAD_DIM, STAGES, S_LAYOUT, O_LAYOUT,
+        )  # fmt: skip
+        start_queries(
+            q_ptr, q_rows, entries_ptr + next_entry, next_row_begin, next_row_end, next_kv_head,
+            stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
+        )  # fmt: skip
+        token, slot, head, is_row, is_whole = find_rows(
+            entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, FOLD, O_ROWS
+        )
+        share, lse = shares_of(top, total, O_ROWS)
+        write_rows(
+            acc * share[:, None], lse, token, slot, head, is_row, is_whole, stretch,
+            out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
+            KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
+        )  # fmt: skip
+        step += _num_steps(key_begin, key_end, LANES // FOLD)
+        kv_head = next_kv_head
+        entry = next_entry
+        row_begin = next_row_begin
+        row_end = next_row_end
+        key_begin = next_key_begin
+        key_end = next_key_end
+        first_limit = next_limit
+        stretch = next_stretch
+    await_queries()
+
+
+@gluon.jit
+def _small_units_kernel(
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
+    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, num_stages,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Attend to the small units of this program. `scale` includes log2(e).
+
+    It need not wait at its begin: the kernel of the large units lets it start behind its own wait.
+    """
+    gdc_launch_dependents()
+    share_ptr = plan_ptr + 16 + gl.program_id(0) * 24
+    if gl.load(share_ptr + 2) == gl.load(share_ptr + 3):
+        gdc_wait()
+        return
+    dtype: gl.constexpr = k_desc.dtype
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
+    q_rows = gl.allocate_shared_memory(dtype, [64, HEAD_DIM], TILES)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    # Not a constant number of times, or it would be unrolled: instructions that run once are
+    # fetched from memory all the same.
+    for i in range(0, num_stages):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+                q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+                stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+                KV_HEADS, GROUP, FOLD, PAGE_SIZE, HEAD_DIM, STAGES, HAS_LSE,
+            )),
+            (_produce, (
+                k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+                KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
+            )),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )  # fmt: skip
+    gdc_wait()  # whoever waits for this kernel waits for the large units, too
