@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from mainstem.kernels.dealing import _fill, share_out
-from mainstem.kernels.overlap import Sms
 
 LOADS = st.lists(st.floats(0, 1e6), min_size=1, max_size=40)
 
@@ -33,10 +32,9 @@ def test_every_unit_has_one_program(
     if is_even and small:
         small = [small[0]] * len(small)
     shares = np.empty(2 * programs + 2, np.int32)
-    sms = Sms(programs // 2, 2, 1.6) if is_split and programs % 2 == 0 else None
-    orders = share_out(shares, (np.array(large), 8), (np.array(small), 2), sms)
-    if sms is not None:
-        assert (shares[sms.count : programs + 1] == 8 * len(large)).all()
+    num_large = programs // 2 if is_split and programs % 2 == 0 else programs
+    orders = share_out(shares, (np.array(large), 8), (np.array(small), 2), num_large)
+    assert (shares[num_large : programs + 1] == 8 * len(large)).all()
     for order, bounds, count in zip(
         orders, shares.reshape(2, -1), (8 * len(large), 2 * len(small)), strict=True
     ):

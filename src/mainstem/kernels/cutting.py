@@ -6,26 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.step import Spans
-from mainstem.kernels.overlap import Costs, Sms
 from mainstem.kernels.tuning import Tiles
 
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-CANDIDATES = (
-    1.5,
-    1.04,
-    0.9,
-    0.75,
-    0.52,
-    0.34,
-    0.26,
-    0.17,
-    0.1,
-)  # unit size over a program's fair share
-LEAST_CUT = 0.3  # of a program's fair share: shorter small spans are not cut
-HELD_UP = 0.1  # of the time of the program with the most small units
+CANDIDATES = (1.5, 1.04, 0.9, 0.75, 0.52, 0.34, 0.26, 0.17)  # unit size over a program's fair share
 STRETCH_KEYS = 64  # stretches of small spans are multiples of it
 SMALL_TILE_KEYS = 64  # keys x heads in a step of a small unit
 LEAST_ROWS = 16  # what a matrix instruction takes
@@ -48,6 +35,13 @@ class Shape:
     fold: int = field(init=False)
     # Rows of the small tile: those of one token in all heads of a unit, as a power of two.
     small_q: int = field(init=False)
+
+    @property
+    def small_rows(self) -> int:
+        """Rows that a small unit has of each of its KV heads, at most: one token's, and more where
+        the least tile has room for them.
+        """
+        return min(max(self.group, LEAST_ROWS // self.fold), self.small_q // self.fold)
 
     @property
     def num_large_programs(self) -> int:
@@ -87,7 +81,6 @@ class Cut:
     is_large: Bools
     row_tiles: Int64s
     tile_rows: Int64s
-    sms: Sms | None  # where multiprocessors take large units whole
 
 
 def ceil_div(a: Int64s, b: Int64s | int) -> Int64s:
@@ -98,31 +91,18 @@ def cut_spans(spans: Spans, shape: Shape) -> Cut:
     """Keys per stretch, number of stretches, and tiles of rows, of each span."""
     keys = spans.key_tokens.astype(np.int64)
     rows = np.diff(spans.query_starts).astype(np.int64) * shape.group
-    small_rows = min(max(shape.group, LEAST_ROWS // shape.fold), shape.small_q // shape.fold)
-    is_large = rows > small_rows
+    is_large = rows > shape.small_rows
     if shape.fixed_stretch is not None:
         is_large = np.ones(len(keys), np.bool_)
-    tile_rows = np.where(is_large, shape.tiles.large_q, shape.small_q // shape.fold)
+    tile_rows = np.where(is_large, shape.tiles.large_q, shape.small_rows)
     row_tiles = ceil_div(rows, tile_rows)
-    sms = _sms_of(keys[is_large], row_tiles[is_large], shape)
     stretches = np.maximum(keys, 1)
     if shape.fixed_stretch is not None:
         stretches = np.full(len(keys), shape.fixed_stretch, np.int64)
     elif shape.can_cut:
-        stretches = _choose_stretches(keys, row_tiles, is_large, shape, sms)
+        stretches = _choose_stretches(keys, row_tiles, is_large, shape)
     parts = np.maximum(ceil_div(keys, stretches), 1)
-    return Cut(stretches, parts, is_large, row_tiles, tile_rows, sms)
-
-
-def _sms_of(keys: Int64s, row_tiles: Int64s, shape: Shape) -> Sms | None:
-    """As large units will find them: the first row tile of a span reads from memory, the others
-    from L2.
-    """
-    tiles = shape.tiles
-    if not tiles.is_split:
-        return None
-    reads = float(keys.sum()) / max(float(keys @ row_tiles), 1.0)
-    return Sms(shape.num_large_programs, tiles.programs_per_sm, tiles.headroom, reads)
+    return Cut(stretches, parts, is_large, row_tiles, tile_rows)
 
 
 def key_weight(row_tiles: Int64s, is_large: Bools, shape: Shape) -> Floats:
@@ -135,96 +115,61 @@ def key_weight(row_tiles: Int64s, is_large: Bools, shape: Shape) -> Floats:
     return np.where(is_large, large, float(shape.fold))
 
 
-def _choose_stretches(
-    keys: Int64s, row_tiles: Int64s, is_large: Bools, shape: Shape, sms: Sms | None
-) -> Int64s:
-    """Keys per unit of each span: short enough that all programs end together, no shorter."""
+def _choose_stretches(keys: Int64s, row_tiles: Int64s, is_large: Bools, shape: Shape) -> Int64s:
+    """Keys per unit of each span: short enough that all programs end together, no shorter.
+
+    Where large units take whole multiprocessors, these are counted, and the small units of several
+    programs on one as side by side.
+    """
     tiles = shape.tiles
+    programs = shape.num_large_programs if is_large.any() else shape.num_programs
+    beside = programs / shape.num_programs
     work = keys * key_weight(row_tiles, is_large, shape)  # of a span's units, one head each
+    work[~is_large] *= beside
     copies = row_tiles * np.where(is_large, shape.kv_heads, shape.kv_heads // shape.fold)
-    large_total, small_total = (float(work[kind] @ copies[kind]) for kind in (is_large, ~is_large))
-    share = _fair_share(large_total, small_total, shape)
+    share = float(work @ copies) / programs
     stretches = np.maximum(keys, 1)
-    is_cut = work > share * np.where(is_large, CANDIDATES[-1], LEAST_CUT)
+    is_cut = work > share * CANDIDATES[-1]
     if not is_cut.any():
         return stretches
     # All candidates at once: rows are candidates, columns are the spans that one of them would cut.
     targets = share * np.array(CANDIDATES)[:, None]
-    costs, chosen = [], []
-    for kind, kind_total, fixed, tile in (
-        (is_large, large_total, tiles.large_fixed, max(tiles.large_k, shape.page_size)),
-        (~is_large, small_total, tiles.small_fixed, STRETCH_KEYS),
+    units, cost, longest, chosen = [], [], np.zeros(len(targets)), []
+    for kind, fixed, tile in (
+        (is_large, tiles.large_fixed, max(tiles.large_k, shape.page_size)),
+        (~is_large, tiles.small_fixed * beside, STRETCH_KEYS),
     ):
         cut, whole = np.flatnonzero(kind & is_cut), kind & ~is_cut
-        units = np.full(len(targets), int(copies[whole].sum()))
-        longest = np.full(len(targets), work[whole].max(initial=-fixed) + fixed)
-        stretch = np.empty((len(targets), 0), np.int64)
-        if len(cut):
-            parts = np.maximum(work[cut] // targets, 1.0).astype(np.int64)
-            stretch = ceil_div(ceil_div(keys[cut], parts), tile) * tile
-            parts = ceil_div(keys[cut], stretch)
-            units += parts @ copies[cut]
-            longest = np.maximum(longest, (work[cut] / parts).max(axis=1) + fixed)
-        costs.append(Costs(units, kind_total + fixed * units, longest))
+        if not len(cut):
+            units.append(np.full(len(targets), int(copies[whole].sum())))
+            cost.append(float(work[kind] @ copies[kind]) + fixed * units[-1])
+            continue
+        parts = np.maximum(work[cut] // targets, 1.0).astype(np.int64)
+        stretch = ceil_div(ceil_div(keys[cut], parts), tile) * tile
+        parts = ceil_div(keys[cut], stretch)
+        units.append(parts @ copies[cut] + int(copies[whole].sum()))
+        cost.append(float(work[kind] @ copies[kind]) + fixed * units[-1])
+        longest = np.maximum(longest, (work[cut] / parts).max(axis=1) + fixed)
         chosen.append((cut, stretch))
-    large, small = costs
-    if sms is None:
-        best = [int(np.argmin(_ends_of_last(large, small, shape.num_programs)))] * 2
-    else:
-        best = _best_of_split(large, small, sms)
-    for (cut, stretch), which in zip(chosen, best, strict=True):
-        stretches[cut] = stretch[which]
+    ends = [
+        _end_of_last(
+            (int(u0), int(u1)), (float(c0), float(c1)), float(long), programs, tiles.late_fixed
+        )
+        for u0, u1, c0, c1, long in zip(*units, *cost, longest, strict=True)
+    ]
+    best = int(np.argmin(ends))
+    for cut, stretch in chosen:
+        stretches[cut] = stretch[best]
     return stretches
 
 
-def _fair_share(large: float, small: float, shape: Shape) -> float:
-    """What a program has to do, if all end together."""
-    if not shape.tiles.is_split:
-        return (large + small) / shape.num_programs
-    per_sm = shape.tiles.programs_per_sm
-    by_time = (large + small / (per_sm * shape.tiles.headroom)) / shape.num_large_programs
-    return max(by_time, small / shape.num_programs)
-
-
-def _best_of_split(large: Costs, small: Costs, sms: Sms) -> list[int]:
-    """Which candidate of each kind lets the last program end first, where multiprocessors have
-    large units to themselves: the same of both, or small units as long as they may be.
-
-    Who has the most of small units holds the others up a little: towards the end, those that are
-    left do not fill the memory's bandwidth.
-    """
-    count = len(large.units)
-    of_large, of_small = (
-        np.tile(np.arange(count), 2),
-        np.append(np.arange(count), np.zeros(count, int)),
-    )
-    large = Costs(large.units[of_large], large.total[of_large], large.longest[of_large])
-    small = Costs(small.units[of_small], small.total[of_small], small.longest[of_small])
-    ends, _ = sms.spread_large(large, small)
-    rounds = ceil_div(small.units, sms.count * sms.per_sm)
-    most = np.maximum(rounds * small.total / np.maximum(small.units, 1), small.longest)
-    best = int(np.argmin(np.maximum(ends, most / sms.headroom) + HELD_UP * most))
-    return [int(of_large[best]), int(of_small[best])]
-
-
-def _ends_of_last(large: Costs, small: Costs, programs: int) -> list[float]:
-    """When the last program ends, of each candidate."""
-    return [
-        _end_of_last((int(u0), int(u1)), (float(c0), float(c1)), (float(l0), float(l1)), programs)
-        for u0, u1, c0, c1, l0, l1 in zip(
-            large.units, small.units, large.total, small.total, large.longest, small.longest,
-            strict=True,
-        )
-    ]  # fmt: skip
-
-
 def _end_of_last(
-    units: tuple[int, int], cost: tuple[float, float], longest: tuple[float, float], programs: int
+    units: tuple[int, int], cost: tuple[float, float], longest: float, programs: int, late: float
 ) -> float:
     """When the last program ends, in the unit of the costs; [large, small] units of mean size.
 
-    Large units go round, small ones fill up what they leave. Small units alone that differ in
-    length end up unevenly, by half of the longest.
+    Large units go round, small ones fill up what they leave, `late` behind them. Small units alone
+    that differ in length end up unevenly, by half of the longest.
     """
     large_size = cost[0] / units[0] if units[0] else 0.0
     small_size = cost[1] / units[1] if units[1] else 0.0
@@ -232,6 +177,7 @@ def _end_of_last(
     low, high = rounds * large_size, (rounds + 1) * large_size
     end = high if more else low
     if units[1]:
+        low, high = low + late if rounds else 0.0, high + late
         mean = (low * (programs - more) + high * more + cost[1]) / programs
         best = np.inf
         for load in (low, high):
@@ -243,5 +189,5 @@ def _end_of_last(
                     best = level
                 level += small_size
         end = max(end, best)
-    is_uneven = not units[0] and longest[1] > 1.2 * small_size
-    return max(end, *longest) + (longest[1] / 2 if is_uneven else 0.0)
+    is_uneven = not units[0] and longest > 1.2 * small_size
+    return max(end, longest) + (longest / 2 if is_uneven else 0.0)

@@ -5,8 +5,6 @@ Numpy only.
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.kernels.overlap import Costs, Sms
-
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -15,58 +13,47 @@ LEAST_PLAYERS = 16  # at least one in so many programs gets a unit in a round: r
 Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units every piece has
 
 
-def share_out(shares: Int32s, large: Kind, small: Kind, sms: Sms | None) -> tuple[Int64s, Int64s]:
-    """Give each program units of both kinds, so that all have the same to do.
+def share_out(
+    shares: Int32s, large: Kind, small: Kind, num_large: int, late: float = 0.0
+) -> tuple[Int64s, Int64s]:
+    """Give each program units of both kinds, so that all have the same to do; large ones only to
+    the first `num_large`.
 
-    With `sms`, large units go to the first programs, as many as there are multiprocessors; programs
-    of small ones come in as these leave them, the first where there are none. Returns the order of
-    the units; program p has those from shares[p] to shares[p + 1], small ones likewise.
+    Where these are fewer than all, they run ahead on a multiprocessor each, and programs of small
+    units begin as these end, so much `late`. Returns the order of the units; program p has those
+    from shares[p] to shares[p + 1], small ones likewise.
     """
     shares[:] = 0
     ends, small_ends = shares.reshape(2, -1)
-    load = np.zeros(len(ends) - 1 if sms is None else sms.count)
-    chosen = np.arange(len(load))
-    if sms is not None:
-        _, most = sms.spread_large(_costs_of(*large), _costs_of(*small))
-        chosen = chosen[: most[0]] * sms.count // most[0]  # all over the card
-    busy = np.zeros(len(chosen))
-    large_order, counts = _deal(*large, busy)
-    load[chosen] = busy
-    ends[1 + chosen] = counts
-    np.cumsum(ends, out=ends)
-    if sms is not None:
-        load = np.repeat(sms.read_by(load), sms.per_sm)
-    cost, copies = small
-    count = len(cost) * copies
+    programs = len(ends) - 1
+    load = np.zeros(num_large)
+    large_order = _deal(*large, ends[: num_large + 1], load)
+    ends[num_large + 1 :] = len(large_order)
+    if num_large < programs:
+        load = np.sort(np.where(load > 0, load + late, 0.0))
+        load = np.repeat(load, programs // num_large)
+    cost, units = small
+    count = len(cost) * units
     is_even = count and cost.max() < 1.2 * cost.mean()
-    if is_even:  # equal units fill up what the large ones leave open; neighbours share page ids
-        small_order, counts = np.arange(count), _fill(load, float(cost.mean()), count)
-    else:
-        small_order, counts = _deal(cost, copies, load)
-    np.cumsum(counts, out=small_ends[1:])
-    return large_order, small_order
+    if not is_even:
+        return large_order, _deal(cost, units, small_ends, load)
+    # Equal units fill up what the large ones leave open; neighbours share page ids.
+    np.cumsum(_fill(load, float(cost.mean()), count), out=small_ends[1:])
+    return large_order, np.arange(count)
 
 
-def _costs_of(cost: Floats, copies: int) -> Costs:
-    """One case: all units of a kind."""
-    return Costs(
-        units=np.array([len(cost) * copies]),
-        total=np.array([cost.sum() * copies]),
-        longest=np.array([cost.max(initial=0.0)]),
-    )
-
-
-def _deal(cost: Floats, units: int, load: Floats) -> tuple[Int64s, Int64s]:
-    """Give out units, the longest first; adds to the programs' load. Returns the units, program by
-    program, and how many each has.
-    """
+def _deal(cost: Floats, units: int, shares: Int32s, load: Floats) -> Int64s:
+    """Give out units, the longest first; adds to the programs' load."""
     programs = len(load)
+    if not len(cost):
+        return np.empty(0, np.int64)
     by_cost = np.argsort(-cost, kind="stable")
     costs = np.repeat(cost[by_cost], units)
     order = (by_cost[:, None] * units + np.arange(units)).ravel()
     program = _turns(costs, load)
     load += np.bincount(program, weights=costs, minlength=programs)
-    return order[np.argsort(program, kind="stable")], np.bincount(program, minlength=programs)
+    np.cumsum(np.bincount(program, minlength=programs), out=shares[1:])
+    return order[np.argsort(program, kind="stable")]
 
 
 def _turns(costs: Floats, load: Floats) -> Int64s:
@@ -95,7 +82,7 @@ def _spread(programs: int) -> Int64s:
     return np.concatenate((np.arange(0, programs, 2), np.arange(1, programs, 2)))
 
 
-def _fill(load: Floats, size: float, count: int) -> Int64s:
+def _fill(load: Floats, size: float, count: int) -> Floats:
     """How many of `count` equal units each program takes, so that the fullest is least full."""
     # The level to which the emptiest k fill up, for every k; it holds where the next is fuller.
     emptiest = np.sort(load)
@@ -112,4 +99,4 @@ def _fill(load: Floats, size: float, count: int) -> Int64s:
         fullest = giving[np.argsort(-load[giving] - room[giving] * size, kind="stable")[:-missing]]
         room[fullest] -= 1.0
         missing += len(fullest)
-    return room.astype(np.int64)
+    return room

@@ -196,7 +196,8 @@ def schedule(spans: Spans, shape: Shape) -> Schedule:
         shares,
         (pieces.costs[: pieces.num_large], shape.kv_heads),
         (pieces.costs[pieces.num_large :], shape.kv_heads // shape.fold),
-        cut.sms,
+        shape.num_large_programs,
+        shape.tiles.late_fixed,
     )
     large_order_at = HEADER_INTS + shape.num_programs * SHARE_FIELDS
     small_order_at = large_order_at + len(large_order)

@@ -2,7 +2,7 @@
 runs.
 
 Small and large units live in one kernel and share its warps and registers, so a choice is one
-record. Hopper has a kernel of its own for large units (`hopper.py`), beside the small ones.
+record. Hopper has a kernel of its own for each kind (`hopper_large.py`, `hopper_small.py`).
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,9 @@ class Tiles:
     small_fixed: float = 90.0  # of a unit beside its keys
     large_fixed: float = 500.0
     small_q: int | None = None  # rows of the small tile; None: as few as a token has
-    # A program is a multiprocessor that takes its large units whole, and then is so many programs
-    # of small ones; these go faster, up to so many times, while others are at large ones.
+    # Large units run ahead and take whole multiprocessors; small ones follow as these end, ...
     is_split: bool = False
-    headroom: float = 1.0
+    late_fixed: float = 0.0  # ... and have read their first keys so much later
 
 
 HOPPER = Tiles(
@@ -37,9 +36,9 @@ HOPPER = Tiles(
     num_warps=4, programs_per_sm=2, max_registers=255,
 )  # fmt: skip
 HOPPER_SPLIT = Tiles(
-    small_stages=2, large_q=128, large_k=128, large_stages=3,
-    num_warps=4, programs_per_sm=2, max_registers=255,
-    large_weight=0.5, small_fixed=80.0, large_fixed=60.0, small_q=64, is_split=True, headroom=1.6,
+    small_stages=2, large_q=128, large_k=128, large_stages=3, num_warps=4, programs_per_sm=2,
+    large_weight=0.5, small_fixed=80.0, large_fixed=60.0, small_q=64, is_split=True,
+    late_fixed=150.0,
 )  # fmt: skip
 SPLIT_HEAD_DIMS = (64, 128)
 # Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.
