@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from enum import Enum
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,15 @@ def test_import_law(path: Path) -> None:
         assert parts[1] in MAY_IMPORT[package].split() or is_extra, f"{place} imports {name}"
         if package == "apps" and parts[1] == "sched":
             assert place in SCHED_IN_APPS, f"{place} imports {name}"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    order: TopologicalSorter[str] = TopologicalSorter()
+    for path in sources():
+        name = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+        for found in imports(path):
+            order.add(name, found, found.rpartition(".")[0])
+    order.prepare()  # raises CycleError, which names them
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(SOURCE)))

@@ -11,13 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mainstem.core.errors import ConfigError
+from mainstem.kernels.fp8_rows import FP8, MAX, MIN_PEAK, Fp8Rows
 
-FP8 = torch.float8_e4m3fn
-_MAX = 448.0
-_MIN_PEAK = 1e-12
 _ALIGN = 16  # the product wants both sides of the weight to be multiples
-
-Fp8Rows = tuple[Tensor, Tensor]  # values [tokens, in], scales [tokens, 1] fp32
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,5 +99,5 @@ def quantize_rows(x: Tensor) -> Fp8Rows:
 def _quantize_rows(x: Tensor) -> Fp8Rows:
     """As the fused kernels do it."""
     wide = x.float()
-    peak = wide.abs().amax(dim=1, keepdim=True).clamp_(min=_MIN_PEAK)
-    return (wide * (_MAX / peak)).clamp_(-_MAX, _MAX).to(FP8), peak / _MAX
+    peak = wide.abs().amax(dim=1, keepdim=True).clamp_(min=MIN_PEAK)
+    return (wide * (MAX / peak)).clamp_(-MAX, MAX).to(FP8), peak / MAX

@@ -20,15 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mainstem.kernels.fp8 import FP8, Fp8Rows
+from mainstem.kernels import fp8_rows
+from mainstem.kernels.fp8_rows import FP8, Fp8Rows
 from mainstem.kernels.ops import LayoutError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HIDDEN = 16384
 MAX_MLP = 32768
 _SILU_BLOCK = 2048
-FP8_MAX = tl.constexpr(448.0)
-MIN_PEAK = tl.constexpr(1e-12)  # a row of zeros must not divide by zero
+FP8_MAX = tl.constexpr(fp8_rows.MAX)
+MIN_PEAK = tl.constexpr(fp8_rows.MIN_PEAK)
 
 
 @triton.jit
