@@ -318,7 +318,7 @@ class SpanAttention:
 
     def _attend_on_hopper(
         self,
-        hopper: "_Hopper",
+        hopper: _Hopper,
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,

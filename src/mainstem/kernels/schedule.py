@@ -28,7 +28,8 @@ Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-# Places in the header; `span.py`, `hopper.py` and `parts.py` read them, and shares, by number.
+# Places in the header; kernels (`span.py`, `hopper_*.py`, `parts.py`) read them, and shares, by
+# number.
 H_SMALL, H_LARGE, H_ENTRIES, H_NUM_ENTRIES, H_PAGES, H_MERGES, H_NUM_MERGES, H_MOST_PARTS = range(8)
 H_LARGE_ORDER, H_SMALL_ORDER = 8, 9
 HEADER_INTS = 16
