@@ -1,6 +1,7 @@
 """KVStore and PrefixIndex against a dictionary that never forgets."""
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -8,7 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mainstem.core.errors import OutOfPages
 from mainstem.core.events import EventBus, PagesEvicted
 from mainstem.core.step import Int32s
+from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, page_keys, root_key
+from mainstem.kv.pool import PagePool
 from mainstem.kv.store import KVStore, Lookup
 
 PAGE = 2
@@ -49,6 +52,20 @@ def test_keys_depend_on_model_page_size_and_salt() -> None:
     roots = {root_key(b"m", 2, b""), root_key(b"n", 2, b""), root_key(b"m", 4, b"")}
     roots |= {root_key(b"m", 2, b"s"), root_key(b"", 2, b"m")}
     assert len(roots) == 5
+
+
+def test_named_pages_have_a_parent_each() -> None:
+    """Whoever saves pages pairs them with their parents: one left out would shift the others."""
+    pool = PagePool(4)
+    index = PrefixIndex(pool, PAGE)
+    chain = PageChain.of(root_key(b"m", PAGE, b""), PAGE, ids(1, 2, 3, 4))
+    branch = chain.branched(1, b"salt").extended(ids(1, 2, 5, 6))
+    pages = pool.take(4)
+    index.reserve(chain, 0, pages[:2])
+    index.reserve(branch, 1, pages[2:3])
+    assert index.parents(pages[:3]) == [chain.root, chain.keys[0], branch.parent(1)]
+    with pytest.raises(AssertionError, match="no name"):
+        index.parents(pages)
 
 
 def test_a_page_is_loading_until_its_step_is_on_its_way() -> None:

@@ -102,9 +102,13 @@ class PrefixIndex:
         return found
 
     def parents(self, pages: Int32s) -> list[PageKey]:
-        """The names before those of pages that have one."""
-        parents = [self._parent_of[page] for page in pages.tolist()]
-        return [parent for parent in parents if parent is not None]
+        """For each of `pages`, which all have names: the one before its own."""
+        found: list[PageKey] = []
+        for page in pages.tolist():
+            parent = self._parent_of[page]
+            assert parent is not None, "a page has no name"
+            found.append(parent)
+        return found
 
     def tokens(self, pages: Int32s) -> list[bytes]:
         """The token ids of pages that have a name."""
