@@ -1,12 +1,14 @@
 """The disk store as files: what survives which accident."""
 
+import errno
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from threading import Event
+from threading import Barrier, Event
 from time import monotonic, sleep
 from zlib import crc32
 
@@ -280,6 +282,78 @@ def test_neighbours_are_read_in_one_go_and_fail_alone(
     assert read_all(tier) == {n: "truncated" if n >= 10 else None for n in range(12)}
     assert len(runs) == 2 + 12 - READ_RUN
     tier.close()
+
+
+def fail_runs(monkeypatch: pytest.MonkeyPatch, read_one: Callable[[int], None]) -> None:
+    """Reads of several records fail; those of one are as `read_one` has them."""
+
+    def read(files: SegmentFiles, record: int, *into: memoryview) -> None:
+        if len(into) > 1:
+            raise OSError(errno.EIO, "input/output error")
+        read_one(record)
+
+    monkeypatch.setattr(SegmentFiles, "read", read)
+
+
+def a_run(first: int = 0) -> list[ReadJob]:
+    zeros = contents(0)
+    crc = crc32(zeros)
+    return [ReadJob(key(n), n, crc, zeros) for n in range(first, first + READ_RUN)]
+
+
+def test_a_run_that_fails_is_read_again_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page on a bad spot takes long to fail."""
+    all_there = Barrier(READ_RUN)
+
+    def meet(record: int) -> None:
+        all_there.wait(timeout=2.0)
+        if record == 3:
+            raise OSError(errno.EIO, "input/output error")
+
+    fail_runs(monkeypatch, meet)
+    tier = open_tier(tmp_path)
+    tier.read(a_run())
+    found: dict[PageKey, str | None] = {}
+    while len(found) < READ_RUN:
+        found.update({done.key: done.problem for done in tier.poll()})
+        sleep(0.001)
+    assert found == {key(n): "EIO" if n == 3 else None for n in range(READ_RUN)}
+    tier.close()
+
+
+def test_what_is_read_again_goes_before_what_is_in_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read = Event()
+    order: list[int] = []
+
+    def note(record: int) -> None:
+        may_read.wait()
+        order.append(record)
+
+    fail_runs(monkeypatch, note)
+    monkeypatch.setattr(disk, "NUM_READERS", 1)
+    tier = open_tier(tmp_path)
+    tier.read([ReadJob(key(99), 99, 0, contents(0))])
+    tier.read(a_run())
+    tier.read([ReadJob(key(50), 50, 0, contents(0))])
+    may_read.set()
+    tier.close()
+    assert order == [99, *range(READ_RUN), 50]
+
+
+def test_closing_finishes_what_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_runs(monkeypatch, lambda record: None)
+    tier = open_tier(tmp_path)
+    for first in range(0, 40 * READ_RUN, READ_RUN):
+        tier.read(a_run(first))
+    tier.close()
+    told = [done.key for done in tier.poll()]
+    assert sorted(told) == sorted(key(n) for n in range(40 * READ_RUN))
 
 
 @pytest.mark.parametrize("num_reads", [1, NUM_READERS + 1], ids=["under way", "in line"])

@@ -131,7 +131,8 @@ class DiskTier:
         self._full_until_s = 0.0
         self._num_pending = 0
         self._orders: SimpleQueue[_Order] = SimpleQueue()
-        self._reads: SimpleQueue[list[ReadJob] | None] = SimpleQueue()
+        self._reads: SimpleQueue[list[ReadJob] | None] = SimpleQueue()  # []: look at those below
+        self._again: SimpleQueue[ReadJob] = SimpleQueue()  # of runs that failed: they go first
         self._done: SimpleQueue[Written | Read] = SimpleQueue()
         sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
         self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="kv-write")
@@ -356,7 +357,9 @@ class DiskTier:
     def _read_all(self, number: int) -> None:
         while (jobs := self._reads.get()) is not None:
             self._is_reading[number] = True
-            self._read_run(jobs)
+            self._read_again()
+            if jobs:
+                self._read_run(jobs)
             self._is_reading[number] = False
 
     def _read_run(self, jobs: list[ReadJob]) -> None:
@@ -366,14 +369,25 @@ class DiskTier:
             self._files.read(jobs[0].record, *(job.buffer for job in jobs))
         except Exception as error:  # whatever it is, somebody waits for the pages
             if len(jobs) > 1:  # and most of them may be sound
-                for job in jobs:
-                    self._read_run([job])
+                self._read_alone(jobs)
                 return
             problem = _words(error)
         found = [problem or _compare(job) for job in jobs]
         ended_s = perf_counter()
         for job, problem in zip(jobs, found, strict=True):
             self._done.put(Read(job.key, len(job.buffer), began_s, ended_s, problem))
+
+    def _read_alone(self, jobs: list[ReadJob]) -> None:
+        """Each by whoever is free: a bad spot may take long to fail, the others need not wait."""
+        for job in jobs:
+            self._again.put(job)
+            self._reads.put([])
+        self._read_again()  # the others may have stopped
+
+    def _read_again(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._read_run([self._again.get_nowait()])
 
 
 def _compare(job: ReadJob) -> str | None:
