@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from time import time
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -61,7 +62,7 @@ class BatchRoutes:
         async with self._room(owner, expected_bytes(request, limits)):
             with _disk_is_needed():
                 made = await self._receive(request)
-        return JSONResponse(made.to_json())
+        return JSONResponse(self._shown(made))
 
     @asynccontextmanager
     async def _room(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
@@ -100,10 +101,10 @@ class BatchRoutes:
         files = await asyncio.to_thread(self._desk().files.listed, _owner(request))
         purpose = request.query_params.get("purpose")
         chosen = [item for item in files if purpose in (None, item.purpose)]
-        return _page(request, [(item.file_id, item.to_json()) for item in chosen])
+        return _page(request, [(item.file_id, self._shown(item)) for item in chosen])
 
     async def file(self, request: Request) -> Response:
-        return JSONResponse((await self._found_file(request)).to_json())
+        return JSONResponse(self._shown(await self._found_file(request)))
 
     async def content(self, request: Request) -> Response:
         stored = await self._found_file(request)
@@ -115,6 +116,9 @@ class BatchRoutes:
         stored = await self._found_file(request)
         await asyncio.to_thread(self._desk().files.remove, _owner(request), stored.file_id)
         return JSONResponse({"id": stored.file_id, "object": "file", "deleted": True})
+
+    def _shown(self, stored: StoredFile) -> dict[str, object]:
+        return stored.to_json(self._gateway.limits.file_ttl_s)
 
     async def _found_file(self, request: Request) -> StoredFile:
         return await self._file_of(request, request.path_params["file_id"], 404)
@@ -134,12 +138,33 @@ class BatchRoutes:
         body = await read_json(request, limits)
         endpoint, metadata = _checked(body)
         stored = await self._file_of(request, str(body.get("input_file_id")), 400)
+        await self._forget_one(owner)
+        if time() >= stored.created + limits.file_ttl_s:  # it may go at any moment
+            message = f"the file {stored.file_id!r} is past its time"
+            raise ApiError(400, message, "input_file_id", "file_expired")
         if sum(not batch.is_ended for batch in desk.batches.listed(owner)) >= limits.open_batches:
             raise busy(f"this key may have {limits.open_batches} batches open", 60)
         with _disk_is_needed():
             batch = desk.batches.create(owner, endpoint, stored.file_id, metadata)
         desk.runner.wake()
         return JSONResponse(batch.to_json())
+
+    async def _forget_one(self, owner: str) -> None:
+        """Make room for one more batch of an owner; raises ApiError 413 where there is none.
+
+        A batch is forgotten before its time only when there is nothing left to fetch of it.
+        """
+        desk, limits = self._desk(), self._gateway.limits
+        if len(desk.batches.listed(owner)) < limits.kept_batches:
+            return
+        stored = {item.file_id for item in await asyncio.to_thread(desk.files.listed, owner)}
+        for batch in reversed(desk.batches.listed(owner)):
+            if batch.is_ended and not stored & {batch.output_file_id, batch.error_file_id}:
+                with _disk_is_needed():
+                    desk.batches.remove(batch)
+                return
+        message = f"this key may have {limits.kept_batches} batches: delete files of ended ones"
+        raise ApiError(413, message, "input_file_id", "storage_full")
 
     async def list_batches(self, request: Request) -> Response:
         batches = self._desk().batches.listed(_owner(request))

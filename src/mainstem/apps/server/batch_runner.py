@@ -156,7 +156,7 @@ class BatchRunner:
             error = _first(group)
             if (fault := _disk_fault(error)) is not None:
                 raise fault from None
-            self._give_up(self._latest(batch), error)
+            await self._give_up(self._latest(batch), error)
 
     async def _sleep(self, seconds: float) -> None:
         """Until then, or until the batch is cancelled."""
@@ -166,11 +166,15 @@ class BatchRunner:
             if self._is_closing:
                 raise
 
-    def _give_up(self, batch: Batch, error: Exception) -> None:
+    async def _give_up(self, batch: Batch, error: Exception) -> None:
+        """End a batch that cannot go on; what is answered by then is kept, if it can be read."""
         log.error("a batch failed", exc_info=error)
         is_known = isinstance(error, FileFault | InvalidRequest)
-        fault = str(error) if is_known else "internal error"
-        self._batches.put(replace(batch, fault=fault).moved(BatchStatus.FAILED))
+        failed = replace(batch, fault=str(error) if is_known else "internal error")
+        try:
+            await self._finish(failed, BatchStatus.FAILED)
+        except (ValueError, LookupError, TypeError):  # its answers are what is damaged
+            self._batches.put(failed.moved(BatchStatus.FAILED))
 
     def _latest(self, batch: Batch) -> Batch:
         found = self._batches.find(batch.owner, batch.batch_id)
@@ -371,8 +375,8 @@ def _part(files: FileShelf, batch: Batch, work: Path) -> tuple[str | None, str |
     if not work.exists():
         return None, None
     ids: list[str | None] = []
-    for is_wanted, name in ((True, "output"), (False, "errors")):
-        with files.writing(batch.owner, f"{batch.batch_id} {name}") as (file_id, path):
+    for is_wanted, name in zip((True, False), batch.answer_names, strict=True):
+        with files.writing(batch.owner, name) as (file_id, path):
             num_lines = 0
             with work.open("rb") as lines, path.open("wb") as target:
                 for line in lines:
@@ -383,6 +387,7 @@ def _part(files: FileShelf, batch: Batch, work: Path) -> tuple[str | None, str |
                         target.write(line)
                         num_lines += 1
             if num_lines:
-                files.put(batch.owner, file_id, f"{batch.batch_id}_{name}.jsonl", "batch_output")
+                filename = f"{name.replace(' ', '_')}.jsonl"
+                files.put(batch.owner, file_id, filename, "batch_output")
             ids.append(file_id if num_lines else None)
     return ids[0], ids[1]

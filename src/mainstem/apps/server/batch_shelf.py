@@ -53,6 +53,15 @@ class Batch:
     def is_ended(self) -> bool:
         return self.status in ENDED
 
+    @property
+    def ended_s(self) -> int | None:
+        return self.times[f"{self.status.value}_at"] if self.is_ended else None
+
+    @property
+    def answer_names(self) -> tuple[str, str]:
+        """What its files are written under: answers, and errors."""
+        return f"{self.batch_id} output", f"{self.batch_id} errors"
+
     def moved(self, status: BatchStatus) -> "Batch":
         """In another state, from now on."""
         return replace(self, status=status, times=self.times | {f"{status.value}_at": int(time())})
@@ -129,6 +138,17 @@ class BatchShelf:
     def opened(self) -> list[Batch]:
         """Batches that have not ended, the oldest first."""
         return [batch for batch in self._batches.values() if not batch.is_ended]
+
+    def ended_before(self, before_s: float) -> list[Batch]:
+        ends = [(batch, batch.ended_s) for batch in self._batches.values()]
+        return [batch for batch, ended_s in ends if ended_s is not None and ended_s < before_s]
+
+    def remove(self, batch: Batch) -> None:
+        """Forget a batch that has ended; its files are not touched."""
+        assert batch.is_ended
+        self.work_path(batch).unlink(missing_ok=True)
+        self._path(batch, ".json").unlink(missing_ok=True)
+        self._batches.pop(batch.batch_id, None)
 
     def work_path(self, batch: Batch) -> Path:
         """Where answers are appended while the batch runs."""

@@ -34,12 +34,13 @@ class StoredFile:
     num_bytes: int
     created: int
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self, ttl_s: float) -> dict[str, object]:
         return {
             "id": self.file_id,
             "object": "file",
             "bytes": self.num_bytes,
             "created_at": self.created,
+            "expires_at": self.created + int(ttl_s),
             "filename": self.filename,
             "purpose": self.purpose,
             "status": "processed",
@@ -63,8 +64,7 @@ class FileShelf:
 
         The same `name` gives the same id; without one it is a new one.
         """
-        digits = token_hex(12) if name is None else sha256(name.encode()).hexdigest()[:24]
-        file_id = f"file-{digits}"
+        file_id = f"file-{token_hex(12)}" if name is None else named_id(name)
         path = self._path(owner, file_id, ".data")
         path.parent.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -100,6 +100,12 @@ class FileShelf:
         files = [stored for stored in found if stored is not None]
         return sorted(files, key=lambda stored: (stored.created, stored.file_id), reverse=True)
 
+    def made_before(self, before_s: float) -> list[tuple[str, StoredFile]]:
+        """The old files of all owners, those whose keys are gone included."""
+        owners = [folder.name for folder in self._folder.iterdir() if folder.is_dir()]
+        files = [(owner, stored) for owner in owners for stored in self.listed(owner)]
+        return [(owner, stored) for owner, stored in files if stored.created < before_s]
+
     def remove(self, owner: str, file_id: str) -> bool:
         """Whether there was such a file."""
         if self.find(owner, file_id) is None:
@@ -111,6 +117,11 @@ class FileShelf:
 
     def _path(self, owner: str, file_id: str, suffix: str) -> Path:
         return self._folder / owner / f"{file_id}{suffix}"
+
+
+def named_id(name: str) -> str:
+    """The id of the file that is written under a name."""
+    return f"file-{sha256(name.encode()).hexdigest()[:24]}"
 
 
 def _read(path: Path) -> StoredFile | None:

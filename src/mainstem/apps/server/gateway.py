@@ -26,6 +26,7 @@ from mainstem.apps.server.ids import unique_ids
 from mainstem.apps.server.limits import Gate, Limits
 from mainstem.apps.server.live import Live, Record, RequestState
 from mainstem.apps.server.metrics import RequestTiming, ServerMetrics
+from mainstem.apps.server.pruning import Pruner
 from mainstem.apps.server.replies import Heading, Reply, event
 from mainstem.apps.server.schema import Ask, AskParser
 from mainstem.apps.server.session_saver import SessionSaver
@@ -55,11 +56,12 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class BatchDesk:
-    """Files and batches, and what runs them."""
+    """Files and batches, what runs them, and what removes them in the end."""
 
     files: FileShelf
     batches: BatchShelf
     runner: BatchRunner
+    pruner: Pruner
 
 
 class Gateway:
@@ -103,6 +105,7 @@ class Gateway:
         await self.filler.fill_all()
         if self.desk is not None:
             self.desk.runner.start()
+            self.desk.pruner.start()
         if self._saver is not None:
             self._saver.start()
         self.is_ready = True
@@ -112,6 +115,7 @@ class Gateway:
         """End what runs; batches go on in a later process."""
         self.is_draining = True
         if self.desk is not None:
+            await self.desk.pruner.close()
             await self.desk.runner.close()
         await self.worker.close()
         if self._saver is not None:
@@ -135,7 +139,8 @@ class Gateway:
             batches,
             lambda: self.is_draining,
         )
-        self.desk = BatchDesk(files, batches, runner)
+        pruner = Pruner(files, batches, self.limits.file_ttl_s)
+        self.desk = BatchDesk(files, batches, runner, pruner)
 
     def keep_sessions(self, file: SessionFile) -> None:
         """Go on with the sessions of a file and save them there; before the server starts.

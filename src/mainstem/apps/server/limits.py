@@ -23,7 +23,9 @@ class Limits:
     upload_s: float = 3600.0  # for all of it; each piece of it within `body_s`
     stored_bytes: int = 4 << 30  # files of a key together; beyond it uploads are refused
     stored_files: int = 10_000  # of a key; each costs an entry in a folder, however small
+    file_ttl_s: float = 30 * 86_400.0  # of a file since it was made, of a batch since it ended
     open_batches: int = 32  # of a key, not ended
+    kept_batches: int = 10_000  # of a key; beyond it those with no file left go, the oldest first
     write_s: float = 60.0  # a reader that takes nothing for so long is given up
     max_depth: int = 32  # nesting of JSON
     max_prompts: int = 128  # prompts of one request

@@ -110,6 +110,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="size of any other request (%(default)s)",
     )
+    limits.add_argument(
+        "--file-ttl-s",
+        type=float,
+        default=defaults.file_ttl_s,
+        metavar="S",
+        help=f"files and ended batches are removed after so long ({defaults.file_ttl_s:.0f})",
+    )
     add_engine_flags(made)
     return made
 
@@ -127,6 +134,7 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
         open_answers=args.max_queue,
         requests_per_minute=args.rate_limit,
         open_requests=args.max_concurrent,
+        file_ttl_s=args.file_ttl_s,
     )
     apps = AppRegistry([App.from_flag(flag) for flag in args.app])
     keys = None if args.api_key_file is None else KeyRing.load(args.api_key_file)
