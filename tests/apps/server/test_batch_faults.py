@@ -184,3 +184,25 @@ def test_a_write_that_fails_or_is_killed_leaves_nothing(
         (tmp_path / "owner" / "state.json.0123abcd.fresh").touch()
         shelf(tmp_path)
         assert list(tmp_path.glob("*/*")) == []
+
+
+def test_batches_are_cancelled_on_a_full_disk_whether_they_run_or_wait(
+    tmp_path: Path, disk: Disk
+) -> None:
+    with a_server(data_dir=tmp_path) as running, a_client(running) as client:
+        running.pause(0.02)
+        at_work, queued = begin(client, 60), begin(client, 60)
+        until(lambda: num_answered(running, at_work) > 5)
+        with disk.full("answer", "file", "state"):
+            for batch_id in (queued, at_work):
+                for _ in range(2):  # a client that asks again hears the same
+                    reply = running.post(f"/v1/batches/{batch_id}/cancel", {})
+                    assert (reply.status_code, reply.json()["status"]) == (200, "cancelling")
+        for batch_id in (queued, at_work):
+            until(lambda: client.batches.retrieve(batch_id).status == "cancelled")  # noqa: B023
+        kept = client.batches.retrieve(at_work)
+        assert len(answers(client, kept.output_file_id)) > 5
+        assert client.batches.retrieve(queued).output_file_id is None
+        running.settle()
+    with a_server(data_dir=tmp_path) as running, a_client(running) as client:
+        assert [batch.status for batch in client.batches.list()] == ["cancelled", "cancelled"]
