@@ -170,6 +170,8 @@ def test_path_tricks_find_nothing(shared: Running, name: str) -> None:
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"a": 5}}, "metadata"),
         ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
+        ({"metadata": {"n" * 65: "x"}}, "metadata"),
+        ({"metadata": {"n": "x" * 513}}, "metadata"),
         ({"more": 1}, "more"),
         ({"input_file_id": None}, "input_file_id"),
     ],
@@ -348,6 +350,48 @@ def test_a_key_may_have_so_many_files(tmp_path: Path) -> None:
         assert running.client.post("/v1/files", **form).status_code == 200
 
 
+@pytest.mark.parametrize("row", [a_row("a", "x"), {"custom_id": "bad"}], ids=["answers", "errors"])
+def test_answers_of_batches_count_as_files(tmp_path: Path, row: Json) -> None:
+    """One upload, asked for again and again, fills no disk; nor do many rows in one upload."""
+    rows = [row | {"custom_id": f"r{n}"} for n in range(300)]
+    limits = Limits(stored_bytes=len(lines(rows)) + 20_000)
+    with a_server(data_dir=tmp_path, limits=limits) as running, a_client(running) as client:
+        batch = run(client, rows)
+        assert batch.status == "failed"
+        assert "exceed what the files of a key may have" in str(batch.errors)
+        kept = answers(client, batch.output_file_id or batch.error_file_id)
+        assert 0 < len(kept) < 300
+        stored = sum(item.bytes for item in client.files.list())
+        assert stored < limits.stored_bytes + 100_000, "only what was on its way is beyond it"
+        with pytest.raises(openai.APIStatusError, match="delete some") as refused:
+            client.batches.create(
+                input_file_id=batch.input_file_id,
+                endpoint="/v1/completions",
+                completion_window="24h",
+            )
+        assert refused.value.status_code == 413
+        client.files.delete(str(batch.output_file_id or batch.error_file_id))
+        assert run(client, [a_row("a", "x")]).status == "completed"
+
+
+def test_what_a_running_batch_has_written_counts_for_uploads(tmp_path: Path) -> None:
+    limits = Limits(stored_bytes=45_000)
+    rows = [a_row(f"r{n}", f"row {n}", max_tokens=3 + n) for n in range(60)]
+    form: dict[str, Any] = {"files": {"file": ("in", b"x" * 30_000)}, "data": {"purpose": "batch"}}
+    with a_server(data_dir=tmp_path, limits=limits) as running, a_client(running) as client:
+        running.pause(0.02)
+        made = client.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
+        client.batches.create(
+            input_file_id=made.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        desk = running.gateway.desk
+        assert desk is not None
+        (batch,) = desk.batches.opened()
+        until(lambda: desk.batches.work_bytes(batch.owner) > 10_000)
+        assert sum(item.bytes for item in client.files.list()) + 31_000 < limits.stored_bytes
+        assert running.client.post("/v1/files", **form).status_code == 413
+
+
 def test_a_killed_server_goes_on_with_its_batches(tmp_path: Path) -> None:
     flags = ["--data-dir", str(tmp_path)]
     rows = [a_row(f"r{n}", f"row {n % 50} of many", max_tokens=40) for n in range(400)]
@@ -381,6 +425,22 @@ def test_a_killed_server_goes_on_with_its_batches(tmp_path: Path) -> None:
             said = row["response"]["body"]["choices"][0]["text"]
             assert said == expected[int(row["custom_id"][1:]) % 50]
         assert second.stop() == 0
+
+
+def test_flags_say_how_much_is_kept_and_for_how_long(tmp_path: Path) -> None:
+    flags = ["--max-stored-gib", "0.0001", "--max-files", "2", "--file-ttl-s", "60"]
+
+    def upload(num_bytes: int) -> httpx.Response:
+        form = {"files": {"file": ("in", b"x" * num_bytes)}, "data": {"purpose": "batch"}}
+        return process.request("POST", "/v1/files", **form)
+
+    with a_process(["--data-dir", str(tmp_path), *flags]) as process:
+        made = upload(1).json()
+        assert made["expires_at"] - made["created_at"] == 60
+        assert "may have 107374 bytes" in upload(108_000).json()["error"]["message"]
+        assert upload(1).status_code == 200
+        assert "may have 2 files" in upload(1).json()["error"]["message"]
+        assert process.stop() == 0
 
 
 def test_two_servers_cannot_share_a_folder(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from mainstem.apps.server.upload import expected_bytes, receive_form
 PURPOSE = "batch"
 MAX_LISTED = 100
 MAX_METADATA = 16  # pairs, as in OpenAI's API ...
-MAX_TEXT = 512  # ... and characters of each
+MAX_NAME = 64  # ... and characters of each name
+MAX_TEXT = 512  # ... and of each text
 BATCH_FIELDS = frozenset({"completion_window", "endpoint", "input_file_id", "metadata"})
 
 log = logging.getLogger("mainstem.server")
@@ -69,15 +70,17 @@ class BatchRoutes:
         """Room for one more file of an owner; raises ApiError 413 where there is none.
 
         Counted before files are listed: one that is complete meanwhile is counted twice rather
-        than not at all.
+        than not at all. So are the answers of a batch while its files are made.
         """
         limits = self._gateway.limits
         self._arriving[owner] += num_bytes
         self._num_arriving[owner] += 1
         arriving_bytes, num_arriving = self._arriving[owner], self._num_arriving[owner]
         try:
+            work_bytes = self._desk().batches.work_bytes(owner)
             stored = await asyncio.to_thread(self._desk().files.listed, owner)
-            if sum(item.num_bytes for item in stored) + arriving_bytes > limits.stored_bytes:
+            stored_bytes = work_bytes + sum(item.num_bytes for item in stored)
+            if stored_bytes + arriving_bytes > limits.stored_bytes:
                 raise _too_much(f"the files of this key may have {limits.stored_bytes} bytes")
             if len(stored) + num_arriving > limits.stored_files:
                 raise _too_much(f"this key may have {limits.stored_files} files")
@@ -139,15 +142,22 @@ class BatchRoutes:
         endpoint, metadata = _checked(body)
         stored = await self._file_of(request, str(body.get("input_file_id")), 400)
         await self._forget_one(owner)
+        async with self._room(owner, 0):  # its answers will be a file
+            batch = self._created(owner, stored, endpoint, metadata)
+        desk.runner.wake()
+        return JSONResponse(batch.to_json())
+
+    def _created(
+        self, owner: str, stored: StoredFile, endpoint: str, metadata: dict[str, str] | None
+    ) -> Batch:
+        desk, limits = self._desk(), self._gateway.limits
         if time() >= stored.created + limits.file_ttl_s:  # it may go at any moment
             message = f"the file {stored.file_id!r} is past its time"
             raise ApiError(400, message, "input_file_id", "file_expired")
         if sum(not batch.is_ended for batch in desk.batches.listed(owner)) >= limits.open_batches:
             raise busy(f"this key may have {limits.open_batches} batches open", 60)
         with _disk_is_needed():
-            batch = desk.batches.create(owner, endpoint, stored.file_id, metadata)
-        desk.runner.wake()
-        return JSONResponse(batch.to_json())
+            return desk.batches.create(owner, endpoint, stored.file_id, metadata)
 
     async def _forget_one(self, owner: str) -> None:
         """Make room for one more batch of an owner; raises ApiError 413 where there is none.
@@ -230,7 +240,8 @@ def _metadata(value: object) -> dict[str, str] | None:
         return None
     given = value if isinstance(value, dict) and len(value) <= MAX_METADATA else {"": None}
     pairs = {name: text for name, text in given.items() if isinstance(text, str)}
-    if len(pairs) < len(given) or any(len(text) > MAX_TEXT for text in pairs.values()):
+    is_short = all(len(name) <= MAX_NAME and len(text) <= MAX_TEXT for name, text in pairs.items())
+    if len(pairs) < len(given) or not is_short:
         message = f"metadata: must be an object of at most {MAX_METADATA} short texts"
         raise ApiError(400, message, "metadata", "invalid_value")
     return pairs

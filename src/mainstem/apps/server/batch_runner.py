@@ -8,6 +8,7 @@ nothing but that file says what is done: after a restart or a kill a batch goes 
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -203,9 +204,13 @@ class BatchRunner:
             out.start()
             run = _BatchRun(self, batch, tenant, out)
             run.note_done()
-            is_in_time = await run.answer_all(source)
-        status = BatchStatus.COMPLETED if is_in_time else BatchStatus.EXPIRED
-        await self._finish(self._latest(batch), status)
+            stored = await asyncio.to_thread(self._files.listed, batch.owner)
+            room_bytes = self._gate.limits.stored_bytes - sum(file.num_bytes for file in stored)
+            status = await run.answer_all(source, room_bytes)
+        latest = self._latest(batch)
+        if status is BatchStatus.FAILED:
+            latest = replace(latest, fault="its answers exceed what the files of a key may have")
+        await self._finish(latest, status)
 
     async def _finish(self, batch: Batch, status: BatchStatus) -> None:
         """Part answers from errors, and make files of them."""
@@ -311,25 +316,35 @@ class _BatchRun:
         done = self._out.done
         self._count(total=0, completed=done.num_answered, failed=done.num_failed)
 
-    async def answer_all(self, source: InputFile) -> bool:
-        """Every row that is left; False if the time for it ran out."""
+    async def answer_all(self, source: InputFile, room_bytes: int) -> BatchStatus:
+        """Every row that is left; how it ended: completed, or out of time, or out of room."""
         windows = self._runner.reader(self._batch, source, self._out)
         async with asyncio.TaskGroup() as group:
             while (planned := await asyncio.to_thread(next, windows, None)) is not None:
                 window = planned.window
                 self._count(total=window.num_rows_read)
                 for failure in window.failures:
+                    if self._num_bytes >= room_bytes:
+                        return BatchStatus.FAILED
                     self._fail(failure)
+                    await asyncio.sleep(0)  # there may be many thousands
                 for index in _in_order(planned):
                     while not self._runner.may_start():
                         await asyncio.sleep(LOOK_S)
                     if time() > self._batch.times["expires_at"]:
-                        return False
+                        return BatchStatus.EXPIRED
+                    if self._num_bytes >= room_bytes:
+                        return BatchStatus.FAILED
                     self._runner.note_row(1)
                     ids = window.prompts[index].tolist()
                     task = group.create_task(self._answer(window.rows[index], ids))
                     task.add_done_callback(lambda _: self._runner.note_row(-1))
-        return True
+        return BatchStatus.COMPLETED
+
+    @property
+    def _num_bytes(self) -> int:
+        """What is written so far, by earlier processes too."""
+        return os.stat(self._out.name).st_size
 
     async def _answer(self, row: Row, ids: Sequence[int]) -> None:
         try:

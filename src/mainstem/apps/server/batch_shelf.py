@@ -150,6 +150,11 @@ class BatchShelf:
         self._path(batch, ".json").unlink(missing_ok=True)
         self._batches.pop(batch.batch_id, None)
 
+    def work_bytes(self, owner: str) -> int:
+        """What the open batches of an owner have on disk so far."""
+        paths = [self.work_path(batch) for batch in self.opened() if batch.owner == owner]
+        return sum(path.stat().st_size for path in paths if path.exists())
+
     def work_path(self, batch: Batch) -> Path:
         """Where answers are appended while the batch runs."""
         return self._path(batch, ".work.jsonl")

@@ -21,7 +21,7 @@ class Limits:
     body_s: float = 30.0  # from the headers to the end of the body
     upload_bytes: int = 256 << 20  # a file sent to /v1/files
     upload_s: float = 3600.0  # for all of it; each piece of it within `body_s`
-    stored_bytes: int = 4 << 30  # files of a key together; beyond it uploads are refused
+    stored_bytes: int = 4 << 30  # files of a key together, answers of its batches included
     stored_files: int = 10_000  # of a key; each costs an entry in a folder, however small
     file_ttl_s: float = 30 * 86_400.0  # of a file since it was made, of a batch since it ended
     open_batches: int = 32  # of a key, not ended

@@ -32,6 +32,7 @@ from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.metrics import Counters
 
 MIB = 1 << 20
+GIB = 1 << 30
 GRACE_S = 5.0  # after the deadline, for last words to be sent
 SESSIONS_FILE = "sessions.sqlite"
 SWITCH_S = 0.001  # the engine gives the interpreter up so often while HTTP waits for it
@@ -111,6 +112,20 @@ def parser() -> argparse.ArgumentParser:
         help="size of any other request (%(default)s)",
     )
     limits.add_argument(
+        "--max-stored-gib",
+        type=float,
+        default=defaults.stored_bytes / GIB,
+        metavar="N",
+        help="files of a key together, answers of its batches included (%(default)g)",
+    )
+    limits.add_argument(
+        "--max-files",
+        type=int,
+        default=defaults.stored_files,
+        metavar="N",
+        help="files of a key (%(default)s)",
+    )
+    limits.add_argument(
         "--file-ttl-s",
         type=float,
         default=defaults.file_ttl_s,
@@ -134,6 +149,8 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
         open_answers=args.max_queue,
         requests_per_minute=args.rate_limit,
         open_requests=args.max_concurrent,
+        stored_bytes=int(args.max_stored_gib * GIB),
+        stored_files=args.max_files,
         file_ttl_s=args.file_ttl_s,
     )
     apps = AppRegistry([App.from_flag(flag) for flag in args.app])
