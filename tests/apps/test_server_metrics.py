@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
@@ -16,6 +17,7 @@ from mainstem.apps.server.metrics import (
     ServerMetrics,
 )
 from mainstem.core.events import (
+    E,
     EventBus,
     PagesEvicted,
     PagesLoaded,
@@ -67,6 +69,80 @@ def test_a_new_server_exposes_every_series_at_zero() -> None:
         assert values[f"{name}_total"] == 0
     for name in HISTOGRAMS:
         assert values[f"{name}_count"] == 0
+
+
+EXPORTED = {
+    (): """
+        vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
+        vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total vllm:prompt_tokens_total
+        vllm:prompt_tokens_cached_total vllm:generation_tokens_total vllm:num_preemptions_total
+        mainstem:pages mainstem:held_pages mainstem:cached_pages mainstem:host_pages
+        mainstem:disk_pages mainstem:host_bytes mainstem:disk_bytes mainstem:page_size_tokens
+        mainstem:shared_runs mainstem:sessions mainstem:session_tokens mainstem:requests_total
+        mainstem:steps_total mainstem:spans_total mainstem:computed_tokens_total
+        mainstem:decoded_tokens_total mainstem:recomputed_tokens_total
+        mainstem:key_tokens_read_total mainstem:key_tokens_saved_total
+        mainstem:prefetched_pages_total mainstem:truncated_prompts_total
+        mainstem:dropped_tokens_total mainstem:moved_pages_total mainstem:host_seconds_total
+        mainstem:device_seconds_total
+    """,
+    ("finished_reason",): "vllm:request_success_total",
+    ("reason", "tier"): """
+        mainstem:evicted_pages_total mainstem:unsaved_pages_total mainstem:lost_pages_total
+    """,
+    ("tier",): "mainstem:loaded_pages_total mainstem:load_seconds_total mainstem:saved_pages_total",
+    ("code",): "mainstem:http_responses_total",
+    ("le",): """
+        vllm:time_to_first_token_seconds_bucket vllm:inter_token_latency_seconds_bucket
+        vllm:e2e_request_latency_seconds_bucket vllm:request_queue_time_seconds_bucket
+        vllm:request_prompt_tokens_bucket vllm:request_generation_tokens_bucket
+        vllm:iteration_tokens_total_bucket
+    """,
+}
+
+
+def test_names_and_labels_are_those_that_dashboards_know() -> None:
+    """Written out, so that whoever renames a series sees what depends on it."""
+    bus = EventBus()
+    metrics = ServerMetrics(bus)
+    for event in (
+        PagesEvicted(1, "room"),
+        PagesLoaded(1, "disk", 0.5),
+        PagesSaved(1, "host"),
+        SavesSkipped(1, "host", "busy"),
+        PagesLost(1, "disk", "checksum"),
+    ):
+        bus.publish(event)
+    metrics.observe_response(200)
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for name, labels in re.findall(r"^([\w:]+)\{(.*)\} ", metrics.render(), re.MULTILINE):
+        own = re.findall(r'(\w+)="', labels)
+        assert own[:2] == ["model_name", "engine"]
+        found.setdefault(name, set()).add(tuple(own[2:]))
+    wanted = {name: {labels} for labels, names in EXPORTED.items() for name in names.split()}
+    for name in HISTOGRAMS:
+        wanted |= {f"{name}_sum": {()}, f"{name}_count": {()}}
+    assert found == wanted
+
+
+def test_an_event_is_counted_once_for_the_metrics_and_for_the_page() -> None:
+    class CountingBus(EventBus):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kinds: list[type] = []
+
+        def subscribe(self, kind: type[E], listener: Callable[[E], None]) -> None:
+            self.kinds.append(kind)
+            super().subscribe(kind, listener)
+
+    bus = CountingBus()
+    metrics = ServerMetrics(bus)
+    assert len(set(bus.kinds)) == len(bus.kinds)
+    bus.publish(SequenceAdmitted(ID, 0, 100, 64))
+    bus.publish(a_step())
+    assert (metrics.counters.prompt_tokens, metrics.counters.cached_tokens) == (100, 64)
+    assert (metrics.counters.steps, metrics.counters.spans) == (1, 7)
+    assert metrics.counters.key_tokens_saved == 30
 
 
 def test_events_become_vllm_counters() -> None:

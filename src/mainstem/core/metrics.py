@@ -17,6 +17,7 @@ from mainstem.core.events import (
     SequenceAdmitted,
     SequenceFinished,
     SequencePreempted,
+    SequenceResumed,
     StepFailed,
     StepFinished,
 )
@@ -32,9 +33,11 @@ class Counters:
     cached_tokens: int = 0  # of these, taken from pages that were there
     computed_tokens: int = 0  # tokens that went through the model in prefill
     decoded_tokens: int = 0  # tokens that went through the model one by one
+    recomputed_tokens: int = 0  # after preemptions
     generated_tokens: int = 0  # of finished answers
     key_tokens_read: int = 0
     key_tokens_seen: int = 0
+    key_tokens_saved: int = 0  # not read again because readers share a span
     preemptions: int = 0
     evicted_pages: int = 0  # from the device
     # tiers below the device, by name: host, disk
@@ -48,6 +51,7 @@ class Counters:
     dropped_tokens: int = 0  # of truncated prompts
     moved_pages: int = 0  # kept through a truncation
     steps: int = 0
+    spans: int = 0  # of all steps
     failed_steps: int = 0
     host_s: float = 0.0
     device_s: float = 0.0
@@ -57,6 +61,7 @@ class Counters:
         bus.subscribe(SequenceAdmitted, self._admitted)
         bus.subscribe(SequenceFinished, self._finished)
         bus.subscribe(SequencePreempted, self._preempted)
+        bus.subscribe(SequenceResumed, self._resumed)
         bus.subscribe(PagesEvicted, self._evicted)
         bus.subscribe(PagesLoaded, self._loaded)
         bus.subscribe(PagesSaved, self._saved)
@@ -93,6 +98,9 @@ class Counters:
     def _preempted(self, event: SequencePreempted) -> None:
         self.preemptions += 1
 
+    def _resumed(self, event: SequenceResumed) -> None:
+        self.recomputed_tokens += event.computed_tokens
+
     def _evicted(self, event: PagesEvicted) -> None:
         if event.tier == "device":
             self.evicted_pages += event.num_pages
@@ -126,9 +134,11 @@ class Counters:
 
     def _stepped(self, event: StepFinished) -> None:
         self.steps += 1
+        self.spans += event.num_spans
         self.computed_tokens += event.num_prompt_tokens
         self.decoded_tokens += event.num_tokens - event.num_prompt_tokens
         self.key_tokens_read += event.key_tokens_read
         self.key_tokens_seen += event.key_tokens_seen
+        self.key_tokens_saved += max(0, event.key_tokens_seen - event.key_tokens_read)
         self.host_s += event.host_s
         self.device_s += event.device_s

@@ -24,7 +24,6 @@ from mainstem.apps.server.serve import Server
 from mainstem.apps.server.worker import Worker
 from mainstem.apps.sessions import SessionLimits, Sessions
 from mainstem.core.config import EngineConfig
-from mainstem.core.metrics import Counters
 from tests.apps.fake_batch import FakeEngines
 
 Json = dict[str, Any]
@@ -133,7 +132,7 @@ def a_server(
     """A server that has become ready; stopped at the end."""
     engines = engines or FakeEngines(num_pages=512, max_model_len=800)
     engine = engines(EngineConfig())
-    bus = engine.engine.bus
+    metrics = ServerMetrics(engine.engine.bus, "fake")
     keys = KeyRing({"alice": ALICE, "bob": BOB}) if has_keys else None
     gateway = Gateway(
         Worker(engine),
@@ -141,8 +140,8 @@ def a_server(
         Access(keys, KeyRing({"root": ADMIN})),
         AppRegistry(apps),
         limits or Limits(),
-        Live("fake", Counters().attach(bus)),
-        ServerMetrics(bus, "fake"),
+        Live("fake", metrics.counters),
+        metrics,
         Sessions(SessionLimits()),
     )
     if data_dir is not None:

@@ -11,24 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from threading import Lock
+from typing import get_args
 
 from mainstem.core.events import (
+    Event,
     EventBus,
     PagesEvicted,
     PagesLoaded,
     PagesLost,
-    PagesMoved,
-    PagesPrefetched,
-    PagesSaved,
-    PromptTruncated,
-    RequestSubmitted,
     SavesSkipped,
     SequenceAdmitted,
     SequenceFinished,
-    SequencePreempted,
-    SequenceResumed,
     StepFinished,
 )
+from mainstem.core.metrics import Counters
 from mainstem.core.request import FinishReason
 from mainstem.core.snapshot import EngineSnapshot
 
@@ -137,8 +133,9 @@ class _Histogram:
 
 
 class ServerMetrics:
-    """Totals since it was attached to a bus. Every public method may be called on any thread.
+    """What happened since it was attached to a bus. Every method may be called on any thread.
 
+    Totals are `counters`; labels and distributions, which they do not keep, are counted here.
     One lock guards all values, so a rendered page is of one moment. Listeners only add numbers:
     the engine's thread never waits for text to be written.
     """
@@ -146,27 +143,34 @@ class ServerMetrics:
     def __init__(self, bus: EventBus, model_name: str = "mainstem") -> None:
         self._common = f'model_name="{_escaped(model_name)}",engine="0"'
         self._lock = Lock()
-        self._totals: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self.counters = Counters()
         self._labelled: dict[str, dict[tuple[str, ...], float]] = {
             name: defaultdict(int) for name in LABELLED_COUNTERS
         }
         self._labelled["vllm:request_success"].update(((r.value,), 0) for r in FinishReason)
         self._gauges: dict[str, float] = dict.fromkeys(GAUGES, 0)
         self._histograms = {name: _Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
-        bus.subscribe(RequestSubmitted, self._submitted)
-        bus.subscribe(SequenceAdmitted, self._admitted)
-        bus.subscribe(SequenceResumed, self._resumed)
-        bus.subscribe(SequencePreempted, self._preempted)
-        bus.subscribe(SequenceFinished, self._finished)
-        bus.subscribe(PagesEvicted, self._evicted)
-        bus.subscribe(PagesLoaded, self._loaded)
-        bus.subscribe(PagesSaved, self._saved)
-        bus.subscribe(SavesSkipped, self._unsaved)
-        bus.subscribe(PagesLost, self._lost)
-        bus.subscribe(PagesPrefetched, self._prefetched)
-        bus.subscribe(PromptTruncated, self._truncated)
-        bus.subscribe(PagesMoved, self._moved)
-        bus.subscribe(StepFinished, self._stepped)
+        self._listen(bus)
+
+    def _listen(self, bus: EventBus) -> None:
+        """Count every event as a whole, so that no page shows a part of one."""
+        within = EventBus()
+        self.counters.attach(within)
+        within.subscribe(SequenceAdmitted, self._admitted)
+        within.subscribe(SequenceFinished, self._finished)
+        within.subscribe(PagesEvicted, self._evicted)
+        within.subscribe(PagesLoaded, self._loaded)
+        within.subscribe(SavesSkipped, self._unsaved)
+        within.subscribe(PagesLost, self._lost)
+        within.subscribe(StepFinished, self._stepped)
+
+        def take(event: Event) -> None:
+            with self._lock:
+                within.publish(event)
+
+        for kind in get_args(Event):
+            if within.has_listeners(kind):
+                bus.subscribe(kind, take)
 
     def observe_request(self, timing: RequestTiming) -> None:
         """Count a request that ended, whether it was answered or given up."""
@@ -214,8 +218,10 @@ class ServerMetrics:
     def render(self) -> str:
         """Everything in Prometheus' text format; serve it as CONTENT_TYPE."""
         with self._lock:
-            totals = dict(self._totals)
+            totals = self._totals()
             labelled = {name: dict(values) for name, values in self._labelled.items()}
+            labelled["mainstem:loaded_pages"] = _by_tier(self.counters.loaded_pages)
+            labelled["mainstem:saved_pages"] = _by_tier(self.counters.saved_pages)
             gauges = dict(self._gauges)
             histograms = {
                 name: (tuple(accumulate(histogram.counts)), histogram.total)
@@ -236,6 +242,31 @@ class ServerMetrics:
             lines += self._buckets(name, bounds, *histograms[name])
         return "\n".join(lines) + "\n"
 
+    def _totals(self) -> dict[str, float]:
+        counted = self.counters
+        return {
+            "vllm:prefix_cache_queries": counted.prompt_tokens,
+            "vllm:prefix_cache_hits": counted.cached_tokens,
+            "vllm:prompt_tokens": counted.prompt_tokens,
+            "vllm:prompt_tokens_cached": counted.cached_tokens,
+            "vllm:generation_tokens": counted.generated_tokens,
+            "vllm:num_preemptions": counted.preemptions,
+            "mainstem:requests": counted.requests,
+            "mainstem:steps": counted.steps,
+            "mainstem:spans": counted.spans,
+            "mainstem:computed_tokens": counted.computed_tokens,
+            "mainstem:decoded_tokens": counted.decoded_tokens,
+            "mainstem:recomputed_tokens": counted.recomputed_tokens,
+            "mainstem:key_tokens_read": counted.key_tokens_read,
+            "mainstem:key_tokens_saved": counted.key_tokens_saved,
+            "mainstem:prefetched_pages": counted.prefetched_pages,
+            "mainstem:truncated_prompts": counted.truncated_prompts,
+            "mainstem:dropped_tokens": counted.dropped_tokens,
+            "mainstem:moved_pages": counted.moved_pages,
+            "mainstem:host_seconds": counted.host_s,
+            "mainstem:device_seconds": counted.device_s,
+        }
+
     def _by_label(
         self, name: str, labels: tuple[str, ...], totals: dict[tuple[str, ...], float]
     ) -> Iterator[str]:
@@ -252,82 +283,33 @@ class ServerMetrics:
         yield f"{name}_sum{{{self._common}}} {_number(total)}"
         yield f"{name}_count{{{self._common}}} {running[-1]}"
 
-    # --- listeners, on the engine's thread ------------------------------------------------------
-
-    def _submitted(self, event: RequestSubmitted) -> None:
-        with self._lock:
-            self._totals["mainstem:requests"] += 1
+    # --- listeners, on the engine's thread, under the lock --------------------------------------
 
     def _admitted(self, event: SequenceAdmitted) -> None:
-        with self._lock:
-            totals = self._totals
-            totals["vllm:prefix_cache_queries"] += event.prompt_tokens
-            totals["vllm:prefix_cache_hits"] += event.cached_tokens
-            totals["vllm:prompt_tokens"] += event.prompt_tokens
-            totals["vllm:prompt_tokens_cached"] += event.cached_tokens
-            self._histograms["vllm:request_prompt_tokens"].observe(event.prompt_tokens)
-
-    def _resumed(self, event: SequenceResumed) -> None:
-        with self._lock:
-            self._totals["mainstem:recomputed_tokens"] += event.computed_tokens
-
-    def _preempted(self, event: SequencePreempted) -> None:
-        with self._lock:
-            self._totals["vllm:num_preemptions"] += 1
+        self._histograms["vllm:request_prompt_tokens"].observe(event.prompt_tokens)
 
     def _finished(self, event: SequenceFinished) -> None:
-        with self._lock:
-            self._totals["vllm:generation_tokens"] += event.output_tokens
-            self._labelled["vllm:request_success"][event.reason.value,] += 1
-            self._histograms["vllm:request_generation_tokens"].observe(event.output_tokens)
+        self._labelled["vllm:request_success"][event.reason.value,] += 1
+        self._histograms["vllm:request_generation_tokens"].observe(event.output_tokens)
 
     def _evicted(self, event: PagesEvicted) -> None:
-        with self._lock:
-            self._labelled["mainstem:evicted_pages"][event.reason, event.tier] += event.num_pages
+        self._labelled["mainstem:evicted_pages"][event.reason, event.tier] += event.num_pages
 
     def _loaded(self, event: PagesLoaded) -> None:
-        with self._lock:
-            self._labelled["mainstem:loaded_pages"][event.tier,] += event.num_pages
-            self._labelled["mainstem:load_seconds"][event.tier,] += event.seconds
-
-    def _saved(self, event: PagesSaved) -> None:
-        with self._lock:
-            self._labelled["mainstem:saved_pages"][event.tier,] += event.num_pages
+        self._labelled["mainstem:load_seconds"][event.tier,] += event.seconds
 
     def _unsaved(self, event: SavesSkipped) -> None:
-        with self._lock:
-            self._labelled["mainstem:unsaved_pages"][event.reason, event.tier] += event.num_pages
+        self._labelled["mainstem:unsaved_pages"][event.reason, event.tier] += event.num_pages
 
     def _lost(self, event: PagesLost) -> None:
-        with self._lock:
-            self._labelled["mainstem:lost_pages"][event.reason, event.tier] += event.num_pages
-
-    def _prefetched(self, event: PagesPrefetched) -> None:
-        with self._lock:
-            self._totals["mainstem:prefetched_pages"] += event.num_pages
-
-    def _truncated(self, event: PromptTruncated) -> None:
-        with self._lock:
-            self._totals["mainstem:truncated_prompts"] += 1
-            self._totals["mainstem:dropped_tokens"] += event.dropped_tokens
-
-    def _moved(self, event: PagesMoved) -> None:
-        with self._lock:
-            self._totals["mainstem:moved_pages"] += event.num_pages
+        self._labelled["mainstem:lost_pages"][event.reason, event.tier] += event.num_pages
 
     def _stepped(self, event: StepFinished) -> None:
-        saved = max(0, event.key_tokens_seen - event.key_tokens_read)
-        with self._lock:
-            totals = self._totals
-            totals["mainstem:steps"] += 1
-            totals["mainstem:spans"] += event.num_spans
-            totals["mainstem:computed_tokens"] += event.num_prompt_tokens
-            totals["mainstem:decoded_tokens"] += event.num_tokens - event.num_prompt_tokens
-            totals["mainstem:key_tokens_read"] += event.key_tokens_read
-            totals["mainstem:key_tokens_saved"] += saved
-            totals["mainstem:host_seconds"] += event.host_s
-            totals["mainstem:device_seconds"] += event.device_s
-            self._histograms["vllm:iteration_tokens_total"].observe(event.num_tokens)
+        self._histograms["vllm:iteration_tokens_total"].observe(event.num_tokens)
+
+
+def _by_tier(totals: dict[str, int]) -> dict[tuple[str, ...], float]:
+    return {(tier,): number for tier, number in totals.items()}
 
 
 def _head(name: str, kind: str, help_text: str) -> tuple[str, str]:

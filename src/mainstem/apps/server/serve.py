@@ -29,7 +29,6 @@ from mainstem.apps.session_file import SessionFile
 from mainstem.apps.sessions import SessionLimits, Sessions, tokenizer_identity
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.core.metrics import Counters
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -165,15 +164,15 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
         if keys is None and not _is_loopback(args.host):
             log.warning("anybody who reaches this address may use it; see --api-key-file")
         engine = make_engine(config)
-        bus = engine.engine.bus
+        metrics = ServerMetrics(engine.engine.bus, names[0])
         gateway = Gateway(
             Worker(engine),
             ServedModel(names, int(time())),
             Access(keys, admin_keys),
             apps,
             limits,
-            Live(names[0], Counters().attach(bus)),
-            ServerMetrics(bus, names[0]),
+            Live(names[0], metrics.counters),
+            metrics,
             sessions,
         )
         if args.data_dir is not None:
