@@ -50,6 +50,13 @@ class PagePool:
         self._free[top : top + len(freed)] = freed[::-1]
         self._num_free = top + len(freed)
 
+    def recount(self, holders: Int32s) -> None:
+        """So many hold each page, however far an interrupted call came."""
+        self.holders[:] = holders
+        free = np.flatnonzero(holders == 0)
+        self._num_free = len(free)
+        self._free[: len(free)] = free[::-1]
+
     def check(self) -> None:
         """Raise if the invariant is broken."""
         free = self._free[: self._num_free]

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import numpy as np
+
 from mainstem.core.errors import OutOfPages
 from mainstem.core.events import EventBus, PagesEvicted
 from mainstem.core.ids import PageKey
@@ -305,6 +307,14 @@ class KVStore:
         if self._traffic is not None:
             self._traffic.flush()
             self._traffic.tiers.close()
+
+    def reclaim(self) -> None:
+        """No sequence holds a page any more, nor fills one, whatever became of those that did."""
+        num_copies = np.zeros(self.num_pages, np.int32)
+        if self._traffic is not None:
+            num_copies = self._traffic.num_copies
+        self._pool.recount(self._index.is_indexed + num_copies)
+        self._index.abort(np.flatnonzero(num_copies == 0).astype(np.int32))
 
     @contextmanager
     def distrust(self) -> Iterator[None]:

@@ -51,6 +51,11 @@ class Traffic:
     def num_loads(self) -> int:
         return len(self._loads)
 
+    @property
+    def num_copies(self) -> Int32s:
+        """By page, how many copies hold it; not to be changed."""
+        return self._copying
+
     def num_only_copied(self) -> int:
         """Pages that copies hold and no sequence does."""
         others = self._pool.holders - self._copying - self._index.is_indexed

@@ -38,6 +38,13 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         heapq.heappush(self._heap, self._entry(sequence))
 
+    def refill(self, sequences: Iterable[Sequence]) -> None:
+        """Just these wait, and nobody for a page, whatever was under way."""
+        self._heap = [self._entry(sequence) for sequence in sequences]
+        heapq.heapify(self._heap)
+        self._parked.clear()
+        self._num_parked = self._num_dead = 0
+
     def reorder(self, suspects_last: bool) -> None:
         """Somebody who waits fell under suspicion, or was cleared of it."""
         self.suspects_last = suspects_last

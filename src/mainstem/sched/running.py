@@ -59,8 +59,8 @@ class RunningSet:
         return slot
 
     def leave(self, slot: SeqSlot, in_flight: StepId | None) -> None:
-        """A sequence ended, or is preempted: it goes as soon as no step uses its slot. An error
-        on the way leaves it here, to be let go again."""
+        """A sequence ended, or is preempted: it goes as soon as no step uses its slot. After an
+        error on the way only `clear` helps."""
         self.table.is_alive[slot] = False
         if in_flight is not None and self.table.last_step[slot] == in_flight:
             self._leaving.append(slot)
@@ -74,6 +74,13 @@ class RunningSet:
             if self.table.last_step[slot] <= step_id:
                 self._release(slot)
                 self._leaving.remove(slot)
+
+    def clear(self) -> None:
+        """Nobody runs any more, however far the last to leave came; pages are left to the store."""
+        self.table.clear()
+        self.tree = SharingTree(self.tree.version + 1)
+        self.slots = np.empty(0, np.int32)
+        self._leaving.clear()
 
     def last_step(self) -> StepId:
         """The last step that used any slot."""
@@ -130,6 +137,6 @@ class RunningSet:
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
             num_wanted = self._order.tokens_wanted(sequence.request.plan_place) // page_size
-        store.give_back(pages, num_wanted)  # the only part that can fail, so first
+        store.give_back(pages, num_wanted)
         self.tree.detach(slot)
         table.leave(slot)

@@ -7,7 +7,7 @@ One step may be in flight while the next is made: samples not read back are carr
 A sequence that ends while it is part of a step in flight keeps slot and pages until that commits.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 from time import perf_counter, sleep
@@ -167,7 +167,8 @@ class Scheduler:
 
     def next_step(self, has_ended: Callable[[], bool] = lambda: True) -> Step | None:
         """The next step, or None when nothing can run before the one in flight commits.
-        `has_ended` tells whether the device has done that one."""
+        `has_ended` tells whether the device has done that one. After an error only `recover`
+        helps."""
         self._look_at_reads(has_ended)
         begin = perf_counter()
         self._queue.unpark(self._store.poll(self._loader.lead_s(self._in_flight)))
@@ -177,14 +178,6 @@ class Scheduler:
         if decodes is None:
             return None
         prompts = Prompts(self._size.prompt_tokens(len(decodes)))
-        try:
-            return self._make_step(decodes, prompts, begin)
-        except BaseException:
-            for source in prompts.sources():
-                self._store.release(np.array([source], np.int32))
-            raise
-
-    def _make_step(self, decodes: Int32s, prompts: Prompts, begin: float) -> Step | None:
         self._loader.load_ahead(prompts)
         self._starter.fill(prompts)
         self._store.prefetch()
@@ -223,7 +216,8 @@ class Scheduler:
         is_done, is_stop = self._ends(slots)
         is_streaming = table.is_streaming[slots] & ~is_done
         self._outputs += self._news.stream(slots[is_streaming], token_ids[is_streaming])
-        self._finish_all(slots[is_done], is_stop[is_done])
+        for slot, reason in _reasons(slots[is_done], is_stop[is_done]):
+            self._finish(slot, reason)
         self._running.settle(step.step_id)
         self._release_sources(step.step_id)
         if self._doubted:
@@ -241,38 +235,41 @@ class Scheduler:
         is_full = table.total[slots] - table.pending[slots] >= table.max_total[slots]
         return is_stop | is_full, is_stop
 
-    def _finish_all(self, slots: Int32s, is_stop: Bools) -> None:
-        for slot, stopped in zip(slots.tolist(), is_stop.tolist(), strict=True):
-            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-            self._finish(SeqSlot(slot), reason)
-
     def recover(self) -> None:
         """A step failed, or was interrupted: forget what it may have left in pages.
 
         Every sequence goes back to the queue with the tokens that are known of it, and the cache is
         emptied; stepping on tries again. What a commit had begun is done: tokens it read are told,
-        and who is done with them ends.
+        and who is done with them ends. Slots and pages are not given back one by one, since that
+        may be what was interrupted: nobody has any afterwards, and all wait.
         """
-        table, running = self._table, self._running
+        table = self._table
         self._in_flight = None
         with self._store.distrust():
-            running.settle(running.last_step())
-            self._release_sources(running.last_step())
-            slots = running.slots
+            ran = self._in_state(SeqState.RUNNING)
+            # who has no slot any more was about to wait: what is known of it is written down
+            slots = np.array([s.slot for s in ran if s.slot is not None], np.int32)
             table.total[slots] -= table.pending[slots]
             table.pending[slots] = 0
-            table.computed[slots] = 0  # nothing of them is worth a name
             for slot in slots.tolist():
                 self._news.drop_unread(slot)
-                if table.sequence(slot).state is SeqState.DONE:  # interrupted as it ended
-                    running.leave(SeqSlot(slot), None)
-            slots = running.slots
             is_done, is_stop = self._ends(slots)
-            self._finish_all(slots[is_done], is_stop[is_done])
+            for slot, reason in _reasons(slots[is_done], is_stop[is_done]):
+                self._tell_end(slot, reason)
             for slot in slots[~is_done].tolist():
                 if table.is_streaming[slot] and self._news.has_untold(slot):
                     self._outputs.append(self._news.deliver(slot, None))
-                self._preempt(slot)
+                self._write_down(table.sequence(slot), slot)
+            preempted = [
+                (s, 0 if s.slot is None else int(table.num_pages[s.slot]))
+                for s in self._in_state(SeqState.RUNNING)
+            ]
+            self._copy_sources.clear()
+            self._running.clear()
+            self._store.reclaim()
+            self._queue.refill(self._in_state(SeqState.WAITING))
+            for sequence, num_pages in preempted:
+                self._wait_again(sequence, num_pages)
 
     def fail(self, step: Step | None, fault: str) -> bool:
         """A step failed, or the making of one (None): recover, and find out who is to blame.
@@ -457,6 +454,10 @@ class Scheduler:
 
     def _finish(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> None:
         """A running sequence is done: deliver, and free its slot as soon as no step uses it."""
+        self._tell_end(slot, reason, fault)
+        self._running.leave(slot, None if self._in_flight is None else self._in_flight.step_id)
+
+    def _tell_end(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> None:
         table = self._table
         sequence = table.sequence(slot)
         self._outputs.append(self._news.deliver(slot, reason, fault))
@@ -464,7 +465,6 @@ class Scheduler:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.observe(num_output)
         self._close(sequence, reason, num_output)
-        self._running.leave(slot, None if self._in_flight is None else self._in_flight.step_id)
 
     def _end_early(
         self, sequence: Sequence, reason: FinishReason, fault: str | None = None
@@ -492,16 +492,26 @@ class Scheduler:
 
     def _preempt(self, slot: SeqSlot) -> None:
         """Take a sequence's pages; it starts again later from what is still cached."""
-        sequence = self._table.sequence(slot)
+        sequence, num_pages = self._table.sequence(slot), int(self._table.num_pages[slot])
+        self._write_down(sequence, slot)
+        self._running.leave(slot, None)
+        self._wait_again(sequence, num_pages)
+
+    def _write_down(self, sequence: Sequence, slot: SeqSlot) -> None:
+        """Keep what is known of a sequence when it has its slot no more."""
         sequence.output_ids = self._table.output_ids(slot)
         sequence.reset_prompt_logprobs()
-        num_pages = int(self._table.num_pages[slot])
-        self._running.leave(slot, None)
+
+    def _wait_again(self, sequence: Sequence, num_pages: int) -> None:
         sequence.state = SeqState.WAITING
         sequence.num_to_compute = None
         self._wait(sequence)
         request_id = sequence.request.request_id
         self._bus.publish(SequencePreempted(request_id, sequence.index, num_pages))
+
+    def _in_state(self, state: SeqState) -> list[Sequence]:
+        answers = [sequence for answers in self._sequences.values() for sequence in answers]
+        return [sequence for sequence in answers if sequence.state is state]
 
     def _release_sources(self, step_id: StepId) -> None:
         """End the leases on pages that steps up to this one copied from."""
@@ -549,3 +559,9 @@ class Scheduler:
                 device_s=device_s,
             )
         )
+
+
+def _reasons(slots: Int32s, is_stop: Bools) -> Iterator[tuple[SeqSlot, FinishReason]]:
+    """Why each of these, which are done, is."""
+    for slot, stopped in zip(slots.tolist(), is_stop.tolist(), strict=True):
+        yield SeqSlot(slot), FinishReason.STOP if stopped else FinishReason.LENGTH

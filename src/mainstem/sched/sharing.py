@@ -36,14 +36,14 @@ class _Stem:
 class SharingTree:
     """Sequences attach with their full prompt pages and detach when they end."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: int = 0) -> None:
         self._stems: list[_Stem | None] = [_Stem(np.empty(0, np.int32), 0, ROOT)]
         self._free: list[int] = []
         self._stem_of_slot: Int32s = np.zeros(64, np.int32)
         self.parent: Int32s = np.zeros(64, np.int32)
         self.end: Int32s = np.zeros(64, np.int32)  # page index after the stem
         self._holders: Int32s = np.zeros(64, np.int32)
-        self.version = 0  # changes with every attach and detach
+        self.version = version  # changes with every attach and detach
 
     def attach(self, slot: int, pages: Int32s) -> None:
         """`slot` holds `pages`, from its first on; only full pages, which nobody writes again."""

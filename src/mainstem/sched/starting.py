@@ -92,15 +92,10 @@ class Starter:
             return None
         cached = match.pages
         store.lease(cached)  # before counting: leased pages cannot be given up for room
-        held = [cached]
         try:
-            return self._start_leased(sequence, chain, match, num_known, prompts, held)
-        except BaseException:
-            for pages in held:
-                self._queue.unpark(store.abort(pages))
-                store.release(pages)
-            if len(held) > 1:  # it has left the queue already
-                self._queue.push(sequence)
+            return self._start_leased(sequence, chain, match, num_known, prompts)
+        except Exception:
+            self._queue.push(sequence)  # where `fail` looks for who is to blame; it may have left
             raise
 
     def _start_leased(
@@ -110,9 +105,8 @@ class Starter:
         match: Match,
         num_known: int,
         prompts: Prompts,
-        held: list[Int32s],
     ) -> SeqSlot | None:
-        """As _try_start, with the cached pages leased; what it takes more is added to `held`."""
+        """As _try_start, with the cached pages leased."""
         store, cached = self._store, match.pages
         num_new = -(-num_known // self._page_size) - len(cached)
         expected = self._lengths.expect(sequence)
@@ -146,7 +140,6 @@ class Starter:
             store.release(similar)
             match = _without_similar(match)
         fresh = store.take(num_new)
-        held.append(fresh)
         self._queue.pop()
         if match.similar_page is not None:
             copy = PageCopy(match.similar_page, int(fresh[0]), match.similar_tokens)

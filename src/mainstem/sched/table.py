@@ -129,6 +129,15 @@ class SeqTable:
         self._free_slots.append(slot)
         return pages
 
+    def clear(self) -> None:
+        """Free every slot, whatever `enter` or `leave` was interrupted in."""
+        for sequence in self.sequences:
+            if sequence is not None:
+                sequence.slot = None
+        self.sequences[:] = [None] * len(self.sequences)
+        self.is_alive[:] = False
+        self._free_slots[:] = range(len(self.sequences) - 1, -1, -1)
+
     def expect_remaining(self, slots: Int32s, at_least: int) -> Int32s:
         """Output tokens to come; who has outgrown the expectation gets `at_least` more."""
         likely = np.maximum(self.expected_total[slots] - self.total[slots], at_least)
