@@ -52,6 +52,7 @@ CASES = {
 SHAPES = [
     (32, 8, 128, 16), (32, 32, 128, 16), (32, 8, 64, 32), (8, 8, 80, 16), (12, 4, 96, 64),
     (28, 4, 128, 16), (64, 8, 128, 16), (16, 1, 128, 64), (9, 3, 64, 16), (40, 2, 128, 32),
+    (6, 2, 128, 16), (9, 3, 128, 32), (128, 2, 128, 16), (130, 2, 64, 16),
 ]  # fmt: skip
 
 
@@ -119,6 +120,7 @@ def test_every_shape_and_dtype_agrees(shape: tuple[int, int, int, int], dtype: t
     runs = (
         *_decode([5, 200, 64, 1, 33], [(range(5), 130), (range(2, 5), 300)]),
         Run(tuple(range(5, 45)), 100, is_causal=True),
+        Run((45, 46, 47), 70, is_causal=True),
     )
     case = AttentionCase(str(shape), runs, heads, kv_heads, head_dim, page_size)
     _check(case, dtype)
@@ -184,6 +186,23 @@ def test_lse_spread_of_80_is_merged_without_overflow() -> None:
     right, _ = reference.span_attention(q.float(), k_pages, v_pages, spans, 128**-0.5)
     assert out.isfinite().all()
     assert (out.float() - right).abs().max() < 0.02 * right.abs().max()
+
+
+def test_a_query_that_is_not_a_number_answers_so() -> None:
+    case = AttentionCase("nan", _decode([20, 300], [(range(2), 100)]))
+    spans = case.spans()
+    shape = (int(spans.page_ids.max()) + 1, case.kv_heads, case.page_size, case.head_dim)
+    k_pages, v_pages = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    q = torch.randn(2, case.heads, case.head_dim, dtype=torch.bfloat16, device="cuda")
+    q[0] = float("nan")
+    attention = SpanAttention(
+        heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page_size,
+        dtype=torch.bfloat16, device=torch.device("cuda"), limits=Limits(2, 64),
+    )  # fmt: skip
+    attention.plan(spans)
+    out = attention.run(q, k_pages, v_pages)
+    assert torch.isnan(out[0]).all()
+    assert torch.isfinite(out[1]).all()
 
 
 def test_queries_that_cannot_be_copied_at_once_are_refused() -> None:

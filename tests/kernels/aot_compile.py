@@ -93,7 +93,7 @@ def _span_constants(tiles: Tiles) -> dict[str, object]:
 
 def _hopper_jobs() -> Iterator[Job]:
     tiles = HOPPER_SPLIT
-    for head_dim, page_size, fold in ((128, 16, 4), (64, 32, 2), (128, 64, 1), (128, 16, 1)):
+    for head_dim, page_size, fold in ((128, 16, 4), (64, 32, 2), (128, 64, 1), (128, 16, 2)):
         constants = {
             "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size, "HAS_LSE": True
         }  # fmt: skip

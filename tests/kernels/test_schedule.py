@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from mainstem.apps.bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases
 from mainstem.kernels import Limits
 from mainstem.kernels import schedule as plans
-from mainstem.kernels.cutting import Shape
+from mainstem.kernels.cutting import SMALL_TILE_KEYS, Shape
 from mainstem.kernels.ops import COARSE
 from mainstem.kernels.tuning import HOPPER, HOPPER_SPLIT, Tiles
 from mainstem.kernels.unshare import unshare
@@ -107,6 +107,18 @@ def _check_first_units(
 def test_every_pair_is_computed_once(name: str, tiles: Tiles) -> None:
     case = CASES[name]
     check(case, shape_of(case, tiles))
+
+
+@pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+def test_a_small_unit_fits_its_tile(page_size: int, tiles: Tiles) -> None:
+    for kv_heads in range(1, 65):
+        for group in range(1, 129):
+            shape = Shape(group, kv_heads, page_size, num_programs=264, tiles=tiles)
+            assert kv_heads % shape.fold == 0
+            assert SMALL_TILE_KEYS % (shape.fold * page_size) == 0
+            assert shape.small_rows * shape.fold <= shape.small_q
+            assert shape.small_rows >= group or group > shape.small_q
 
 
 def _loads(case: AttentionCase) -> tuple[np.ndarray, np.ndarray]:

@@ -33,7 +33,8 @@ class Shape:
 
     # KV heads of a small unit: as many as make a tile of 64 keys x heads from a page.
     fold: int = field(init=False)
-    # Rows of the small tile: those of one token in all heads of a unit, as a power of two.
+    # Rows of the small tile: those of one token in all heads of a unit, as a power of two, unless
+    # the tiles have a number of their own.
     small_q: int = field(init=False)
 
     @property

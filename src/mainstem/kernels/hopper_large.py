@@ -34,12 +34,13 @@ from mainstem.kernels.hopper_rows import (
     await_queries,
     find_rows,
     load_box,
+    num_tiles_of,
     read_piece,
     release,
     rows_of,
+    share_of,
     shares_of,
     start_queries,
-    weigh,
     write_rows,
 )
 
@@ -54,14 +55,8 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 @gluon.jit
 def _share(plan_ptr):
     """This program's part of the order: begin, end, and the piece and KV head of its first unit."""
-    share_ptr = plan_ptr + 16 + gl.program_id(0) * 24
+    share_ptr = share_of(plan_ptr)
     return gl.load(share_ptr), gl.load(share_ptr + 1), share_ptr + 8, gl.load(share_ptr + 4)
-
-
-@gluon.jit
-def _num_tiles(key_begin, key_end, TILE_K: gl.constexpr):
-    """A unit without keys has a tile as well, all masked: its rows are written like others."""
-    return gl.maximum((key_end - key_begin + TILE_K - 1) // TILE_K, 1)
 
 
 @gluon.jit
@@ -116,7 +111,7 @@ def _produce(
         key_begin = gl.load(piece_ptr + 4)
         key_end = gl.load(piece_ptr + 5)
         last_page = gl.maximum(key_end - 1, 0) // PAGE_SIZE
-        for i in range(0, _num_tiles(key_begin, key_end, TILE_K)):
+        for i in range(0, num_tiles_of(key_begin, key_end, TILE_K)):
             start = key_begin + i * TILE_K
             stage = tile % STAGES
             was_read = (tile // STAGES + 1) & 1
@@ -162,6 +157,15 @@ def _mask(scores, start, seen_by_all, limit, TILE_K: gl.constexpr, LAYOUT: gl.co
 
 
 @gluon.jit
+def _weigh(scores, top, scale):
+    """Weights of scores under a maximum that is the larger of theirs and `top`; that one, too."""
+    top = gl.maximum(top, gl.max(scores, 1) * scale)
+    # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
+    base = gl.where(top == float("-inf"), 0.0, top)
+    return gl.exp2(scores * scale - base[:, None]), top, base
+
+
+@gluon.jit
 def _attend(
     q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, tile, num_tiles,
     key_begin, seen_by_all, limit, scale,
@@ -180,7 +184,7 @@ def _attend(
     release(k_empty, stage)
     scores = _mask(scores, key_begin, seen_by_all, limit, TILE_K, S_LAYOUT)
     nothing = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    p, top, base = weigh(scores, nothing, scale)
+    p, top, base = _weigh(scores, nothing, scale)
     total = gl.sum(p, 1)
     weights = gl.convert_layout(p.to(q_rows.dtype), WEIGHTS)
     acc = gl.zeros([64, HEAD_DIM], gl.float32, O_LAYOUT)
@@ -196,7 +200,7 @@ def _attend(
         scores = warpgroup_mma_wait(1, deps=(pending,))
         release(k_empty, stage)
         scores = _mask(scores, key_begin + i * TILE_K, seen_by_all, limit, TILE_K, S_LAYOUT)
-        p, new_top, base = weigh(scores, top, scale)
+        p, new_top, base = _weigh(scores, top, scale)
         shrink = gl.exp2(top - base)
         total = total * shrink + gl.sum(p, 1)
         top = new_top
@@ -231,11 +235,10 @@ def _consume(
     next_unit = gl.load(order_ptr + gl.minimum(begin + 1, end - 1))
     q_rows = q_tiles.index(WHICH)
     entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(piece_ptr)
-    if begin < end:
-        start_queries(
-            q_ptr, q_rows, entries_ptr + entry, row_begin + WHICH * 64, row_end, kv_head,
-            stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
-        )  # fmt: skip
+    start_queries(
+        q_ptr, q_rows, entries_ptr + entry, row_begin + WHICH * 64, row_end, kv_head,
+        stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
+    )  # fmt: skip
     tile = 0
     for index in range(begin, end):
         next_kv_head = next_unit % KV_HEADS
@@ -245,10 +248,10 @@ def _consume(
         ) = read_piece(pieces_ptr + (next_unit // KV_HEADS) * 8)  # fmt: skip
         next_unit = gl.load(order_ptr + gl.minimum(index + 2, end - 1))
         row_begin += WHICH * 64
-        num_tiles = _num_tiles(key_begin, key_end, TILE_K)
+        num_tiles = num_tiles_of(key_begin, key_end, TILE_K)
         await_queries()
         if row_begin < row_end:
-            rows, head = rows_of(row_begin, kv_head, GROUP, 1, gl.SliceLayout(1, S_LAYOUT))
+            rows, _ = rows_of(row_begin, kv_head, GROUP, 1, gl.SliceLayout(1, S_LAYOUT))
             limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
             seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
             summing, top, total, stage = _attend(
@@ -302,7 +305,7 @@ def _large_units_kernel(
     """Attend to the large units of this program. `scale` includes log2(e)."""
     gdc_wait()  # the kernel ahead may have written the plan, the queries or the pages
     gdc_launch_dependents()
-    share_ptr = plan_ptr + 16 + gl.program_id(0) * 24
+    share_ptr = share_of(plan_ptr)
     if gl.load(share_ptr) == gl.load(share_ptr + 1):
         return  # at once, since small units wait for the multiprocessor
     dtype: gl.constexpr = k_desc.dtype

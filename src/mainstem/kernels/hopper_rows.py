@@ -42,6 +42,18 @@ def as_tiles(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.conste
 
 
 @gluon.jit
+def share_of(plan_ptr):
+    """Where it stands what this program has to do."""
+    return plan_ptr + 16 + gl.program_id(0) * 24
+
+
+@gluon.jit
+def num_tiles_of(key_begin, key_end, KEYS: gl.constexpr):
+    """A unit without keys has a tile as well, all masked: its rows are written like others."""
+    return gl.maximum((key_end - key_begin + KEYS - 1) // KEYS, 1)
+
+
+@gluon.jit
 def read_piece(piece_ptr):
     """Entry, rows, keys, limit and stretch."""
     return (
@@ -86,15 +98,6 @@ def release(empty, stage):
     """All warps of the group have read the tile: it may be overwritten."""
     barrier()
     mbarrier.arrive(empty.index(stage), count=1)
-
-
-@gluon.jit
-def weigh(scores, top, scale):
-    """Weights of scores under a maximum that is the larger of theirs and `top`; that one, too."""
-    top = gl.maximum(top, gl.max(scores, 1) * scale)
-    # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
-    base = gl.where(top == float("-inf"), 0.0, top)
-    return gl.exp2(scores * scale - base[:, None]), top, base
 
 
 @gluon.jit

@@ -30,9 +30,11 @@ from mainstem.kernels.hopper_rows import (
     barrier,
     find_rows,
     load_box,
+    num_tiles_of,
     read_piece,
     release,
     rows_of,
+    share_of,
     shares_of,
     start_queries,
     write_rows,
@@ -49,17 +51,11 @@ def _share(plan_ptr):
     """This program's part of the order: begin, end, and of its first unit piece, KV head and page;
     its second unit.
     """
-    share_ptr = plan_ptr + 16 + gl.program_id(0) * 24
+    share_ptr = share_of(plan_ptr)
     return (
         gl.load(share_ptr + 2), gl.load(share_ptr + 3), share_ptr + 16, gl.load(share_ptr + 5),
         gl.load(share_ptr + 6), gl.load(share_ptr + 7),
     )  # fmt: skip
-
-
-@gluon.jit
-def _num_steps(key_begin, key_end, KEYS: gl.constexpr):
-    """A unit without keys has a step as well, all masked: its rows are written like others."""
-    return gl.maximum((key_end - key_begin + KEYS - 1) // KEYS, 1)
 
 
 @gluon.jit
@@ -94,6 +90,7 @@ def _produce(
     BLOCK: gl.constexpr = FOLD * PAGE_SIZE
     PAGES: gl.constexpr = LANES // BLOCK
     KEYS: gl.constexpr = PAGES * PAGE_SIZE
+    gl.static_assert(PAGES * BLOCK == LANES)
     ACROSS: gl.constexpr = HEAD_DIM // PANEL
     k_boxes = as_tiles(k_tiles, STAGES * ACROSS * PAGES, BLOCK, PANEL)
     v_boxes = as_tiles(v_tiles, STAGES * ACROSS * PAGES, BLOCK, PANEL)
@@ -116,7 +113,7 @@ def _produce(
         pages_ptr = page_ids_ptr + page_at
         last_page = gl.maximum(key_end - 1, 0) // PAGE_SIZE
         first_page = key_begin // PAGE_SIZE
-        for i in range(0, _num_steps(key_begin, key_end, KEYS)):
+        for i in range(0, num_tiles_of(key_begin, key_end, KEYS)):
             at = first_page + i * PAGES
             next_page = gl.load(pages_ptr + gl.minimum(at + PAGES, last_page))
             stage = step % STAGES
@@ -178,7 +175,7 @@ def _attend(
     top = gl.full([64], float("-inf"), gl.float32, S_ROWS)
     total = gl.zeros([64], gl.float32, S_ROWS)
     acc = gl.zeros([64, HEAD_DIM], gl.float32, O_LAYOUT)
-    for i in range(0, _num_steps(key_begin, key_end, KEYS)):
+    for i in range(0, num_tiles_of(key_begin, key_end, KEYS)):
         start = key_begin + i * KEYS
         stage = (step + i) % STAGES
         phase = ((step + i) // STAGES) & 1
@@ -191,9 +188,9 @@ def _attend(
         if start + KEYS > seen_by_all:
             keys = start + _keys_of(FOLD, PAGE_SIZE, gl.SliceLayout(0, S_LAYOUT))
             scores = gl.where(keys[None, :] <= limit[:, None], scores, float("-inf"))
-        scores = gl.where(is_same_head, scores, float("-inf"))
-        # The others' being -inf, those of its own head: a quarter of the exponents to take.
-        own = gl.max(scores.reshape([64, PAGES, FOLD, PAGE_SIZE]), 2)
+        # Those of its own head, the others' being 0: fewer exponents to take, and NaN stays NaN.
+        scores = gl.where(is_same_head, scores, 0.0)
+        own = gl.sum(scores.reshape([64, PAGES, FOLD, PAGE_SIZE]), 2)
         new_top = gl.convert_layout(gl.max(gl.max(own, 2), 1), S_ROWS)
         new_top = gl.maximum(top, new_top * scale)
         # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
@@ -236,11 +233,10 @@ def _consume(
     entries_ptr = plan_ptr + gl.load(plan_ptr + 2)
     num_entries = gl.load(plan_ptr + 3)
     entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(piece_ptr)
-    if begin < end:
-        start_queries(
-            q_ptr, q_rows, entries_ptr + entry, row_begin, row_end, kv_head,
-            stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
-        )  # fmt: skip
+    start_queries(
+        q_ptr, q_rows, entries_ptr + entry, row_begin, row_end, kv_head,
+        stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
+    )  # fmt: skip
     step = 0
     for index in range(begin, end):
         # Which unit comes after the next is fetched two ahead, all else one ahead.
@@ -269,7 +265,7 @@ def _consume(
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
             KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
         )  # fmt: skip
-        step += _num_steps(key_begin, key_end, LANES // FOLD)
+        step += num_tiles_of(key_begin, key_end, LANES // FOLD)
         kv_head = next_kv_head
         entry = next_entry
         row_begin = next_row_begin
@@ -284,7 +280,7 @@ def _consume(
 @gluon.jit
 def _small_units_kernel(
     q_ptr, k_desc, v_desc, out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
-    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, num_stages,
+    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, num_barriers,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
@@ -293,7 +289,7 @@ def _small_units_kernel(
     It need not wait at its begin: the kernel of the large units lets it start behind its own wait.
     """
     gdc_launch_dependents()
-    share_ptr = plan_ptr + 16 + gl.program_id(0) * 24
+    share_ptr = share_of(plan_ptr)
     if gl.load(share_ptr + 2) == gl.load(share_ptr + 3):
         gdc_wait()
         return
@@ -308,7 +304,7 @@ def _small_units_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     # Not a constant number of times, or it would be unrolled: instructions that run once are
     # fetched from memory all the same.
-    for i in range(0, num_stages):
+    for i in range(0, num_barriers):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)

@@ -97,7 +97,7 @@ class _Staging:
 
 @dataclass(frozen=True, slots=True)
 class _Hopper:
-    """The kernels of that card."""
+    """The kernels that only Hopper has."""
 
     large: ModuleType
     small: ModuleType
@@ -106,7 +106,7 @@ class _Hopper:
 
 @cache
 def _hopper() -> _Hopper | None:
-    """The kernels of that card, where this Triton has what they are written in."""
+    """The kernels that only Hopper has, where this Triton has what they are written in."""
     try:
         from mainstem.kernels import hopper_large, hopper_rows, hopper_small  # noqa: PLC0415
     except (ImportError, AttributeError) as error:
@@ -118,13 +118,13 @@ def _hopper() -> _Hopper | None:
 def _with_kernel(
     tiles: Tiles, device: torch.device, page_size: int
 ) -> tuple[Tiles, _Hopper | None]:
-    """The tiles with the kernel of large units that they ask for; others where there is none."""
+    """The tiles with the kernels of their own that they ask for; others where there are none."""
     if not tiles.is_split or device.type == "cpu":
         return tiles, None
-    if tiles.large_q != 128 or tiles.large_k % page_size:
+    if tiles.large_q != 128 or tiles.large_k % page_size or tiles.small_q != 64:
         raise LayoutError(
-            "tiles that are split must have large_q 128 and large_k a multiple of the page size, "
-            f"got {tiles.large_q} and {tiles.large_k}"
+            "tiles that are split must have large_q 128, large_k a multiple of the page size and "
+            f"small_q 64, got {tiles.large_q}, {tiles.large_k} and {tiles.small_q}"
         )
     hopper = _hopper()
     return (HOPPER, None) if hopper is None else (tiles, hopper)
@@ -132,11 +132,11 @@ def _with_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Descriptors:
-    """One layer's K or V as rows of head_dim, for either kernel."""
+    """One layer's K or V as rows of head_dim, as units of either kind copy them."""
 
     shape: tuple[int, ...]
-    rows: TensorDescriptor
-    boxes: Any  # a descriptor of Gluon's, or None
+    small: Any  # of Triton's, or of Gluon's on Hopper
+    large: Any  # of Gluon's; None elsewhere, where pointers do
 
 
 class SpanAttention:
@@ -338,11 +338,11 @@ class SpanAttention:
             "PAGE_SIZE": self._page_size, "HAS_LSE": lse is not None, "launch_pdl": True,
         }  # fmt: skip
         large._large_units_kernel[(shape.num_large_programs,)](
-            q, k.boxes, v.boxes, *tensors, TILE_K=tiles.large_k, STAGES=tiles.large_stages,
+            q, k.large, v.large, *tensors, TILE_K=tiles.large_k, STAGES=tiles.large_stages,
             num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
         )  # fmt: skip
         small._small_units_kernel[(shape.num_programs,)](
-            q, k.rows, v.rows, *tensors, tiles.small_stages,
+            q, k.small, v.small, *tensors, tiles.small_stages,
             FOLD=shape.fold, STAGES=tiles.small_stages,
             num_warps=small.NUM_WARPS, maxnreg=small.MAX_REGISTERS, **constants,
         )  # fmt: skip
@@ -355,7 +355,7 @@ class SpanAttention:
         if tiles.max_registers is not None and torch.version.hip is None:
             options["maxnreg"] = tiles.max_registers
         _span_kernel[(shape.num_programs,)](
-            q, k_pages, v_pages, self._views_of(k_pages).rows, self._views_of(v_pages).rows,
+            q, k_pages, v_pages, self._views_of(k_pages).small, self._views_of(v_pages).small,
             out, lse if lse is not None else self._partial_lse,
             self._plan, self._partial, self._partial_lse,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
@@ -389,10 +389,10 @@ class SpanAttention:
             fold = self._shape.fold * self._page_size
             found = _Descriptors(
                 shape=tuple(pages.shape),
-                rows=TensorDescriptor.from_tensor(rows, [fold, self._dim])
+                small=TensorDescriptor.from_tensor(rows, [fold, self._dim])
                 if hopper is None
                 else hopper.boxes_of(rows, fold),
-                boxes=None if hopper is None else hopper.boxes_of(rows, self._page_size),
+                large=None if hopper is None else hopper.boxes_of(rows, self._page_size),
             )
             self._descriptors[pages.data_ptr()] = found
         return found

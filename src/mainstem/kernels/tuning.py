@@ -25,7 +25,7 @@ class Tiles:
     large_weight: float = 0.8  # of a large unit for a key
     small_fixed: float = 90.0  # of a unit beside its keys
     large_fixed: float = 500.0
-    small_q: int | None = None  # rows of the small tile; None: as few as a token has
+    small_q: int | None = None  # rows of the small tile; None: as many as a token needs
     # Large units run ahead and take whole multiprocessors; small ones follow as these end, ...
     is_split: bool = False
     late_fixed: float = 0.0  # ... and have read their first keys so much later
