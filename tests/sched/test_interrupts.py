@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mainstem.core.events import EventBus, SequencePreempted
+from mainstem.core.ids import RequestId
 from mainstem.engine.engine import Engine
 from mainstem.kv.pool import PagePool
 from mainstem.kv.store import KVStore
@@ -133,3 +134,25 @@ def test_an_interrupt_while_pages_are_copied_costs_nothing() -> None:
         return tiered.engine
 
     interrupt_everywhere(make_engine, [RunningSet._release, PagePool.give_back])
+
+
+def test_an_interrupt_as_a_request_is_aborted_costs_the_others_nothing() -> None:
+    for when in range(1, 500):
+        engine, collector = an_engine(), Collector()
+        for number in (1, 2):
+            engine.submit(a_request(PROMPTS[number], NUM_TOKENS[number], name=str(number)))
+        engine.submit(a_request([7, 7, 7, 7, 3], 50, name="aborted"))
+        for _ in range(3):
+            collector.add(engine.step())
+        with suppress(KeyboardInterrupt), Interrupt(LEAVING, when) as interrupt:
+            engine.abort(RequestId("aborted"))
+        engine.check()
+        while engine.has_work:
+            collector.add(engine.step())
+            engine.check()
+        for name in ("1", "2"):
+            assert collector.tokens[name, 0] == ANSWERS[name, 0]
+        if interrupt.num_left > 0:
+            assert when > 10
+            return
+    raise AssertionError("there is no end to it")

@@ -1,6 +1,8 @@
 """The engine: schedule, run, commit. Token ids in, token ids out; any runner."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -67,11 +69,13 @@ class Engine:
 
     def abort(self, request_id: RequestId) -> None:
         """Stop a request wherever it is; its last Output comes with the next step."""
-        self._scheduler.abort(request_id)
+        with self._unharmed():
+            self._scheduler.abort(request_id)
 
     def stop(self, request_id: RequestId, index: int) -> None:
         """End one answer at what the caller has seen of it."""
-        self._scheduler.stop(request_id, index)
+        with self._unharmed():
+            self._scheduler.stop(request_id, index)
 
     def step(self) -> list[Output]:
         """Advance by one step; returns what callers should hear.
@@ -81,8 +85,14 @@ class Engine:
         last Output. Raises EngineLost when step after step fails, whatever is in it. An interrupt
         goes through, wherever it comes: everything waits again, and news come with the next step.
         """
-        try:
+        with self._unharmed():
             return self._step()
+
+    @contextmanager
+    def _unharmed(self) -> Iterator[None]:
+        """An interrupt goes through, and everything waits again."""
+        try:
+            yield
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._drop_steps()
