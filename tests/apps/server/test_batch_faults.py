@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 
 from mainstem.apps.server import batch_runner, batch_shelf
-from mainstem.apps.server.batch_shelf import BatchShelf, BatchStatus
+from mainstem.apps.server.batch_shelf import Batch, BatchShelf, BatchStatus
 from mainstem.apps.server.file_shelf import FileShelf, write_whole
 from tests.apps.server.running import Running, a_server, until
 from tests.apps.server.test_batches import ENDED, a_client, a_row, answers, lines
@@ -206,3 +206,28 @@ def test_batches_are_cancelled_on_a_full_disk_whether_they_run_or_wait(
         running.settle()
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
         assert [batch.status for batch in client.batches.list()] == ["cancelled", "cancelled"]
+
+
+def test_a_batch_that_is_cancelled_as_its_files_are_made_has_them_made_once_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, at_it, most_at_it = batch_runner._part, [], []
+
+    def slow_part(files: FileShelf, batch: Batch, work: Path) -> tuple[str | None, str | None]:
+        at_it.append(batch.batch_id)
+        most_at_it.append(len(at_it))
+        sleep(0.5)
+        ids = part(files, batch, work)
+        at_it.remove(batch.batch_id)
+        return ids
+
+    monkeypatch.setattr(batch_runner, "_part", slow_part)
+    with a_server(data_dir=tmp_path) as running, a_client(running) as client:
+        batch_id = begin(client, 3)
+        until(lambda: bool(at_it))
+        client.batches.cancel(batch_id)
+        until(lambda: client.batches.retrieve(batch_id).status in ENDED)
+        ended = client.batches.retrieve(batch_id)
+        assert ended.status == "cancelled"
+        assert len(answers(client, ended.output_file_id)) == 3
+    assert most_at_it == [1, 1]

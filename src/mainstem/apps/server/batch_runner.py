@@ -216,7 +216,7 @@ class BatchRunner:
         """Part answers from errors, and make files of them."""
         finalizing = batch.moved(BatchStatus.FINALIZING)
         work = self._batches.work_path(batch)
-        ids = await asyncio.to_thread(_part, self._files, batch, work)
+        ids = await _parted(self._files, batch, work)
         ended = replace(finalizing, output_file_id=ids[0], error_file_id=ids[1]).moved(status)
         self._batches.put(ended)
         work.unlink(missing_ok=True)
@@ -383,6 +383,18 @@ def _in_order(planned: PlannedWindow) -> Iterator[int]:
     """Rows of a window, those that share a prefix together."""
     for stretch in planned.stretches(LengthEstimate()):
         yield from stretch.row_indices.tolist()
+
+
+async def _parted(files: FileShelf, batch: Batch, work: Path) -> tuple[str | None, str | None]:
+    """As _part. Nothing stops its thread: who is cancelled meanwhile waits for it all the same, so
+    that no second one writes the same files.
+    """
+    parting = asyncio.ensure_future(asyncio.to_thread(_part, files, batch, work))
+    try:
+        return await asyncio.shield(parting)
+    except asyncio.CancelledError:
+        await asyncio.gather(parting, return_exceptions=True)
+        raise
 
 
 def _part(files: FileShelf, batch: Batch, work: Path) -> tuple[str | None, str | None]:
