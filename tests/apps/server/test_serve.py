@@ -30,6 +30,8 @@ def no_engine(config: EngineConfig) -> TextEngine:
         ["--max-queue", "0"],
         ["--rate-limit", "-1"],
         ["--max-body-mib", "0"],
+        ["--file-ttl-s", "0"],
+        ["--max-files", "0"],
         ["--host", "256.0.0.1"],
         ["--port", "99999"],
     ],
@@ -37,6 +39,16 @@ def no_engine(config: EngineConfig) -> TextEngine:
 def test_wrong_flags_are_found_before_the_model_is_loaded(flags: list[str]) -> None:
     with pytest.raises(ConfigError):
         main(["--port", "0", *flags], no_engine)
+
+
+@pytest.mark.parametrize("flag", ["--file-ttl-s", "--max-stored-gib"])
+@pytest.mark.parametrize("value", ["nan", "inf", "soon"])
+def test_what_is_no_number_is_refused(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--port", "0", flag, value], no_engine)
+    assert f"argument {flag}: invalid number value: '{value}'" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:

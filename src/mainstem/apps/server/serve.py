@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable
 from ipaddress import ip_address
+from math import isfinite
 from pathlib import Path
 from time import time
 
@@ -38,6 +39,14 @@ SWITCH_S = 0.001  # the engine gives the interpreter up so often while HTTP wait
 BACKLOG = 2048  # connections that wait to be accepted
 
 log = logging.getLogger("mainstem.server")
+
+
+def number(text: str) -> float:
+    """The type of a flag; `nan` and `inf` are not taken."""
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     )
     limits.add_argument(
         "--max-stored-gib",
-        type=float,
+        type=number,
         default=defaults.stored_bytes / GIB,
         metavar="N",
         help="files of a key together, answers of its batches included (%(default)g)",
@@ -126,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
     )
     limits.add_argument(
         "--file-ttl-s",
-        type=float,
+        type=number,
         default=defaults.file_ttl_s,
         metavar="S",
         help=f"files and ended batches are removed after so long ({defaults.file_ttl_s:.0f})",
