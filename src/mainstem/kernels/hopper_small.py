@@ -291,7 +291,8 @@ def _small_units_kernel(
     gdc_launch_dependents()
     share_ptr = share_of(plan_ptr)
     if gl.load(share_ptr + 2) == gl.load(share_ptr + 3):
-        gdc_wait()
+        if gl.program_id(0) == 0:
+            gdc_wait()
         return
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
@@ -325,4 +326,5 @@ def _small_units_kernel(
         [1],
         [PRODUCER_REGISTERS],
     )  # fmt: skip
-    gdc_wait()  # whoever waits for this kernel waits for the large units, too
+    if gl.program_id(0) == 0:
+        gdc_wait()  # whoever waits for this kernel waits for the large units, too
