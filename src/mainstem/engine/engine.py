@@ -1,8 +1,6 @@
 """The engine: schedule, run, commit. Token ids in, token ids out; any runner."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -10,6 +8,7 @@ from mainstem.core.config import StoreConfig
 from mainstem.core.errors import EngineLost, OutOfDeviceMemory
 from mainstem.core.events import EventBus
 from mainstem.core.ids import PageKey, RequestId
+from mainstem.core.interrupts import held_interrupts
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step
@@ -59,23 +58,25 @@ class Engine:
         """Most tokens of prompt and answer together."""
         return self._scheduler.max_model_len
 
+    @held_interrupts()
     def submit(self, request: Request) -> None:
-        """Queue a request; raises InvalidRequest if it can never run."""
+        """Queue a request; raises InvalidRequest if it can never run. After an interrupt it may
+        have come in or not, and `abort` is right in both cases."""
         self._scheduler.submit(request)
 
     def expect(self, shared_with_next: Int32s) -> int:
         """Announce prompts in the order they will be submitted; see Scheduler.expect."""
         return self._scheduler.expect(shared_with_next)
 
+    @held_interrupts()
     def abort(self, request_id: RequestId) -> None:
         """Stop a request wherever it is; its last Output comes with the next step."""
-        with self._unharmed():
-            self._scheduler.abort(request_id)
+        self._scheduler.abort(request_id)
 
+    @held_interrupts()
     def stop(self, request_id: RequestId, index: int) -> None:
         """End one answer at what the caller has seen of it."""
-        with self._unharmed():
-            self._scheduler.stop(request_id, index)
+        self._scheduler.stop(request_id, index)
 
     def step(self) -> list[Output]:
         """Advance by one step; returns what callers should hear.
@@ -85,21 +86,15 @@ class Engine:
         last Output. Raises EngineLost when step after step fails, whatever is in it. An interrupt
         goes through, wherever it comes: everything waits again, and news come with the next step.
         """
-        with self._unharmed():
-            return self._step()
-
-    @contextmanager
-    def _unharmed(self) -> Iterator[None]:
-        """An interrupt goes through, and everything waits again."""
         try:
-            yield
+            self._step()
         except BaseException as error:
             if not isinstance(error, Exception):
-                self._drop_steps()
-                self._scheduler.recover()
+                self._recover()
             raise
+        return self._scheduler.take_outputs()
 
-    def _step(self) -> list[Output]:
+    def _step(self) -> None:
         launched = None
         step = self._next_step()
         if step is not None:
@@ -109,8 +104,10 @@ class Engine:
         if self._in_flight is None and launched is None:
             self._scheduler.rest()
         done, self._in_flight = self._in_flight, launched
-        return self._scheduler.take_outputs() if done is None else self._take_in(done)
+        if done is not None:
+            self._take_in(done)
 
+    @held_interrupts()
     def _next_step(self) -> Step | None:
         try:
             if self._in_flight is None:
@@ -130,24 +127,31 @@ class Engine:
         launch_s = perf_counter() - began_s if self._runner.can_overlap else 0.0
         return _Launched(step, handle, began_s, launch_s)
 
-    def _take_in(self, done: "_Launched") -> list[Output]:
+    def _take_in(self, done: "_Launched") -> None:
         try:
             result = done.handle.wait()
             device_s = result.device_s
             if device_s is None:
                 device_s = perf_counter() - done.began_s
-            outputs = self._scheduler.commit(done.step, result, device_s, done.launch_s)
+            with held_interrupts():
+                self._scheduler.commit(done.step, result, device_s, done.launch_s)
         except Exception as error:
             self._fail(error, done.step)
-            return self._scheduler.take_outputs()
+            return
         self._num_failures = self._num_blamed = 0
-        return outputs
 
     def _drop_steps(self) -> None:
         """Pages are given back only when no step can write to them any more."""
         self._runner.drain()
         self._in_flight = None
 
+    @held_interrupts()
+    def _recover(self) -> None:
+        """Everything waits again."""
+        self._drop_steps()
+        self._scheduler.recover()
+
+    @held_interrupts()
     def _fail(self, error: Exception, step: Step | None) -> None:
         """A step failed, or the making of one (None): nothing of it counts, all else goes on."""
         self._drop_steps()
@@ -167,10 +171,12 @@ class Engine:
         """What is running and shared at this moment."""
         return self._scheduler.snapshot()
 
+    @held_interrupts()
     def pin(self, token_ids: Int32s, salt: bytes) -> list[PageKey]:
         """Keep what is cached of a prefix; see Scheduler.pin."""
         return self._scheduler.pin(token_ids, salt)
 
+    @held_interrupts()
     def unpin(self, keys: list[PageKey]) -> None:
         """End what `pin` began; takes what it returned."""
         self._scheduler.unpin(keys)
@@ -183,10 +189,12 @@ class Engine:
         """Return when every page that is to be saved is saved."""
         self._scheduler.flush()
 
+    @held_interrupts()
     def clear_cache(self) -> int:
         """Forget every page no sequence holds, in every tier; returns how many on the device."""
         return self._scheduler.clear_cache()
 
+    @held_interrupts()
     def clear_device(self) -> int:
         """Forget cached pages on the device, whose contents are in doubt; lower tiers keep theirs,
         which steps that ended well have filled."""
@@ -213,8 +221,7 @@ class Engine:
             launched.handle.wait()
             self._in_flight = None
         except BaseException as error:
-            self._drop_steps()
-            self._scheduler.recover()
+            self._recover()
             if not isinstance(error, Exception):
                 raise
             log.error("the last step failed", exc_info=error)

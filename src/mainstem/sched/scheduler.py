@@ -198,9 +198,10 @@ class Scheduler:
 
     def commit(
         self, step: Step, result: StepResult, device_s: float = 0.0, launch_s: float = 0.0
-    ) -> list[Output]:
-        """Take in a step's tokens; returns what callers should hear. `launch_s` is what the host
-        spent on launching it. After an error `recover` goes on from wherever this came to."""
+    ) -> None:
+        """Take in a step's tokens; `take_outputs` has what callers should hear. `launch_s` is what
+        the host spent on launching it. After an error `recover` goes on from wherever this came
+        to."""
         begin = perf_counter() - launch_s
         table = self._table
         if self._in_flight is step:
@@ -226,7 +227,6 @@ class Scheduler:
             self._bus.publish(StepsResized(self._size.tokens))
         self._publish_step(step, device_s, self._host_s + perf_counter() - begin)
         self._host_s = 0.0
-        return self.take_outputs()
 
     def _ends(self, slots: Int32s) -> tuple[Bools, Bools]:
         """Which of these are done with the last token read back, and which by a stop token."""
@@ -346,7 +346,7 @@ class Scheduler:
         self._store.close()
 
     def take_outputs(self) -> list[Output]:
-        """What callers should hear that no commit has returned."""
+        """What callers should hear and have not."""
         outputs, self._outputs = self._outputs, []
         return outputs
 

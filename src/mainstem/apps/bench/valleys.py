@@ -147,6 +147,7 @@ def run(
         trace.num_decodes.append(step.num_decodes)
         tokens: Int32s = np.full(len(step.sample_rows), 7, np.int32)
         scheduler.commit(step, StepResult(tokens, {}, ()))
+        scheduler.take_outputs()
     scheduler.check()
     trace.saving_ratio, trace.preemptions = counters.saving_ratio, counters.preemptions
     return trace
