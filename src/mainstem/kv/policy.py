@@ -21,7 +21,7 @@ Pages of one chain leave from its tail, because a prefix without its tail is sti
 that is worth less than all there is goes straight on to the next tier, or is refused.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
@@ -160,6 +160,10 @@ class TierPolicy(Generic[K]):
 
     def __contains__(self, key: K) -> bool:
         return key in self._entries
+
+    def keys(self) -> KeysView[K]:
+        """All stored pages."""
+        return self._entries.keys()
 
     @property
     def num_host(self) -> int:

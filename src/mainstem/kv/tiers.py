@@ -419,6 +419,7 @@ class LowerTiers:
         assert len(used) + len(free) == self._copier.num_slots, "a slot was lost"
         records = [entry.record for entry in self._entries.values() if entry.record is not None]
         assert len(set(records)) == len(records), "two pages in one record"
+        assert self._policy.keys() <= self._entries.keys(), "a page is nowhere"
         for key, entry in self._entries.items():
             assert entry.key == key, "a page answers to another key"
             assert entry.holds >= 0, "a page is held less than not at all"
@@ -492,10 +493,6 @@ class LowerTiers:
         """Do what the policy decided."""
         if moves.drop:
             self._tell_dropped(moves.drop, reason)
-        for key in moves.write:
-            entry = self._entries.get(key)
-            if entry is not None and entry.record is None:
-                self._write(entry)
         for keys in (moves.drop, moves.release, moves.forget):
             for key in keys:
                 if (entry := self._entries.get(key)) is not None:
@@ -503,8 +500,8 @@ class LowerTiers:
         jobs: list[ReadJob] = []
         without_slot: list[PageKey] = []  # copies under way have the spare ones: they stay on disk
         for key in moves.load:
-            entry = self._entries.get(key)
-            if entry is None or entry.slot is not None:  # gone for the others, or there already
+            entry = self._entries[key]
+            if entry.slot is not None:  # a copy that is under way has read it
                 continue
             slot = self._take_slot()
             if slot is None:
@@ -515,6 +512,10 @@ class LowerTiers:
         for key in without_slot:
             self._policy.drop([key])
             self._carry_out(self._policy.recover([key], monotonic()), "room")
+        # last, since room on disk may be made from what is read, which is held here
+        for key in moves.write:
+            if (entry := self._entries.get(key)) is not None and entry.record is None:
+                self._write(entry)
 
     def _tell_dropped(self, keys: Sequence[PageKey], reason: str) -> None:
         stored = [entry for key in keys if (entry := self._entries.get(key)) is not None]

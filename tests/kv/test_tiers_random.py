@@ -1,0 +1,177 @@
+"""LowerTiers under anything: saves, loads, a queue, a disk that is slow, full or fails. No threads.
+
+Bytes and policy may never part: a page is where the policy says, or nowhere at all.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from mainstem.core.events import EventBus
+from mainstem.core.ids import PageKey
+from mainstem.core.step import Int32s
+from mainstem.kv import tiers as tiers_module
+from mainstem.kv.bytes.disk import Read, ReadJob, WriteJob, Written
+from mainstem.kv.policy import PolicyKind
+from mainstem.kv.tiers import Load, LowerTiers
+from mainstem.kv.transfer import LoadId
+
+TOKENS = b"tokens"
+TTL_S = 100.0
+NUM_CHAINS = 6
+CHAIN_PAGES = 5
+
+
+@dataclass
+class _Copy:
+    num_left: int  # looks until it is done
+
+    def num_layers_done(self) -> int:
+        self.num_left -= 1
+        return int(self.num_left < 0)
+
+    def wait(self) -> None:
+        self.num_left = 0
+
+    def seconds(self) -> float:
+        return 1e-3
+
+
+class _Copier:
+    num_layers = 1
+    page_bytes = 8
+
+    def __init__(self, rng: Random, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._rng = rng
+        self._bytes = memoryview(bytearray(8))
+
+    def slot(self, slot: int) -> memoryview:
+        return self._bytes
+
+    def save(self, pages: Int32s, slots: Int32s) -> _Copy:
+        return _Copy(self._rng.randint(0, 3))
+
+    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> _Copy:
+        return _Copy(self._rng.randint(0, 3))
+
+    def forget(self, load_id: LoadId) -> None: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Disk:
+    """As much of DiskTier as LowerTiers uses; what is under way ends at some later `poll`."""
+
+    def __init__(self, rng: Random, num_records: int) -> None:
+        self.folder, self.found, self.rows = Path(), None, []
+        self.num_records = num_records
+        self.num_writes_pending = 0
+        self.is_full = False
+        self._rng = rng
+        self._free = list(range(num_records))
+        self._under_way: list[WriteJob | ReadJob] = []
+
+    def take_record(self) -> int | None:
+        return None if self.is_full or not self._free else self._free.pop()
+
+    def give_back_record(self, record: int) -> None:
+        assert record not in self._free
+        self._free.append(record)
+
+    def delete(self, keys: Sequence[PageKey]) -> None: ...
+    def touch(self, used_at: dict[PageKey, float]) -> None: ...
+    def close(self) -> None: ...
+
+    def write(self, job: WriteJob) -> None:
+        self.num_writes_pending += 1
+        self._under_way.append(job)
+
+    def read(self, jobs: Sequence[ReadJob]) -> None:
+        self._under_way += jobs
+
+    def flush(self) -> None:
+        """All that was written is told by the next `poll`."""
+
+    def poll(self) -> Iterator[Written | Read]:
+        while self._under_way and self._rng.random() < 0.7:
+            job = self._under_way.pop(0)
+            problem = "EIO" if self._rng.random() < 0.1 else None
+            if isinstance(job, WriteJob):
+                self.num_writes_pending -= 1
+                yield Written(job.key, 0, problem)
+            else:
+                yield Read(job.key, len(job.buffer), 0.0, 1e-3, problem)
+
+
+class _Driver:
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng = rng = Random(seed)
+        self.now_s = 0.0
+        for name in ("monotonic", "time", "perf_counter"):
+            monkeypatch.setattr(tiers_module, name, lambda: self.now_s)
+        self.disk = _Disk(rng, rng.randint(2, 14)) if rng.random() < 0.8 else None
+        kind = rng.choice([PolicyKind.LOOKAHEAD, PolicyKind.LOOKAHEAD, PolicyKind.LRU])
+        copier = _Copier(rng, rng.randint(2, 10))
+        self.tiers = LowerTiers(copier, kind, TTL_S, self.disk, EventBus())  # type: ignore[arg-type]
+        self.chains = [
+            [PageKey(f"{chain}-{page}".encode()) for page in range(CHAIN_PAGES)]
+            for chain in range(NUM_CHAINS)
+        ]
+        self.tickets: list[int] = []
+        self.load_ids, self.new_tickets = map(LoadId, count()), count()
+        self.loads: list[Load] = []
+
+    def act(self) -> None:
+        tiers, rng = self.tiers, self.rng
+        keys = rng.choice(self.chains)[: rng.randint(1, CHAIN_PAGES)]
+        match rng.randrange(9):
+            case 0 | 1:
+                missing = [number for number, key in enumerate(keys) if not tiers.has(key)]
+                new = missing[: tiers.make_room(len(missing))]
+                if new:
+                    after = [keys[max(0, number - 1)] for number in new]
+                    pages = np.arange(len(new), dtype=np.int32)
+                    tiers.save(pages, [keys[n] for n in new], after, [TOKENS] * len(new))
+            case 2 if (found := tiers.find(keys)).num_pages:
+                wanted = keys[: tiers.run_length(keys[: found.num_pages], 3)]
+                pages = np.arange(len(wanted), dtype=np.int32)
+                tiers.load(next(self.load_ids), wanted, pages, 1)
+            case 3:
+                self.tickets.append(next(self.new_tickets))
+                tiers.expect(self.tickets[-1], keys)
+            case 4 if self.tickets:
+                tiers.dismiss(self.tickets.pop(rng.randrange(len(self.tickets))))
+            case 5:
+                tiers.prefetch()
+            case 6 if self.disk is not None:
+                self.disk.is_full = rng.random() < 0.5
+            case 7 if rng.random() < 0.2:
+                self.now_s += TTL_S / 2
+            case 8 if rng.random() < 0.1:
+                tiers.clear()
+            case _:
+                tiers.note_use(keys)
+        self.now_s += 1.0
+        tiers.poll()
+        tiers.check()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bytes_and_policy_never_part(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver(seed, monkeypatch)
+    for _ in range(150):
+        driver.act()
+    driver.tiers.flush()
+    for _ in range(100):
+        driver.tiers.poll()
+    driver.tiers.check()
+    assert driver.tiers.num_copies == 0
+    driver.tiers.clear()
+    driver.tiers.check()
+    assert driver.tiers.num_host_pages == driver.tiers.num_disk_pages == 0
