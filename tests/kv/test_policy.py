@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import count
 from random import Random
+from time import perf_counter
 
 import pytest
 from hypothesis import settings
@@ -327,6 +328,23 @@ def test_a_request_given_up_leaves_the_recency_of_its_pages() -> None:
     policy.dismiss("job")
     policy.dismiss("job")
     assert policy.admit("c", 2).drop == ["a"]
+
+
+def test_who_gives_up_behind_many_that_want_the_same_is_not_searched_for() -> None:
+    """The last of 64 times as many leaves in about the time of the last of a few."""
+
+    def leave_s(num_waiting: int) -> float:
+        policy, keys = a_policy(100), [str(number) for number in range(50)]
+        for job in range(num_waiting):
+            policy.expect(job, keys)
+        times = []
+        for job in range(num_waiting - 1, num_waiting - 20, -1):
+            began_s = perf_counter()
+            policy.dismiss(job)
+            times.append(perf_counter() - began_s)
+        return min(times)
+
+    assert leave_s(6400) < 20 * leave_s(100)
 
 
 def test_pages_found_at_the_start_are_on_disk_in_their_order() -> None:

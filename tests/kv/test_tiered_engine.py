@@ -1,7 +1,7 @@
 """The engine over tiers: what was evicted comes back, and the answers stay the same."""
 
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
@@ -240,6 +240,25 @@ def test_whose_history_is_in_host_memory_does_not_wait_for_the_disk(
     for name, chat in (("from disk", CHATS[0]), ("from host", CHATS[1])):
         assert got.tokens[name, 0] == fake_answer(chat, 4, VOCAB)
     again.engine.check()
+    again.engine.close()
+
+
+def test_what_an_urgent_request_needs_is_read_ahead_before_what_came_earlier(
+    tmp_path: Path,
+) -> None:
+    tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
+    ask(tiered, CHATS[:2])
+    tiered.engine.close()
+    again = a_tiered_engine(num_pages=16, num_slots=8, disk_dir=tmp_path)  # room for one of them
+    again.engine.submit(a_request([9] * 40, 20))  # and none on the device
+    again.engine.step()
+    again.engine.submit(a_request(CHATS[0], 4))
+    again.engine.submit(a_request(CHATS[1], 4, priority=-1))
+    while again.engine.num_running and again.engine.num_waiting == 2:
+        again.engine.step()
+        sleep(0.001)
+    chains = [again.store.chain(np.array(chat, np.int32), b"") for chat in CHATS[:2]]
+    assert [again.tiers.find(chain.keys).num_on_disk for chain in chains] == [7, 0]
     again.engine.close()
 
 

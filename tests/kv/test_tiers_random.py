@@ -17,6 +17,7 @@ from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
 from mainstem.kv import tiers as tiers_module
 from mainstem.kv.bytes.disk import Read, ReadJob, WriteJob, Written
+from mainstem.kv.bytes.page_index import PageRow
 from mainstem.kv.policy import PolicyKind
 from mainstem.kv.tiers import Load, LowerTiers
 from mainstem.kv.transfer import LoadId
@@ -69,7 +70,8 @@ class _Disk:
     """As much of DiskTier as LowerTiers uses; what is under way ends at some later `poll`."""
 
     def __init__(self, rng: Random, num_records: int) -> None:
-        self.folder, self.found, self.rows = Path(), None, []
+        self.folder, self.found = Path(), None
+        self.rows: list[PageRow] = []
         self.num_records = num_records
         self.num_writes_pending = 0
         self.is_full = False

@@ -282,20 +282,21 @@ class KVStore:
         now runs in `lead_s` at the earliest."""
         return [] if self._traffic is None else self._traffic.poll(lead_s)
 
-    def expect(self, ticket: int, chain: PageChain) -> None:
-        """A request that wants the chain waits: lower tiers keep and bring nearer what it needs."""
+    def expect(self, place: int, chain: PageChain) -> None:
+        """Somebody who wants the chain waits, at a place in the queue that nobody else has: lower
+        tiers keep and bring nearer what it needs."""
         if self._traffic is not None:
-            self._traffic.tiers.expect(ticket, chain.keys)
+            self._traffic.tiers.expect(place, chain.keys)
 
     def prefetch(self) -> None:
         """Bring from disk to host memory what those that wait need next."""
         if self._traffic is not None:
             self._traffic.tiers.prefetch()
 
-    def dismiss(self, ticket: int) -> None:
-        """It waits no longer, or not for stored pages."""
+    def dismiss(self, place: int) -> None:
+        """Who stood there waits no longer, or not for stored pages."""
         if self._traffic is not None:
-            self._traffic.tiers.dismiss(ticket)
+            self._traffic.tiers.dismiss(place)
 
     def flush(self) -> None:
         """Return when everything that was to be saved is saved."""

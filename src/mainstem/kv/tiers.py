@@ -188,13 +188,14 @@ class LowerTiers:
 
     # --- the queue ------------------------------------------------------------------------------
 
-    def expect(self, ticket: int, keys: Sequence[PageKey]) -> None:
-        """A request that wants `keys` waits; what it needs from disk is read ahead."""
-        self._policy.expect(ticket, keys)
+    def expect(self, place: int, keys: Sequence[PageKey]) -> None:
+        """Somebody who wants `keys` waits, at a place of its own in the queue, small is soon; what
+        it needs from disk is read ahead."""
+        self._policy.expect(place, keys, place)
 
-    def dismiss(self, ticket: int) -> None:
-        """It waits no longer."""
-        self._policy.dismiss(ticket)
+    def dismiss(self, place: int) -> None:
+        """Who stood there waits no longer."""
+        self._policy.dismiss(place)
 
     def note_use(self, keys: Sequence[PageKey]) -> None:
         """A chain was used on the device."""

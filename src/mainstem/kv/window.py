@@ -93,17 +93,18 @@ class QueueWindow(Generic[K]):
         if first is None:
             self.next_use[key] = when
             return True
-        is_next = when < first
-        if is_next:
-            self.next_use[key], when = when, first
         later = self._later.get(key)
         if later is None:
-            self._later[key] = deque((when,))
-        elif when > later[-1]:
+            later = self._later[key] = deque()
+        if when < first:
+            self.next_use[key] = when
+            later.appendleft(first)
+            return True
+        if not later or when > later[-1]:
             later.append(when)
         else:
             later.insert(bisect_left(later, when), when)
-        return is_next
+        return False
 
     def _remove(self, keys: Sequence[K], when: int) -> None:
         """Take out the uses of a chain whose head has `when`."""
@@ -116,7 +117,7 @@ class QueueWindow(Generic[K]):
                 if next_use[key] == when:
                     next_use[key] = later.popleft()
                 else:
-                    later.remove(when)
+                    del later[bisect_left(later, when)]
                 if not later:
                     del all_later[key]
             when += 1

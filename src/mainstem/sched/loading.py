@@ -143,7 +143,7 @@ class Loader:
         if not stored.num_pages:
             return None
         if not fetching.is_worth_it(stored, tokens_ahead, len(self._queue)):
-            self._store.dismiss(sequence.arrival)  # nothing need be read ahead for it
+            self._store.dismiss(sequence.place)  # nothing need be read ahead for it
             return None
         num_there = (len(kept) + stored.num_pages) * self._page_size
         layers = fetching.start_layers(stored, max(num_known - num_there, 1))

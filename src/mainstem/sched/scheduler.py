@@ -450,7 +450,7 @@ class Scheduler:
         """Queue a sequence, and tell the store what it will ask for."""
         self._queue.push(sequence)
         if sequence.chain is not None:
-            self._store.expect(sequence.arrival, sequence.chain)
+            self._store.expect(sequence.place, sequence.chain)
 
     def _finish(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> None:
         """A running sequence is done: deliver, and free its slot as soon as no step uses it."""
@@ -477,7 +477,7 @@ class Scheduler:
             self._outputs.append(make_output(sequence, undelivered, reason, fault))
             self._close(sequence, reason, len(sequence.output_ids))
             self._queue.forget(sequence)
-            self._store.dismiss(sequence.arrival)
+            self._store.dismiss(sequence.place)
 
     def _close(self, sequence: Sequence, reason: FinishReason, num_output: int) -> None:
         sequence.state = SeqState.DONE

@@ -12,6 +12,7 @@ from mainstem.kv.keys import PageChain
 from mainstem.sched.origins import Origins
 
 SUSPECT_FAULTS = 2  # one failure may have been chance
+MAX_ARRIVALS = 1 << 40
 
 
 class SeqState(Enum):
@@ -70,6 +71,12 @@ class Sequence:
     def num_named_pages(self) -> int:
         """Pages of the prompt that others may share."""
         return 0 if self.chain is None else len(self.chain.keys)
+
+    @property
+    def place(self) -> int:
+        """Where it stands in the queue as far as lower tiers look ahead, in the order of `urgency`;
+        nobody else has the same."""
+        return self.request.priority * MAX_ARRIVALS + self.arrival
 
     def known_ids(self) -> Int32s:
         """Prompt and output so far, for a sequence that is not running."""

@@ -150,7 +150,7 @@ class Starter:
             self._move(sequence, moves, fresh[:num_moved], prompts)
         num_cached = (len(cached) + num_moved) * self._page_size + match.similar_tokens
         prompts.loads += [loads for loads in (match.loads, moves.loads) if loads is not None]
-        store.dismiss(sequence.arrival)
+        store.dismiss(sequence.place)
         pages = np.concatenate([cached, fresh])
         return self._running.enter(sequence, pages, num_cached, expected)
 
