@@ -222,11 +222,11 @@ class _Reader:
 @contextmanager
 def _opened(name: str) -> Iterator[TextIO]:
     """A file of lines, gzip by its name, or standard input for -."""
-    if name == "-":
-        yield io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", newline="\n")
-        return
     opener = gzip.open if name.endswith(".gz") else open
     try:
+        if name == "-":
+            yield io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", newline="\n")
+            return
         with opener(name, "rt", encoding="utf-8", newline="\n") as lines:
             yield lines
     except OSError as error:  # not there, or not gzip

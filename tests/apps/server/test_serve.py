@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mainstem.apps.answers import TextEngine
+from mainstem.apps.server.file_shelf import lock_folder
 from mainstem.apps.server.logs import JsonLines
 from mainstem.apps.server.serve import main
 from mainstem.core.config import EngineConfig
@@ -27,11 +28,6 @@ def no_engine(config: EngineConfig) -> TextEngine:
         ["--api-key-file", "/no/such/file"],
         ["--admin-key-file", "/no/such/file"],
         ["--config", "/no/such/file.toml"],
-        ["--max-queue", "0"],
-        ["--rate-limit", "-1"],
-        ["--max-body-mib", "0"],
-        ["--file-ttl-s", "0"],
-        ["--max-files", "0"],
         ["--host", "256.0.0.1"],
         ["--port", "99999"],
     ],
@@ -41,14 +37,44 @@ def test_wrong_flags_are_found_before_the_model_is_loaded(flags: list[str]) -> N
         main(["--port", "0", *flags], no_engine)
 
 
-@pytest.mark.parametrize("flag", ["--file-ttl-s", "--max-stored-gib"])
-@pytest.mark.parametrize("value", ["nan", "inf", "soon"])
-def test_what_is_no_number_is_refused(
-    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("--max-queue", "0"),
+        ("--rate-limit", "-1"),
+        ("--max-concurrent", "0 many"),
+        ("--max-body-mib", "0"),
+        ("--max-upload-mib", "-1"),
+        ("--max-files", "0"),
+        ("--max-sessions", "0"),
+        ("--session-ttl-s", "0 nan"),
+        ("--shutdown-s", "-1 nan inf"),
+        ("--file-ttl-s", "0 nan inf soon"),
+        ("--max-stored-gib", "0 nan inf much"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_name_of_its_flag(
+    flag: str, values: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(["--port", "0", flag, value], no_engine)
-    assert f"argument {flag}: invalid number value: '{value}'" in capsys.readouterr().err
+    for value in values.split():
+        with pytest.raises(SystemExit):
+            main(["--port", "0", flag, value], no_engine)
+        said = capsys.readouterr().err
+        assert f"argument {flag}: " in said
+        assert value in said
+
+
+def test_a_data_folder_in_use_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with lock_folder(tmp_path), pytest.raises(ConfigError, match="another server is using"):
+        main(["--port", "0", "--data-dir", str(tmp_path)], no_engine)
+
+
+def test_a_data_folder_that_takes_no_file_is_found_before_the_model_is_loaded(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "lock").mkdir()  # stands for a folder without permission, which root always has
+    with pytest.raises(ConfigError, match="cannot write to the folder"):
+        main(["--port", "0", "--data-dir", str(tmp_path)], no_engine)
 
 
 def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:

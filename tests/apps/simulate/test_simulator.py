@@ -230,6 +230,26 @@ def test_impossible_flags_are_refused(wrong: list[str]) -> None:
         cli.main([str(MOONCAKE), *wrong, *FLAGS])
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "complaint"),
+    [
+        ("--host-gb", "1,much", "'much' is not a number"),
+        ("--policy", "mru", "must be one of"),
+    ],
+)
+def test_a_bad_item_of_a_list_is_named(
+    flag: str, value: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([str(MOONCAKE), flag, value, *FLAGS])
+    assert f"argument {flag}: {complaint}" in capsys.readouterr().err
+
+
+def test_a_warmup_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leaves none of 400 requests"):
+        cli.main([str(MOONCAKE), "--host-gb", "1", "--warmup", "400", *FLAGS])
+
+
 def test_sizes_must_pair_up() -> None:
     with pytest.raises(ConfigError, match="2 values of --host-gb and 3 of --disk-gb"):
         cli.main([str(MOONCAKE), "--host-gb", "1,2", "--disk-gb", "1,2,3", *FLAGS])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mainstem.apps.bench.report import line, load_average
-from mainstem.apps.simulate.flags import positive_count
+from mainstem.apps.flag_types import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.step import Int32s, Spans
 from mainstem.kernels import cpu

@@ -16,9 +16,9 @@ from time import process_time
 
 from mainstem.apps import batch
 from mainstem.apps.bench.report import line, load_average
+from mainstem.apps.flag_types import positive_count
 from mainstem.apps.flags import CACHE_FLAGS, MODEL_FLAGS, add_engine_flags
 from mainstem.apps.jobs.files import InputFile
-from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.errors import InvalidRequest
 

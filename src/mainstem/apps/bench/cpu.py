@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from time import perf_counter
 
 from mainstem.apps.bench.report import line, load_average
+from mainstem.apps.flag_types import positive_count
 from mainstem.apps.flags import add_engine_flags, engine_config
 from mainstem.apps.hub import resolve_model
 from mainstem.apps.llm import LLM
-from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.config import EngineConfig
 from mainstem.core.request import SamplingParams

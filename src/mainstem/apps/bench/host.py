@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.apps.bench.report import line, load_average
-from mainstem.apps.simulate.flags import positive_count
+from mainstem.apps.flag_types import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.config import SchedConfig
 from mainstem.core.events import EventBus

@@ -19,8 +19,8 @@ from mainstem.apps.bench.profile import ProfileWindow
 from mainstem.apps.bench.report import line, load_average
 from mainstem.apps.bench.settings import random_config, settings
 from mainstem.apps.bench.workloads import OFFLINE_JOBS, OfflineJob, shared, shuffled
+from mainstem.apps.flag_types import positive_count
 from mainstem.apps.flags import add_engine_flags
-from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.config import DType, EngineConfig, Quantize, Share
 from mainstem.core.errors import ConfigError

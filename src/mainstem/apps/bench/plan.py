@@ -12,7 +12,7 @@ from time import perf_counter, process_time
 import numpy as np
 
 from mainstem.apps.bench.report import line
-from mainstem.apps.simulate.flags import positive_count
+from mainstem.apps.flag_types import positive_count
 from mainstem.core.plan import Prompts
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import build_tree
@@ -73,10 +73,14 @@ def measure(name: str, prompts: Prompts, repeats: int) -> tuple[float, float]:
 
 
 def main(argv: list[str]) -> int:
-    """Print a line a workload and one on growth."""
+    """Print a line a workload and, where two differ in their number, one on growth."""
     parser = argparse.ArgumentParser("mainstem bench plan", description=__doc__)
     parser.add_argument(
-        "--most", type=positive_count, default=1_000_000, metavar="N", help="prompts"
+        "--most",
+        type=positive_count,
+        default=1_000_000,
+        metavar="N",
+        help="leave out what has more prompts",
     )
     parser.add_argument("--json", action="store_true", help="the only form there is")
     most = parser.parse_args(argv).most
@@ -86,6 +90,8 @@ def main(argv: list[str]) -> int:
         if count > most:
             break
         seconds[count] = measure("200 tokens", shared_prompts(count, 4, 150, 50), repeats)
+    if len(seconds) < 2:
+        return 0
     few, many = min(seconds), max(seconds)
     growth, cpu_growth = (seconds[many][i] / seconds[few][i] for i in range(2))
     ratios = {

@@ -35,7 +35,7 @@ from mainstem.apps.bench.sse_client import (
     find_model,
     stream_chat,
 )
-from mainstem.apps.simulate.flags import not_negative_count, positive_count
+from mainstem.apps.flag_types import not_negative_count, positive_count
 from mainstem.apps.tables import table
 from mainstem.core.errors import ConfigError, MainstemError
 

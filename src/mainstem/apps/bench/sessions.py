@@ -24,8 +24,8 @@ import numpy as np
 from mainstem.apps.bench.chat_sessions import ChatWork, measure_chats
 from mainstem.apps.bench.report import line, load_average
 from mainstem.apps.bench.settings import random_config, settings
+from mainstem.apps.flag_types import positive_count
 from mainstem.apps.flags import add_engine_flags, engine_config
-from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.config import EngineConfig, Fetch, StoreConfig
 from mainstem.core.errors import ConfigError

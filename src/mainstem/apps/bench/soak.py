@@ -17,8 +17,8 @@ from tqdm import tqdm
 from mainstem.apps.bench.machine import Machine, process_bytes
 from mainstem.apps.bench.report import line, load_average
 from mainstem.apps.bench.settings import random_config, settings
+from mainstem.apps.flag_types import positive_count
 from mainstem.apps.flags import add_engine_flags
-from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError

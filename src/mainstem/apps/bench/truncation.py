@@ -28,9 +28,9 @@ import numpy as np
 from mainstem.apps.bench.report import line
 from mainstem.apps.bench.truncated_questions import Score, ask, compare, read_documents
 from mainstem.apps.bench.ways import WAYS, WatchedRunner, Way, way_config
+from mainstem.apps.flag_types import positive_count
 from mainstem.apps.flags import add_engine_flags, engine_config
 from mainstem.apps.hub import resolve_model
-from mainstem.apps.simulate.flags import positive_count
 from mainstem.apps.tables import table
 from mainstem.apps.text import Tokenizer
 from mainstem.core.config import EngineConfig

@@ -19,7 +19,7 @@ from mainstem.apps.bench.feed import Feed, Order
 from mainstem.apps.bench.limit import ModelCost, job_floor
 from mainstem.apps.bench.report import line
 from mainstem.apps.bench.workloads import OFFLINE_JOBS, OfflineJob, shuffled
-from mainstem.apps.simulate.flags import positive_count
+from mainstem.apps.flag_types import positive_count
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus

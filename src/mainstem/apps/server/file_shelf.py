@@ -153,7 +153,10 @@ def remove_fresh(folder: Path) -> None:
 
 def lock_folder(folder: Path) -> io.FileIO:
     """Keep other processes out of a folder for as long as the result is open."""
-    lock = io.FileIO(folder / "lock", "w")
+    try:
+        lock = io.FileIO(folder / "lock", "w")
+    except OSError as error:
+        raise ConfigError(f"cannot write to the folder {folder}: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -7,7 +7,6 @@ import socket
 import sys
 from collections.abc import Callable
 from ipaddress import ip_address
-from math import isfinite
 from pathlib import Path
 from time import time
 
@@ -15,10 +14,12 @@ import uvicorn
 
 from mainstem.apps.answers import TextEngine
 from mainstem.apps.batch import open_engine
+from mainstem.apps.flag_types import not_negative, positive, positive_count
 from mainstem.apps.flags import add_engine_flags, engine_config
 from mainstem.apps.server.apps_registry import App, AppRegistry
 from mainstem.apps.server.auth import Access, KeyRing
 from mainstem.apps.server.connection import guarded_by
+from mainstem.apps.server.file_shelf import lock_folder
 from mainstem.apps.server.gateway import Gateway, ServedModel
 from mainstem.apps.server.limits import Limits
 from mainstem.apps.server.live import Live
@@ -39,14 +40,6 @@ SWITCH_S = 0.001  # the engine gives the interpreter up so often while HTTP wait
 BACKLOG = 2048  # connections that wait to be accepted
 
 log = logging.getLogger("mainstem.server")
-
-
-def number(text: str) -> float:
-    """The type of a flag; `nan` and `inf` are not taken."""
-    value = float(text)
-    if not isfinite(value):
-        raise ValueError(text)
-    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,69 +66,79 @@ def parser() -> argparse.ArgumentParser:
         help="keeps files, batches and sessions; without it, /v1/files and /v1/batches are closed",
     )
     made.add_argument(
-        "--shutdown-s", type=float, default=30.0, metavar="S", help="time to finish answers (30)"
+        "--shutdown-s",
+        type=not_negative,
+        default=30.0,
+        metavar="S",
+        help="time to finish answers (30)",
     )
     made.add_argument("--log-level", choices=LEVELS, default="info", help="(info)")
     limits = made.add_argument_group("limits")
     limits.add_argument(
         "--max-queue",
-        type=int,
+        type=positive_count,
         default=defaults.open_answers,
         metavar="N",
         help=f"answers running and waiting; more get 429 ({defaults.open_answers})",
     )
     limits.add_argument(
-        "--rate-limit", type=int, metavar="N", help="requests per minute of a key (no limit)"
+        "--rate-limit",
+        type=positive_count,
+        metavar="N",
+        help="requests per minute of a key (no limit)",
     )
     limits.add_argument(
-        "--max-concurrent", type=int, metavar="N", help="open requests of a key (no limit)"
+        "--max-concurrent",
+        type=positive_count,
+        metavar="N",
+        help="open requests of a key (no limit)",
     )
     kept = SessionLimits()
     limits.add_argument(
         "--max-sessions",
-        type=int,
+        type=positive_count,
         default=kept.max_sessions,
         metavar="N",
         help=f"conversations remembered ({kept.max_sessions})",
     )
     limits.add_argument(
         "--session-ttl-s",
-        type=float,
+        type=positive,
         default=kept.ttl_s,
         metavar="S",
         help=f"unused ones are forgotten after so long ({kept.ttl_s:g})",
     )
     limits.add_argument(
         "--max-upload-mib",
-        type=int,
+        type=positive_count,
         default=defaults.upload_bytes // MIB,
         metavar="N",
         help="size of an uploaded file (%(default)s)",
     )
     limits.add_argument(
         "--max-body-mib",
-        type=int,
+        type=positive_count,
         default=defaults.body_bytes // MIB,
         metavar="N",
         help="size of any other request (%(default)s)",
     )
     limits.add_argument(
         "--max-stored-gib",
-        type=number,
+        type=positive,
         default=defaults.stored_bytes / GIB,
         metavar="N",
         help="files of a key together, answers of its batches included (%(default)g)",
     )
     limits.add_argument(
         "--max-files",
-        type=int,
+        type=positive_count,
         default=defaults.stored_files,
         metavar="N",
         help="files of a key (%(default)s)",
     )
     limits.add_argument(
         "--file-ttl-s",
-        type=number,
+        type=positive,
         default=defaults.file_ttl_s,
         metavar="S",
         help=f"files and ended batches are removed after so long ({defaults.file_ttl_s:.0f})",
@@ -206,6 +209,8 @@ def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--data-dir {folder}: {error.strerror}") from None
+    if given is not None:
+        lock_folder(given).close()  # for good once the model is there; this one fails sooner
     return folder
 
 

@@ -19,14 +19,9 @@ from math import log, log2, sqrt
 from pathlib import Path
 from time import perf_counter
 
+from mainstem.apps.flag_types import not_negative_count, positive
 from mainstem.apps.progress import StageBar
-from mainstem.apps.simulate.flags import (
-    add_trace_flags,
-    not_negative_count,
-    positive,
-    read_options,
-    warn_if_nothing_is_shared,
-)
+from mainstem.apps.simulate.flags import add_trace_flags, read_options, warn_if_nothing_is_shared
 from mainstem.apps.simulate.plots import CapacityPoint, plot_capacity, require_matplotlib
 from mainstem.apps.simulate.service import GB, ServiceRates
 from mainstem.apps.simulate.simulator import without_garbage_collection

@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mainstem.apps.simulate.flags import (
-    add_trace_flags,
+from mainstem.apps.flag_types import (
     comma_list,
+    member_of,
     not_negative,
     not_negative_count,
     positive,
     positive_count,
-    read_options,
-    warn_if_nothing_is_shared,
 )
+from mainstem.apps.simulate.flags import add_trace_flags, read_options, warn_if_nothing_is_shared
 from mainstem.apps.simulate.plots import plot_reports, require_matplotlib
 from mainstem.apps.simulate.service import Prices, ServiceRates
 from mainstem.apps.simulate.simulator import Queue, Report, SimulationConfig, simulate
@@ -40,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     store = made.add_argument_group("store")
     store.add_argument(
         "--policy",
-        type=comma_list(PolicyKind),
+        type=comma_list(member_of(PolicyKind)),
         default=[PolicyKind.LOOKAHEAD],
         metavar="KIND",
         help="lookahead, lru, fifo or belady (lookahead)",
@@ -101,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_matplotlib()
     trace = read_trace(args.trace, read_options(args))
     warn_if_nothing_is_shared(trace)
+    if args.warmup >= len(trace.requests):
+        raise ConfigError(f"--warmup {args.warmup} leaves none of {len(trace.requests)} requests")
     reports = []
     for config in configs(args):
         report = simulate(trace, config)

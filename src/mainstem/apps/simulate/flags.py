@@ -1,52 +1,11 @@
 """Flags that `mainstem simulate` and `mainstem capacity` share."""
 
 import argparse
-import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
+from mainstem.apps.flag_types import positive, positive_count
 from mainstem.apps.simulate.traces import ReadOptions, Trace, TraceFormat
-
-T = TypeVar("T")
-
-
-def positive(text: str) -> float:
-    """A finite number above zero."""
-    value = float(text)
-    if not math.isfinite(value) or value <= 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """A finite number of zero or more."""
-    value = float(text)
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
-    return value
-
-
-def not_negative_count(text: str) -> int:
-    """A whole number of zero or more."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
-    return value
-
-
-def positive_count(text: str) -> int:
-    """A whole number of one or more."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
-def comma_list(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """One or more values with commas between them."""
-    return lambda text: [parse(part) for part in text.split(",")]
 
 
 def add_trace_flags(parser: argparse.ArgumentParser) -> None:
