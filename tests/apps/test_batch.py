@@ -361,6 +361,8 @@ def test_wrong_calls_are_refused_before_a_model_is_loaded(folder: Folder) -> Non
         folder.run("--window-mib", "0")
     with pytest.raises(InvalidRequest, match="does not exist"):
         folder.run("--summary-json", str(folder.path / "no" / "summary.json"))
+    with pytest.raises(InvalidRequest, match="cannot be written"):
+        folder.run("--summary-json", str(folder.path))
     with pytest.raises(SystemExit):
         folder.run("--resume", "--overwrite")
     assert not folder.output.exists()

@@ -184,6 +184,26 @@ def test_the_demo_uses_the_store_it_is_given(
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("value", [["--limit", "0"], ["--limit", "-1"], ["--max-tokens", "0"]])
+def test_a_demo_of_nothing_is_refused(value: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo.main(value)
+
+
+def test_what_is_wrong_with_a_demo_is_said_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LLM, "from_config", None)
+    with pytest.raises(InvalidRequest, match="--out: cannot write"):
+        demo.main(["--out", str(tmp_path)])
+    with pytest.raises(InvalidRequest, match="--share"):
+        demo.main(["--share", "none", "--out", str(tmp_path / "out.jsonl")])
+    bad = tmp_path / "latin1.jsonl"
+    bad.write_bytes(b"caf\xe9\n")
+    with pytest.raises(InvalidRequest, match="not UTF-8"):
+        demo.main(["--input", str(bad)])
+
+
 def test_a_demo_file_with_a_bad_line_is_refused_by_line(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"doc": "a", "items": [{"q": "b"}]}\nnonsense\n')

@@ -47,7 +47,10 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ('[cache]\nmemory_share = "half"\n', "memory_share must be float"),
         ('[sched]\nshare = "all"\n', "share must be one of"),
         ("[sched]\nchunk_tokens = 0\n", "at least 1"),
-        ("[store]\nhost_gb = -1\n", "host_gb must be at least 0"),
+        ("[store]\nhost_gb = -1\n", "host_gb must be a number of at least 0"),
+        ("[store]\nhost_gb = nan\n", "host_gb must be a number of at least 0"),
+        ("[store]\ndisk_gb = inf\n", "disk_gb must be a number above 0"),
+        ("[store]\nttl_s = nan\n", "ttl_s must be a number above 0"),
         ("[store]\ndisk_dir = 7\n", "disk_dir must be str"),
         ('[store]\npolicy = "random"\n', "policy must be one of"),
         ('[store]\npreload = "some"\n', "preload must be auto, all or a number"),
@@ -59,6 +62,13 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, complaint: str
     file = tmp_path / "a.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=complaint):
+        load_config(file)
+
+
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_bytes(b"# caf\xe9\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(file)
 
 

@@ -27,7 +27,7 @@ from mainstem.core.request import Request, SamplingParams
         ("frequency_penalty", -3.0, "between -2 and 2"),
         ("repetition_penalty", 0.0, "between 0.01 and 100"),
         ("repetition_penalty", 1e-40, "between 0.01 and 100"),
-        ("max_tokens", 0, "between 1"),
+        ("max_tokens", 0, "between 1 and 2,147,483,647"),
         ("min_tokens", -1, "between 0"),
         ("logprobs", 21, "between 0 and 20"),
         ("prompt_logprobs", -1, "between 0 and 20"),

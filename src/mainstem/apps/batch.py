@@ -11,6 +11,7 @@ Exit status: 0 all rows answered, 1 some failed or the job broke off, 2 the call
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -126,8 +127,8 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
     plan_config = PlanConfig(levels=args.levels)
     planner = WindowPlanner(None if args.no_plan else plan_config, not args.no_dedupe)
     window_bytes = _window_bytes(args.window_mib)
-    if args.summary_json is not None and not args.summary_json.parent.is_dir():
-        raise InvalidRequest("--summary-json", f"{args.summary_json.parent} does not exist")
+    if args.summary_json is not None:
+        _try_summary(args.summary_json)
     summary = Summary(args.input, args.output, config.model.model)
     stop = StopSignals()
     with closing(InputFile(args.input)) as source:
@@ -147,7 +148,8 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
     if fault is not None:
         print(f"mainstem batch: {fault}", file=sys.stderr)
     if args.summary_json is not None:
-        _write_summary(args.summary_json, summary)
+        said = json.dumps(summary.to_json(), indent=1) + "\n"
+        args.summary_json.write_text(said, encoding="utf-8")
     if stop.received is not None:
         return 128 + stop.received
     has_failed = fault is not None or summary.failed or summary.failed_before
@@ -203,8 +205,9 @@ def _window_bytes(window_mib: int | None) -> int:
     return MIB * window_mib
 
 
-def _write_summary(path: Path, summary: Summary) -> None:
-    try:
-        path.write_text(json.dumps(summary.to_json(), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequest("--summary-json", error.strerror or str(error)) from None
+def _try_summary(path: Path) -> None:
+    """Raise InvalidRequest where no summary can be written, before the job and not after it."""
+    if not path.parent.is_dir():
+        raise InvalidRequest("--summary-json", f"{path.parent} does not exist")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InvalidRequest("--summary-json", f"{path} cannot be written")

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from io import TextIOWrapper
 
 from mainstem import __version__
 from mainstem.core.errors import MainstemError
@@ -58,6 +59,8 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Entry point: exit status 0 done, 1 the work failed, 2 the call was wrong."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack what a model says
+        sys.stdout.reconfigure(errors="replace")
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if argv else 2
@@ -68,20 +71,28 @@ def main(argv: list[str] | None = None) -> int:
     if command is None:
         print(f"mainstem: no command {argv[0]!r}\n\n{usage()}", file=sys.stderr)
         return 2
+    return run(argv[0], command, argv[1:])
+
+
+def run(name: str, command: Command, argv: list[str]) -> int:
+    """The command's exit status; what it raises on purpose, or the system did, in a sentence."""
     try:
-        run: Callable[[list[str]], int] = import_module(command.module).main
-        return run(argv[1:])
+        call: Callable[[list[str]], int] = import_module(command.module).main
+        return call(argv)
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(error.name or "")
         if extra is None:
             raise
-        print(f"mainstem {argv[0]} needs more: pip install 'mainstem[{extra}]'", file=sys.stderr)
+        print(f"mainstem {name} needs more: pip install 'mainstem[{extra}]'", file=sys.stderr)
         return 2
     except MainstemError as error:
-        print(f"mainstem {argv[0]}: {error}", file=sys.stderr)
+        print(f"mainstem {name}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         sys.stderr.close()  # the reader left; Python would complain again at exit
+        return 1
+    except OSError as error:  # a full disk, a lost mount: nothing that a traceback explains
+        print(f"mainstem {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

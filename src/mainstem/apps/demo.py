@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
 
+from mainstem.apps.flag_types import positive_count
 from mainstem.apps.flags import add_engine_flags, engine_config
 from mainstem.apps.llm import LLM, RequestOutput
 from mainstem.apps.tables import table
@@ -62,16 +63,23 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE.jsonl",
         help="(%(default)s)",
     )
-    made.add_argument("--max-tokens", type=int, default=24, metavar="N", help="(%(default)s)")
-    made.add_argument("--limit", type=int, metavar="N", help="ask only the first N questions")
+    made.add_argument(
+        "--max-tokens", type=positive_count, default=24, metavar="N", help="(%(default)s)"
+    )
+    made.add_argument(
+        "--limit", type=positive_count, metavar="N", help="ask only the first N questions"
+    )
     add_engine_flags(made)
     return made
 
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    if args.share is not None:
+        raise InvalidRequest("--share", "the demo runs with sharing on, and then off")
     questions = load_questions(args.input)[: args.limit]
     num_docs = len({question.doc_index for question in questions})
+    make_writable(args.out)
     print(f"{len(questions)} questions over {num_docs} documents\n")
     config = engine_config(args)
     runs = [run(config, share, questions, args.max_tokens) for share in (Share.READS, Share.NONE)]
@@ -89,6 +97,8 @@ def load_questions(path: Path | None) -> list[Question]:
         text = source.read_text(encoding="utf-8")
     except OSError as error:
         raise InvalidRequest("--input", f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("--input", f"{path} is not UTF-8: {error}") from error
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             row = json.loads(line)
@@ -116,8 +126,16 @@ def run(config: EngineConfig, share: Share, questions: list[Question], max_token
     return Run(share, seconds, answers, llm.counters)
 
 
+def make_writable(path: Path) -> None:
+    """Make the answers' folder and try the file, before minutes are spent on answers."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise InvalidRequest("--out", f"cannot write {path}: {error.strerror}") from error
+
+
 def write_answers(path: Path, questions: list[Question], done: Run) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as out:
         for question, answer in zip(questions, done.answers, strict=True):
             row = {

@@ -24,7 +24,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = args.prompt
+    if prompt == "-":
+        prompt = sys.stdin.read() if sys.stdin is not None else ""
     sampling = sampling_params(args)
     llm = LLM.from_config(engine_config(args))
     if args.chat:

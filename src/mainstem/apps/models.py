@@ -3,22 +3,29 @@
 import argparse
 import json
 
-from mainstem.apps.embedded import Check
+from mainstem.apps.embedded import SMOLLM2, Check
 from mainstem.apps.hub import list_models, resolve_model
 from mainstem.apps.progress import StageBar
 from mainstem.apps.tables import gigabytes, table
+from mainstem.core.errors import InvalidRequest
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("mainstem models", description=__doc__)
     made.add_argument("--json", action="store_true", help="one JSON object a line")
     made.add_argument("--fetch", metavar="MODEL", help="fetch (and convert) a model now")
-    made.add_argument("--verify", metavar="MODEL", help="check every byte of a cached model")
+    made.add_argument(
+        "--verify",
+        metavar="MODEL",
+        help=f"check every byte of {SMOLLM2.name}, and make it anew if one is wrong",
+    )
     return made
 
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    if args.verify not in (None, SMOLLM2.name):
+        raise InvalidRequest("--verify", f"only {SMOLLM2.name} comes with sums to compare with")
     if args.fetch or args.verify:
         check = Check.HASHES if args.verify else Check.SIZES
         with StageBar() as bar:

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from math import inf
 from pathlib import Path
 from typing import TypeVar
 
@@ -184,14 +185,14 @@ class StoreConfig:
     preload: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.host_gb is not None and self.host_gb < 0:
-            raise ConfigError(f"host_gb must be at least 0, got {self.host_gb}")
-        if self.disk_gb <= 0:
-            raise ConfigError(f"disk_gb must be above 0, got {self.disk_gb}")
+        if self.host_gb is not None and not 0 <= self.host_gb < inf:
+            raise ConfigError(f"host_gb must be a number of at least 0, got {self.host_gb}")
+        if not 0 < self.disk_gb < inf:
+            raise ConfigError(f"disk_gb must be a number above 0, got {self.disk_gb}")
         if self.disk_dir is not None and self.host_gb == 0:
             raise ConfigError("pages reach the disk through host memory: host_gb must be above 0")
-        if self.ttl_s is not None and self.ttl_s <= 0:
-            raise ConfigError(f"ttl_s must be above 0, got {self.ttl_s}")
+        if self.ttl_s is not None and not 0 < self.ttl_s < inf:
+            raise ConfigError(f"ttl_s must be a number above 0, got {self.ttl_s}")
         if self.preload not in ("auto", "all") and not self.preload.isdecimal():
             raise ConfigError(f"preload must be auto, all or a number, got {self.preload!r}")
 
@@ -221,10 +222,10 @@ class EngineConfig:
 def load_config(path: Path) -> EngineConfig:
     """Read a TOML file with sections as in EngineConfig; unknown names are refused."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     config = EngineConfig()
     known = {section.name for section in fields(config)}

@@ -24,7 +24,10 @@ def _check_range(field_name: str, value: float, low: float, high: float) -> None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(field_name, f"must be a number, got {value!r}")
     if not low <= value <= high:  # also refuses NaN
-        raise InvalidRequest(field_name, f"must be between {low:g} and {high:g}, got {value!r}")
+        low_text, high_text = (f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (low, high))
+        raise InvalidRequest(
+            field_name, f"must be between {low_text} and {high_text}, got {value!r}"
+        )
 
 
 def _check_int(field_name: str, value: int, low: int, high: int) -> None:

@@ -1,0 +1,81 @@
+"""The `mainstem` command as a shell sees it: sentences and exit statuses, never a traceback."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mainstem.apps import cli, models, planning
+from mainstem.apps.bench import plan
+from mainstem.apps.text import Tokenizer
+from mainstem.core.errors import InvalidRequest
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mainstem doctor` meets a disk that is full."""
+
+    class Module:
+        @staticmethod
+        def main(argv: list[str]) -> int:
+            raise OSError(28, "No space left on device", "out.jsonl")
+
+    monkeypatch.setattr(cli, "import_module", lambda name: Module)
+
+
+@pytest.mark.usefixtures("failing")
+def test_what_the_system_refuses_is_said_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 1
+    said = capsys.readouterr().err
+    assert said == "mainstem doctor: [Errno 28] No space left on device: 'out.jsonl'\n"
+
+
+def test_a_terminal_without_a_character_gets_a_question_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    cli.main(["--version"])
+    print("caf\u00e9", flush=True)
+    assert terminal.buffer.getvalue().endswith(b"caf?\n")
+
+
+def test_a_full_standard_output_and_a_closed_standard_input_are_no_tracebacks() -> None:
+    """Real processes, because Python opens the two itself."""
+    run = [sys.executable, "-m", "mainstem"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*run, "models"], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode != 0
+    assert b"No space left on device" in done.stderr
+    assert b"Traceback" not in done.stderr
+    closed = f"exec {sys.executable} -m mainstem generate - --model ./nowhere <&-"
+    done = subprocess.run(["sh", "-c", closed], capture_output=True, check=False)
+    assert done.returncode == 2
+    assert b"no such folder" in done.stderr
+
+
+def test_a_plan_of_what_is_not_text_names_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_tokenizer(name: str) -> Tokenizer:
+        raise AssertionError("nothing is to be tokenized")
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n")))
+    with pytest.raises(InvalidRequest, match="-: 'utf-8' codec"):
+        planning.main(["-"], no_tokenizer)
+
+
+@pytest.mark.parametrize("name", ["owner/model", "./folder", "SmolLM2"])
+def test_only_what_has_sums_can_be_verified(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="--verify"):
+        models.main(["--verify", name])
+
+
+def test_a_bench_of_few_prompts_says_nothing_of_growth(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "measure", lambda *_, **__: (1.0, 1.0))
+    assert plan.main(["--most", "100"]) == 0
+    assert capsys.readouterr().out == ""
+    assert plan.main(["--most", "100000"]) == 0
+    assert '"prompts_ratio": 10' in capsys.readouterr().out
