@@ -6,15 +6,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mainstem.core.step import Int32s
-from mainstem.sched.admission import peak_need
+from mainstem.sched.admission import Outlook
 
 
 def test_a_forecast_admits_what_memory_will_hold() -> None:
     """Two of 40 pages: alone each needs 20 more at its peak, but the first ends before."""
     own = np.array([20, 20], np.float32)
     first_ends = np.array([10, 160], np.int32)
-    assert peak_need(first_ends, own, page_size=16) == 2  # both begin a page; then 20 come back
-    assert peak_need(np.array([160, 160], np.int32), own, page_size=16) == 22
+    assert Outlook.of(first_ends, own).peak_need(16) == 2  # both begin a page; then 20 come back
+    assert Outlook.of(np.array([160, 160], np.int32), own).peak_need(16) == 22
 
 
 @settings(deadline=None)
@@ -32,5 +32,9 @@ def test_a_forecast_is_never_short_and_a_page_each_too_much_at_most(
         is_alive = remaining >= now
         begun = -(-(now - free_tokens[is_alive]) // 4)  # what the last page has no room for
         needs.append(np.maximum(begun, 0).sum() - own[~is_alive].sum())
-    forecast = peak_need(remaining, own.astype(np.float32), page_size=4)
+    forecast = Outlook.of(remaining, own.astype(np.float32)).peak_need(4)
+    one_by_one = Outlook.of(remaining[:1], own[:1].astype(np.float32))
+    for tokens, pages in zip(remaining[1:].tolist(), own[1:].tolist(), strict=True):
+        one_by_one = one_by_one.joined_by(pages, tokens)
+    assert one_by_one.peak_need(4) == forecast
     assert max(needs) <= forecast <= max(needs) + len(remaining)

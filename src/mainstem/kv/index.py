@@ -42,7 +42,7 @@ class PrefixIndex:
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
         self._last_used = np.zeros(pool.num_pages, np.int64)
         self._depth = np.zeros(pool.num_pages, np.int32)  # pages before it in its chain
-        self._pins = np.zeros(pool.num_pages, np.int32)  # how often it was pinned
+        self._pins: dict[int, int] = {}  # how often a page was pinned; few are
         self._clock = 0
 
     def __len__(self) -> int:
@@ -57,8 +57,7 @@ class PrefixIndex:
 
     def num_idle_pinned(self) -> int:
         """Of the idle pages those that are pinned."""
-        is_idle = self._is_indexed & (self._pool.holders == 1)
-        return int(np.count_nonzero(is_idle & (self._pins > 0)))
+        return int(np.count_nonzero(self._pool.holders[list(self._pins)] == 1))
 
     def pin(self, pages: Sequence[int]) -> list[PageKey]:
         """READY pages are given up only when no other idle page is left; returns their keys."""
@@ -66,7 +65,7 @@ class PrefixIndex:
         for page in pages:
             key = self._key_of[page]
             assert key is not None, "only a named page can be pinned"
-            self._pins[page] += 1
+            self._pins[page] = self._pins.get(page, 0) + 1
             keys.append(key)
         return keys
 
@@ -74,8 +73,10 @@ class PrefixIndex:
         """End one pin of each page that is still there."""
         for key in keys:
             page = self._page_of.get(key)
-            if page is not None and self._pins[page]:
+            if page in self._pins:
                 self._pins[page] -= 1
+                if not self._pins[page]:
+                    del self._pins[page]
 
     def match(self, keys: Sequence[PageKey]) -> tuple[Int32s, int]:
         """Pages of the longest indexed prefix of `keys`, and how many of them are ready."""
@@ -198,7 +199,7 @@ class PrefixIndex:
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):
             worth = self._last_used[idle] * MAX_DEPTH - self._depth[idle]
-            worth[self._pins[idle] > 0] += PINNED
+            worth[np.isin(idle, list(self._pins))] += PINNED
             idle = np.sort(idle[np.argpartition(worth, count)[:count]])
         self._remove(idle.astype(np.int32))
         return len(idle)
@@ -226,7 +227,8 @@ class PrefixIndex:
             keys.append(key)
         self._is_indexed[pages] = False
         self._is_ready[pages] = False
-        self._pins[pages] = 0
+        for page in self._pins.keys() & set(pages.tolist()) if self._pins else ():
+            del self._pins[page]
         self._pool.give_back(pages)
         return keys
 
@@ -251,4 +253,4 @@ class PrefixIndex:
             assert self._key_of[page] == key, "a page answers to another key"
         assert (self._pool.holders[indexed] >= 1).all(), "an indexed page has no holder"
         assert not (self._is_ready & ~self._is_indexed).any(), "a page without a key is ready"
-        assert not self._pins[~self._is_indexed].any(), "a page without a key is pinned"
+        assert self._is_indexed[list(self._pins)].all(), "a page without a key is pinned"

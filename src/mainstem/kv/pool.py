@@ -37,8 +37,9 @@ class PagePool:
 
     def share(self, pages: Int32s) -> None:
         """One more holder for each of `pages`, which must be held already."""
-        assert (self.holders[pages] > 0).all(), "a free page cannot be shared"
-        self.holders[pages] += 1
+        before = self.holders[pages]
+        assert before.all(), "a free page cannot be shared"
+        self.holders[pages] = before + 1
 
     def give_back(self, pages: Int32s) -> None:
         """One holder less for each of `pages` (no page twice); without holders a page is free."""

@@ -1,5 +1,6 @@
 """Pages of waiting sequences: what is there of them, and what is brought up from lower tiers."""
 
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -18,6 +19,16 @@ from mainstem.sched.running import RunningSet
 from mainstem.sched.sequence import Sequence
 
 LOAD_AHEAD = 64  # waiting sequences whose pages are brought up before it is their turn
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A waiting sequence and what is there of it."""
+
+    sequence: Sequence
+    num_known: int  # tokens of its prompt and of its output so far
+    chain: PageChain | None  # their names; None: nothing is shared
+    match: Match
 
 
 class Loader:
@@ -42,16 +53,21 @@ class Loader:
         self._page_size = running.page_size
         self._admission = Admission(running.page_size)
 
-    def look_up(self, sequence: Sequence) -> tuple[int, PageChain | None, Match]:
-        """How many tokens a waiting sequence has, their chain, and what is there of it."""
+    def tokens_ahead(self) -> int:
+        """Prompt tokens that the device computes before those of whoever starts now."""
+        return 0 if self.fetching is None else self._running.num_unfinished_tokens()
+
+    def look_up(self, sequence: Sequence) -> Candidate:
+        """What is there of a waiting sequence."""
         known = sequence.known_ids()
         chain = sequence.chain
         if chain is not None and len(known) > len(chain.token_ids):
             chain = chain.extended(known)
         if chain is None or sequence.prompt_logprobs is not None:
-            return len(known), chain, Match(np.empty(0, np.int32), Lookup.MISS)
-        # the last token is always computed: its logits are wanted
-        return len(known), chain, self._store.lookup(chain, len(known) - 1)
+            match = Match(np.empty(0, np.int32), Lookup.MISS)
+        else:  # the last token is always computed: its logits are wanted
+            match = self._store.lookup(chain, len(known) - 1)
+        return Candidate(sequence, len(known), chain, match)
 
     def load_ahead(self, prompts: Prompts) -> None:
         """Start loads for those next in the queue while others run, in order and while the pages
@@ -59,24 +75,25 @@ class Loader:
         those behind may have another."""
         if self.fetching is None:
             return
-        tokens_ahead, pages_ahead = self._running.num_unfinished_tokens(), 0
+        tokens_ahead, pages_ahead = self.tokens_ahead(), 0
         for sequence in self._queue.first(LOAD_AHEAD):
             num_tokens = sequence.num_to_compute
             if num_tokens is None:
                 if not prompts.may_look_ahead:
                     return
                 prompts.num_pages_ahead += sequence.num_named_pages
-                num_known, chain, match = self.look_up(sequence)
+                found = self.look_up(sequence)
+                match = found.match
                 if match.outcome is Lookup.LOADING:
                     continue
-                pages_ahead += -(-num_known // self._page_size) - len(match.pages)
+                pages_ahead += -(-found.num_known // self._page_size) - len(match.pages)
                 if not self._fits(sequence, pages_ahead, prompts):
                     return
-                num_tokens = num_known - len(match.pages) * self._page_size
+                num_tokens = found.num_known - len(match.pages) * self._page_size
                 if self.must_wait(match, tokens_ahead):
                     if not match.stored.num_on_disk:
                         return  # nobody comes up but from host memory
-                elif self.load(sequence, chain, match, tokens_ahead) is not None:
+                elif self.load(found, tokens_ahead) is not None:
                     num_tokens -= match.stored.num_pages * self._page_size
                     pages_ahead -= match.stored.num_pages
                     sequence.num_to_compute = num_tokens
@@ -124,19 +141,17 @@ class Loader:
             return False
         return fetching.is_worth_it(stored, tokens_ahead, len(self._queue))
 
-    def load(
-        self, sequence: Sequence, chain: PageChain | None, match: Match, tokens_ahead: int
-    ) -> PageKey | None:
+    def load(self, found: Candidate, tokens_ahead: int) -> PageKey | None:
         """Load what lower tiers have of a sequence, where that is the faster way; returns the key
         to wait for."""
-        fetching, num_known = self.fetching, len(sequence.known_ids())
+        fetching, sequence, chain, match = self.fetching, found.sequence, found.chain, found.match
         if fetching is None or chain is None:
             return None
         runs, kept = [StoredRun(chain, len(match.pages), match.stored.num_pages)], match.pages
         if sequence.origins is not None:
             if sequence.has_fetched:  # what came up is gone again: rather compute than try for ever
                 return None
-            wanted = range(len(match.pages), (num_known - 1) // self._page_size)
+            wanted = range(len(match.pages), (found.num_known - 1) // self._page_size)
             runs, sources = sequence.origins.find_stored(self._store, chain, wanted)
             kept = np.union1d(kept, sources).astype(np.int32)
         stored = self._store.stored([key for run in runs for key in run.keys])
@@ -146,7 +161,7 @@ class Loader:
             self._store.dismiss(sequence.place)  # nothing need be read ahead for it
             return None
         num_there = (len(kept) + stored.num_pages) * self._page_size
-        layers = fetching.start_layers(stored, max(num_known - num_there, 1))
+        layers = fetching.start_layers(stored, max(found.num_known - num_there, 1))
         if match.similar_page is not None:  # wanted still, if nothing can be loaded after all
             kept = np.append(kept, np.int32(match.similar_page))
         awaited: PageKey | None = None

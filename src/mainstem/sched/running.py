@@ -108,7 +108,7 @@ class RunningSet:
     def outlook(self) -> Outlook:
         """How much longer each will run, and what it then gives back."""
         in_tree, part = self.tree.shares(self.slots)
-        return Outlook(
+        return Outlook.of(
             remaining=self.table.expect_remaining(self.slots, at_least=self.page_size),
             own_pages=self.table.num_pages[self.slots] - in_tree + part,
         )

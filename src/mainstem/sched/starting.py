@@ -5,18 +5,15 @@ queue's head --> looked up --> READY or MISS --> may_start --> pages, slot, firs
                      '--> LOADING, or to be loaded: parked until its page is there
 """
 
-from dataclasses import replace
-
 import numpy as np
 
 from mainstem.core.events import EventBus, PagesMoved, SequenceAdmitted, SequenceResumed
 from mainstem.core.ids import SeqSlot
 from mainstem.core.step import Int32s, StartedSequence
-from mainstem.kv.keys import PageChain
 from mainstem.kv.store import Lookup, Match
 from mainstem.sched.admission import Admission
 from mainstem.sched.batching import Chunk, PageCopy, PageMove
-from mainstem.sched.loading import Loader
+from mainstem.sched.loading import Candidate, Loader
 from mainstem.sched.lookahead import OutputLengths, PlannedOrder
 from mainstem.sched.origins import NO_MOVES, Moves
 from mainstem.sched.prompts import Prompts
@@ -84,75 +81,87 @@ class Starter:
 
     def _try_start(self, sequence: Sequence, prompts: Prompts) -> SeqSlot | None:
         """Give the queue's head its pages and a slot, or park it, or leave it where it is."""
-        store = self._store
-        num_known, chain, match = self._loader.look_up(sequence)
-        if match.outcome is Lookup.LOADING:
-            assert match.awaited is not None
-            self._queue.park(self._queue.pop(), match.awaited)
+        found = self._loader.look_up(sequence)
+        if found.match.outcome is Lookup.LOADING:
+            assert found.match.awaited is not None
+            self._queue.park(self._queue.pop(), found.match.awaited)
             return None
-        cached = match.pages
-        store.lease(cached)  # before counting: leased pages cannot be given up for room
+        # before counting: leased pages cannot be given up for room
+        self._store.lease(found.match.pages)
         try:
-            return self._start_leased(sequence, chain, match, num_known, prompts)
+            return self._start_leased(found, prompts)
         except Exception:
             self._queue.push(sequence)  # where `fail` looks for who is to blame; it may have left
             raise
 
-    def _start_leased(
-        self,
-        sequence: Sequence,
-        chain: PageChain | None,
-        match: Match,
-        num_known: int,
-        prompts: Prompts,
-    ) -> SeqSlot | None:
+    def _start_leased(self, found: Candidate, prompts: Prompts) -> SeqSlot | None:
         """As _try_start, with the cached pages leased."""
-        store, cached = self._store, match.pages
-        num_new = -(-num_known // self._page_size) - len(cached)
-        expected = self._lengths.expect(sequence)
-        to_come = expected - len(sequence.output_ids)
+        tokens_ahead = self._loader.tokens_ahead()
+        if not self._may_start(found, prompts) or self._loader.must_wait(found.match, tokens_ahead):
+            self._store.release(found.match.pages)
+            return None
+        awaited = self._loader.load(found, tokens_ahead)
+        moves = NO_MOVES
+        if awaited is None and found.sequence.origins is not None:
+            wanted = range(len(found.match.pages), (found.num_known - 1) // self._page_size)
+            moves = found.sequence.origins.find(self._store, wanted, prompts.filled_pages)
+            awaited = moves.awaited
+        if awaited is not None:
+            self._store.release(found.match.pages)
+            self._queue.park(self._queue.pop(), awaited)
+            return None
+        return self._start(found, moves, prompts)
+
+    def _may_start(self, found: Candidate, prompts: Prompts) -> bool:
         if prompts.outlook is None:
             prompts.outlook = self._running.outlook()
         # pinned pages are for nobody, unless nothing could run without them
+        store = self._store
         available = store.num_available() if len(self._running) else store.num_takeable()
-        may_start = self._admission.may_start(num_new, to_come, available, prompts.outlook)
-        tokens_ahead = self._running.num_unfinished_tokens()
-        if not may_start or self._loader.must_wait(match, tokens_ahead):
-            store.release(cached)
-            return None
-        awaited = self._loader.load(sequence, chain, match, tokens_ahead)
-        moves = NO_MOVES
-        if awaited is None and sequence.origins is not None:
-            wanted = range(len(cached), (num_known - 1) // self._page_size)
-            moves = sequence.origins.find(store, wanted, prompts.filled_pages)
-            awaited = moves.awaited
-        if awaited is not None:
-            store.release(cached)
-            self._queue.park(self._queue.pop(), awaited)
-            return None
+        num_new, to_come = self._demand(found)
+        return self._admission.may_start(num_new, to_come, available, prompts.outlook)
+
+    def _demand(self, found: Candidate) -> tuple[int, int]:
+        """Pages it takes at once, and output tokens it is expected to produce from here on."""
+        num_new = -(-found.num_known // self._page_size) - len(found.match.pages)
+        return num_new, self._lengths.expect(found.sequence) - len(found.sequence.output_ids)
+
+    def _start(self, found: Candidate, moves: Moves, prompts: Prompts) -> SeqSlot:
+        """Take pages for the queue's head, and have this step fill those that can be filled."""
+        store, sequence, cached = self._store, found.sequence, found.match.pages
+        num_new, to_come = self._demand(found)
+        assert prompts.outlook is not None
         prompts.outlook = prompts.outlook.joined_by(num_new, to_come)
-        if len(moves.pages):
-            match = _without_similar(match)  # it is moved as a whole
-        similar = np.array([] if match.similar_page is None else [match.similar_page], np.int32)
         num_moved = moves.lease(store, num_new)
-        store.lease(similar)  # until the step that copies from it has run
-        if store.num_takeable() < num_new:  # it is the page that was counted on
-            store.release(similar)
-            match = _without_similar(match)
+        has_similar = not len(moves.pages) and self._lease_similar(found.match, num_new)
         fresh = store.take(num_new)
         self._queue.pop()
-        if match.similar_page is not None:
-            copy = PageCopy(match.similar_page, int(fresh[0]), match.similar_tokens)
-            prompts.copies.append(copy)
-        if chain is not None:
-            store.reserve(chain, len(cached), fresh[: len(chain.keys) - len(cached)])
+        num_cached = (len(cached) + num_moved) * self._page_size
+        if has_similar:
+            assert found.match.similar_page is not None
+            similar_tokens = found.match.similar_tokens
+            prompts.copies.append(PageCopy(found.match.similar_page, int(fresh[0]), similar_tokens))
+            num_cached += similar_tokens
+        if found.chain is not None:
+            store.reserve(found.chain, len(cached), fresh[: len(found.chain.keys) - len(cached)])
         if num_moved:
             self._move(sequence, moves, fresh[:num_moved], prompts)
-        num_cached = (len(cached) + num_moved) * self._page_size + match.similar_tokens
-        prompts.loads += [loads for loads in (match.loads, moves.loads) if loads is not None]
+        prompts.loads += [loads for loads in (found.match.loads, moves.loads) if loads is not None]
         store.dismiss(sequence.place)
-        pages = np.concatenate([cached, fresh])
-        return self._running.enter(sequence, pages, num_cached, expected)
+        expected = self._lengths.expect(sequence)
+        return self._running.enter(sequence, np.concatenate([cached, fresh]), num_cached, expected)
+
+    def _lease_similar(self, match: Match, num_new: int) -> bool:
+        """Lease the page to copy from until the step has run; False: there is none, or it is one of
+        those that were counted on."""
+        if match.similar_page is None:
+            return False
+        page = np.array([match.similar_page], np.int32)
+        self._store.lease(page)
+        if self._store.num_takeable() < num_new:
+            self._store.release(page)
+            return False
+        return True
 
     def _move(self, sequence: Sequence, moves: Moves, fresh: Int32s, prompts: Prompts) -> None:
         """Have this step fill `fresh` with pages that outlived a truncation."""
@@ -188,10 +197,6 @@ class Starter:
             self._bus.publish(SequenceAdmitted(request_id, index, num_known, num_cached))
         else:
             self._bus.publish(SequenceResumed(request_id, index, num_known - num_cached))
-
-
-def _without_similar(match: Match) -> Match:
-    return replace(match, similar_page=None, similar_tokens=0)
 
 
 def _started(sequence: Sequence, slot: SeqSlot) -> StartedSequence:

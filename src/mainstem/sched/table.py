@@ -107,8 +107,9 @@ class SeqTable:
         self.has_mask[slot] = sequence.mask is not None
         self.num_logprobs[slot] = sampling.logprobs or 0
         self.wants_logprobs[slot] = sampling.logprobs is not None
-        self.num_pages[slot] = 0
-        self.append_pages(np.full(len(pages), slot, np.int32), pages)
+        self._widen_pages(len(pages))
+        self.page_table[slot, : len(pages)] = pages
+        self.num_pages[slot] = len(pages)
         if num_output:
             self._widen_outputs(num_output)
             self.outputs[slot, :num_output] = sequence.output_ids
@@ -166,17 +167,11 @@ class SeqTable:
         return count
 
     def append_pages(self, slots: Int32s, pages: Int32s) -> None:
-        """Put pages[i] at the end of slots[i]'s table; a slot's repeats must be adjacent."""
-        if len(slots) == 0:
-            return
-        first = np.flatnonzero(np.r_[True, slots[1:] != slots[:-1]])
-        lengths = np.diff(np.r_[first, len(slots)])
-        column = self.num_pages[slots] + np.arange(len(slots)) - np.repeat(first, lengths)
-        width = int(column.max()) + 1
-        if width > self.page_table.shape[1]:
-            self.page_table = _widened(self.page_table, width)
+        """Put pages[i] at the end of slots[i]'s table; no slot twice."""
+        column = self.num_pages[slots]
+        self._widen_pages(int(column.max()) + 1)
         self.page_table[slots, column] = pages
-        self.num_pages[slots[first]] += lengths.astype(np.int32)
+        self.num_pages[slots] += 1
 
     def append_samples(self, slots: Int32s, token_ids: Int32s) -> None:
         """Samples were read back: they take the place `total` had kept for them."""
@@ -247,6 +242,10 @@ class SeqTable:
     def _draw_uniforms(self, slots: Int32s) -> Float32s:
         """The random number for each slot's next output token."""
         return uniforms(self.seed[slots], self.total[slots] - self.prompt_len[slots])
+
+    def _widen_pages(self, width: int) -> None:
+        if width > self.page_table.shape[1]:
+            self.page_table = _widened(self.page_table, width)
 
     def _widen_outputs(self, width: int) -> None:
         if width > self.outputs.shape[1]:
