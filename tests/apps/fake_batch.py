@@ -18,6 +18,7 @@ from mainstem.apps.batch import main
 from mainstem.apps.text import Tokenizer
 from mainstem.core.config import EngineConfig
 from mainstem.core.events import EventBus, StepFinished
+from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Step
 from tests.builders import VOCAB, an_engine
 from tests.fakes import FakeRunner, fake_answer
@@ -31,7 +32,9 @@ TEMPLATE = (
 Row = dict[str, Any]
 
 
-def a_tokenizer(template: str = TEMPLATE) -> Tokenizer:
+def a_tokenizer(
+    template: str = TEMPLATE, sampling_defaults: dict[str, object] | None = None
+) -> Tokenizer:
     """One token per byte: printable ASCII is 0 to 94, the line end 95, the end token 96.
 
     Other bytes come after that, outside the vocabulary of the fake model.
@@ -44,16 +47,22 @@ def a_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
-    return Tokenizer(backend, frozenset({EOS_ID}), {}, {"default": template})
+    return Tokenizer(backend, frozenset({EOS_ID}), {}, {"default": template}, sampling_defaults)
 
 
 class FakeEngines:
     """Makes engines as `main` asks for them; keeps the last config and engine to look at."""
 
     def __init__(
-        self, num_pages: int = 256, max_model_len: int = 400, template: str = TEMPLATE
+        self,
+        num_pages: int = 256,
+        max_model_len: int = 400,
+        template: str = TEMPLATE,
+        sampling_defaults: dict[str, object] | None = None,
     ) -> None:
         self._template = template
+        self._sampling_defaults = sampling_defaults
+        self.samplings: dict[str, SamplingParams] = {}  # by request
         self._num_pages = num_pages
         self._max_model_len = max_model_len
         self.config: EngineConfig | None = None
@@ -73,7 +82,15 @@ class FakeEngines:
             max_model_len=config.sched.max_model_len or self._max_model_len,
             bus=bus,
         )
-        self.config, self.engine = config, TextEngine(engine, a_tokenizer(self._template))
+        tokenizer = a_tokenizer(self._template, self._sampling_defaults)
+        self.config, self.engine = config, TextEngine(engine, tokenizer)
+        submit = engine.submit
+
+        def seen(request: Request) -> None:
+            self.samplings[request.request_id] = request.sampling
+            submit(request)
+
+        engine.submit = seen  # type: ignore[method-assign]  # only looks
         return self.engine
 
     def _launched(self, step: Step) -> None:

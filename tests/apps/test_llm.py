@@ -116,6 +116,19 @@ def test_impossible_settings_are_refused(settings: dict[str, int], complaint: st
         LLM("smollm2", **settings)  # type: ignore[arg-type]  # one dict for all settings
 
 
+def test_without_settings_the_models_advice_holds(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advice = llm.tokenizer.sampling_defaults
+    monkeypatch.setitem(advice, "temperature", 0.0)
+    assert llm.get_default_sampling_params().is_greedy
+    found, expected = (
+        llm.generate("The capital of France is", params, use_tqdm=False)[0].outputs[0].token_ids
+        for params in (None, SamplingParams(temperature=0.0))
+    )
+    assert found == expected
+
+
 def test_generate_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "The capital of France is", "--max-tokens", "3", "--json"]
     assert cli.main([*argv, "--kv-tokens", "1024"]) == 0

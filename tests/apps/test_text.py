@@ -175,6 +175,13 @@ def test_eos_ids_are_found_wherever_they_are_named(
     assert Tokenizer.load(folder).eos_ids == expected
 
 
+def test_the_makers_advice_on_sampling_is_read(tmp_path: Path, smollm2_folder: Path) -> None:
+    advice = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "do_sample": True}
+    folder = write_folder(tmp_path, smollm2_folder, generation_config=advice)
+    expected = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert Tokenizer.load(folder).sampling_defaults == expected
+
+
 @pytest.mark.parametrize(
     ("single", "flags"),
     [

@@ -20,7 +20,14 @@ from pathlib import Path
 from time import perf_counter
 
 from mainstem.apps.answers import TextEngine
-from mainstem.apps.flags import DRAW_FLAGS, add_draw_flags, add_engine_flags, engine_config
+from mainstem.apps.flags import (
+    DRAW_FLAGS,
+    add_draw_flags,
+    add_engine_flags,
+    add_generation_flag,
+    engine_config,
+    model_defaults,
+)
 from mainstem.apps.jobs.ahead import Ahead
 from mainstem.apps.jobs.answer_file import AnswerFile, Existing
 from mainstem.apps.jobs.bar import JobBar
@@ -74,6 +81,7 @@ def _add_default_flags(made: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, metavar="N", help="(16 for prompts, the context for chats)"
     )
     add_draw_flags(group, {})
+    add_generation_flag(group)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before it; repeatable")
     group.add_argument(
         "--ignore-eos", action="store_true", default=None, help="go on to --max-tokens"
@@ -123,7 +131,8 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
     """Exit status as above; what is wrong with the call is raised as a MainstemError."""
     args = parser().parse_args(argv)
     config = engine_config(args)
-    row_parser = RowParser(_defaults(args))
+    defaults = _defaults(args)
+    RowParser(defaults)  # raises if they are not valid
     plan_config = PlanConfig(levels=args.levels)
     planner = WindowPlanner(None if args.no_plan else plan_config, not args.no_dedupe)
     window_bytes = _window_bytes(args.window_mib)
@@ -139,6 +148,7 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
             engine = load(config)
             limit = engine.engine.max_model_len
             tokenizer = engine.tokenizer
+            row_parser = RowParser(model_defaults(args, tokenizer) | defaults)
             reader = WindowReader(source, tokenizer, row_parser, out.done, limit, window_bytes)
             with closing(engine.engine), JobBar(summary, not args.no_progress) as bar:
                 job_config = JobConfig(config.model.model, args.seed)

@@ -83,7 +83,14 @@ def convert(reader: _Reader, dequantize: _Dequantize, out: Files, progress: Prog
     pad_id = fields.whole("tokenizer.ggml.padding_token_id")
     out.write_json(
         "generation_config.json",
-        {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"], "pad_token_id": pad_id},
+        {
+            "bos_token_id": ids["bos"],
+            "eos_token_id": ids["eos"],
+            "pad_token_id": pad_id,
+            "do_sample": True,
+            "temperature": 0.2,  # this and the next: as SmolLM2's makers advise
+            "top_p": 0.9,
+        },
     )
     heads = {
         "q_proj": fields.whole("llama.attention.head_count"),

@@ -31,7 +31,7 @@ from mainstem.apps.progress import Progress, unseen
 from mainstem.core.errors import ModelNotFound
 
 MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1  # raise it when the conversion changes: older folders are then rebuilt
+MANIFEST_FORMAT = 1  # raise it when older folders are no longer right: they are then rebuilt
 CHUNK_BYTES = 1 << 22
 
 

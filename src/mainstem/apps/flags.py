@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 
+from mainstem.apps.text import GENERATION_FILE, Tokenizer
 from mainstem.core.config import (
     Device,
     DType,
@@ -16,6 +17,7 @@ from mainstem.core.config import (
     load_config,
     update_section,
 )
+from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.request import SamplingParams
 
 MODEL_FLAGS = ("model", "dtype", "device", "quantize", "threads", "deterministic")
@@ -181,6 +183,29 @@ def add_draw_flags(group: argparse._ArgumentGroup, defaults: Mapping[str, float]
         shown = text if default is None else f"{text} ({default:g})"
         flag = f"--{name.replace('_', '-')}"
         group.add_argument(flag, type=kind, default=default, metavar=metavar, help=shown)
+
+
+def add_generation_flag(group: argparse._ActionsContainer) -> None:
+    """For commands whose requests may leave open how tokens are drawn."""
+    group.add_argument(
+        "--generation-config",
+        choices=["auto", "none"],
+        default="auto",
+        help="how tokens are drawn where nobody says: as the model's generation_config.json "
+        "advises, or as OpenAI's API does (auto)",
+    )
+
+
+def model_defaults(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, object]:
+    """What the model's makers advise, where --generation-config wants it; raises ConfigError."""
+    if args.generation_config == "none":
+        return {}
+    try:
+        SamplingParams(**tokenizer.sampling_defaults)  # type: ignore[arg-type]  # it checks them
+    except InvalidRequest as error:
+        reason = "--generation-config none does without it"
+        raise ConfigError(f"{GENERATION_FILE}: {error}; {reason}") from None
+    return tokenizer.sampling_defaults
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

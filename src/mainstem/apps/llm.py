@@ -167,7 +167,8 @@ class LLM:
         """Answer prompts, given as text, token ids, {"prompt": text} or {"prompt_token_ids": ids};
         results in the order of the prompts.
 
-        `sessions` names the conversation each prompt continues. `overflow` says what becomes of a
+        Without `sampling_params`, `get_default_sampling_params` has its say. `sessions` names the
+        conversation each prompt continues. `overflow` says what becomes of a
         prompt longer than the context window: "kv" (the default in sessions), "recompute" or
         "error". Raises InvalidRequest before anything runs if one of them cannot be answered, and
         AnswerFailed after everything ran if steps failed over one again and again.
@@ -177,7 +178,7 @@ class LLM:
         encoded = iter(self.tokenizer.encode_batch(texts))
         ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in listed]
         shown = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        params = listed_params(sampling_params, len(listed))
+        params = self._params(sampling_params, len(listed))
         window = _window_rules(sessions, overflow, len(listed))
         return self._run(shown, ids, params, window, use_tqdm)
 
@@ -194,7 +195,7 @@ class LLM:
         `overflow` as in `generate`. A turn of a session extends the ids of the turns before it."""
         conversations = listed_conversations(messages)
         texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
-        params = listed_params(sampling_params, len(texts))
+        params = self._params(sampling_params, len(texts))
         window = _window_rules(sessions, overflow, len(texts))
         turns = list(zip(window.sessions, texts, strict=True))
         ids = [self.encode_turn(session, text) for session, text in turns]
@@ -218,6 +219,15 @@ class LLM:
             said = spoken_text(text, output_ids, self.tokenizer)
             token_ids = np.array([*prompt_ids, *output_ids], np.int32)
             self._sessions.keep("", session, token_ids, said)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given: as the model's generation_config.json advises."""
+        return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, number: int
+    ) -> list[SamplingParams]:
+        return listed_params(self.get_default_sampling_params() if given is None else given, number)
 
     def close(self) -> None:
         """Stop whatever runs. The memory goes with the last reference to the LLM."""

@@ -50,11 +50,9 @@ def _of_mapping(given: Mapping[str, object], index: int) -> object:
 
 
 def listed_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, number: int
+    params: SamplingParams | Sequence[SamplingParams], number: int
 ) -> list[SamplingParams]:
     """The settings of each of `number` prompts."""
-    if params is None:
-        params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * number
     is_list = isinstance(params, Sequence)

@@ -13,6 +13,9 @@ from mainstem.apps.chat_template import ChatTemplate, Json, Message
 from mainstem.apps.spelling import ByteSpeller, Speller, TokenAlphabet, WindowSpeller
 from mainstem.core.errors import InvalidRequest, ModelNotFound
 
+GENERATION_FILE = "generation_config.json"
+# in it; the others are set by who asks, or are Hugging Face's own
+ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -29,14 +32,17 @@ class Tokenizer:
         eos_ids: frozenset[int] = frozenset(),
         special_tokens: Mapping[str, str] | None = None,
         templates: Mapping[str, str] | None = None,
+        sampling_defaults: Json | None = None,
     ) -> None:
-        """`special_tokens`: role ("bos_token") -> text; `templates`: name -> chat template."""
+        """`special_tokens`: role ("bos_token") -> text; `templates`: name -> chat template;
+        `sampling_defaults`: how the model's makers advise to draw tokens, unchecked."""
         self._backend = backend
         self._templates = {
             name: ChatTemplate(source, special_tokens or {})
             for name, source in (templates or {}).items()
         }
         self.eos_ids = eos_ids
+        self.sampling_defaults = dict(sampling_defaults or {})
         self.special_tokens = dict(special_tokens or {})
         self.special_ids = frozenset(
             token_id
@@ -61,7 +67,11 @@ class Tokenizer:
         settings = _read_json(folder / "tokenizer_config.json")
         special = _special_tokens(settings, _read_json(folder / "special_tokens_map.json"))
         return cls(
-            backend, _eos_ids(folder, backend, special), special, _templates(folder, settings)
+            backend,
+            _eos_ids(folder, backend, special),
+            special,
+            _templates(folder, settings),
+            _advice(folder),
         )
 
     @property
@@ -195,7 +205,7 @@ def _eos_ids(
     The union, because fine-tuned chat models often set only one of the two.
     """
     ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
+    for name in (GENERATION_FILE, "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
         listed = value if isinstance(value, list) else [value]
         ids.update(token_id for token_id in listed if isinstance(token_id, int))
@@ -205,6 +215,12 @@ def _eos_ids(
         token_id = backend.token_to_id(eos)
         ids.update(() if token_id is None else (token_id,))
     return frozenset(ids)
+
+
+def _advice(folder: Path) -> dict[str, object]:
+    """Fields of SamplingParams that generation_config.json names."""
+    advice = _read_json(folder / GENERATION_FILE)
+    return {name: advice[name] for name in ADVISED if advice.get(name) is not None}
 
 
 def _templates(folder: Path, settings: Json) -> dict[str, str]:

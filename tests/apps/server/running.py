@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,6 +128,7 @@ def a_server(
     engines: FakeEngines | None = None,
     shutdown_s: float = 5.0,
     data_dir: Path | None = None,
+    sampling: Mapping[str, object] | None = None,
 ) -> Iterator[Running]:
     """A server that has become ready; stopped at the end."""
     engines = engines or FakeEngines(num_pages=512, max_model_len=800)
@@ -136,7 +137,7 @@ def a_server(
     keys = KeyRing({"alice": ALICE, "bob": BOB}) if has_keys else None
     gateway = Gateway(
         Worker(engine),
-        ServedModel(("fake", "alias"), 1_700_000_000),
+        ServedModel(("fake", "alias"), 1_700_000_000, sampling or {}),
         Access(keys, KeyRing({"root": ADMIN})),
         AppRegistry(apps),
         limits or Limits(),

@@ -443,6 +443,18 @@ def test_flags_say_how_much_is_kept_and_for_how_long(tmp_path: Path) -> None:
         assert process.stop() == 0
 
 
+def test_what_a_row_leaves_open_is_as_the_models_makers_advise(tmp_path: Path) -> None:
+    body = {"model": "fake", "prompt": "x", "max_tokens": 2, "top_k": 3}
+    row = {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": body}
+    with (
+        a_server(data_dir=tmp_path, sampling={"temperature": 0.25, "top_k": 7}) as server,
+        a_client(server) as client,
+    ):
+        assert run(client, [row]).status == "completed"
+        asked = [(s.temperature, s.top_k) for s in server.engines.samplings.values()]
+        assert asked == [(0.25, 3)]
+
+
 def test_two_servers_cannot_share_a_folder(tmp_path: Path) -> None:
     with (
         a_server(data_dir=tmp_path),

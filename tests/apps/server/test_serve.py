@@ -98,6 +98,19 @@ def test_an_app_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         main(["--port", "0", "--app", f"long={tmp_path / 'long.txt'}"], FakeEngines())
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], {"temperature": 0.6}), (["--generation-config", "none"], {})]
+)
+def test_the_models_advice_is_served_unless_it_is_not_wanted(
+    flags: list[str], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[object] = []
+    run = "mainstem.apps.server.serve.Server.run"
+    monkeypatch.setattr(run, lambda server, sockets: served.append(server.gateway.model.sampling))
+    main(["--port", "0", *flags], FakeEngines(sampling_defaults={"temperature": 0.6}))
+    assert served == [expected]
+
+
 def test_a_log_line_is_a_json_object() -> None:
     record = logging.LogRecord("x", logging.INFO, "f", 1, 'said "%s"\n', ("hé",), None)
     record.facts = {"status": 200, "path": Path("/x")}

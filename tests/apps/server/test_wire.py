@@ -7,7 +7,7 @@ import pytest
 
 from mainstem.apps.server.schema import HARMLESS
 from tests.apps.fake_batch import a_tokenizer, expected_text
-from tests.apps.server.running import Json, Running, events
+from tests.apps.server.running import Json, Running, a_server, events
 from tests.builders import VOCAB
 from tests.fakes import fake_answer
 
@@ -53,6 +53,14 @@ def test_a_completion_has_the_form_of_openai(server: Running) -> None:
     assert choice["text"] == answer_to("Once upon", 5)
     assert choice["logprobs"] is None
     assert choice["finish_reason"] == "length"
+
+
+def test_what_a_request_leaves_open_is_as_the_models_makers_advise() -> None:
+    with a_server(sampling={"temperature": 0.25, "top_k": 7}) as server:
+        server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2})
+        server.post("/v1/completions", {"prompt": ["x", "y"], "max_tokens": 2, "top_k": 3})
+        asked = [(s.temperature, s.top_k) for s in server.engines.samplings.values()]
+        assert asked == [(0.25, 7), (0.25, 3), (0.25, 3)]
 
 
 def test_a_completion_has_16_tokens_by_default(server: Running) -> None:

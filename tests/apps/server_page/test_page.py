@@ -71,12 +71,15 @@ def test_chat_streams_and_what_a_model_says_stays_text(page: Page, server: StubS
     (asked,) = server.asked
     assert asked["model"] == "tiny"
     assert asked["stream"] is True
+    assert asked["temperature"] is None  # the model's own, as nobody has set one
     assert asked["stream_options"] == {"include_usage": True}
 
     page.run("document.getElementById('app').value = 'legal'")
+    page.run("document.getElementById('temperature').value = '0.5'")
     say(page, "again")
     page.wait("document.querySelectorAll('.turn.assistant .note')[1]?.textContent")
     assert server.asked[1]["model"] == "tiny:legal"
+    assert server.asked[1]["temperature"] == 0.5
     messages = server.asked[1]["messages"]
     assert isinstance(messages, list)
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +60,7 @@ class BatchRunner:
         gate: Gate,
         tenants: Sequence[Tenant],
         model_names: Sequence[str],
+        sampling: Mapping[str, object],
         files: FileShelf,
         batches: BatchShelf,
         is_draining: Callable[[], bool],
@@ -68,6 +69,7 @@ class BatchRunner:
         self._gate = gate
         self._tenants = {owner_of(tenant): tenant for tenant in tenants}
         self._model_names = model_names
+        self._sampling = sampling
         self._files = files
         self._batches = batches
         self._is_draining = is_draining
@@ -244,7 +246,7 @@ class BatchRunner:
     def reader(self, batch: Batch, source: InputFile, out: AnswerFile) -> Iterator[PlannedWindow]:
         """The rows that are left, planned; runs on a thread."""
         worker = self._worker
-        parser = RowParser({})
+        parser = RowParser(self._sampling)
         limit = worker.max_model_len
         windows = WindowReader(source, worker.tokenizer, parser, out.done, limit, WINDOW_BYTES)
         return map(WindowPlanner(PlanConfig(), has_dedupe=False).plan, windows)

@@ -3,9 +3,9 @@
 import asyncio
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic, time
@@ -13,7 +13,7 @@ from time import monotonic, time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mainstem.apps.jobs.rows import Kind
+from mainstem.apps.jobs.rows import Kind, RowParser
 from mainstem.apps.server.apps_registry import App, AppRegistry, encode_prompt
 from mainstem.apps.server.auth import Access, Tenant
 from mainstem.apps.server.batch_runner import BatchRunner
@@ -48,10 +48,14 @@ log = logging.getLogger("mainstem.server")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the model is called; the first name is the one replies use by default."""
+    """What the model is called; the first name is the one replies use by default.
+
+    `sampling` has fields of SamplingParams for requests that do not say.
+    """
 
     names: tuple[str, ...]
     created: int
+    sampling: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,8 @@ class Gateway:
         self.desk: BatchDesk | None = None  # files and batches, where there is a place for them
         self.is_ready = False  # the apps are filled
         self.is_draining = False
-        self._parser = AskParser(limits, tool_format(worker.tokenizer))
+        rows = RowParser(model.sampling)
+        self._parser = AskParser(limits, tool_format(worker.tokenizer), rows)
         self._ids = unique_ids()
         worker.on_tokens = live.rate.add
         worker.on_recovered = self._refill
@@ -135,6 +140,7 @@ class Gateway:
             self.gate,
             self.access.tenants,
             self.model.names,
+            self.model.sampling,
             files,
             batches,
             lambda: self.is_draining,

@@ -5,7 +5,7 @@ Beyond a batch row a request may stream, echo its prompt, bring several prompts 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from mainstem.apps.jobs.rows import HARMLESS as HARMLESS_IN_ROWS
 from mainstem.apps.jobs.rows import Chat, Kind, Prompt, RowError, RowParser
@@ -71,7 +71,7 @@ class AskParser:
 
     limits: Limits
     tool_format: ToolFormat | None
-    rows: RowParser = field(default_factory=lambda: RowParser({}))
+    rows: RowParser
 
     def parse(self, body: Json, kind: Kind) -> Ask:
         """Raises ApiError 400 that names the field."""

@@ -15,7 +15,12 @@ import uvicorn
 from mainstem.apps.answers import TextEngine
 from mainstem.apps.batch import open_engine
 from mainstem.apps.flag_types import not_negative, positive, positive_count
-from mainstem.apps.flags import add_engine_flags, engine_config
+from mainstem.apps.flags import (
+    add_engine_flags,
+    add_generation_flag,
+    engine_config,
+    model_defaults,
+)
 from mainstem.apps.server.apps_registry import App, AppRegistry
 from mainstem.apps.server.auth import Access, KeyRing
 from mainstem.apps.server.connection import guarded_by
@@ -72,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="time to finish answers (30)",
     )
+    add_generation_flag(made)
     made.add_argument("--log-level", choices=LEVELS, default="info", help="(info)")
     limits = made.add_argument_group("limits")
     limits.add_argument(
@@ -179,7 +185,7 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
         metrics = ServerMetrics(engine.engine.bus, names[0])
         gateway = Gateway(
             Worker(engine),
-            ServedModel(names, int(time())),
+            ServedModel(names, int(time()), model_defaults(args, engine.tokenizer)),
             Access(keys, admin_keys),
             apps,
             limits,
@@ -273,7 +279,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(shutdown_s + GRACE_S),
         )
         super().__init__(config)
-        self._gateway = gateway
+        self.gateway = gateway
         self._shutdown_s = shutdown_s
 
     def handle_exit(self, sig: int, frame: object) -> None:
@@ -282,7 +288,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        gateway = self._gateway
+        gateway = self.gateway
         gateway.is_draining = True
         log.info("going down", extra={"facts": {"open_requests": gateway.worker.num_open}})
         late = "the server is going down"

@@ -91,11 +91,12 @@ export function startChat(server) {
   async function requestBody() {
     const base = await findModel();
     const app = byId("app").value;
+    const temperature = byId("temperature").value; // "": the server's default for the model
     return {
       model: app ? `${base}:${app}` : base,
       session_id: talk.id,
       messages: talk.turns,
-      temperature: Number(byId("temperature").value),
+      temperature: temperature === "" ? null : Number(temperature),
       max_tokens: Number(byId("max-tokens").value),
       stream: true,
       stream_options: { include_usage: true },
@@ -208,7 +209,7 @@ export function startChat(server) {
     const content = text.value.trim();
     if (!content || running) return;
     for (const id of ["temperature", "max-tokens"]) {
-      if (byId(id).checkValidity() && byId(id).value !== "") continue;
+      if (byId(id).checkValidity()) continue; // max-tokens is required
       openSettings(true);
       byId(id).reportValidity();
       return;
