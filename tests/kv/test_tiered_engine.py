@@ -243,6 +243,42 @@ def test_whose_history_is_in_host_memory_does_not_wait_for_the_disk(
     again.engine.close()
 
 
+def test_who_waits_for_a_busy_disk_is_not_looked_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiered = a_tiered_engine(num_pages=80, num_slots=80, disk_dir=tmp_path)
+    ask(tiered, CHATS)
+    tiered.engine.close()
+    again = a_tiered_engine(num_pages=80, num_slots=80, disk_dir=tmp_path)
+    monkeypatch.setattr(type(again.tiers), "is_crowded", lambda *_: True)
+    monkeypatch.setattr(type(again.tiers), "prefetch", lambda _: None)
+    looked_up: list[PageChain] = []
+    lookup = again.store.lookup
+
+    def note(chain: PageChain, num_tokens: int) -> Match:
+        looked_up.append(chain)
+        return lookup(chain, num_tokens)
+
+    monkeypatch.setattr(again.store, "lookup", note)
+    got = Collector()
+    for number, chat in enumerate(CHATS):
+        again.engine.submit(a_request(chat, 4, name=str(number)))
+    got.add(again.engine.step())
+    assert len(looked_up) == len(CHATS) + 1  # and whose turn it is
+    for _ in range(5):
+        looked_up.clear()
+        got.add(again.engine.step())
+        assert len(looked_up) == 1
+    monkeypatch.undo()
+    while again.engine.has_work:
+        got.add(again.engine.step())
+    assert {output.num_cached_tokens for output in got.outputs} == {28}
+    for number, chat in enumerate(CHATS):
+        assert got.tokens[str(number), 0] == fake_answer(chat, 4, VOCAB)
+    again.engine.check()
+    again.engine.close()
+
+
 def test_what_an_urgent_request_needs_is_read_ahead_before_what_came_earlier(
     tmp_path: Path,
 ) -> None:

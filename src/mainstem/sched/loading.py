@@ -45,6 +45,7 @@ class Loader:
         self.fetching = fetching
         self._last_end_s = 0.0  # when the latest step that is known to have ended did
         self._last_start_s = 0.0  # when the latest step was made
+        self._put_off: dict[Sequence, Candidate] = {}  # by the last step, for the way is taken
         self._starts: dict[StepId, float] = {}  # the same of those that are not known to have ended
         self._running = running
         self._queue = queue
@@ -75,39 +76,46 @@ class Loader:
         those behind may have another."""
         if self.fetching is None:
             return
+        put_off, self._put_off = self._put_off, {}
         tokens_ahead, pages_ahead = self.tokens_ahead(), 0
+        available = self._store.num_available()
         for sequence in self._queue.first(LOAD_AHEAD):
             num_tokens = sequence.num_to_compute
             if num_tokens is None:
-                if not prompts.may_look_ahead:
-                    return
-                prompts.num_pages_ahead += sequence.num_named_pages
-                found = self.look_up(sequence)
+                found = put_off.get(sequence)
+                must_wait = found is not None and self.must_wait(found.match, tokens_ahead)
+                if found is None or not must_wait:  # what was found then may be gone
+                    if not prompts.may_look_ahead:
+                        return
+                    prompts.num_pages_ahead += sequence.num_named_pages
+                    found = self.look_up(sequence)
+                    must_wait = self.must_wait(found.match, tokens_ahead)
                 match = found.match
                 if match.outcome is Lookup.LOADING:
                     continue
                 pages_ahead += -(-found.num_known // self._page_size) - len(match.pages)
-                if not self._fits(sequence, pages_ahead, prompts):
+                if not self._fits(sequence, pages_ahead, available, prompts):
                     return
                 num_tokens = found.num_known - len(match.pages) * self._page_size
-                if self.must_wait(match, tokens_ahead):
+                if must_wait:
+                    self._put_off[sequence] = found
                     if not match.stored.num_on_disk:
                         return  # nobody comes up but from host memory
                 elif self.load(found, tokens_ahead) is not None:
                     num_tokens -= match.stored.num_pages * self._page_size
                     pages_ahead -= match.stored.num_pages
+                    available = self._store.num_available()
                     sequence.num_to_compute = num_tokens
                     self._queue.move_up(sequence)
                 elif not self.fetching.is_open(match.stored):
                     sequence.num_to_compute = num_tokens
             tokens_ahead += num_tokens
 
-    def _fits(self, sequence: Sequence, num_pages: int, prompts: Prompts) -> bool:
+    def _fits(self, sequence: Sequence, num_pages: int, available: int, prompts: Prompts) -> bool:
         """Whether a sequence could start that takes so many pages, with those before it."""
         expected = self._lengths.expect(sequence) - len(sequence.output_ids)
         if prompts.outlook is None:
             prompts.outlook = self._running.outlook()
-        available = self._store.num_available()
         return self._admission.may_start(num_pages, expected, available, prompts.outlook)
 
     def note_start(self, step_id: StepId) -> None:
