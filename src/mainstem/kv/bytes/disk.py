@@ -134,7 +134,8 @@ class DiskTier:
         self._reads: SimpleQueue[list[ReadJob] | None] = SimpleQueue()  # []: look at those below
         self._again: SimpleQueue[ReadJob] = SimpleQueue()  # of runs that failed: they go first
         self._done: SimpleQueue[Written | Read] = SimpleQueue()
-        sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
+        self._switch_s = sys.getswitchinterval()  # of the process, until `close`
+        sys.setswitchinterval(min(SWITCH_S, self._switch_s))
         self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="kv-write")
         self._threads = [Thread(target=self._write_all, name="kv-writer", daemon=True)]
         self._is_reading = [False] * NUM_READERS
@@ -212,13 +213,16 @@ class DiskTier:
         done.wait()
 
     def close(self) -> None:
-        """Finish what was given, stop the threads, unlock the folder."""
+        """Finish what was given, stop the threads, unlock the folder, and leave the process its
+        switch interval as it was, unless somebody else has changed it since."""
         self._orders.put(None)
         for _ in self._threads[1:]:
             self._reads.put(None)
         for thread in self._threads:
             thread.join()
         self._writers.shutdown()
+        if sys.getswitchinterval() == SWITCH_S:
+            sys.setswitchinterval(self._switch_s)
         self._files.close()
         self._index.close()
         self._lock.close()
