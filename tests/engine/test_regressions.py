@@ -1,5 +1,7 @@
 """Regressions: failed launches, leases that block a start, priorities, odd requests."""
 
+from time import perf_counter
+
 import numpy as np
 import pytest
 
@@ -313,3 +315,28 @@ def test_a_step_still_on_the_device_does_not_write_to_pages_of_others() -> None:
     assert got.tokens["long", 0] == fake_answer(long, 6, VOCAB)
     assert got.tokens["other", 0] == fake_answer(other, 4, VOCAB)
     assert not runner._late
+
+
+def test_taking_a_request_in_does_not_look_through_what_is_to_be_told() -> None:
+    """A crowd gives up, and others come before anybody was told."""
+    engine = an_engine()
+    names = [str(number) for number in range(3000)]
+    for name in names:
+        engine.submit(a_request([1, 2], name=name))
+
+    def submit_s(name: str) -> float:
+        request = a_request([1, 2], name=name)
+        began_s = perf_counter()
+        engine.submit(request)
+        return perf_counter() - began_s
+
+    before_s = min(submit_s(f"before {number}") for number in range(20))
+    for name in names:
+        engine.abort(RequestId(name))
+    with pytest.raises(InvalidRequest, match="already running"):
+        engine.submit(a_request([1, 2], name="7"))
+    assert min(submit_s(f"after {number}") for number in range(20)) < 2 * before_s
+    for name in [f"{when} {number}" for when in ("before", "after") for number in range(20)]:
+        engine.abort(RequestId(name))
+    engine.step()
+    engine.submit(a_request([1, 2], name="7"))

@@ -98,6 +98,7 @@ class Scheduler:
         # pages that are copied or moved, leased until that step commits
         self._copy_sources: list[tuple[StepId, Int32s]] = []
         self._outputs: list[Output] = []  # not taken yet
+        self._untold: set[RequestId] = set()  # ended, and the last of it is among these outputs
         self._doubted: set[Sequence] = set()  # steps failed with them since they got a token
         self._num_good_steps = 0  # since one failed
         # requests a step failed with alone, and how: they end when another step ends well
@@ -108,8 +109,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest if it can never run."""
-        is_untold = any(output.request_id == request.request_id for output in self._outputs)
-        if request.request_id in self._sequences or is_untold:
+        if request.request_id in self._sequences or request.request_id in self._untold:
             raise InvalidRequest("request_id", f"{request.request_id!r} is already running")
         if request.plan_place is not None and not 0 <= request.plan_place < len(self._order):
             raise InvalidRequest("plan_place", f"{request.plan_place} was not announced")
@@ -347,6 +347,7 @@ class Scheduler:
 
     def take_outputs(self) -> list[Output]:
         """What callers should hear and have not."""
+        self._untold.clear()
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -487,6 +488,7 @@ class Scheduler:
         answers.remove(sequence)
         if not answers:
             del self._sequences[request_id]
+            self._untold.add(request_id)
             self._at_fault.pop(request_id, None)
         self._bus.publish(SequenceFinished(request_id, sequence.index, reason, num_output))
 
