@@ -129,6 +129,7 @@ def a_server(
     shutdown_s: float = 5.0,
     data_dir: Path | None = None,
     sampling: Mapping[str, object] | None = None,
+    origins: Sequence[str] = (),
 ) -> Iterator[Running]:
     """A server that has become ready; stopped at the end."""
     engines = engines or FakeEngines(num_pages=512, max_model_len=800)
@@ -147,7 +148,7 @@ def a_server(
     )
     if data_dir is not None:
         gateway.open_desk(data_dir)
-    server = Server(gateway, shutdown_s)
+    server = Server(gateway, shutdown_s, origins)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     host, port = listener.getsockname()

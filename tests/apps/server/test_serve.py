@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from starlette.middleware.cors import CORSMiddleware
 
 from mainstem.apps.answers import TextEngine
 from mainstem.apps.server.file_shelf import lock_folder
@@ -51,9 +52,10 @@ def test_wrong_flags_are_found_before_the_model_is_loaded(flags: list[str]) -> N
         ("--shutdown-s", "-1 nan inf"),
         ("--file-ttl-s", "0 nan inf soon"),
         ("--max-stored-gib", "0 nan inf much"),
+        ("--allowed-origins", "example.com https://example.com/ ftp://x"),
     ],
 )
-def test_a_number_out_of_range_is_refused_with_the_name_of_its_flag(
+def test_a_value_out_of_range_is_refused_with_the_name_of_its_flag(
     flag: str, values: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for value in values.split():
@@ -109,6 +111,16 @@ def test_the_models_advice_is_served_unless_it_is_not_wanted(
     monkeypatch.setattr(run, lambda server, sockets: served.append(server.gateway.model.sampling))
     main(["--port", "0", *flags], FakeEngines(sampling_defaults={"temperature": 0.6}))
     assert served == [expected]
+
+
+def test_named_sites_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    apps: list[object] = []
+    run = "mainstem.apps.server.serve.Server.run"
+    monkeypatch.setattr(run, lambda server, sockets: apps.append(server.config.app))
+    main(["--port", "0", "--allowed-origins", "https://a.com", "http://b:8080"], FakeEngines())
+    (app,) = apps
+    assert isinstance(app, CORSMiddleware)
+    assert app.allow_origins == ["https://a.com", "http://b:8080"]
 
 
 def test_a_log_line_is_a_json_object() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from mimetypes import guess_type
@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -314,8 +315,11 @@ async def _bug(request: Request, error: Exception) -> Response:
     return ApiError(500, "internal error", kind="server_error").response()
 
 
-def make_app(gateway: Gateway) -> ASGIApp:
-    """The server as an ASGI application; its lifespan is that of the engine's thread."""
+def make_app(gateway: Gateway, origins: Sequence[str] = ()) -> ASGIApp:
+    """The server as an ASGI application; its lifespan is that of the engine's thread.
+
+    Pages of `origins` may call it from a browser ("*": any page), as its own page always may.
+    """
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -333,4 +337,13 @@ def make_app(gateway: Gateway) -> ASGIApp:
     }
     routes = [*Routes(gateway).listed(), *BatchRoutes(gateway).listed()]
     starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    return Door(starlette, gateway)
+    door = Door(starlette, gateway)
+    if not origins:
+        return door
+    return CORSMiddleware(
+        door,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )

@@ -3,9 +3,10 @@
 import argparse
 import asyncio
 import logging
+import re
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from time import time
@@ -47,6 +48,13 @@ BACKLOG = 2048  # connections that wait to be accepted
 log = logging.getLogger("mainstem.server")
 
 
+def origin(text: str) -> str:
+    """A site as browsers name it: scheme, host and perhaps port."""
+    if text != "*" and not re.fullmatch(r"https?://[^/\s]+", text):
+        raise argparse.ArgumentTypeError(f"must be like https://example.com, or *, got {text}")
+    return text
+
+
 def parser() -> argparse.ArgumentParser:
     defaults = Limits()
     made = argparse.ArgumentParser("mainstem serve", usage="%(prog)s [flags]", description=__doc__)
@@ -61,6 +69,14 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME=FILE",
         help="a system prompt, computed at start; repeatable",
+    )
+    made.add_argument(
+        "--allowed-origins",
+        type=origin,
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="sites whose pages may call the server from a browser; *: any (none)",
     )
     made.add_argument("--api-key-file", type=Path, metavar="FILE", help="lines of name:key")
     made.add_argument("--admin-key-file", type=Path, metavar="FILE", help="opens /admin/")
@@ -202,7 +218,7 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("listening", extra={"facts": {"url": url, "model": names[0]}})
-        Server(gateway, args.shutdown_s).run(sockets=[listener])
+        Server(gateway, args.shutdown_s, args.allowed_origins).run(sockets=[listener])
     return 1 if gateway.worker.state is WorkerState.FAILED else 0
 
 
@@ -265,9 +281,9 @@ def _is_loopback(host: str) -> bool:
 class Server(uvicorn.Server):
     """uvicorn, with a deadline for open answers and without dying of the signal that ends it."""
 
-    def __init__(self, gateway: Gateway, shutdown_s: float) -> None:
+    def __init__(self, gateway: Gateway, shutdown_s: float, origins: Sequence[str] = ()) -> None:
         config = uvicorn.Config(
-            make_app(gateway),
+            make_app(gateway, origins),
             loop="uvloop",
             http=guarded_by(gateway.limits),
             ws="none",
