@@ -31,8 +31,9 @@ class PrefixIndex:
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
         self._page_of: dict[PageKey, int] = {}
-        # the pages after a key are a list, linked both ways: most have one, so no object each
-        self._latest_after: dict[PageKey, int] = {}
+        # the pages after a key, by their first token, are a list, linked both ways: most have one,
+        # so no object each
+        self._latest_after: dict[tuple[PageKey, int], int] = {}
         self._older: list[int] = [NO_PAGE] * pool.num_pages
         self._newer: list[int] = [NO_PAGE] * pool.num_pages
         self._parent_of: list[PageKey | None] = [None] * pool.num_pages
@@ -122,11 +123,12 @@ class PrefixIndex:
     def best_follower(self, parent: PageKey, token_ids: Int32s) -> tuple[int, int] | None:
         """The READY page after `parent` that begins most like `token_ids`, and how many tokens.
 
-        Only the latest followers are looked at: unrelated prompts all follow the root.
+        Only the latest of those with the same first token are looked at.
         """
-        if parent not in self._latest_after or len(token_ids) == 0:
+        after = (parent, int(token_ids[0])) if len(token_ids) else None
+        if after not in self._latest_after:
             return None
-        latest = np.array(list(islice(self._followers(parent), MAX_FOLLOWERS_TRIED)))
+        latest = np.array(list(islice(self._followers(after), MAX_FOLLOWERS_TRIED)))
         pages = latest[self._is_ready[latest]]
         if len(pages) == 0:
             return None
@@ -147,24 +149,25 @@ class PrefixIndex:
         for depth, parent in chain.branches:
             if first < depth < first + len(keys):
                 parents[depth - first] = parent
+        full = chain.token_ids[: len(chain.keys) * chain.page_size].reshape(-1, chain.page_size)
+        firsts = full[first : first + len(keys), 0].tolist()
         page_of, key_of, parent_of = self._page_of, self._key_of, self._parent_of
         latest_after, older, newer = self._latest_after, self._older, self._newer
         is_kept: list[bool] = []
-        for key, parent, page in zip(keys, parents, pages.tolist(), strict=True):
+        for key, parent, token, page in zip(keys, parents, firsts, pages.tolist(), strict=True):
             is_new = key not in page_of
             is_kept.append(is_new)
             if is_new:
                 page_of[key] = page
                 key_of[page] = key
                 parent_of[page] = parent
-                before = older[page] = latest_after.get(parent, NO_PAGE)
+                before = older[page] = latest_after.get((parent, token), NO_PAGE)
                 if before != NO_PAGE:
                     newer[before] = page
-                latest_after[parent] = page
+                latest_after[parent, token] = page
         kept = pages[is_kept]
         depths = np.arange(first, first + len(keys))[is_kept]
-        full = chain.token_ids[: len(chain.keys) * chain.page_size]
-        self._tokens[kept] = full.reshape(-1, chain.page_size)[depths]
+        self._tokens[kept] = full[depths]
         self._depth[kept] = depths
         self._pool.share(kept)
         self._is_indexed[kept] = True
@@ -208,7 +211,7 @@ class PrefixIndex:
         keys: list[PageKey] = []
         page_of, key_of, parent_of = self._page_of, self._key_of, self._parent_of
         latest_after, older, newer = self._latest_after, self._older, self._newer
-        for page in pages.tolist():
+        for page, token in zip(pages.tolist(), self._tokens[pages, 0].tolist(), strict=True):
             key, parent = key_of[page], parent_of[page]
             assert key is not None
             assert parent is not None
@@ -221,9 +224,9 @@ class PrefixIndex:
                 older[after] = before
                 newer[page] = NO_PAGE
             elif before != NO_PAGE:
-                latest_after[parent] = before
+                latest_after[parent, token] = before
             else:
-                del latest_after[parent]
+                del latest_after[parent, token]
             keys.append(key)
         self._is_indexed[pages] = False
         self._is_ready[pages] = False
@@ -232,9 +235,9 @@ class PrefixIndex:
         self._pool.give_back(pages)
         return keys
 
-    def _followers(self, parent: PageKey) -> Iterator[int]:
-        """Pages after a key, the latest first."""
-        page = self._latest_after.get(parent, NO_PAGE)
+    def _followers(self, after: tuple[PageKey, int]) -> Iterator[int]:
+        """Pages after a key that begin with a token, the latest first."""
+        page = self._latest_after.get(after, NO_PAGE)
         while page != NO_PAGE:
             yield page
             page = self._older[page]
@@ -243,10 +246,11 @@ class PrefixIndex:
         """Raise if the invariant is broken."""
         indexed = np.flatnonzero(self._is_indexed)
         assert len(indexed) == len(self._page_of), "keys and pages are not one to one"
-        filed = [(page, key) for key in self._latest_after for page in self._followers(key)]
+        filed = [(page, *after) for after in self._latest_after for page in self._followers(after)]
         assert len(indexed) == len(filed), "a page is filed twice"
-        for page, parent in filed:
+        for page, parent, token in filed:
             assert self._parent_of[page] == parent, "a page is not filed after its parent"
+            assert self._tokens[page, 0] == token, "a page is filed under another token"
             after = self._newer[page]
             assert after == NO_PAGE or self._older[after] == page, "followers are torn apart"
         for key, page in self._page_of.items():

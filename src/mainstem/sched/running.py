@@ -88,9 +88,9 @@ class RunningSet:
 
     def victim(self) -> SeqSlot:
         """The least urgent of the running sequences, and of these the last to arrive."""
-        worst = max(map(self.table.sequence, self.slots.tolist()), key=urgency)
-        assert worst.slot is not None
-        return worst.slot
+        priority = self.table.priority[self.slots]
+        least = self.slots[priority == priority.max()]
+        return SeqSlot(int(least[self.table.arrival[least].argmax()]))
 
     def unfinished(self) -> list[Sequence]:
         """Sequences whose prompts are under way, the most urgent first."""

@@ -39,6 +39,8 @@ class SeqTable:
         self.sample_row: Int32s = np.zeros(size, np.int32)  # of the latest sample in its step
         self.last_token: Int32s = np.zeros(size, np.int32)
         self.last_step: Int64s = np.zeros(size, np.int64)  # the last step that used the slot
+        self.priority: Int64s = np.zeros(size, np.int64)
+        self.arrival: Int64s = np.zeros(size, np.int64)
         self.max_total: Int32s = np.zeros(size, np.int32)
         self.expected_total: Int32s = np.zeros(size, np.int32)
         self.min_output: Int32s = np.zeros(size, np.int32)
@@ -87,6 +89,7 @@ class SeqTable:
         self.prefill_end[slot] = num_prompt + num_output
         self.pending[slot] = 0
         self.last_step[slot] = -1
+        self.priority[slot], self.arrival[slot] = request.priority, sequence.arrival
         self.max_total[slot] = num_prompt + sequence.max_output
         self.expected_total[slot] = num_prompt + expected_output
         self.min_output[slot] = sampling.min_tokens
