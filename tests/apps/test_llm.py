@@ -1,6 +1,8 @@
 """LLM, answers and the command line over the real embedded model."""
 
 import json
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 from mainstem import LLM, InvalidRequest, SamplingParams
 from mainstem.apps import chat, cli, demo
+from mainstem.apps.answers import TextOutput
 from mainstem.core.errors import ConfigError
 
 STORY = "Once upon a time, in a small village by the sea, there lived a fisherman. " * 3
@@ -146,6 +149,41 @@ def test_chat_remembers_and_reads_standard_input(
     out = capsys.readouterr().out
     assert "Paris" in out
     assert "tokens/s" in out
+
+
+def test_a_slip_of_a_chats_command_is_not_sent_to_the_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["/clear", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+    assert chat.main(["--stats", "--kv-tokens", "1024"]) == 0
+    out = capsys.readouterr().out
+    assert "there is no /clear" in out
+    assert "tokens/s" not in out
+
+
+def test_ctrl_c_in_a_chat_waits_for_the_step_and_the_history_stays_cached(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, num_ended = llm.text_engine.step, 0
+
+    def interrupted() -> list[TextOutput]:
+        nonlocal num_ended
+        if num_ended == 3:
+            signal.raise_signal(signal.SIGINT)
+        outputs = step()
+        num_ended += 1
+        return outputs
+
+    monkeypatch.setattr(llm.text_engine, "step", interrupted)
+    messages = [{"role": "user", "content": STORY}]
+    chat.stream_answer(llm, messages, 0, greedy(64), shows_stats=True)
+    assert 4 <= num_ended < 10
+    assert "; 4 tokens" in capsys.readouterr().out
+    chat.stream_answer(llm, messages, 0, greedy(4), shows_stats=True)
+    found = re.search(r"(\d+) prompt tokens, (\d+) cached", capsys.readouterr().out)
+    assert found is not None
+    assert int(found[2]) > int(found[1]) // 2
 
 
 def test_unknown_commands_and_models_say_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

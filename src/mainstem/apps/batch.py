@@ -12,10 +12,9 @@ Exit status: 0 all rows answered, 1 some failed or the job broke off, 2 the call
 import argparse
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 
@@ -37,6 +36,7 @@ from mainstem.apps.jobs.ordering import PlannedWindow, WindowPlanner
 from mainstem.apps.jobs.rows import RowParser
 from mainstem.apps.jobs.summary import Summary
 from mainstem.apps.jobs.windows import WindowReader
+from mainstem.apps.stop_signals import StopSignals
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.plan.planner import PlanConfig
@@ -90,34 +90,6 @@ def _add_default_flags(made: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="N",
         help="a row's own seed is made of this and its custom_id (%(default)s)",
     )  # fmt: skip
-
-
-class StopSignals:
-    """Remembers the first SIGINT or SIGTERM; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-
-    def is_set(self) -> bool:
-        return self.received is not None
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Within this, signals only ask to stop."""
-        caught = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.getsignal(number) for number in caught}
-        for number in caught:
-            signal.signal(number, self._receive)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: object) -> None:
-        if self.received is not None:
-            raise KeyboardInterrupt
-        self.received = number
 
 
 def open_engine(config: EngineConfig) -> TextEngine:

@@ -1,12 +1,15 @@
 """`mainstem chat`: a conversation in the terminal; answers stream, history is not recomputed."""
 
 import argparse
+import re
 import sys
 from contextlib import suppress
+from signal import SIGINT
 from time import perf_counter
 
 from mainstem.apps.flags import add_engine_flags, add_sampling_flags, engine_config, sampling_params
 from mainstem.apps.llm import LLM
+from mainstem.apps.stop_signals import StopSignals
 from mainstem.apps.text import Tokenizer
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import SamplingParams
@@ -52,9 +55,12 @@ def main(argv: list[str]) -> int:
             continue
         if not line.strip():
             continue
+        if re.fullmatch(r"/[a-z]+", line.strip()):
+            print(f"(there is no {line.strip()}; {HELP})")
+            continue
         messages.append({"role": "user", "content": line})
         try:
-            answer = _answer(llm, messages, num_fixed, sampling, args.stats)
+            answer = stream_answer(llm, messages, num_fixed, sampling, args.stats)
         except InvalidRequest as error:
             print(f"({error}; /reset starts a new conversation)")
             messages.pop()
@@ -70,14 +76,15 @@ def _common_tokens(tokenizer: Tokenizer, start: list[dict[str, str]]) -> int:
     return next(number for number, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
 
 
-def _answer(
+def stream_answer(
     llm: LLM,
     messages: list[dict[str, str]],
     num_fixed: int,
     sampling: SamplingParams,
     shows_stats: bool,
 ) -> str:
-    """Stream one answer; Ctrl-C keeps what has come so far."""
+    """Stream one answer. Ctrl-C keeps what has come so far; it waits for the running step, since
+    an engine that is interrupted within one forgets its cache. A second Ctrl-C does not."""
     engine = llm.text_engine
     prompt = llm.tokenizer.render_chat(messages)
     ids = llm.encode_turn(SESSION, prompt)
@@ -86,8 +93,9 @@ def _answer(
     text: list[str] = []
     token_ids: list[int] = []
     num_cached, num_dropped = 0, 0
-    while engine.has_work:
-        try:
+    stop = StopSignals(SIGINT)
+    with stop.caught():
+        while engine.has_work:
             for output in engine.step():
                 first_s = first_s or perf_counter() - began_s
                 token_ids += output.token_ids
@@ -97,8 +105,8 @@ def _answer(
                 print(output.text, end="", flush=True)
                 if output.fault is not None:
                     print(f"(the answer ends here, steps failed over it: {output.fault})", end="")
-        except KeyboardInterrupt:
-            engine.abort("chat")
+            if stop.is_set():
+                engine.abort("chat")
     print()
     llm.keep_turn(SESSION, prompt, ids, token_ids)
     if num_dropped:

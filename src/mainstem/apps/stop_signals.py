@@ -1,0 +1,34 @@
+"""Signals that ask a command to stop after the step that is running, not in the middle of it."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StopSignals:
+    """Remembers the first signal; a second one ends the process at once."""
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        """`numbers`: those to catch; SIGINT and SIGTERM unless told."""
+        self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
+        self.received: int | None = None
+
+    def is_set(self) -> bool:
+        return self.received is not None
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Within this, signals only ask to stop."""
+        before = {number: signal.getsignal(number) for number in self._numbers}
+        for number in self._numbers:
+            signal.signal(number, self._receive)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: object) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
