@@ -280,6 +280,28 @@ def _sliding_window(config: Mapping[str, object], architecture: str) -> int | No
     return _int(config, "sliding_window")
 
 
+_ROPE_SETTINGS: dict[RopeScaling, set[str]] = {
+    RopeScaling.NONE: set(),
+    RopeScaling.LINEAR: {"factor"},
+    RopeScaling.LLAMA3: {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+    RopeScaling.YARN: {
+        "factor",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "original_max_position_embeddings",
+    },
+}
+
+
 def _rope(config: Mapping[str, object], head_dim: int, max_positions: int) -> RopeSpec:
     """transformers 5 writes `rope_parameters`, older ones `rope_theta` and `rope_scaling`."""
     table: dict[str, object] = {}
@@ -301,27 +323,10 @@ def _rope(config: Mapping[str, object], head_dim: int, max_positions: int) -> Ro
     except ValueError:
         known = ", ".join(member.value for member in RopeScaling)
         raise UnsupportedModel(f"rope_type {kind!r} is not supported; known: {known}") from None
-    wanted: set[str] = {
-        RopeScaling.NONE: set[str](),
-        RopeScaling.LINEAR: {"factor"},
-        RopeScaling.LLAMA3: {
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        },
-        RopeScaling.YARN: {
-            "factor",
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-            "original_max_position_embeddings",
-        },
-    }[scaling]
-    if unknown := {name for name, value in table.items() if value is not None} - wanted:
+    if (
+        unknown := {name for name, value in table.items() if value is not None}
+        - _ROPE_SETTINGS[scaling]
+    ):
         raise UnsupportedModel(f"rope_type {kind!r} does not know {sorted(unknown)}")
     if scaling is RopeScaling.NONE:
         return RopeSpec(theta=theta, rotary_dim=head_dim)

@@ -37,9 +37,6 @@ def load_gpu_runner(
     context = context_of(spec, config.sched.max_model_len)
     dtype = _dtype(model, spec)
     max_tokens = config.sched.chunk_tokens or DEFAULT_TOKENS
-    partials = _MAX_SPAN_LEVELS + 1
-    if model.deterministic:
-        partials = -(-context // DETERMINISTIC_KEYS)
     space = Workspace.make(spec, max_tokens, dtype, device)
     decoder = load_device_decoder(
         origin.open(dtype, device),
@@ -48,6 +45,7 @@ def load_gpu_runner(
         quantize=model.quantize,
         is_deterministic=model.deterministic,
     )
+    deterministic_keys = DETERMINISTIC_KEYS if model.deterministic else None
     spans = SpanAttention(
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,
@@ -55,14 +53,9 @@ def load_gpu_runner(
         page_size=cache.page_size,
         dtype=dtype,
         device=device,
-        limits=Limits(
-            max_tokens=max_tokens,
-            max_pages=_SPAN_PAGES,
-            max_entries=(_MAX_SPAN_LEVELS + 1) * max_tokens,
-            max_partials=partials * max_tokens,
-        ),
+        limits=_limits(max_tokens, context if model.deterministic else None),
         scale=spec.softmax_scale,
-        deterministic_keys=DETERMINISTIC_KEYS if model.deterministic else None,
+        deterministic_keys=deterministic_keys,
     )
     page_bytes = spec.kv_elements_per_token * dtype.itemsize * cache.page_size
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
@@ -78,7 +71,20 @@ def load_gpu_runner(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
         max_step_tokens=max_tokens,
         max_span_levels=_MAX_SPAN_LEVELS,
-        span_align_tokens=DETERMINISTIC_KEYS if model.deterministic else None,
+        span_align_tokens=deterministic_keys,
+    )
+
+
+def _limits(max_tokens: int, deterministic_context: int | None) -> Limits:
+    """Of attention in steps of `max_tokens`; deterministic, a token has Partials by its context."""
+    partials = _MAX_SPAN_LEVELS + 1
+    if deterministic_context is not None:
+        partials = -(-deterministic_context // DETERMINISTIC_KEYS)
+    return Limits(
+        max_tokens=max_tokens,
+        max_pages=_SPAN_PAGES,
+        max_entries=(_MAX_SPAN_LEVELS + 1) * max_tokens,
+        max_partials=partials * max_tokens,
     )
 
 

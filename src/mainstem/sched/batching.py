@@ -62,14 +62,7 @@ def build_step(
 ) -> Step:
     """Lay the batch out as arrays and move the table's counters past it."""
     decodes = batch.decodes
-    slots, counts = decodes, np.ones(len(decodes), np.int32)
-    token_ids = table.last_token[decodes]
-    if batch.chunks:  # decodes alone are one token each, and a lone one waits for the host
-        chunk_slots = np.array([chunk.slot for chunk in batch.chunks], np.int32)
-        chunk_lens = np.array([len(chunk.token_ids) for chunk in batch.chunks], np.int32)
-        slots = np.concatenate([decodes, chunk_slots])
-        counts = np.concatenate([counts, chunk_lens])
-        token_ids = np.concatenate([token_ids, *(chunk.token_ids for chunk in batch.chunks)])
+    slots, counts, token_ids = _packed(batch, table)
     seq_starts = starts_of(counts)
     num_before = table.computed[slots]
     positions, token_slots = num_before, slots
@@ -111,12 +104,23 @@ def build_step(
         move_by=moves[2],
         load_ids=batch.load_ids,
     )
-    table.computed[slots] += counts
-    table.last_step[slots] = step_id
-    table.total[sample_slots] += 1
-    table.pending[sample_slots] += 1
-    table.sample_row[sample_slots] = np.arange(len(sample_slots), dtype=np.int32)
+    table.move_on(step_id, slots, counts, sample_slots)
     return step
+
+
+def _packed(batch: Batch, table: SeqTable) -> tuple[Int32s, Int32s, Int32s]:
+    """Slots and their numbers of tokens, decodes first, and all these tokens."""
+    slots, token_ids = batch.decodes, table.last_token[batch.decodes]
+    counts = np.ones(len(slots), np.int32)
+    if not batch.chunks:  # decodes alone are one token each, and a lone one waits for the host
+        return slots, counts, token_ids
+    chunk_slots = np.array([chunk.slot for chunk in batch.chunks], np.int32)
+    chunk_lens = np.array([len(chunk.token_ids) for chunk in batch.chunks], np.int32)
+    return (
+        np.concatenate([slots, chunk_slots]),
+        np.concatenate([counts, chunk_lens]),
+        np.concatenate([token_ids, *(chunk.token_ids for chunk in batch.chunks)]),
+    )
 
 
 def _write_slots(page_table: Int32s, rows: Int32s, positions: Int32s, spans: SpanBuilder) -> Int64s:

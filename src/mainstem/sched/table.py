@@ -15,7 +15,7 @@ import numpy as np
 
 from mainstem.core.ids import SeqSlot
 from mainstem.core.request import Delivery
-from mainstem.core.step import Bools, Bytes, Float32s, Int32s, Int64s, SampleBatch
+from mainstem.core.step import Bools, Bytes, Float32s, Int32s, Int64s, SampleBatch, StepId
 from mainstem.sched.random import uniforms
 from mainstem.sched.sequence import SeqState, Sequence
 
@@ -175,6 +175,14 @@ class SeqTable:
         self._widen_pages(int(column.max()) + 1)
         self.page_table[slots, column] = pages
         self.num_pages[slots] += 1
+
+    def move_on(self, step_id: StepId, slots: Int32s, counts: Int32s, sample_slots: Int32s) -> None:
+        """A step computes so many more tokens of `slots`, and samples one more for some of them."""
+        self.computed[slots] += counts
+        self.last_step[slots] = step_id
+        self.total[sample_slots] += 1
+        self.pending[sample_slots] += 1
+        self.sample_row[sample_slots] = np.arange(len(sample_slots), dtype=np.int32)
 
     def append_samples(self, slots: Int32s, token_ids: Int32s) -> None:
         """Samples were read back: they take the place `total` had kept for them."""

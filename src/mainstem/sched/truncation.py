@@ -103,25 +103,14 @@ class Truncator:
         leaves apart from the sink.
         """
         num_prompt, window = len(request.prompt_ids), self._window
-        fits = num_prompt < window
-        too_long = InvalidRequest(
-            "prompt", f"{num_prompt} tokens leave no room for an answer in the context of {window}"
-        )
-        if request.overflow_policy is Overflow.ERROR:
-            if not fits:
-                raise too_long
-            return request, None
         fixed = max(self._sink_tokens, request.keep_tokens)
         sink_pages = -(-fixed // self._page_size)
         free = window - (sink_pages + self._max_chosen) * self._page_size
-        if free < 2 * self._page_size:
-            if fits:
+        is_fixed = request.overflow_policy is Overflow.ERROR
+        if is_fixed or free < 2 * self._page_size:  # it cannot be cut
+            if num_prompt < window:
                 return request, None
-            raise InvalidRequest(
-                "keep_tokens",
-                f"a prompt of {num_prompt} tokens cannot be cut to the context of {window} "
-                f"while its first {fixed} tokens are kept",
-            )
+            raise _too_long(num_prompt, window, None if is_fixed else fixed)
         step = max(1, int(self._ratio * free) // self._page_size)
         room = max(1, int((1 - self._ratio) * free / 2))
         if request.sampling.max_tokens is not None:
@@ -161,3 +150,16 @@ class Truncator:
                 )
         head = (*range(sink_pages), *(sink_pages + number for number in chosen))
         return Cut(head, sink_pages, rest)
+
+
+def _too_long(num_prompt: int, window: int, num_fixed: int | None) -> InvalidRequest:
+    """`num_fixed`: leading tokens that leave too little to cut; None: it may not be cut at all."""
+    if num_fixed is None:
+        return InvalidRequest(
+            "prompt", f"{num_prompt} tokens leave no room for an answer in the context of {window}"
+        )
+    return InvalidRequest(
+        "keep_tokens",
+        f"a prompt of {num_prompt} tokens cannot be cut to the context of {window} "
+        f"while its first {num_fixed} tokens are kept",
+    )
