@@ -201,8 +201,8 @@ def test_wrong_calls_are_refused(flags: list[str], named: str) -> None:
 
 def test_a_shape_beyond_the_memory_is_refused_before_it_is_made() -> None:
     with pytest.raises(ConfigError, match="llama31-8b with 450,000 tokens of KV takes 150 GB"):
-        check_room(SHAPES["llama31-8b"], 450_000, 24 * 10**9)
-    check_room(SHAPES["tiny"], 450_000, 24 * 10**9)
+        check_room(SHAPES["llama31-8b"], 450_000, 24 * 10**9, "--model-shape tiny")
+    check_room(SHAPES["tiny"], 450_000, 24 * 10**9, "--model-shape tiny")
 
 
 def test_settings_are_plain_json() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mainstem.apps.bench import sessions
+from mainstem.apps.bench import sessions, settings
+from mainstem.core.errors import ConfigError
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, object]]:
@@ -84,3 +85,16 @@ def test_real_conversations_come_back_after_a_close_and_after_a_kill(
     assert all(line["same_answers"] == line["requests"] for line in lines)
     assert all(line["cached_tokens"] > 20 for line in lines[1:])
     assert all(line["loaded_pages"].get("disk", 0) > 0 for line in lines[2:4])
+
+
+def test_conversations_that_are_not_there_are_said_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        sessions.main(["--conversations", str(tmp_path / "none.jsonl")])
+
+
+def test_a_shape_that_does_not_fit_names_the_flag_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(settings, "available_bytes", lambda: 1_000_000)
+    with pytest.raises(ConfigError, match="--workload tiny"):
+        sessions.main(["--workload", "anchor", "--device", "cpu"])

@@ -82,3 +82,8 @@ def test_a_real_runner_survives_aborts_and_preemptions(capsys: pytest.CaptureFix
 def test_too_few_requests_are_refused() -> None:
     with pytest.raises(ConfigError, match="--requests"):
         main(["--requests", "2"])
+
+
+def test_a_soak_without_want_of_memory_is_no_soak() -> None:
+    with pytest.raises(ConfigError, match="nothing was preempted"):
+        main(["--requests", "4", "--model-shape", "tiny", "--device", "cpu"])

@@ -82,6 +82,7 @@ def measure_chats(work: ChatWork, config: EngineConfig) -> Iterator[dict[str, ob
     """A line a turn as soon as it is there: its time to the first token with a store and without;
     then one over all turns but the first."""
     later: list[tuple[Asked, Asked]] = []
+    _choose(work)  # what is wrong with the files is said here, not by a process that ends
     with TemporaryDirectory(prefix="mainstem-chats-") as folder:
         store = replace(config.store, disk_dir=config.store.disk_dir or folder)
         before: list[Asked] = []

@@ -75,16 +75,16 @@ def from_file(path: Path) -> list[Conversation]:
         data = path.read_bytes()
         lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--dataset {path}: {error}") from None
+        raise ConfigError(f"{path}: {error}") from None
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 found.append(_conversation(_fields(json.loads(line))))
             except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"--dataset {path}, line {number}: {error!r}") from None
+                raise ConfigError(f"{path}, line {number}: {error!r}") from None
     if not found:
-        raise ConfigError(f"--dataset {path} is empty")
+        raise ConfigError(f"{path} is empty")
     return found
 
 

@@ -17,8 +17,9 @@ FP32_BYTES = 4  # what a CPU computes in
 
 def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) -> EngineConfig:
     """The engine flags, with a shape's name for a model, and KV memory unless they say it."""
+    flag = "--model-shape" if "model_shape" in args else "--workload"
     if args.model is not None:
-        raise ConfigError("--model: weights are random here; choose a --model-shape")
+        raise ConfigError(f"--model: weights are random here; choose a {flag}")
     config = engine_config(args)
     made = replace(
         config,
@@ -26,18 +27,20 @@ def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) ->
         cache=replace(config.cache, kv_tokens=config.cache.kv_tokens or kv_tokens),
     )
     if not Machine.of(made).has_gpu:
-        check_room(SHAPES[model_shape], made.cache.kv_tokens or kv_tokens, available_bytes())
+        num_tokens = made.cache.kv_tokens or kv_tokens
+        check_room(SHAPES[model_shape], num_tokens, available_bytes(), f"{flag} tiny")
     return made
 
 
-def check_room(shape: ModelShape, kv_tokens: int, free_bytes: int) -> None:
-    """Refuse a shape that a machine without a GPU has no memory for, before it begins to swap."""
+def check_room(shape: ModelShape, kv_tokens: int, free_bytes: int, smaller: str) -> None:
+    """Refuse a shape that a machine without a GPU has no memory for, before it begins to swap;
+    `smaller` is what to ask for instead."""
     kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * kv_tokens
     values = shape.layer_params + 2 * shape.head_params + kv_values
     if FP32_BYTES * values > free_bytes:
         raise ConfigError(
             f"{shape.name} with {kv_tokens:,} tokens of KV takes {FP32_BYTES * values / 1e9:.0f} GB"
-            f" without a GPU, and {free_bytes / 1e9:.0f} are free: --model-shape tiny"
+            f" without a GPU, and {free_bytes / 1e9:.0f} are free: {smaller}"
         )
 
 

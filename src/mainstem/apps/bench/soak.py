@@ -86,7 +86,9 @@ def soak(num_requests: int, seed: int, config: EngineConfig) -> dict[str, object
     device_grown = machine.held_bytes() - device_before
     host_grown = process_bytes() - host_before
     assert device_grown <= ALLOWED_GROWTH_BYTES, f"device memory grew by {device_grown} bytes"
-    assert counters.preemptions > 0, "memory was meant to be short: give less --kv-tokens"
+    if counters.preemptions == 0:
+        reason = "memory was meant to be short: more --requests, or less --kv-tokens"
+        raise ConfigError(f"nothing was preempted; {reason}")
     assert crowd.ends.total() == crowd.num_answers, "an answer never ended"
     engine.clear_cache()
     engine.check()
