@@ -294,30 +294,15 @@ def test_copies_of_host_pages_make_room_on_disk_first() -> None:
     assert tiers(policy, "abc") == "hdh"
 
 
-def test_pinned_pages_stay() -> None:
-    policy = a_policy(2)
-    policy.admit("ab", 0)
-    policy.pin("ab")
-    policy.pin("b")
-    assert policy.admit("c", 1).drop == ["c"]
-    policy.unpin("ab")
-    assert policy.admit("c", 2).drop == ["a"]
-    policy.check()
-
-
-def test_unused_pages_expire_and_those_in_use_do_not() -> None:
+def test_unused_pages_expire_even_if_somebody_waits_for_them() -> None:
     policy = a_policy(9, ttl_s=10)
-    for key in "abcd":
+    for key in "abd":
         policy.admit(key, 0)
     policy.note_use("b", 5)
-    policy.pin("c")
     policy.expect("job", "d")
     assert policy.expire(9.9) == []
     assert policy.expire(10) == ["a", "d"]
     assert policy.expire(15) == ["b"]
-    policy.unpin("c")
-    assert policy.expire(19.9) == []
-    assert policy.expire(20) == ["c"]
 
 
 def test_a_request_given_up_leaves_the_recency_of_its_pages() -> None:
@@ -470,7 +455,6 @@ class PolicyMachine(RuleBasedStateMachine):
         self.policy: TierPolicy[int] = TierPolicy(PolicyConfig(6, 9, headroom=0.2, ttl_s=20))
         self.host: set[int] = set()  # where a store that carries out every move has its bytes
         self.disk: set[int] = set()
-        self.pins: list[int] = []
         self.tickets: list[int] = []
         self.now = 0.0
         self.names = count()
@@ -554,17 +538,6 @@ class PolicyMachine(RuleBasedStateMachine):
         self.policy.drop([key])
         self.host.discard(key)
         self.disk.discard(key)
-
-    @rule(key=KEYS)
-    def pin(self, key: int) -> None:
-        if key in self.policy and len(self.pins) < 4:
-            self.policy.pin([key])
-            self.pins.append(key)
-
-    @rule()
-    def unpin(self) -> None:
-        if self.pins:
-            self.policy.unpin([self.pins.pop()])
 
     @rule(keys=CHAIN)
     def back_up(self, keys: range) -> None:

@@ -113,12 +113,12 @@ class PolicyConfig:
 class _Entry:
     """A stored page: where it is, and how it ranks while nobody waits for it."""
 
-    __slots__ = ("in_host", "on_disk", "pins", "rank", "used_s")
+    __slots__ = ("in_host", "is_exempt", "on_disk", "rank", "used_s")
 
     def __init__(self, rank: int) -> None:
         self.in_host = False
         self.on_disk = False
-        self.pins = 0
+        self.is_exempt = False  # makes no room at present
         self.rank = rank
         self.used_s = 0.0
 
@@ -284,9 +284,9 @@ class TierPolicy(Generic[K]):
         for key, entry in entries:
             if entry.in_host or self._entries.get(key) is not entry:
                 continue
-            entry.pins += 1  # it does not make room for itself
+            entry.is_exempt = True  # it does not make room for itself
             is_welcome = self._make_host_room(entry.rank, moves, self.config.headroom_pages)
-            entry.pins -= 1
+            entry.is_exempt = False
             if is_welcome:
                 self._enter_host(key, entry)
             else:
@@ -383,7 +383,7 @@ class TierPolicy(Generic[K]):
     # -- pages go ------------------------------------------------------------------------------
 
     def choose_victims(self, tier: TierKind, count: int) -> Moves[K]:
-        """Free up to `count` pages of `tier`, least worth first; pinned pages stay."""
+        """Free up to `count` pages of `tier`, least worth first."""
         moves: Moves[K] = Moves()
         for _ in range(count):
             if tier is TierKind.DISK:
@@ -414,8 +414,7 @@ class TierPolicy(Generic[K]):
     def expire(self, now: float) -> list[K]:
         """Drop pages that were not used for the TTL; returns them.
 
-        Pinned pages are in use: their time starts again. Pages that are waited for do expire: a TTL
-        is a promise to those whose pages they are.
+        Those that are waited for, too: a TTL is a promise to those whose pages they are.
         """
         ttl_s = self.config.ttl_s
         gone: list[K] = []
@@ -426,13 +425,8 @@ class TierPolicy(Generic[K]):
             entry = self._entries[key]
             if entry.used_s + ttl_s > now:
                 break
-            if entry.pins:
-                del self._by_use[key]
-                self._by_use[key] = None
-                entry.used_s = now
-            else:
-                self._remove(key)
-                gone.append(key)
+            self._remove(key)
+            gone.append(key)
         return gone
 
     def drop(self, keys: Iterable[K]) -> None:
@@ -442,21 +436,6 @@ class TierPolicy(Generic[K]):
                 self._remove(key)
         if not self._entries:
             self._soon = 0.0  # who comes now is a stranger
-
-    def pin(self, keys: Iterable[K]) -> None:
-        """Keep stored pages where they are until `unpin`; pins are counted."""
-        for key in keys:
-            self._entries[key].pins += 1
-
-    def unpin(self, keys: Iterable[K]) -> None:
-        """Take one pin off; pages that were dropped meanwhile are skipped."""
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is not None and entry.pins:
-                entry.pins -= 1
-                if not entry.pins:
-                    self._file(key, entry)
-        self._clean()
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -482,7 +461,7 @@ class TierPolicy(Generic[K]):
 
     def _file(self, key: K, entry: _Entry) -> None:
         """Put an item of the page's present worth into the heap of the tier it may leave."""
-        if entry.pins:
+        if entry.is_exempt:
             return
         when = self._next_use.get(key)
         worth = entry.rank if when is None else WAITED_FOR - when
@@ -510,7 +489,7 @@ class TierPolicy(Generic[K]):
         items = [
             (self._worth(key, entry), key)
             for key, entry in self._entries.items()
-            if not entry.pins and (entry.in_host or entry.on_disk)
+            if not entry.is_exempt and (entry.in_host or entry.on_disk)
             if entry.in_host == (tier is TierKind.HOST)
         ]
         heapify(items)
@@ -522,7 +501,7 @@ class TierPolicy(Generic[K]):
         while heap:
             worth, key = heap[0]
             entry = entries.get(key)
-            if entry is not None and not entry.pins and entry.in_host == is_host:
+            if entry is not None and not entry.is_exempt and entry.in_host == is_host:
                 when = next_use.get(key)
                 if worth == (entry.rank if when is None else WAITED_FOR - when):
                     if below is not None and worth >= below:
@@ -645,7 +624,7 @@ class TierPolicy(Generic[K]):
             items = set(heap)
             for key in keys:
                 entry = entries[key]
-                assert entry.pins or (self._worth(key, entry), key) in items, "a page cannot leave"
+                assert (self._worth(key, entry), key) in items, "a page cannot leave"
         if self.config.ttl_s is not None:
             assert self._by_use.keys() == entries.keys(), "a page cannot expire"
             times = [entries[key].used_s for key in self._by_use]
