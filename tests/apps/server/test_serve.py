@@ -113,6 +113,18 @@ def test_the_models_advice_is_served_unless_it_is_not_wanted(
     assert served == [expected]
 
 
+def test_what_may_take_long_is_told_before_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    class Seen(Exception):
+        pass
+
+    def loading(_: EngineConfig) -> TextEngine:
+        assert '"event": "loading", "model": "smollm2"' in capsys.readouterr().err
+        raise Seen
+
+    with pytest.raises(Seen):
+        main(["--port", "0"], loading)
+
+
 def test_named_sites_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     apps: list[object] = []
     run = "mainstem.apps.server.serve.Server.run"

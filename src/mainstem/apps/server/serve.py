@@ -197,6 +197,7 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
         sys.setswitchinterval(SWITCH_S)
         if keys is None and not _is_loopback(args.host):
             log.warning("anybody who reaches this address may use it; see --api-key-file")
+        log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes
         engine = make_engine(config)
         metrics = ServerMetrics(engine.engine.bus, names[0])
         gateway = Gateway(
