@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := 2.13.0
+PYTHON_CHECK := (3, 11) <= sys.version_info < (3, 13) or sys.exit("needs Python 3.11 or 3.12: make PYTHON=python3.12")
 
 help:        ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 13
@@ -9,6 +10,8 @@ help:        ## this list
 setup: .venv/ready  ## make .venv with everything (torch first, pinned)
 
 .venv/ready: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; $(PYTHON_CHECK)'
+	@echo "fetching and unpacking 2 GB: two minutes, or more where the network is slow"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==$(TORCH)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
