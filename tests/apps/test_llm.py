@@ -132,6 +132,17 @@ def test_without_settings_the_models_advice_holds(
     assert found == expected
 
 
+def test_a_chat_template_is_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plain.jinja"
+    path.write_text("{{ messages[0]['content'] }}")
+    argv = ["generate", "--chat", "The capital of France is", "--max-tokens", "1", "--json"]
+    assert cli.main([*argv, "--kv-tokens", "1024", "--chat-template", str(path)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["text"], report["prompt_tokens"]) == (" Paris", 5)
+    assert cli.main([*argv, "--chat-template", str(tmp_path / "none.jinja")]) == 2
+    assert "none.jinja cannot be read" in capsys.readouterr().err
+
+
 def test_generate_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "The capital of France is", "--max-tokens", "3", "--json"]
     assert cli.main([*argv, "--kv-tokens", "1024"]) == 0

@@ -175,6 +175,20 @@ def test_eos_ids_are_found_wherever_they_are_named(
     assert Tokenizer.load(folder).eos_ids == expected
 
 
+def test_another_template_takes_the_place_of_the_models_own(
+    tmp_path: Path, smollm2_folder: Path
+) -> None:
+    path = tmp_path / "loud.jinja"
+    path.write_text("{% for m in messages %}{{ m['content'] | upper }}!{% endfor %}é")
+    tokenizer = Tokenizer.load(smollm2_folder, str(path))
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "HI!é"
+    path.write_bytes(b"\xff")
+    with pytest.raises(ModelNotFound, match=r"chat template .*loud\.jinja cannot be read"):
+        Tokenizer.load(smollm2_folder, str(path))
+    with pytest.raises(ModelNotFound, match="No such file"):
+        Tokenizer.load(smollm2_folder, str(tmp_path / "none.jinja"))
+
+
 def test_the_makers_advice_on_sampling_is_read(tmp_path: Path, smollm2_folder: Path) -> None:
     advice = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "do_sample": True}
     folder = write_folder(tmp_path, smollm2_folder, generation_config=advice)

@@ -20,7 +20,15 @@ from mainstem.core.config import (
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.request import SamplingParams
 
-MODEL_FLAGS = ("model", "dtype", "device", "quantize", "threads", "deterministic")
+MODEL_FLAGS = (
+    "model",
+    "dtype",
+    "device",
+    "quantize",
+    "threads",
+    "chat_template",
+    "deterministic",
+)
 CACHE_FLAGS = ("page_size", "kv_tokens", "memory_share")
 SCHED_FLAGS = (
     "chunk_tokens",
@@ -73,6 +81,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "fp8 on a GPU 3 %%",
     )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (all cores)")
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE.jinja",
+        help="what chats go through instead of the model's own",
+    )
     group.add_argument(
         "--deterministic",
         action="store_true",

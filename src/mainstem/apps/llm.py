@@ -99,6 +99,7 @@ class LLM:
         span_levels: int | None = None,
         max_model_len: int | None = None,
         threads: int | None = None,
+        chat_template: str | Path | None = None,
         deterministic: bool = False,
         seed: int = 0,
         truncation_ratio: float = 0.5,
@@ -116,6 +117,7 @@ class LLM:
         names pages that a truncation should spare (docs/design/truncation.md)."""
         weights: dict[str, object] = {"model": str(model), "dtype": dtype, "device": device}
         weights |= {"quantize": quantize, "threads": threads, "deterministic": deterministic}
+        weights |= {"chat_template": None if chat_template is None else str(chat_template)}
         memory: dict[str, object] = {"page_size": page_size, "kv_tokens": kv_tokens}
         memory |= {"memory_share": gpu_memory_utilization}
         steps: dict[str, object] = {"chunk_tokens": chunk_tokens, "share": share}
@@ -143,10 +145,11 @@ class LLM:
     def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
         with StageBar() as bar:
             folder = resolve_model(config.model.model, bar)
+        tokenizer = Tokenizer.load(folder, config.model.chat_template)
         bus = EventBus()
         self.counters = Counters().attach(bus)
         engine = build_engine(folder, config, bus, choose_kept=choose_kept)
-        self.text_engine = TextEngine(engine, Tokenizer.load(folder))
+        self.text_engine = TextEngine(engine, tokenizer)
         self._request_ids = count()
         self._sessions = Sessions(SessionLimits())
         self._shares = config.sched.share is not Share.NONE

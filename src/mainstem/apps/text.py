@@ -53,8 +53,11 @@ class Tokenizer:
         self._alphabet = TokenAlphabet(backend)
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
-        """Read a model folder. Raises ModelNotFound when it has no usable tokenizer.json."""
+    def load(cls, folder: Path, template: str | None = None) -> "Tokenizer":
+        """Read a model folder; chats go through the file `template` if one is named.
+
+        Raises ModelNotFound when there is no usable tokenizer.json, or a template is none.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelNotFound(f"{folder} has no tokenizer.json, the only tokenizer format read")
@@ -70,7 +73,7 @@ class Tokenizer:
             backend,
             _eos_ids(folder, backend, special),
             special,
-            _templates(folder, settings),
+            _templates(folder, settings) if template is None else _own_template(Path(template)),
             _advice(folder),
         )
 
@@ -122,7 +125,8 @@ class Tokenizer:
         InvalidRequest("messages") when the template refuses them or there is no template.
         """
         if not self._templates:
-            raise InvalidRequest("messages", "this model has no chat template; send a prompt")
+            reason = "this model has no chat template; send a prompt, or name a --chat-template"
+            raise InvalidRequest("messages", reason)
         template = self._template("tool_use" if tools else "default")
         return template.render(messages, tools, add_generation_prompt, template_args or {})
 
@@ -223,11 +227,19 @@ def _advice(folder: Path) -> dict[str, object]:
     return {name: advice[name] for name in ADVISED if advice.get(name) is not None}
 
 
+def _own_template(path: Path) -> dict[str, str]:
+    """A file that holds one template, for all chats."""
+    try:
+        return {"default": path.read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelNotFound(f"the chat template {path} cannot be read: {error}") from None
+
+
 def _templates(folder: Path, settings: Json) -> dict[str, str]:
     """Chat templates by name; chat_template.jinja wins over tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return {"default": path.read_text(encoding="utf-8")}
+        return _own_template(path)
     value = settings.get("chat_template")
     if isinstance(value, str):
         return {"default": value}

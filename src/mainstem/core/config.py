@@ -20,7 +20,7 @@ from mainstem.core.errors import ConfigError
 
 # settings whose default does not show that they are not whole numbers
 FRACTIONS = frozenset({"memory_share", "host_gb", "disk_gb", "ttl_s", "truncation_ratio"})
-NAMES = frozenset({"disk_dir"})
+NAMES = frozenset({"disk_dir", "chat_template"})
 
 S = TypeVar("S", "ModelConfig", "CacheConfig", "SchedConfig", "StoreConfig")
 
@@ -79,6 +79,7 @@ class ModelConfig:
     device: Device = Device.AUTO
     quantize: Quantize = Quantize.NONE
     threads: int | None = None  # CPU threads; None: all cores
+    chat_template: str | None = None  # a Jinja file to use instead of the model's own
     # a request's tokens do not depend on what runs beside it, to the bit; GPU, up to 2x slower
     deterministic: bool = False
 
