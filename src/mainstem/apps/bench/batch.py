@@ -17,7 +17,13 @@ from time import process_time
 from mainstem.apps import batch
 from mainstem.apps.bench.report import line, load_average
 from mainstem.apps.flag_types import positive_count
-from mainstem.apps.flags import CACHE_FLAGS, MODEL_FLAGS, add_engine_flags
+from mainstem.apps.flags import (
+    CACHE_FLAGS,
+    MODEL_FLAGS,
+    SCHED_FLAGS,
+    STORE_FLAGS,
+    add_engine_flags,
+)
 from mainstem.apps.jobs.files import InputFile
 from mainstem.apps.tables import table
 from mainstem.core.errors import InvalidRequest
@@ -113,15 +119,17 @@ def rows(prompts: list[str], output_tokens: int) -> list[dict[str, object]]:
 
 
 def engine_flags(args: argparse.Namespace) -> list[str]:
-    """The engine's flags as they were given, for the runs; sharing is decided by the runs."""
-    names = [*MODEL_FLAGS, *CACHE_FLAGS, "chunk_tokens", "max_model_len", "config"]
-    given = {name: getattr(args, name) for name in names}
-    return [
-        part
-        for name, value in given.items()
-        if value is not None
-        for part in (f"--{name.replace('_', '-')}", str(value))
-    ]
+    """The engine's flags as they were given, for the runs."""
+    if args.share is not None:
+        raise InvalidRequest("--share", "one run has all of it, the other none")
+    flags = ["--generation-config", "none"]  # nothing is drawn, and nothing penalised
+    for name in [*MODEL_FLAGS, *CACHE_FLAGS, *SCHED_FLAGS, *STORE_FLAGS, "config"]:
+        value = getattr(args, name)
+        if value is not None:
+            shown = "gpu_memory_utilization" if name == "memory_share" else name
+            flags.append(f"--{shown.replace('_', '-')}")
+            flags += [] if value is True else [str(value)]
+    return flags
 
 
 def run(name: str, source: Path, flags: list[str]) -> tuple[Run, dict[str, str]]:
