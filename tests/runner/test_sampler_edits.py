@@ -100,3 +100,14 @@ def test_an_answer_may_grow_longer_than_its_row() -> None:
     expected = torch.zeros(VOCAB)
     expected[:3] = -0.1
     torch.testing.assert_close(logits, expected.expand(20, -1))
+
+
+def test_an_end_token_that_the_model_does_not_have_need_not_be_barred() -> None:
+    edits = LogitEdits(CPU)
+    sampling = SamplingParams(max_tokens=9, min_tokens=2)
+    nothing = np.empty(0, np.int32)
+    edits.start(StartedSequence(0, sampling, np.array([1], np.int32), nothing, (3, VOCAB + 2)))
+    edits.start(StartedSequence(1, sampling, np.array([1], np.int32), nothing, (VOCAB,)))
+    logits = torch.zeros(2, VOCAB)
+    edits.apply(logits, np.array([0, 1], np.int32), np.array([0, 1], np.int32))
+    assert logits.isinf().nonzero().tolist() == [[0, 3]]

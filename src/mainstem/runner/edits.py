@@ -105,7 +105,10 @@ class LogitEdits:
             values = [list((seq.sampling.logit_bias or {}).values()) for _, seq in biased]
             bias = upload(np.concatenate(values).astype(np.float32), self._device)
             logits.index_put_(where, logits[where] + bias)
-        barred = [(row, seq.stop_ids) for row, seq in pairs if seq.bars_stops]
+        vocab_size = logits.shape[1]  # a tokenizer may know end tokens that the model does not have
+        barred = [
+            (row, seq.stop_ids[seq.stop_ids < vocab_size]) for row, seq in pairs if seq.bars_stops
+        ]
         if barred:
             logits.index_put_(self._places(barred), self._minus_infinity)
         penalised = [(row, seq) for row, seq in pairs if seq.num_ids]
