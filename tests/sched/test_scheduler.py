@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from mainstem.core.config import SchedConfig, Share
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import EventBus, SequenceResumed
+from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Delivery, FinishReason, Overflow, SamplingParams
 from mainstem.engine.engine import Engine
@@ -222,3 +223,16 @@ def test_pages_of_a_finished_group_go_first() -> None:
     run_all(engine, [a_request(list(range(40, 84)), max_tokens=2)])  # 12 pages: some must go
     got = run_all(engine, [a_request([*b, 2], max_tokens=2, plan_place=first + 1, name="b")])
     assert got.outputs[0].num_cached_tokens == 16
+
+
+def test_pages_that_other_answers_to_a_prompt_wait_for_do_not_go_first() -> None:
+    engine = an_engine(num_pages=14, page_size=4, config=SchedConfig(chunk_tokens=16))
+    run_all(engine, [a_request(list(range(20)), max_tokens=1)])  # 5 pages, older than all others
+    first = engine.expect(np.array([0], np.int32))
+    sampling = SamplingParams(n=2, temperature=0.0, max_tokens=12)
+    engine.submit(a_request(list(range(20, 36)), sampling=sampling, name="two", plan_place=first))
+    engine.step()
+    engine.stop(RequestId("two"), 0)  # its pages are idle, and the other answer has not started
+    urgent = a_request(list(range(40, 68)), max_tokens=1, priority=-1)  # 7 pages, 5 are free
+    got = run_all(engine, [urgent])
+    assert {o.num_cached_tokens for o in got.outputs if o.index == 1} == {15}

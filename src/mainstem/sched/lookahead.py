@@ -42,7 +42,7 @@ class PlannedOrder:
     def __init__(self) -> None:
         self._shared_with_next: Int32s = np.empty(64, np.int32)
         self._length = 0
-        self._last_started = 0
+        self._last_started = -1
 
     def announce(self, shared_with_next: Int32s) -> int:
         """Add prompts at the end; returns the place of the first."""
@@ -55,12 +55,14 @@ class PlannedOrder:
         return first
 
     def start(self, place: int) -> None:
+        """All answers to the prompt at `place` have started."""
         self._last_started = max(self._last_started, place)
 
-    def tokens_wanted(self, place: int) -> int:
-        """Leading tokens of the prompt at `place` that prompts which have not started share."""
+    def tokens_wanted(self, place: int) -> int | None:
+        """Leading tokens of the prompt at `place` that whoever has not started shares; None: all,
+        for other answers to it."""
         between = self._shared_with_next[place : self._last_started + 1]
-        return int(between.min()) if len(between) else 0
+        return int(between.min()) if len(between) else None
 
     def __len__(self) -> int:
         return self._length

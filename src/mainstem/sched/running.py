@@ -136,7 +136,8 @@ class RunningSet:
                 store.name(chain.extended(known), first, pages[first:num_full])
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
-            num_wanted = self._order.tokens_wanted(sequence.request.plan_place) // page_size
+            num_tokens = self._order.tokens_wanted(sequence.request.plan_place)
+            num_wanted = None if num_tokens is None else num_tokens // page_size
         store.give_back(pages, num_wanted)
         self.tree.detach(slot)
         table.leave(slot)

@@ -192,7 +192,8 @@ class Starter:
         num_known = len(sequence.request.prompt_ids) + len(sequence.output_ids)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_cached
-            if sequence.request.plan_place is not None:
+            is_last = index == sequence.request.sampling.n - 1
+            if is_last and sequence.request.plan_place is not None:
                 self._order.start(sequence.request.plan_place)
             self._bus.publish(SequenceAdmitted(request_id, index, num_known, num_cached))
         else:
