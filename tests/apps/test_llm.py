@@ -4,6 +4,7 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,15 @@ def test_logprobs_belong_to_the_tokens(llm: LLM) -> None:
     assert answer.cumulative_logprob == pytest.approx(sum(e.logprob for e in answer.logprobs))
     assert result.prompt_logprobs is not None
     assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+
+
+def test_calls_from_several_threads_wait_for_each_other(llm: LLM) -> None:
+    prompts = [STORY + "One day", "The capital of France is", STORY + "His wife", "Once upon"]
+    alone = [llm.generate(prompt, greedy(8), use_tqdm=False)[0].outputs[0] for prompt in prompts]
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(llm.generate, prompt, greedy(8), False) for prompt in prompts]
+        found = [call.result()[0].outputs[0] for call in calls]
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in alone]
 
 
 def test_a_bad_prompt_leaves_nothing_running(llm: LLM) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 from tqdm import tqdm
@@ -81,7 +82,7 @@ class LLM:
             print(answer.outputs[0].text)
 
     Prompts that begin alike share what they have in common: it is computed once, stored once and
-    read once per step.
+    read once per step. Calls from several threads wait for each other; prompts of one call do not.
     """
 
     def __init__(  # noqa: PLR0913  # the settings a script may name, all by keyword
@@ -151,6 +152,7 @@ class LLM:
         engine = build_engine(folder, config, bus, choose_kept=choose_kept)
         self.text_engine = TextEngine(engine, tokenizer)
         self._request_ids = count()
+        self._is_called = Lock()  # held while answers are made
         self._sessions = Sessions(SessionLimits())
         self._shares = config.sched.share is not Share.NONE
 
@@ -183,7 +185,8 @@ class LLM:
         shown = [prompt if isinstance(prompt, str) else None for prompt in listed]
         params = self._params(sampling_params, len(listed))
         window = _window_rules(sessions, overflow, len(listed))
-        return self._run(shown, ids, params, window, use_tqdm)
+        with self._is_called:
+            return self._run(shown, ids, params, window, use_tqdm)
 
     def chat(
         self,
@@ -201,10 +204,11 @@ class LLM:
         params = self._params(sampling_params, len(texts))
         window = _window_rules(sessions, overflow, len(texts))
         turns = list(zip(window.sessions, texts, strict=True))
-        ids = [self.encode_turn(session, text) for session, text in turns]
-        results = self._run(texts, ids, params, window, use_tqdm)
-        for (session, text), result in zip(turns, results, strict=True):
-            self.keep_turn(session, text, result.prompt_token_ids, result.outputs[0].token_ids)
+        with self._is_called:
+            ids = [self.encode_turn(session, text) for session, text in turns]
+            results = self._run(texts, ids, params, window, use_tqdm)
+            for (session, text), result in zip(turns, results, strict=True):
+                self.keep_turn(session, text, result.prompt_token_ids, result.outputs[0].token_ids)
         return results
 
     def encode_turn(self, session: str | None, text: str) -> list[int]:
