@@ -1,5 +1,6 @@
 """Which pages stay, move and go: by rule, against a plain model, and in any order of calls."""
 
+import tracemalloc
 from collections.abc import Sequence
 from itertools import count
 from random import Random
@@ -313,6 +314,20 @@ def test_a_request_given_up_leaves_the_recency_of_its_pages() -> None:
     policy.dismiss("job")
     policy.dismiss("job")
     assert policy.admit("c", 2).drop == ["a"]
+
+
+def test_who_came_and_went_leaves_nothing_behind_where_nothing_is_read_ahead() -> None:
+    """Without a disk nobody asks what to read ahead, for months."""
+    policy = a_policy(10)
+    policy.expect("waits", ["kept"])
+    tracemalloc.start()
+    for job in range(2000):
+        policy.expect(job, [f"{job}-{page}" for page in range(5)])
+        policy.dismiss(job)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 100_000
+    policy.check()
 
 
 def test_who_gives_up_behind_many_that_want_the_same_is_not_searched_for() -> None:

@@ -37,7 +37,7 @@ class QueueWindow(Generic[K]):
         self._later: dict[K, deque[int]] = {}
         self._num_near = 0  # leading requests that are near
         self._near: dict[K, int] = {}  # key -> near requests that want it
-        self._news: list[K] = []
+        self._news: dict[K, None] = {}  # of these, which nobody was told of
 
     def __len__(self) -> int:
         return len(self._places)
@@ -84,8 +84,8 @@ class QueueWindow(Generic[K]):
 
     def take_news(self) -> list[K]:
         """Keys that became near since the last call and still are, soonest first."""
-        news, self._news = self._news, []
-        return [key for key in news if key in self._near]
+        news, self._news = self._news, {}
+        return list(news)
 
     def _add(self, key: K, when: int) -> bool:
         """File one use; tells whether it is the next one."""
@@ -143,13 +143,14 @@ class QueueWindow(Generic[K]):
             count = near.get(key, 0)
             near[key] = count + 1
             if not count:
-                self._news.append(key)
+                self._news[key] = None
 
     def _part(self, keys: Sequence[K]) -> None:
         near = self._near
         for key in keys:
             if near[key] == 1:
                 del near[key]
+                self._news.pop(key, None)
             else:
                 near[key] -= 1
 
@@ -170,3 +171,4 @@ class QueueWindow(Generic[K]):
         assert whens == filed, "uses differ"
         assert self._later.keys() <= filed.keys(), "a page is wanted later and not next"
         assert near == self._near, "near pages differ"
+        assert self._news.keys() <= near.keys(), "news of pages that are not near any more"
