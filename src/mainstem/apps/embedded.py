@@ -101,8 +101,7 @@ def embedded_folder(
         return target
     try:
         models_dir.mkdir(parents=True, exist_ok=True)
-        progress("wait", 0.0)
-        with _locked(models_dir / f"{model.name}.lock"):
+        with _locked(models_dir / f"{model.name}.lock", progress):
             if find_damage(target, model, check) is not None:
                 _build(model, target, fetch, progress)
     except OSError as error:
@@ -133,10 +132,14 @@ def find_damage(folder: Path, model: EmbeddedModel, check: Check = Check.SIZES) 
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the system drops when its holder dies."""
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
+    """Hold a lock that the system drops when its holder dies; waiting for it is told."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("wait", 0.0)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
