@@ -32,6 +32,7 @@ from mainstem.apps.server.live import Live
 from mainstem.apps.server.logs import LEVELS, set_up_logs
 from mainstem.apps.server.metrics import ServerMetrics
 from mainstem.apps.server.routes import make_app
+from mainstem.apps.server.store_log import StoreLog
 from mainstem.apps.server.worker import Worker, WorkerState
 from mainstem.apps.session_file import SessionFile
 from mainstem.apps.sessions import SessionLimits, Sessions, tokenizer_identity
@@ -200,6 +201,7 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
         log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes
         engine = make_engine(config)
         metrics = ServerMetrics(engine.engine.bus, names[0])
+        StoreLog(engine.engine.bus)
         gateway = Gateway(
             Worker(engine),
             ServedModel(names, int(time()), model_defaults(args, engine.tokenizer)),

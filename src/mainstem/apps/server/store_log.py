@@ -1,0 +1,43 @@
+"""What an operator should hear of the store: a disk that is full, pages that are damaged."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from time import monotonic
+
+from mainstem.core.events import EventBus, PagesLost, SavesSkipped
+
+QUIET_S = 60.0  # the same trouble is told so often at most
+
+log = logging.getLogger("mainstem.server")
+
+
+class StoreLog:
+    """Logs each kind of trouble when it first comes, then once a minute with what came since.
+
+    Answers stay right: what is not stored is computed again.
+    """
+
+    def __init__(self, bus: EventBus, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._pages: Counter[tuple[str, str, str]] = Counter()  # not told yet
+        self._told_s: dict[tuple[str, str, str], float] = {}
+        bus.subscribe(SavesSkipped, self._skipped)
+        bus.subscribe(PagesLost, self._lost)
+
+    def _skipped(self, event: SavesSkipped) -> None:
+        if event.tier == "disk":  # host memory is skipped whenever it is busy, which is no trouble
+            self._note("pages are not stored", event)
+
+    def _lost(self, event: PagesLost) -> None:
+        self._note("stored pages are lost", event)
+
+    def _note(self, words: str, event: SavesSkipped | PagesLost) -> None:
+        kind = (words, event.tier, event.reason)
+        self._pages[kind] += event.num_pages
+        now_s = self._clock()
+        if now_s - self._told_s.get(kind, -QUIET_S) < QUIET_S:
+            return
+        self._told_s[kind] = now_s
+        facts = {"tier": event.tier, "reason": event.reason, "pages": self._pages.pop(kind)}
+        log.warning(words, extra={"facts": facts})
