@@ -173,11 +173,13 @@ def test_chat_remembers_and_reads_standard_input(
 
 
 def test_a_slip_of_a_chats_command_is_not_sent_to_the_model(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = iter(["/clear", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
-    assert chat.main(["--stats", "--kv-tokens", "1024"]) == 0
+    monkeypatch.setattr(LLM, "from_config", lambda config: llm)
+    monkeypatch.setattr(llm, "close", lambda: None)
+    assert chat.main(["--stats"]) == 0
     out = capsys.readouterr().out
     assert "there is no /clear" in out
     assert "tokens/s" not in out
