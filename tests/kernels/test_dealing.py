@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from mainstem.kernels.dealing import _fill, share_out
+from mainstem.kernels.dealing import Seats, _fill, share_out
+from mainstem.kernels.tuning import Pace
 
 LOADS = st.lists(st.floats(0, 1e6), min_size=1, max_size=40)
 
@@ -25,16 +26,24 @@ def test_equal_units_fill_what_is_open(loads: list[float], size: float, count: i
     st.lists(st.floats(1, 1e6), max_size=60),
     st.booleans(),
     st.booleans(),
+    st.floats(0, 1),
 )
 def test_every_unit_has_one_program(
-    programs: int, large: list[float], small: list[float], is_even: bool, is_split: bool
+    programs: int,
+    large: list[float],
+    small: list[float],
+    is_even: bool,
+    is_split: bool,
+    taken: float,
 ) -> None:
     if is_even and small:
         small = [small[0]] * len(small)
     shares = np.empty(2 * programs + 2, np.int32)
     num_large = programs // 2 if is_split and programs % 2 == 0 else programs
-    orders = share_out(shares, (np.array(large), 8), (np.array(small), 2), num_large)
+    seats = Seats(max(int(taken * num_large), 1), num_large, Pace(late_us=5.0, beside=0.5))
+    orders = share_out(shares, (np.array(large), 8), (np.array(small), 2), seats)
     assert (shares[num_large : programs + 1] == 8 * len(large)).all()
+    assert np.count_nonzero(np.diff(shares[: num_large + 1])) <= seats.taken
     for order, bounds, count in zip(
         orders, shares.reshape(2, -1), (8 * len(large), 2 * len(small)), strict=True
     ):

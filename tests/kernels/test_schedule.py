@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from mainstem.apps.bench.cuts import random_step
 from mainstem.apps.bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases
 from mainstem.kernels import Limits
 from mainstem.kernels import schedule as plans
-from mainstem.kernels.cutting import SMALL_TILE_KEYS, Shape
-from mainstem.kernels.ops import COARSE
+from mainstem.kernels.cutting import SMALL_TILE_KEYS, Option, Pick, Shape, first_to_end
 from mainstem.kernels.tuning import HOPPER, HOPPER_SPLIT, Tiles
 from mainstem.kernels.unshare import unshare
 
@@ -34,10 +34,10 @@ def shape_of(case: AttentionCase, tiles: Tiles, fixed_stretch: int | None = None
     )
 
 
-def check(case: AttentionCase, shape: Shape) -> None:
+def check(case: AttentionCase, shape: Shape, pick: Pick = first_to_end) -> None:
     """Count (row, key) pairs per KV head, and Partials per token, as the kernel would."""
     spans = case.spans()
-    plan = plans.schedule(spans, shape)
+    plan = plans.schedule(spans, shape, pick)
     ints = plan.ints
     small_at, large_at, entries_at, num_entries, pages_at, merges_at, num_merges = ints[:7]
     table = ints[plans.HEADER_INTS :][: shape.num_programs * plans.SHARE_FIELDS]
@@ -181,6 +181,34 @@ def test_random_steps_are_covered(seed: int) -> None:
     check(case, shape_of(case, HOPPER, fixed_stretch=256))
 
 
+@pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_way_to_cut_is_a_plan(seed: int, tiles: Tiles) -> None:
+    case = random_step(random.Random(seed))
+    shape = shape_of(case, tiles)
+    count = 0
+
+    def take(options: list[Option], _: Shape) -> Option:
+        nonlocal count
+        count = len(options)
+        return options[number]
+
+    number = 0
+    while number == 0 or number < count:
+        check(case, shape, take)
+        number += 5
+    assert count > 1
+
+
+def test_large_units_are_on_as_few_multiprocessors_as_end_in_time() -> None:
+    """32 sequences of 8,000 keys share 300: few large units, and none of them late."""
+    runs = [Run((row,), 8000) for row in range(32)]
+    case = AttentionCase("long", (*runs, Run(tuple(range(32)), 300)))
+    ints = plans.schedule(case.spans(), shape_of(case, HOPPER_SPLIT)).ints
+    table = ints[plans.HEADER_INTS :][: 264 * plans.SHARE_FIELDS].reshape(264, -1)
+    assert 0 < np.count_nonzero(table[:, 0] < table[:, 1]) <= 66
+
+
 def test_the_largest_step_of_an_engine_fits_its_buffers() -> None:
     """8,192 tokens: prompts over prefixes of three levels beside 1,600 decodes, in MBs."""
     runs = [Run(tuple(range(8192)), 512), Run(tuple(range(4096)), 512)]
@@ -203,22 +231,22 @@ def test_the_largest_step_of_an_engine_fits_its_buffers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "prompt", "keys", "decodes", "max_partials"),
-    [(8, 1, 512, 65536, 64, 5120), (8, 1, 1024, 32768, 64, 10240), (12, 2, 512, 16384, 0, 2560)],
+    ("heads", "kv_heads", "prompt", "keys", "decodes"),
+    [(8, 1, 512, 65536, 64), (8, 1, 1024, 32768, 64), (12, 2, 512, 16384, 0)],
 )
 def test_longer_units_leave_fewer_partials(
-    heads: int, kv_heads: int, prompt: int, keys: int, decodes: int, max_partials: int
+    heads: int, kv_heads: int, prompt: int, keys: int, decodes: int
 ) -> None:
-    """What `SpanAttention.plan` tries first where a plan does not fit."""
+    """Cuts with too many Partials are left out, as long as there are others."""
     runs = [Run((row,), 2000) for row in range(decodes)]
     runs.append(Run(tuple(range(decodes, decodes + prompt)), keys, is_causal=True))
     case = AttentionCase("prompt", tuple(runs), heads, kv_heads)
     spans, shape = case.spans(), shape_of(case, HOPPER_SPLIT)
-    longer = replace(HOPPER_SPLIT, large_fixed=COARSE * HOPPER_SPLIT.large_fixed)
     fine = plans.schedule(spans, shape)
-    coarse = plans.schedule(spans, replace(shape, tiles=longer))
+    most = fine.num_slots * 2 // 3
+    fitting = plans.schedule(spans, replace(shape, max_partials=most))
     uncut = plans.schedule(spans, replace(shape, can_cut=False))
-    assert uncut.num_slots < coarse.num_slots <= max_partials < fine.num_slots
+    assert uncut.num_slots < fitting.num_slots <= most
 
 
 @pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])

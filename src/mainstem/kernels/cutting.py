@@ -1,18 +1,34 @@
-"""How spans are cut into units for the span attention kernel, and what a unit costs. Numpy only."""
+"""How spans are cut into units for the span attention kernel, and what a unit costs. Numpy only.
 
+Of some cuts the one is taken that would end first (`pacing.py`): of large spans for one unit on
+each of some number of multiprocessors, of small ones for one or two on each program.
+"""
+
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.step import Spans
+from mainstem.kernels.pacing import Card, Work, step_us
 from mainstem.kernels.tuning import Tiles
 
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-CANDIDATES = (1.5, 1.04, 0.9, 0.75, 0.52, 0.34, 0.26, 0.17)  # unit size over a program's fair share
+# Multiprocessors that large units are cut for, of all there are; most models have 8 KV heads. The
+# last two are for several units on each.
+LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
+# Shares of a little less: else a span of whole shares would be cut into one unit less by rounding.
+ROUNDING = 0.97
+# Large units that end late cost more than such that begin on more multiprocessors than needed.
+INDIFFERENT = 1.015
+ROUNDS = 4  # of large units on a multiprocessor that are looked at one by one
 STRETCH_KEYS = 64  # stretches of small spans are multiples of it
 SMALL_TILE_KEYS = 64  # keys x heads in a step of a small unit
 LEAST_ROWS = 16  # what a matrix instruction takes
@@ -30,6 +46,7 @@ class Shape:
     tiles: Tiles
     fixed_stretch: int | None = None  # deterministic: cut at multiples of so many keys
     can_cut: bool = True  # otherwise no span is cut: the fewest Partials there can be
+    max_partials: int | None = None  # cuts with more are left out, where there is another
 
     # KV heads of a small unit: as many as make a tile of 64 keys x heads from a page.
     fold: int = field(init=False)
@@ -82,13 +99,56 @@ class Cut:
     is_large: Bools
     row_tiles: Int64s
     tile_rows: Int64s
+    num_large: int  # programs that get large units
+
+
+class _Way(NamedTuple):
+    """One way to cut the spans of a kind."""
+
+    stretches: Floats
+    work: Work
+
+
+class Option(NamedTuple):
+    """One way to cut a step."""
+
+    large: _Way
+    small: _Way
+    sms: int  # that get large units
+
+    @property
+    def rows(self) -> float:
+        """What is left to be merged, at most."""
+        return self.large.work.rows + self.small.work.rows
+
+
+Pick = Callable[[list[Option], Shape], Option]
+
+
+def first_to_end(options: list[Option], shape: Shape) -> Option:
+    """The best one of those with few enough Partials or, if there are none, with the fewest."""
+    if shape.max_partials is not None:
+        most = float(shape.max_partials * shape.group * shape.kv_heads)
+        most = max(most, min(option.rows for option in options))
+        options = [option for option in options if option.rows <= most]
+    card = Card(
+        shape.num_programs, shape.num_programs // shape.num_large_programs, shape.tiles.pace
+    )
+    us: list[float] = []
+    best = math.inf
+    for option in options:
+        large, small = option.large.work, option.small.work
+        is_late = large.last_us > INDIFFERENT * best  # so it need not be computed
+        us.append(math.inf if is_late else step_us(large, small, option.sms, card))
+        best = min(best, us[-1])
+    return next(o for o, took in zip(options, us, strict=True) if took <= INDIFFERENT * best)
 
 
 def ceil_div(a: Int64s, b: Int64s | int) -> Int64s:
     return -(-a // b)
 
 
-def cut_spans(spans: Spans, shape: Shape) -> Cut:
+def cut_spans(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Cut:
     """Keys per stretch, number of stretches, and tiles of rows, of each span."""
     keys = spans.key_tokens.astype(np.int64)
     rows = np.diff(spans.query_starts).astype(np.int64) * shape.group
@@ -97,98 +157,129 @@ def cut_spans(spans: Spans, shape: Shape) -> Cut:
         is_large = np.ones(len(keys), np.bool_)
     tile_rows = np.where(is_large, shape.tiles.large_q, shape.small_rows)
     row_tiles = ceil_div(rows, tile_rows)
-    stretches = np.maximum(keys, 1)
+    stretches, num_large = np.maximum(keys, 1), shape.num_large_programs
     if shape.fixed_stretch is not None:
         stretches = np.full(len(keys), shape.fixed_stretch, np.int64)
-    elif shape.can_cut:
-        stretches = _choose_stretches(keys, row_tiles, is_large, shape)
+    elif shape.can_cut and len(keys):
+        stretches, num_large = _choose_stretches(spans, row_tiles, is_large, shape, pick)
     parts = np.maximum(ceil_div(keys, stretches), 1)
-    return Cut(stretches, parts, is_large, row_tiles, tile_rows)
+    return Cut(stretches, parts, is_large, row_tiles, tile_rows, num_large)
 
 
-def key_weight(row_tiles: Int64s, is_large: Bools, shape: Shape) -> Floats:
-    """Time per key of a unit: bound by reads where the rows are few, by arithmetic where many share
-    them. Where large units have multiprocessors to themselves the two are about the same.
+def unit_us(keys: Floats | Int64s, is_large: bool, shape: Shape) -> Floats:
+    """How long units of so many keys take, if they need not share the memory."""
+    pace, tiles = shape.tiles.pace, shape.tiles
+    step = tiles.large_k if is_large else SMALL_TILE_KEYS // shape.fold
+    per_key = pace.large_key_us if is_large else pace.small_key_us * shape.fold
+    steps = np.maximum(-(-keys // step), 1)
+    return steps * (step * per_key) + (pace.large_us if is_large else pace.small_us)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Those of one kind."""
+
+    index: Int64s  # which of the step's
+    keys: Int64s
+    seen: Int64s  # keys, by a row in the mean: half of them of a prompt's own
+    queries: Int64s
+    copies: Int64s  # units of a stretch: tiles of rows x KV heads
+    is_large: bool
+
+    def cut(self, shares: Floats, shape: Shape, places: int | None) -> list[_Way]:
+        """Some ways: so many units, if all could be of one length, or fewer. `places` run one each
+        at a time, if no other kind is in the way.
+        """
+        if not len(self.keys):
+            return [_Way(np.empty(0), Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))] * len(shares)
+        tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else STRETCH_KEYS
+        target = np.maximum(ROUNDING * float(self.seen @ self.copies) / shares, 1.0)
+        if self.seen.max() < 2.0 * target.min():  # nobody is long enough to be cut: one way for all
+            target = target[:1]
+        parts = np.maximum(np.floor(self.seen / target[:, None]), 1.0)
+        stretches = np.ceil(self.keys / (parts * tile)) * tile
+        parts = np.ceil(self.keys / stretches)
+        sizes = unit_us(self.seen / parts, self.is_large, shape)
+        units = parts * self.copies
+        numbers = np.empty((5, len(shares)))
+        numbers[0] = units.sum(axis=1)
+        numbers[1] = (sizes * units).sum(axis=1)
+        numbers[2] = numbers[3] = sizes.max(axis=1)
+        if places is not None:
+            numbers[3] = _last_end(sizes, units, np.minimum(shares, places))
+        numbers[4] = parts @ self.queries * float(shape.group * shape.kv_heads)
+        keys = float(self.seen.sum()) * shape.kv_heads
+        return [
+            _Way(stretches[min(i, len(stretches) - 1)], Work(count, us, longest, last, keys, rows))
+            for i, (count, us, longest, last, rows) in enumerate(numbers.T.tolist())
+        ]
+
+
+def _last_end(sizes: Floats, units: Floats, places: Floats) -> Floats:
+    """When the last unit ends, for each number of places, if the longest always goes to the
+    emptiest; rows are ways to cut, one for each of them or for all.
     """
-    tiles = shape.tiles
-    alone = shape.num_large_programs / shape.num_programs
-    large = np.maximum(tiles.large_weight, alone / np.maximum(row_tiles, 1))
-    return np.where(is_large, large, float(shape.fold))
+    last: Floats = np.ceil(units.sum(axis=1) / places) * sizes[:, 0]
+    if np.ptp(sizes, axis=1).max() == 0:
+        return last
+    last = (sizes * units).sum(axis=1) / places
+    order = np.argsort(-sizes, axis=1)
+    rows = np.arange(len(sizes))[:, None]
+    sizes, ends = sizes[rows, order], np.cumsum(units[rows, order], axis=1)
+    rounds = np.arange(ROUNDS)
+    for i, count in enumerate(places.tolist()):
+        # Somebody gets a unit of each round, and those before are no shorter than the last one.
+        row = min(i, len(sizes) - 1)
+        first = np.searchsorted(ends[row], rounds * count, side="right")
+        first = first[first < sizes.shape[1]]
+        last[i] = max(last[i], (sizes[row, first] * (rounds[: len(first)] + 1)).max())
+    return last
 
 
-def _choose_stretches(keys: Int64s, row_tiles: Int64s, is_large: Bools, shape: Shape) -> Int64s:
-    """Keys per unit of each span: short enough that all programs end together, no shorter.
-
-    Where large units take whole multiprocessors, these are counted, and the small units of several
-    programs on one as side by side.
-    """
-    tiles = shape.tiles
-    programs = shape.num_large_programs if is_large.any() else shape.num_programs
-    beside = programs / shape.num_programs
-    work = keys * key_weight(row_tiles, is_large, shape)  # of a span's units, one head each
-    work[~is_large] *= beside
-    copies = row_tiles * np.where(is_large, shape.kv_heads, shape.kv_heads // shape.fold)
-    share = float(work @ copies) / programs
-    stretches = np.maximum(keys, 1)
-    is_cut = work > share * CANDIDATES[-1]
-    if not is_cut.any():
-        return stretches
-    # All candidates at once: rows are candidates, columns are the spans that one of them would cut.
-    targets = share * np.array(CANDIDATES)[:, None]
-    units, cost, longest, chosen = [], [], np.zeros(len(targets)), []
-    for kind, fixed, tile in (
-        (is_large, tiles.large_fixed, max(tiles.large_k, shape.page_size)),
-        (~is_large, tiles.small_fixed * beside, STRETCH_KEYS),
-    ):
-        cut, whole = np.flatnonzero(kind & is_cut), kind & ~is_cut
-        if not len(cut):
-            units.append(np.full(len(targets), int(copies[whole].sum())))
-            cost.append(float(work[kind] @ copies[kind]) + fixed * units[-1])
-            continue
-        parts = np.maximum(work[cut] // targets, 1.0).astype(np.int64)
-        stretch = ceil_div(ceil_div(keys[cut], parts), tile) * tile
-        parts = ceil_div(keys[cut], stretch)
-        units.append(parts @ copies[cut] + int(copies[whole].sum()))
-        cost.append(float(work[kind] @ copies[kind]) + fixed * units[-1])
-        longest = np.maximum(longest, (work[cut] / parts).max(axis=1) + fixed)
-        chosen.append((cut, stretch))
-    ends = [
-        _end_of_last(
-            (int(u0), int(u1)), (float(c0), float(c1)), float(long), programs, tiles.late_fixed
+def _choose_stretches(
+    spans: Spans, row_tiles: Int64s, is_large: Bools, shape: Shape, pick: Pick
+) -> tuple[Int64s, int]:
+    """Keys per unit of each span, and how many programs get large units."""
+    keys = np.maximum(spans.key_tokens, 1)
+    queries = np.diff(spans.query_starts)
+    seen = np.maximum(keys - spans.is_causal * queries // 2, 1)
+    large, small = (
+        _Spans(index, keys[index], seen[index], queries[index], row_tiles[index] * heads, kind)
+        for kind, index, heads in (
+            (True, np.flatnonzero(is_large), shape.kv_heads),
+            (False, np.flatnonzero(~is_large), shape.kv_heads // shape.fold),
         )
-        for u0, u1, c0, c1, long in zip(*units, *cost, longest, strict=True)
-    ]
-    best = int(np.argmin(ends))
-    for cut, stretch in chosen:
-        stretches[cut] = stretch[best]
-    return stretches
+    )
+    option = pick(_options(large, small, shape), shape)
+    stretches = np.empty(len(keys), np.int64)
+    stretches[large.index] = option.large.stretches
+    stretches[small.index] = option.small.stretches
+    return stretches, option.sms
 
 
-def _end_of_last(
-    units: tuple[int, int], cost: tuple[float, float], longest: float, programs: int, late: float
-) -> float:
-    """When the last program ends, in the unit of the costs; [large, small] units of mean size.
+@cache
+def _large_shares(sms: int) -> Floats:
+    return np.unique(np.maximum(np.rint(sms * LARGE_ON), 1.0))[::-1]
 
-    Large units go round, small ones fill up what they leave, `late` behind them. Small units alone
-    that differ in length end up unevenly, by half of the longest.
+
+def _options(large: _Spans, small: _Spans, shape: Shape) -> list[Option]:
+    """Ways to cut large spans, with those to cut small ones that may suit them. Among equals the
+    first is best: that with large units on most multiprocessors.
     """
-    large_size = cost[0] / units[0] if units[0] else 0.0
-    small_size = cost[1] / units[1] if units[1] else 0.0
-    rounds, more = divmod(units[0], programs)
-    low, high = rounds * large_size, (rounds + 1) * large_size
-    end = high if more else low
-    if units[1]:
-        low, high = low + late if rounds else 0.0, high + late
-        mean = (low * (programs - more) + high * more + cost[1]) / programs
-        best = np.inf
-        for load in (low, high):
-            level = load + small_size * max(int((mean - load) / small_size), 1)
-            while level < best:
-                room = (programs - more) * int((level - low) / small_size + 1e-6)
-                room += more * max(int((level - high) / small_size + 1e-6), 0)
-                if room >= units[1]:
-                    best = level
-                level += small_size
-        end = max(end, best)
-    is_uneven = not units[0] and longest > 1.2 * small_size
-    return max(end, longest) + (longest / 2 if is_uneven else 0.0)
+    programs, sms = shape.num_programs, shape.num_large_programs
+    if not len(large.index):
+        none = large.cut(np.ones(1), shape, None)[0]
+        ways = small.cut(np.array([1.0, 2.0]) * programs, shape, programs)
+        return [Option(none, way, sms) for way in ways]
+    each = small.cut(np.array([programs], np.float64), shape, None)[0]
+    shares = _large_shares(sms)
+    found: dict[tuple[float, int], Option] = {}
+    for way, share in zip(large.cut(shares, shape, sms), shares.tolist(), strict=True):
+        used = int(min(share, sms, way.work.units))
+        found.setdefault((way.work.units, used), Option(way, each, used))
+    options = list(found.values())
+    if each.work.units > small.copies.sum():  # cut, and could be cut less: for who begins at once
+        early = programs - programs // sms * np.array([option.sms for option in options])
+        fewer = small.cut(np.maximum(early, 1.0), shape, None)
+        options += [o._replace(small=way) for o, way in zip(options, fewer, strict=True)]
+    return options

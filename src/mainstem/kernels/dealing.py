@@ -2,8 +2,13 @@
 Numpy only.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
+
+from mainstem.kernels.pacing import EVEN
+from mainstem.kernels.tuning import Pace
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -13,44 +18,57 @@ LEAST_PLAYERS = 16  # at least one in so many programs gets a unit in a round: r
 Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units every piece has
 
 
-def share_out(
-    shares: Int32s, large: Kind, small: Kind, num_large: int, late: float = 0.0
-) -> tuple[Int64s, Int64s]:
-    """Give each program units of both kinds, so that all have the same to do; large ones only to
-    the first `num_large`.
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """Who may get large units: some of those who can run one at a time."""
 
-    Where these are fewer than all, they run ahead on a multiprocessor each, and programs of small
-    units begin as these end, so much `late`. Returns the order of the units; program p has those
-    from shares[p] to shares[p + 1], small ones likewise.
+    taken: int
+    count: int  # programs, or multiprocessors where large units take them whole
+    pace: Pace
+
+    def open_for_small(self, load: Floats, programs: int) -> Floats:
+        """What programs of small units have to do before, in time of small units.
+
+        Where large units take multiprocessors whole, programs of small ones come in as these end:
+        the first ones where there are none.
+        """
+        load = np.where(load > 0, self.pace.beside * (load + self.pace.late_us), 0.0)
+        if self.count < programs:
+            load = np.repeat(np.sort(load), programs // self.count)
+        return load
+
+
+def share_out(shares: Int32s, large: Kind, small: Kind, seats: Seats) -> tuple[Int64s, Int64s]:
+    """Give each program units of both kinds, so that all end together.
+
+    Returns the order of the units; program p has those from shares[p] to shares[p + 1], small ones
+    likewise.
     """
     shares[:] = 0
     ends, small_ends = shares.reshape(2, -1)
-    programs = len(ends) - 1
-    load = np.zeros(num_large)
-    large_order = _deal(*large, ends[: num_large + 1], load)
-    ends[num_large + 1 :] = len(large_order)
-    if num_large < programs:
-        load = np.sort(np.where(load > 0, load + late, 0.0))
-        load = np.repeat(load, programs // num_large)
+    load = np.zeros(seats.count)
+    large_order = _deal(*large, ends[: seats.count + 1], load, _spread(seats.count)[: seats.taken])
+    ends[seats.count + 1 :] = len(large_order)
+    load = seats.open_for_small(load, len(ends) - 1)
     cost, units = small
     count = len(cost) * units
-    is_even = count and cost.max() < 1.2 * cost.mean()
+    is_even = count and cost.max() < EVEN * cost.mean()
     if not is_even:
-        return large_order, _deal(cost, units, small_ends, load)
+        return large_order, _deal(cost, units, small_ends, load, _spread(len(load)))
     # Equal units fill up what the large ones leave open; neighbours share page ids.
     np.cumsum(_fill(load, float(cost.mean()), count), out=small_ends[1:])
     return large_order, np.arange(count)
 
 
-def _deal(cost: Floats, units: int, shares: Int32s, load: Floats) -> Int64s:
-    """Give out units, the longest first; adds to the programs' load."""
+def _deal(cost: Floats, units: int, shares: Int32s, load: Floats, seats: Int64s) -> Int64s:
+    """Give out units to some programs, the longest first; adds to their load."""
     programs = len(load)
     if not len(cost):
         return np.empty(0, np.int64)
     by_cost = np.argsort(-cost, kind="stable")
     costs = np.repeat(cost[by_cost], units)
     order = (by_cost[:, None] * units + np.arange(units)).ravel()
-    program = _turns(costs, load)
+    program = seats[_turns(costs, load[seats])]
     load += np.bincount(program, weights=costs, minlength=programs)
     np.cumsum(np.bincount(program, minlength=programs), out=shares[1:])
     return order[np.argsort(program, kind="stable")]
@@ -60,13 +78,13 @@ def _turns(costs: Floats, load: Floats) -> Int64s:
     """Who gets which unit: in rounds, the longest of what is left to the emptiest. Who has more
     than the emptiest will have sits out.
 
-    Equally empty ones are spread over the card, where a round does not reach all.
+    Among equally empty ones, the first: where a round does not reach all, it is they who get more.
     """
-    load, spread = load.copy(), _spread(len(load))
+    load = load.copy()
     program = np.empty(len(costs), np.int64)
     done = 0
     while done < len(costs):
-        seats = spread[np.argsort(load[spread], kind="stable")]
+        seats = np.argsort(load, kind="stable")
         levels = load[seats]
         players = int(np.searchsorted(levels, levels[0] + costs[done], side="right"))
         round_costs = costs[done : done + max(players, len(load) // LEAST_PLAYERS)]

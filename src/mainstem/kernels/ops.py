@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.errors import MainstemError
 from mainstem.core.step import Int32s, Spans
-from mainstem.kernels.cutting import Shape
+from mainstem.kernels.cutting import Pick, Shape, first_to_end
 from mainstem.kernels.parts import _merge_parts_kernel
 from mainstem.kernels.schedule import HEADER_INTS, PIECE_FIELDS, SHARE_FIELDS, Schedule, schedule
 from mainstem.kernels.span import _span_kernel
@@ -41,7 +41,6 @@ NUM_STAGING = 3  # plans that may be on their way to the device
 PROMPT_QUERIES = 16  # of one sequence: more than a decode has
 INTERPRETER_PROGRAMS = 3
 MERGES_PER_SM = 4
-COARSE = 8.0  # times what a large unit costs beside its keys, where there are too many Partials
 
 log = logging.getLogger("mainstem.kernels")
 
@@ -203,6 +202,7 @@ class SpanAttention:
             num_programs=num_programs,
             tiles=tiles,
             fixed_stretch=deterministic_keys,
+            max_partials=limits.partials(),
         )
         self._make_buffers()
         self._descriptors: dict[int, _Descriptors] = {}
@@ -226,12 +226,12 @@ class SpanAttention:
         ]
         self._next_staging = 0
 
-    def plan(self, spans: Spans) -> None:
+    def plan(self, spans: Spans, pick: Pick = first_to_end) -> None:
         """Describe the next `run`s. Copies to the device on the current stream; does not wait for
-        it.
+        it. `pick` takes one of the ways to cut the spans.
         """
         self._check_spans(spans)
-        plan = schedule(spans, self._shape)
+        plan = schedule(spans, self._shape, pick)
         if not self._fits(plan) and self._shape.fixed_stretch is None:
             plan = self._smaller_plan(spans)
         self._send(plan)
@@ -239,18 +239,14 @@ class SpanAttention:
     def _smaller_plan(self, spans: Spans) -> Schedule:
         """The first that fits, or else the last, of plans with ever fewer Partials.
 
-        Longer units first. Prompts gain least by sharing reads, decodes most; uncut spans leave
-        programs idle.
+        Prompts gain least by sharing reads, decodes most; uncut spans leave programs idle.
         """
-        coarse = replace(self._tiles, large_fixed=COARSE * self._tiles.large_fixed)
-        shape = replace(self._shape, tiles=coarse)
-        plan = schedule(spans, shape)
         for least_queries, can_cut in ((PROMPT_QUERIES, True), (PROMPT_QUERIES, False), (1, False)):
-            if self._fits(plan):
-                break
             fewer = unshare(spans, self._page_size, least_queries)
             self._check_spans(fewer)
-            plan = schedule(fewer, replace(shape, can_cut=can_cut))
+            plan = schedule(fewer, replace(self._shape, can_cut=can_cut))
+            if self._fits(plan):
+                break
         return plan
 
     def _fits(self, plan: Schedule) -> bool:

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.step import Spans
-from mainstem.kernels.cutting import Cut, Shape, ceil_div, cut_spans, key_weight
-from mainstem.kernels.dealing import share_out
+from mainstem.kernels.cutting import Cut, Pick, Shape, cut_spans, first_to_end, unit_us
+from mainstem.kernels.dealing import Seats, share_out
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -75,7 +75,7 @@ class _Pieces:
 
     table: Int32s  # [pieces, PIECE_FIELDS]
     num_large: int
-    costs: Floats  # [pieces] of one unit
+    costs: Floats  # [pieces] microseconds of one unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +112,10 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
     table[:, PIECE_KEY_END] = key_end
     table[:, PIECE_LIMIT] = limit
     table[:, PIECE_STRETCH] = stretch
-    costs = key_weight(cut.row_tiles, cut.is_large, shape)[span]
-    num_keys = np.maximum(key_end - key_begin, 1)
-    for kind, step, fixed in (
-        (slice(num_large), shape.tiles.large_k, shape.tiles.large_fixed),
-        (slice(num_large, None), shape.page_size, shape.tiles.small_fixed),
-    ):
-        costs[kind] = costs[kind] * (ceil_div(num_keys[kind], step) * step) + fixed
+    num_keys = key_end - key_begin
+    costs = np.concatenate(
+        (unit_us(num_keys[:num_large], True, shape), unit_us(num_keys[num_large:], False, shape))
+    )
     return _Pieces(table, num_large, costs)
 
 
@@ -187,9 +184,9 @@ def _tell_shares(
             table[busy, SHARE_SMALL_NEXT] = order[second]
 
 
-def schedule(spans: Spans, shape: Shape) -> Schedule:
+def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
     """Cut the spans into units, share them out and place every row's Partials."""
-    cut = cut_spans(spans, shape)
+    cut = cut_spans(spans, shape, pick)
     pieces = _pieces(spans, cut, shape)
     partials = _place_partials(spans, cut.parts)
     shares = np.empty(2 * shape.num_programs + 2, np.int32)
@@ -197,8 +194,7 @@ def schedule(spans: Spans, shape: Shape) -> Schedule:
         shares,
         (pieces.costs[: pieces.num_large], shape.kv_heads),
         (pieces.costs[pieces.num_large :], shape.kv_heads // shape.fold),
-        shape.num_large_programs,
-        shape.tiles.late_fixed,
+        Seats(cut.num_large, shape.num_large_programs, shape.tiles.pace),
     )
     large_order_at = HEADER_INTS + shape.num_programs * SHARE_FIELDS
     small_order_at = large_order_at + len(large_order)

@@ -5,9 +5,25 @@ Small and large units live in one kernel and share its warps and registers, so a
 record. Hopper has a kernel of its own for each kind (`hopper_large.py`, `hopper_small.py`).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long units take, in microseconds where they were measured; only ratios matter."""
+
+    large_us: float = 500.0  # of a large unit beside its keys
+    large_key_us: float = 0.9
+    small_us: float = 90.0
+    small_key_us: float = 1.0  # of a key of one KV head
+    reads: float = math.inf  # keys of one KV head that come from memory in a microsecond
+    yields: float = 0.0  # what large units bear of a lack of it, small units bear the rest
+    late_us: float = 0.0  # small units that follow large ones begin so much later
+    beside: float = 1.0  # speed of small units while large ones run elsewhere, when shared out
+    merge_us: float = 0.0  # of a Partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +37,10 @@ class Tiles:
     num_warps: int
     programs_per_sm: int  # as many as fit: shares are cut for programs that all run at once
     max_registers: int | None = None
-    # Times, in those of a small unit for a key of one KV head while all programs read.
-    large_weight: float = 0.8  # of a large unit for a key
-    small_fixed: float = 90.0  # of a unit beside its keys
-    large_fixed: float = 500.0
+    pace: Pace = Pace()
     small_q: int | None = None  # rows of the small tile; None: as many as a token needs
-    # Large units run ahead and take whole multiprocessors; small ones follow as these end, ...
+    # Large units run ahead and take whole multiprocessors; small ones follow as these end.
     is_split: bool = False
-    late_fixed: float = 0.0  # ... and have read their first keys so much later
 
 
 HOPPER = Tiles(
@@ -37,8 +49,11 @@ HOPPER = Tiles(
 )  # fmt: skip
 HOPPER_SPLIT = Tiles(
     small_stages=2, large_q=128, large_k=128, large_stages=3, num_warps=4, programs_per_sm=2,
-    large_weight=0.5, small_fixed=80.0, large_fixed=60.0, small_q=64, is_split=True,
-    late_fixed=150.0,
+    small_q=64, is_split=True,
+    pace=Pace(
+        large_us=3.1, large_key_us=0.0108, small_us=1.25, small_key_us=0.0131, reads=9300.0,
+        yields=0.31, late_us=4.6, beside=0.6, merge_us=0.0004,
+    ),
 )  # fmt: skip
 SPLIT_HEAD_DIMS = (64, 128)
 # Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.

@@ -22,6 +22,7 @@ BENCHES = {
         "reading on after a conversation was cut to the window",
     ),
     "kernel": ("mainstem.apps.bench.kernel", "span attention on a GPU against its floor"),
+    "cuts": ("mainstem.apps.bench.cuts", "random steps of attention, cut in all ways there are"),
     "calibrate": ("mainstem.apps.bench.calibrate", "rates of this device, for the cost model"),
 }
 

@@ -60,7 +60,7 @@ class Bench:
     def measure(self, case: AttentionCase) -> Measured:
         """Check a case against the reference on some tokens, then time it."""
         spans = case.spans()
-        k_pages, v_pages = self._pages_of(case, int(spans.page_ids.max()) + 1)
+        k_pages, v_pages = self.pages_of(case, int(spans.page_ids.max()) + 1)
         q = torch.randn(case.num_tokens, case.heads, case.head_dim, dtype=DTYPE, device="cuda")
         attention = make_attention(case, spans)
         attention.plan(spans)
@@ -105,7 +105,11 @@ class Bench:
         torch.cuda.synchronize()
         return float(np.median([begin.elapsed_time(end) * 1e3 for begin, end in events[2:]]))
 
-    def _pages_of(self, case: AttentionCase, count: int) -> tuple[Tensor, Tensor]:
+    def free_pages(self) -> None:
+        self._pages.clear()
+
+    def pages_of(self, case: AttentionCase, count: int) -> tuple[Tensor, Tensor]:
+        """K and V for a case of so many pages."""
         key = (case.kv_heads, case.page_size, case.head_dim)
         if key not in self._pages or len(self._pages[key][0]) < count:
             self._pages.pop(key, None)

@@ -1,0 +1,102 @@
+"""How long a step would take, by a model of the card.
+
+Large units run on some multiprocessors first. Small ones begin on all others at once, where both
+kinds want to be read, and follow on these a little later:
+
+    some multiprocessors | large units | late | small units |
+    all others           | small units                      |
+
+Times of units are those at full speed, when nobody else reads. docs/log/kernels.md tells how the
+constants were found.
+"""
+
+import math
+from typing import NamedTuple
+
+from mainstem.kernels.tuning import Pace
+
+UNEVEN = 0.3  # programs end so much of the longest small unit apart where these differ
+EVEN = 1.2  # they do where the longest is so many times the mean
+LEAST_SPEED = 0.15  # of the fair one, that small units keep beside large ones
+
+
+class Work(NamedTuple):
+    """All units of one kind."""
+
+    units: float
+    us: float  # all of them, one after the other
+    longest_us: float
+    last_us: float  # who ends last, if there were no other kind
+    keys: float  # x KV heads, that come from memory for them
+    rows: float  # x heads, that are left to be merged, at most
+
+
+class Card(NamedTuple):
+    """Who runs units: `per_sm` programs of small ones, or one of large ones, at a time."""
+
+    programs: int
+    per_sm: int
+    pace: Pace
+
+
+def step_us(large: Work, small: Work, sms: int, card: Card) -> float:
+    """When all is merged, up to a constant, if large units run on so many multiprocessors."""
+    pace = card.pace
+    merge_us = pace.merge_us * (large.rows + small.rows)
+    early = card.programs - card.per_sm * sms if large.units else card.programs
+    large_us = large.us / sms if large.units else 0.0
+    wish = small.keys / small.us if small.units else 0.0  # keys a microsecond, of a program
+    large_wish = large.keys / large_us if large.units else 0.0
+    small_wish = min(early, small.units) * wish
+    lack = max((large_wish + small_wish) / pace.reads, 1.0)
+    if not small_wish:
+        slower, beside = lack, 1.0
+    else:  # large units have asked long before they need it, and are held up less
+        slower = 1.0 + pace.yields * (lack - 1.0)
+        left = (pace.reads - large_wish / slower) / small_wish
+        beside = min(max(left, LEAST_SPEED / lack), 1.0)
+    end = large.last_us * slower
+    if small.units:
+        end = max(end, _small_end(small, large_us * slower, early, beside, card))
+    return end + merge_us
+
+
+def _small_end(small: Work, large_us: float, early: int, beside: float, card: Card) -> float:
+    """When the last small unit ends, if large ones do at `large_us`; `early` programs begin at
+    once and have the speed `beside` until then.
+    """
+    late, wish = card.programs - early, small.keys / small.us
+    late_us = card.pace.late_us
+    done = beside * large_us  # by a program that began at once
+    size = small.us / small.units
+
+    def speed_of(programs: float) -> float:
+        return min(card.pace.reads / (min(programs, small.units) * wish), 1.0)
+
+    def early_end(us: float, speed: float) -> float:
+        return us / beside if us <= done else large_us + (us - done) / speed
+
+    # As if units could be divided: by all, or by those who begin at once.
+    speed = speed_of(card.programs)
+    rest = max(small.us - early * done, 0.0) / card.programs
+    level = large_us + late_us * late / card.programs + rest / speed
+    if early:
+        level = min(level, early_end(small.us / early, speed_of(early)))
+    # Whole units, at a speed between that of all and that of the last one.
+    some = math.floor(max(rest - late_us * speed, 0.0) / size)
+    speed = math.sqrt(speed)
+    if not late:
+        return max(level, small.last_us / speed)
+    if small.longest_us > EVEN * size:
+        return max(level + UNEVEN * small.longest_us, small.longest_us / speed)
+    # The late programs take some each, the early ones what is left.
+    if not early:
+        some = math.ceil(small.units / card.programs)
+    ends = []
+    for each in range(some, some + 3):
+        end = large_us + late_us + each * size / speed if each else 0.0
+        if early:
+            own = math.ceil(max(small.units - late * each, 0) / early) * size
+            end = max(end, early_end(own, speed))
+        ends.append(end)
+    return max(min(ends), level)

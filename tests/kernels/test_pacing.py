@@ -1,0 +1,64 @@
+"""The model behind the choice of a cut: what must be true of it whatever its constants are."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+from mainstem.kernels.pacing import Card, Work, step_us
+from mainstem.kernels.tuning import HOPPER_SPLIT
+
+pytestmark = pytest.mark.torch
+
+CARD = Card(programs=264, per_sm=2, pace=HOPPER_SPLIT.pace)
+NOTHING = Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def large(units: int, unit_us: float = 30.0, sms: int = 132) -> Work:
+    rounds = -(-units // min(units, sms))
+    return Work(units, units * unit_us, unit_us, rounds * unit_us, units * 2000.0, 0.0)
+
+
+def small(units: int, steps: int = 16) -> Work:
+    pace = CARD.pace
+    unit_us = pace.small_us + steps * 64 * pace.small_key_us
+    rounds = -(-units // CARD.programs)
+    return Work(units, units * unit_us, unit_us, rounds * unit_us, units * steps * 64.0, 0.0)
+
+
+def test_nothing_takes_no_time() -> None:
+    assert step_us(NOTHING, NOTHING, 132, CARD) == 0.0
+
+
+def test_many_small_units_are_as_fast_as_the_memory() -> None:
+    work = small(264 * 20)
+    us = step_us(NOTHING, work, 132, CARD)
+    assert us == pytest.approx(work.keys / CARD.pace.reads, rel=0.02)
+
+
+def test_a_few_small_units_do_not_lack_memory() -> None:
+    work = small(20)
+    assert step_us(NOTHING, work, 132, CARD) == pytest.approx(work.longest_us)
+
+
+def test_large_units_alone_take_their_rounds() -> None:
+    assert step_us(large(264), NOTHING, 132, CARD) == pytest.approx(60.0, rel=0.1)
+    assert step_us(large(265), NOTHING, 132, CARD) == pytest.approx(90.0, rel=0.1)
+
+
+@pytest.mark.parametrize("units", [100, 264, 1000, 4000])
+@pytest.mark.parametrize("sms", [8, 64, 131, 132])
+def test_both_take_longer_than_either(units: int, sms: int) -> None:
+    both = step_us(large(sms, sms=sms), small(units), sms, CARD)
+    assert both >= step_us(NOTHING, small(units), sms, CARD) - 1e-9
+    assert both >= step_us(large(sms, sms=sms), NOTHING, sms, CARD) - 1e-9
+
+
+def test_both_take_less_than_one_after_the_other() -> None:
+    """64 multiprocessors have large units, so 136 programs of small ones begin at once."""
+    apart = step_us(large(64, sms=64), NOTHING, 64, CARD) + step_us(NOTHING, small(2000), 64, CARD)
+    assert step_us(large(64, sms=64), small(2000), 64, CARD) < 0.95 * apart
+
+
+def test_partials_cost() -> None:
+    more = small(264)._replace(rows=1e5)
+    assert step_us(NOTHING, more, 132, CARD) > step_us(NOTHING, small(264), 132, CARD)
