@@ -83,9 +83,12 @@ class Bench:
         shape = (batch, case.kv_heads, length, case.head_dim)
         k, v = (torch.randn(shape, dtype=DTYPE, device="cuda") for _ in range(2))
         q = torch.randn(batch, case.heads, 1, case.head_dim, dtype=DTYPE, device="cuda")
-        return self.time_us(
+        us = self.time_us(
             lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         )
+        del k, v
+        torch.cuda.empty_cache()  # where the next case's tensors lie must not depend on these
+        return us
 
     def time_us(self, call: Callable[[], object]) -> float:
         """Median over calls with a cold L2 cache; other data was read, so nothing is left to write
