@@ -279,6 +279,28 @@ def test_who_waits_for_a_busy_disk_is_not_looked_up_again(
     again.engine.close()
 
 
+def test_who_loses_what_came_up_for_it_computes_it(tmp_path: Path) -> None:
+    """Long histories come up in pieces; two that do not fit side by side would push each other out
+    for ever."""
+    tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
+    ask(tiered, [CHATS[0]])
+    tiered.engine.close()
+    again = a_tiered_engine(num_pages=40, num_slots=5, disk_dir=tmp_path)
+    again.engine.submit(a_request(CHATS[0], 4, name="returns"))
+    got = Collector()
+    for _ in range(500):
+        if not again.engine.has_work:
+            break
+        got.add(again.engine.step())
+        if again.store.is_reading:
+            sleep(0.001)
+        if not again.engine.num_running:
+            again.engine.clear_device()  # as if the other one had taken its pages
+    assert got.tokens["returns", 0] == fake_answer(CHATS[0], 4, VOCAB)
+    again.engine.check()
+    again.engine.close()
+
+
 def test_what_an_urgent_request_needs_is_read_ahead_before_what_came_earlier(
     tmp_path: Path,
 ) -> None:

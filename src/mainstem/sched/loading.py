@@ -30,6 +30,12 @@ class Candidate:
     chain: PageChain | None  # their names; None: nothing is shared
     match: Match
 
+    @property
+    def may_fetch(self) -> bool:
+        """Not where what came up for it is gone again, since others want the pages as well: rather
+        compute than push each other out for ever."""
+        return len(self.match.pages) > self.sequence.num_pages_then
+
 
 class Loader:
     """Looks waiting sequences up, and starts loads where that is the faster way."""
@@ -83,13 +89,13 @@ class Loader:
             num_tokens = sequence.num_to_compute
             if num_tokens is None:
                 found = put_off.get(sequence)
-                must_wait = found is not None and self.must_wait(found.match, tokens_ahead)
+                must_wait = found is not None and self.must_wait(found, tokens_ahead)
                 if found is None or not must_wait:  # what was found then may be gone
                     if not prompts.may_look_ahead:
                         return
                     prompts.num_pages_ahead += sequence.num_named_pages
                     found = self.look_up(sequence)
-                    must_wait = self.must_wait(found.match, tokens_ahead)
+                    must_wait = self.must_wait(found, tokens_ahead)
                 match = found.match
                 if match.outcome is Lookup.LOADING:
                     continue
@@ -107,7 +113,7 @@ class Loader:
                     available = self._store.num_available()
                     sequence.num_to_compute = num_tokens
                     self._queue.move_up(sequence)
-                elif not self.fetching.is_open(match.stored):
+                elif not (found.may_fetch and self.fetching.is_open(match.stored)):
                     sequence.num_to_compute = num_tokens
             tokens_ahead += num_tokens
 
@@ -142,10 +148,12 @@ class Loader:
         began_s = max(self._last_start_s, self._last_end_s)
         return self.fetching.lead_s(prompt_tokens, perf_counter() - began_s)
 
-    def must_wait(self, match: Match, tokens_ahead: int) -> bool:
+    def must_wait(self, found: Candidate, tokens_ahead: int) -> bool:
         """Whether a sequence is better loaded, and the way to it is not free yet."""
-        fetching, stored = self.fetching, match.stored
-        if fetching is None or not stored.num_pages or not fetching.is_busy(stored):
+        fetching, stored = self.fetching, found.match.stored
+        if fetching is None or not stored.num_pages or not found.may_fetch:
+            return False
+        if not fetching.is_busy(stored):
             return False
         return fetching.is_worth_it(stored, tokens_ahead, len(self._queue))
 
@@ -155,10 +163,11 @@ class Loader:
         fetching, sequence, chain, match = self.fetching, found.sequence, found.chain, found.match
         if fetching is None or chain is None:
             return None
+        if not found.may_fetch:
+            sequence.has_fetched = False
+            return None
         runs, kept = [StoredRun(chain, len(match.pages), match.stored.num_pages)], match.pages
         if sequence.origins is not None:
-            if sequence.has_fetched:  # what came up is gone again: rather compute than try for ever
-                return None
             wanted = range(len(match.pages), (found.num_known - 1) // self._page_size)
             runs, sources = sequence.origins.find_stored(self._store, chain, wanted)
             kept = np.union1d(kept, sources).astype(np.int32)
@@ -178,5 +187,6 @@ class Loader:
                 awaited = self._store.load(run, kept, layers) or awaited
         except OutOfPages:  # the pages it has itself were counted on
             pass
-        sequence.has_fetched = awaited is not None
+        if awaited is not None:
+            sequence.has_fetched, sequence.num_pages_then = True, len(match.pages)
         return awaited

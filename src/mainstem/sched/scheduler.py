@@ -507,6 +507,7 @@ class Scheduler:
     def _wait_again(self, sequence: Sequence, num_pages: int) -> None:
         sequence.state = SeqState.WAITING
         sequence.num_to_compute = None
+        sequence.num_pages_then = -1
         self._wait(sequence)
         request_id = sequence.request.request_id
         self._bus.publish(SequencePreempted(request_id, sequence.index, num_pages))

@@ -36,7 +36,8 @@ class Sequence:
     chain: PageChain | None  # names of the prompt's pages; None: nothing is shared
     origins: Origins | None = None  # where pages that outlived a truncation are
     num_dropped_tokens: int = 0  # of the prompt, by truncation
-    has_fetched: bool = False  # what outlived a truncation was once brought up from lower tiers
+    has_fetched: bool = False  # pages are brought up for it from lower tiers
+    num_pages_then: int = -1  # that it had on the device when that was last done; -1: never
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting

@@ -97,7 +97,7 @@ class Starter:
     def _start_leased(self, found: Candidate, prompts: Prompts) -> SeqSlot | None:
         """As _try_start, with the cached pages leased."""
         tokens_ahead = self._loader.tokens_ahead()
-        if not self._may_start(found, prompts) or self._loader.must_wait(found.match, tokens_ahead):
+        if not self._may_start(found, prompts) or self._loader.must_wait(found, tokens_ahead):
             self._store.release(found.match.pages)
             return None
         awaited = self._loader.load(found, tokens_ahead)
