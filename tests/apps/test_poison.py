@@ -64,7 +64,7 @@ def a_fake_llm(engines: FakeEngines, patch: pytest.MonkeyPatch) -> LLM:
     patch.setattr(
         "mainstem.apps.llm.build_engine", lambda _, config, *__, **___: engines(config).engine
     )
-    patch.setattr("mainstem.apps.llm.Tokenizer.load", lambda _: a_tokenizer())
+    patch.setattr("mainstem.apps.llm.Tokenizer.load", lambda *_: a_tokenizer())
     return LLM("fake")
 
 

@@ -30,7 +30,8 @@ def a_process(kind: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], s
     with log.open("wb") as stderr, subprocess.Popen(command, stderr=stderr) as popen:
         try:
             until(lambda: '"ready"' in log.read_text(), within_s=60)
-            address = httpx.URL(json.loads(log.read_text().splitlines()[0])["url"])
+            lines = map(json.loads, log.read_text().splitlines())
+            address = httpx.URL(next(line["url"] for line in lines if "url" in line))
             assert address.port is not None
             yield popen, address.host, address.port
         finally:
