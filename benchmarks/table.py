@@ -3,6 +3,7 @@
 Each row of the table names a file of results and picks its latest matching line.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -177,12 +178,15 @@ def table() -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the README's results table.")
+    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    is_check = parser.parse_args().check
     path = ROOT / "README.md"
     text = path.read_text()
     head, rest = text.split(BEGIN)
     _, tail = rest.split(END)
     fresh = f"{head}{BEGIN}\n{table()}\n{END}{tail}"
-    if "--check" in sys.argv:
+    if is_check:
         return 0 if fresh == text else 1
     path.write_text(fresh)
     return 0

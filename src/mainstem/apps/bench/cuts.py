@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from mainstem.apps.bench.kernel import DTYPE, Bench, make_attention
+from mainstem.apps.bench.kernel import DTYPE, Bench, fingerprint, make_attention
 from mainstem.apps.bench.workloads import AttentionCase, Run
 from mainstem.kernels.cutting import Option, Shape
 
@@ -134,7 +134,7 @@ def main(args: list[str]) -> int:
         line = step_line(bench, random_step(rng))
         over.append(float(str(line["over_best"])))
         if chosen.json:
-            print(json.dumps(line), flush=True)
+            print(json.dumps({**line, **fingerprint()}), flush=True)
         else:
             print(f"{line['us']:>8} us, best {line['best_us']:>8}  {line['step']}", flush=True)
         if torch.cuda.memory_allocated() > MAX_PAGES_BYTES:
