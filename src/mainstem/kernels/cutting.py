@@ -94,6 +94,7 @@ class Shape:
 class Cut:
     """Per span."""
 
+    queries: Int64s
     stretches: Int64s  # keys of a unit
     parts: Int64s  # stretches
     is_large: Bools
@@ -151,7 +152,8 @@ def ceil_div(a: Int64s, b: Int64s | int) -> Int64s:
 def cut_spans(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Cut:
     """Keys per stretch, number of stretches, and tiles of rows, of each span."""
     keys = spans.key_tokens.astype(np.int64)
-    rows = np.diff(spans.query_starts).astype(np.int64) * shape.group
+    queries = np.diff(spans.query_starts).astype(np.int64)
+    rows = queries * shape.group
     is_large = rows > shape.small_rows
     if shape.fixed_stretch is not None:
         is_large = np.ones(len(keys), np.bool_)
@@ -161,9 +163,11 @@ def cut_spans(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Cut:
     if shape.fixed_stretch is not None:
         stretches = np.full(len(keys), shape.fixed_stretch, np.int64)
     elif shape.can_cut and len(keys):
-        stretches, num_large = _choose_stretches(spans, row_tiles, is_large, shape, pick)
+        seen = keys - spans.is_causal * queries // 2
+        columns = np.maximum(keys, 1), np.maximum(seen, 1), queries, row_tiles
+        stretches, num_large = _choose_stretches(columns, is_large, shape, pick)
     parts = np.maximum(ceil_div(keys, stretches), 1)
-    return Cut(stretches, parts, is_large, row_tiles, tile_rows, num_large)
+    return Cut(queries, stretches, parts, is_large, row_tiles, tile_rows, num_large)
 
 
 def unit_us(keys: Floats | Int64s, is_large: bool, shape: Shape) -> Floats:
@@ -237,21 +241,20 @@ def _last_end(sizes: Floats, units: Floats, places: Floats) -> Floats:
 
 
 def _choose_stretches(
-    spans: Spans, row_tiles: Int64s, is_large: Bools, shape: Shape, pick: Pick
+    columns: tuple[Int64s, Int64s, Int64s, Int64s], is_large: Bools, shape: Shape, pick: Pick
 ) -> tuple[Int64s, int]:
-    """Keys per unit of each span, and how many programs get large units."""
-    keys = np.maximum(spans.key_tokens, 1)
-    queries = np.diff(spans.query_starts)
-    seen = np.maximum(keys - spans.is_causal * queries // 2, 1)
-    large, small = (
-        _Spans(index, keys[index], seen[index], queries[index], row_tiles[index] * heads, kind)
-        for kind, index, heads in (
-            (True, np.flatnonzero(is_large), shape.kv_heads),
-            (False, np.flatnonzero(~is_large), shape.kv_heads // shape.fold),
-        )
-    )
+    """Keys per unit of each span, and how many programs get large units. Columns: keys, those seen
+    by a row in the mean, queries and tiles of rows of each span.
+    """
+
+    def of_kind(index: Int64s, heads: int, kind: bool) -> _Spans:
+        keys, seen, queries, row_tiles = (column[index] for column in columns)
+        return _Spans(index, keys, seen, queries, row_tiles * heads, kind)
+
+    large = of_kind(np.flatnonzero(is_large), shape.kv_heads, True)
+    small = of_kind(np.flatnonzero(~is_large), shape.kv_heads // shape.fold, False)
     option = pick(_options(large, small, shape), shape)
-    stretches = np.empty(len(keys), np.int64)
+    stretches = np.empty(len(is_large), np.int64)
     stretches[large.index] = option.large.stretches
     stretches[small.index] = option.small.stretches
     return stretches, option.sms

@@ -88,8 +88,7 @@ class _Partials:
 
 
 def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
-    keys = spans.key_tokens.astype(np.int64)
-    queries = np.diff(spans.query_starts).astype(np.int64)
+    keys, queries = spans.key_tokens.astype(np.int64), cut.queries
     counts = cut.parts * cut.row_tiles
     by_kind = np.argsort(~cut.is_large, kind="stable")
     span = np.repeat(by_kind, counts[by_kind])
@@ -119,13 +118,11 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
     return _Pieces(table, num_large, costs)
 
 
-def _place_partials(spans: Spans, parts: Int64s) -> _Partials:
-    tokens = spans.query_rows
-    queries = np.diff(spans.query_starts).astype(np.int64)
-    entry_parts = np.repeat(parts, queries)
+def _place_partials(tokens: Int32s, cut: Cut) -> _Partials:
+    entry_parts = np.repeat(cut.parts, cut.queries)
     num_tokens = int(tokens.max()) + 1 if len(tokens) else 0
     token_parts = np.bincount(tokens, weights=entry_parts, minlength=num_tokens).astype(np.int64)
-    is_split = _split_tokens(tokens, queries, token_parts > 1)
+    is_split = _split_tokens(tokens, cut.queries, token_parts > 1)
     is_part = is_split[tokens]
     by_token = np.argsort(tokens, kind="stable")
     slots_wanted = np.where(is_part, entry_parts, 0)[by_token]
@@ -188,7 +185,7 @@ def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
     """Cut the spans into units, share them out and place every row's Partials."""
     cut = cut_spans(spans, shape, pick)
     pieces = _pieces(spans, cut, shape)
-    partials = _place_partials(spans, cut.parts)
+    partials = _place_partials(spans.query_rows, cut)
     shares = np.empty(2 * shape.num_programs + 2, np.int32)
     large_order, small_order = share_out(
         shares,
