@@ -200,6 +200,17 @@ def test_every_way_to_cut_is_a_plan(seed: int, tiles: Tiles) -> None:
     assert count > 1
 
 
+@pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])
+@pytest.mark.parametrize(
+    "runs",
+    [(Run((), 10), Run((), 5000)), (Run((), 5000), Run((0,), 9000)), (Run((0,), 0),)],
+    ids=["no queries", "one query", "no keys"],
+)
+def test_next_to_nothing_is_a_plan(runs: tuple[Run, ...], tiles: Tiles) -> None:
+    case = AttentionCase("odd", runs)
+    check(case, shape_of(case, tiles))
+
+
 def test_large_units_are_on_as_few_multiprocessors_as_end_in_time() -> None:
     """32 sequences of 8,000 keys share 300: few large units, and none of them late."""
     runs = [Run((row,), 8000) for row in range(32)]

@@ -236,7 +236,7 @@ def _last_end(sizes: Floats, units: Floats, places: Floats) -> Floats:
         row = min(i, len(sizes) - 1)
         first = np.searchsorted(ends[row], rounds * count, side="right")
         first = first[first < sizes.shape[1]]
-        last[i] = max(last[i], (sizes[row, first] * (rounds[: len(first)] + 1)).max())
+        last[i] = (sizes[row, first] * (rounds[: len(first)] + 1)).max(initial=last[i])
     return last
 
 
