@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mainstem.apps.batch import main
-from mainstem.apps.llm import LLM
 from mainstem.core.errors import AnswerFailed, EngineLost
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Step
-from tests.apps.fake_batch import FakeEngines, a_tokenizer, expected_text
+from tests.apps.fake_batch import FakeEngines, expected_text
+from tests.apps.fake_llm import a_fake_llm
 
 POISON = "longer than whatever any of the others has to say"
 
@@ -56,16 +56,6 @@ def test_a_job_whose_engine_is_lost_says_so_and_can_be_resumed(tmp_path: Path) -
     engines.at_launch = None
     main([*a_job(tmp_path), "--resume"], engines)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 10
-
-
-def a_fake_llm(engines: FakeEngines, patch: pytest.MonkeyPatch) -> LLM:
-    """An LLM over a fake model."""
-    patch.setattr("mainstem.apps.llm.resolve_model", lambda *_: Path("fake"))
-    patch.setattr(
-        "mainstem.apps.llm.build_engine", lambda _, config, *__, **___: engines(config).engine
-    )
-    patch.setattr("mainstem.apps.llm.Tokenizer.load", lambda *_: a_tokenizer())
-    return LLM("fake")
 
 
 def test_a_script_gets_every_other_answer_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

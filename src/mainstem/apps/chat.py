@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     sampling = sampling_params(args)
     llm = LLM.from_config(engine_config(args))
     start = [{"role": "system", "content": args.system}] if args.system else []
-    num_fixed = _common_tokens(llm.tokenizer, start)
+    num_fixed = common_tokens(llm.tokenizer, start)
     messages = list(start)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -70,10 +70,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _common_tokens(tokenizer: Tokenizer, start: list[dict[str, str]]) -> int:
+def common_tokens(tokenizer: Tokenizer, start: list[dict[str, str]]) -> int:
     """How many tokens every conversation with this beginning has in common."""
     a, b = (tokenizer.encode_chat([*start, {"role": "user", "content": said}]) for said in "ab")
-    return next(number for number, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    differ = (number for number, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))  # a template may leave out what was said
 
 
 def stream_answer(

@@ -74,7 +74,7 @@ class ChatTemplate:
             variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
             self.reads_tools = "tools" in variables
         except jinja2.TemplateError as error:
-            raise ModelNotFound(f"the model's chat template is not valid: {error}") from error
+            raise ModelNotFound(f"the chat template is not valid: {error}") from error
 
     def render(
         self,

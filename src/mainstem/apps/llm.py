@@ -1,10 +1,11 @@
 """LLM: the engine for scripts, with the names vLLM users know."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 
 import numpy as np
 from tqdm import tqdm
@@ -21,7 +22,7 @@ from mainstem.apps.prompts import (
     listed_prompts,
 )
 from mainstem.apps.sessions import SessionLimits, Sessions, continued_ids, spoken_text
-from mainstem.apps.text import Tokenizer
+from mainstem.apps.text import GENERATION_FILE, Tokenizer
 from mainstem.core.config import (
     CacheConfig,
     EngineConfig,
@@ -31,7 +32,7 @@ from mainstem.core.config import (
     StoreConfig,
     update_section,
 )
-from mainstem.core.errors import AnswerFailed, InvalidRequest
+from mainstem.core.errors import AnswerFailed, ConfigError, InvalidRequest
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
@@ -152,7 +153,8 @@ class LLM:
         engine = build_engine(folder, config, bus, choose_kept=choose_kept)
         self.text_engine = TextEngine(engine, tokenizer)
         self._request_ids = count()
-        self._is_called = Lock()  # held while answers are made
+        self._lock = RLock()  # held while answers are made; a signal handler may close the LLM
+        self._is_called = self._is_closed = False
         self._sessions = Sessions(SessionLimits())
         self._shares = config.sched.share is not Share.NONE
 
@@ -185,7 +187,7 @@ class LLM:
         shown = [prompt if isinstance(prompt, str) else None for prompt in listed]
         params = self._params(sampling_params, len(listed))
         window = _window_rules(sessions, overflow, len(listed))
-        with self._is_called:
+        with self._call():
             return self._run(shown, ids, params, window, use_tqdm)
 
     def chat(
@@ -204,7 +206,7 @@ class LLM:
         params = self._params(sampling_params, len(texts))
         window = _window_rules(sessions, overflow, len(texts))
         turns = list(zip(window.sessions, texts, strict=True))
-        with self._is_called:
+        with self._call():
             ids = [self.encode_turn(session, text) for session, text in turns]
             results = self._run(texts, ids, params, window, use_tqdm)
             for (session, text), result in zip(turns, results, strict=True):
@@ -229,7 +231,10 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used where none are given: as the model's generation_config.json advises."""
-        return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
+        try:
+            return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
+        except InvalidRequest as error:
+            raise ConfigError(f"{GENERATION_FILE}: {error}; SamplingParams do without it") from None
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, number: int
@@ -237,8 +242,28 @@ class LLM:
         return listed_params(self.get_default_sampling_params() if given is None else given, number)
 
     def close(self) -> None:
-        """Stop whatever runs. The memory goes with the last reference to the LLM."""
-        self.text_engine.engine.close()
+        """Stop whatever runs: a call on another thread ends after its step, with an error. The
+        memory goes with the last reference to the LLM."""
+        self._is_closed = True
+        with self._lock:
+            self.text_engine.engine.close()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """One call at a time; one from within another (by a callback) would take its answers."""
+        with self._lock:
+            if self._is_called:
+                raise InvalidRequest("LLM", "cannot be called from within one of its calls")
+            self._check_open()
+            self._is_called = True
+            try:
+                yield
+            finally:
+                self._is_called = False
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InvalidRequest("LLM", "is closed")
 
     def __enter__(self) -> "LLM":
         return self
@@ -308,6 +333,7 @@ class LLM:
                     if output.fault is not None:
                         faults[output.request_id] = output.fault
                     num_finished += result.finished
+                self._check_open()
                 done = min(
                     num_prompt, counters.computed_tokens + counters.cached_tokens - prefilled
                 )

@@ -1,0 +1,18 @@
+"""LLM over FakeRunner: exact answers, no weights."""
+
+from pathlib import Path
+
+import pytest
+
+from mainstem.apps.llm import LLM
+from tests.apps.fake_batch import FakeEngines, a_tokenizer
+
+
+def a_fake_llm(engines: FakeEngines, patch: pytest.MonkeyPatch) -> LLM:
+    """An LLM over a fake model."""
+    patch.setattr("mainstem.apps.llm.resolve_model", lambda *_: Path("fake"))
+    patch.setattr(
+        "mainstem.apps.llm.build_engine", lambda _, config, *__, **___: engines(config).engine
+    )
+    patch.setattr("mainstem.apps.llm.Tokenizer.load", lambda *_: a_tokenizer())
+    return LLM("fake")
