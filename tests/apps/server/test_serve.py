@@ -52,7 +52,8 @@ def test_wrong_flags_are_found_before_the_model_is_loaded(flags: list[str]) -> N
         ("--shutdown-s", "-1 nan inf"),
         ("--file-ttl-s", "0 nan inf soon"),
         ("--max-stored-gib", "0 nan inf much"),
-        ("--allowed-origins", "example.com https://example.com/ ftp://x"),
+        ("--allowed-origins", "example.com https://example.com/ ftp://x https://*.x.com"),
+        ("--allowed-origins", "https://a.com,https://b.com https://me@a.com null"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_name_of_its_flag(
@@ -129,7 +130,7 @@ def test_named_sites_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     apps: list[object] = []
     run = "mainstem.apps.server.serve.Server.run"
     monkeypatch.setattr(run, lambda server, sockets: apps.append(server.config.app))
-    main(["--port", "0", "--allowed-origins", "https://a.com", "http://b:8080"], FakeEngines())
+    main(["--port", "0", "--allowed-origins", "https://A.com:443", "http://b:8080"], FakeEngines())
     (app,) = apps
     assert isinstance(app, CORSMiddleware)
     assert app.allow_origins == ["https://a.com", "http://b:8080"]

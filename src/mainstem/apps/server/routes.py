@@ -242,9 +242,10 @@ def _file(name: str) -> Response:
 class Door:
     """Lets in who may, gives every request an id, and logs and counts what became of it."""
 
-    def __init__(self, inside: ASGIApp, gateway: Gateway) -> None:
+    def __init__(self, inside: ASGIApp, gateway: Gateway, origins: Sequence[str]) -> None:
         self._inside = inside
         self._gateway = gateway
+        self._origins = frozenset(origins)
         self._ids = unique_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -268,6 +269,9 @@ class Door:
 
         tenant = self._gateway.access.admit(scope["path"], scope["headers"])
         try:
+            if self._is_foreign(scope):
+                await _FOREIGN.response()(scope, receive, send_marked)
+                return
             if tenant is None:
                 await _no_key(scope["path"]).response()(scope, receive, send_marked)
                 return
@@ -285,6 +289,18 @@ class Door:
             }
             is_quiet = scope["path"] in ("/health", "/ready", "/live", "/metrics")
             log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra={"facts": facts})
+
+    def _is_foreign(self, scope: Scope) -> bool:
+        """Whether a browser sends it for a page of a site that was not named. Of most such calls it
+        asks first and lets none through, but not of forms and of bodies without a type."""
+        headers = dict(scope["headers"])
+        relation = headers.get(b"sec-fetch-site", b"none")  # other clients do not say
+        if scope["method"] in ("GET", "HEAD") or relation in (b"none", b"same-origin"):
+            return False
+        return not self._origins & {"*", headers.get(b"origin", b"").decode("latin-1")}
+
+
+_FOREIGN = ApiError(403, "pages of this site may not call the server: --allowed-origins")
 
 
 def _no_key(path: str) -> ApiError:
@@ -337,7 +353,7 @@ def make_app(gateway: Gateway, origins: Sequence[str] = ()) -> ASGIApp:
     }
     routes = [*Routes(gateway).listed(), *BatchRoutes(gateway).listed()]
     starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    door = Door(starlette, gateway)
+    door = Door(starlette, gateway, origins)
     if not origins:
         return door
     return CORSMiddleware(

@@ -50,10 +50,12 @@ log = logging.getLogger("mainstem.server")
 
 
 def origin(text: str) -> str:
-    """A site as browsers name it: scheme, host and perhaps port."""
-    if text != "*" and not re.fullmatch(r"https?://[^/\s]+", text):
+    """A site as browsers name it: scheme and host in small letters, a port unless it goes without
+    saying. Another spelling would never be met."""
+    site = re.fullmatch(r"(https?)://([\w.-]+|\[[\da-f:.]+\])(:\d+)?", text.lower(), re.ASCII)
+    if text != "*" and site is None:
         raise argparse.ArgumentTypeError(f"must be like https://example.com, or *, got {text}")
-    return text
+    return text.lower().removesuffix(":443" if site and site[1] == "https" else ":80")
 
 
 def parser() -> argparse.ArgumentParser:
