@@ -175,7 +175,7 @@ def unit_us(keys: Floats | Int64s, is_large: bool, shape: Shape) -> Floats:
     pace, tiles = shape.tiles.pace, shape.tiles
     step = tiles.large_k if is_large else SMALL_TILE_KEYS // shape.fold
     per_key = pace.large_key_us if is_large else pace.small_key_us * shape.fold
-    steps = np.maximum(-(-keys // step), 1)
+    steps = np.maximum(np.ceil(keys / step), 1.0)
     return steps * (step * per_key) + (pace.large_us if is_large else pace.small_us)
 
 
