@@ -47,7 +47,7 @@ def test_a_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_plan_of_what_is_not_text_names_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_tokenizer(name: str) -> Tokenizer:
+    def no_tokenizer(name: str, template: str | None) -> Tokenizer:
         raise AssertionError("nothing is to be tokenized")
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xe9\n")))

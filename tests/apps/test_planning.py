@@ -33,11 +33,11 @@ class ByteTokenizer:
         return list((json.dumps(tools) if tools else "").encode()) + list(said.encode())
 
 
-def no_tokenizer(model: str) -> ByteTokenizer:
+def no_tokenizer(model: str, template: str | None) -> ByteTokenizer:
     raise AssertionError(f"the tokenizer of {model} is not needed")
 
 
-def byte_tokenizer(model: str) -> ByteTokenizer:
+def byte_tokenizer(model: str, template: str | None) -> ByteTokenizer:
     return ByteTokenizer()
 
 
@@ -148,18 +148,19 @@ def test_json_tells_counts_times_and_savings(
     }
 
 
-def test_text_is_read_with_the_model_that_was_named(
+def test_text_is_read_with_the_model_and_the_template_that_were_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[str] = []
+    asked: list[tuple[str, str | None]] = []
 
-    def load(model: str) -> ByteTokenizer:
-        asked.append(model)
+    def load(model: str, template: str | None) -> ByteTokenizer:
+        asked.append((model, template))
         return ByteTokenizer()
 
     path = write(tmp_path / "in.jsonl", [{"prompt": "hello"}, {"prompt": "help"}])
-    assert main([str(path), "--model", "some/model", "--json"], load) == 0
-    assert asked == ["some/model"]
+    named = ["--model", "some/model", "--chat-template", "t.jinja"]
+    assert main([str(path), *named, "--json"], load) == 0
+    assert asked == [("some/model", "t.jinja")]
     assert json.loads(capsys.readouterr().out)["saving"]["upper_bound"] == pytest.approx(3 / 9)
 
 

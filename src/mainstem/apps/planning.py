@@ -372,6 +372,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("file", metavar="FILE", help="JSON lines, also .gz; - reads standard input")
     made.add_argument("--model", default="smollm2", help="whose tokenizer reads text (smollm2)")
     made.add_argument(
+        "--chat-template",
+        metavar="FILE.jinja",
+        help="what chats go through instead of the model's own",
+    )
+    made.add_argument(
         "--levels", type=int, default=PlanConfig().levels, metavar="N",
         help="spans on one path; 1: the paper's single level (%(default)s)",
     )  # fmt: skip
@@ -391,12 +396,15 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer of a model folder, hub id or smollm2."""
-    return text.Tokenizer.load(resolve_model(model))
+Load = Callable[[str, str | None], Tokenizer]
 
 
-def main(args: list[str], load: Callable[[str], Tokenizer] = load_tokenizer) -> int:
+def load_tokenizer(model: str, template: str | None) -> Tokenizer:
+    """The tokenizer of a model folder, hub id or smollm2; `template` as in Tokenizer.load."""
+    return text.Tokenizer.load(resolve_model(model), template)
+
+
+def main(args: list[str], load: Load = load_tokenizer) -> int:
     """Exit status 0; what is wrong with the call or the file is raised as a MainstemError."""
     flags = parser().parse_args(args)
     config = PlanConfig(levels=flags.levels, group_tokens=flags.group_tokens)
@@ -406,7 +414,7 @@ def main(args: list[str], load: Callable[[str], Tokenizer] = load_tokenizer) -> 
     kept: list[str] = []
     with _opened(flags.file) as lines:
         wanted = _keep(lines, kept) if flags.emit_order is not None else lines
-        batch = read_batch(wanted, lambda: load(flags.model))
+        batch = read_batch(wanted, lambda: load(flags.model, flags.chat_template))
 
     began_s = perf_counter()
     tree = build_tree(batch.prompts)

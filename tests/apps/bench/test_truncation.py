@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mainstem.apps.bench.chat_sessions import Chats, ChatWork
 from mainstem.apps.bench.truncated_questions import Answer, ask, compare, read_documents
 from mainstem.apps.bench.truncation import main, read_on
 from mainstem.apps.bench.ways import WAYS
 from mainstem.apps.text import Tokenizer
 from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig
-from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from mainstem.core.request import Overflow
 from mainstem.sched.truncation import TruncationRules, Truncator
 from tests.builders import a_request
@@ -140,3 +141,12 @@ def test_the_command_prints_a_line_a_way(
     rows = [json.loads(row) for row in capsys.readouterr().out.splitlines()]
     assert [row["way"] for row in rows] == ["kv", "no sink"]
     assert all(row["perplexity"] > 1 for row in rows)
+
+
+def test_chats_go_through_the_template_that_is_named(smollm2_folder: Path, tmp_path: Path) -> None:
+    model = ModelConfig(threads=1, chat_template=str(tmp_path / "none.jinja"))
+    config = EngineConfig(model=model, sched=SchedConfig(max_model_len=256))
+    with pytest.raises(ModelNotFound, match=r"none\.jinja"):
+        ask(smollm2_folder, config, WAYS["kv"], [], [])
+    with pytest.raises(ModelNotFound, match=r"none\.jinja"):
+        Chats(ChatWork((), 1, 1, 1, 1, ()), config)

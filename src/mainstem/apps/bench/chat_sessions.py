@@ -173,10 +173,10 @@ class Chats:
 
     def __init__(self, work: ChatWork, config: EngineConfig) -> None:
         folder = resolve_model(config.model.model)
+        self._tokenizer = Tokenizer.load(folder, config.model.chat_template)
         bus = EventBus()
         self.counters = Counters().attach(bus)
         self.engine: Engine = build_engine(folder, config, bus)
-        self._tokenizer = Tokenizer.load(folder)
         self._work = work
         self._chats = _choose(work)
         self._num_asked = 0

@@ -109,7 +109,7 @@ def ask(
     def watch(runner: Runner) -> Runner:
         return WatchedRunner(runner, nothing, 0, way.is_naive)
 
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, config.model.chat_template)
     engine = TextEngine(build_engine(folder, config, bus, around=watch), tokenizer)
     greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
     one = SamplingParams(temperature=0.0, max_tokens=1)
