@@ -292,7 +292,8 @@ class Door:
 
     def _is_foreign(self, scope: Scope) -> bool:
         """Whether a browser sends it for a page of a site that was not named. Of most such calls it
-        asks first and lets none through, but not of forms and of bodies without a type."""
+        asks first and lets none through, but not of forms and of bodies without a type. Browsers
+        tell it to https and localhost only; elsewhere a page's bodies need their type."""
         headers = dict(scope["headers"])
         relation = headers.get(b"sec-fetch-site", b"none")  # other clients do not say
         if scope["method"] in ("GET", "HEAD") or relation in (b"none", b"same-origin"):
