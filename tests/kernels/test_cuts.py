@@ -1,0 +1,30 @@
+"""What `mainstem bench cuts` tells of a step, without a card."""
+
+import random
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from mainstem.apps.bench.cuts import random_step, summary
+
+pytestmark = pytest.mark.torch
+
+
+def test_equal_seeds_give_equal_steps() -> None:
+    assert random_step(random.Random(3)) == random_step(random.Random(3))
+
+
+def test_the_best_way_is_what_the_planner_is_compared_with() -> None:
+    line = summary("step", {(8, 264, 8): 20.0, (16, 264, 16): 10.0}, 15.0)
+    assert (line["us"], line["best_us"], line["over_best"]) == (15.0, 10.0, 1.5)
+    assert line["ways"] == [
+        {"large": 8, "small": 264, "sms": 8, "us": 20.0},
+        {"large": 16, "small": 264, "sms": 16, "us": 10.0},
+    ]
+
+
+def test_a_step_of_which_no_way_fits_has_a_line() -> None:
+    line = summary("step", {}, 15.0)
+    assert (line["best_us"], line["over_best"], line["ways"]) == (15.0, 1.0, [])
