@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mainstem.apps.bench.cuts import random_step, summary
+from mainstem.apps.bench.cuts import main, random_step, summary
 
 pytestmark = pytest.mark.torch
 
@@ -28,3 +28,9 @@ def test_the_best_way_is_what_the_planner_is_compared_with() -> None:
 def test_a_step_of_which_no_way_fits_has_a_line() -> None:
     line = summary("step", {}, 15.0)
     assert (line["best_us"], line["over_best"], line["ways"]) == (15.0, 1.0, [])
+
+
+def test_no_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--steps", "0"])
+    assert "--steps" in capsys.readouterr().err

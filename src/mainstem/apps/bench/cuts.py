@@ -17,6 +17,7 @@ import torch
 
 from mainstem.apps.bench.kernel import DTYPE, Bench, fingerprint, make_attention
 from mainstem.apps.bench.workloads import AttentionCase, Run
+from mainstem.apps.flag_types import positive_count
 from mainstem.kernels.cutting import Option, Shape
 
 HEADS = ((32, 8), (32, 8), (32, 8), (32, 32), (28, 4), (64, 8), (16, 2), (40, 8))
@@ -128,7 +129,9 @@ def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -
 def main(args: list[str]) -> int:
     """Print a line a step, and one over all of them."""
     parser = argparse.ArgumentParser(prog="mainstem bench cuts")
-    parser.add_argument("--steps", type=int, default=40, help="random steps (default: 40)")
+    parser.add_argument(
+        "--steps", type=positive_count, default=40, help="random steps (default: 40)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON line a step")
     chosen = parser.parse_args(args)
