@@ -209,9 +209,10 @@ class SpanAttention:
 
     def _make_buffers(self) -> None:
         limits, shape, device = self._limits, self._shape, self._device
-        # Uncut, a token is in at most so many pieces of a span, and a span has one at least.
+        # Uncut, a token is in at most so many pieces of a span, and a span has one at least. Cuts
+        # make four large units a program and one or two small ones.
         pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
-        max_pieces = pieces_of_token * limits.entries() + 4 * shape.num_programs
+        max_pieces = pieces_of_token * limits.entries() + 6 * shape.num_programs
         self._plan_ints = (
             HEADER_INTS + SHARE_FIELDS * shape.num_programs
             + (PIECE_FIELDS + shape.kv_heads) * max_pieces
