@@ -1,6 +1,7 @@
 """An interrupt waits for the end of what holds it, and is never lost."""
 
 import signal
+import threading
 from threading import Thread
 
 import pytest
@@ -70,3 +71,20 @@ def test_other_threads_have_nothing_to_hold() -> None:
     thread.start()
     thread.join()
     assert seen == [handler]
+
+
+def test_a_thread_that_is_taken_for_the_main_one_has_nothing_to_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a program embeds Python, and another thread was the first to import `threading`."""
+    monkeypatch.setattr("mainstem.core.interrupts.main_thread", threading.current_thread)
+    done: list[str] = []
+
+    @held_interrupts()
+    def work() -> None:
+        done.append("done")
+
+    thread = Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == ["done"]

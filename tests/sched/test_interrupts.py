@@ -7,6 +7,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from mainstem.core.events import EventBus, SequencePreempted
@@ -14,7 +15,7 @@ from mainstem.core.ids import RequestId
 from mainstem.core.request import FinishReason
 from mainstem.engine.engine import Engine
 from mainstem.sched.scheduler import Scheduler
-from tests.builders import VOCAB, Collector, a_request, an_engine
+from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import fake_answer
 from tests.kv.tiered import a_tiered_engine
 
@@ -97,6 +98,31 @@ def test_an_interrupt_at_any_line_costs_nothing(can_overlap: bool) -> None:
     interrupt_anywhere(lambda: an_engine(can_overlap=can_overlap))
 
 
+def test_an_interrupt_right_after_another_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes before everything waits again."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for num_steps in range(6):
+        engine = an_engine(can_overlap=True)
+        collector = Collector()
+        for number, (prompt, length) in enumerate(zip(PROMPTS, NUM_TOKENS, strict=True)):
+            engine.submit(a_request(prompt, length, name=str(number)))
+        for _ in range(num_steps):
+            collector.add(engine.step())
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(engine, "_take_in", interrupt)
+            patch.setattr(engine, "_recover", interrupt)
+            collector.add(engine.step())
+        for _ in range(50):
+            collector.add(engine.step())
+            engine.check()
+        assert not engine.has_work, "the engine did not come to rest"
+        assert collector.tokens == ANSWERS
+        engine.close()
+
+
 def test_an_interrupt_as_one_is_preempted_costs_nothing() -> None:
     bus = EventBus()
     preempted: list[SequencePreempted] = []
@@ -136,5 +162,19 @@ def test_an_interrupt_as_a_request_is_aborted_costs_the_others_nothing() -> None
         assert collector.reasons["aborted", 0] is FinishReason.ABORT
         if interrupt.num_lines < when:
             assert when > 30
+            return
+    raise AssertionError("there is no end to it")
+
+
+def test_an_interrupt_as_prompts_are_announced_costs_nothing() -> None:
+    for when in range(1, 100):
+        engine = an_engine()
+        with suppress(KeyboardInterrupt), Interrupt(when) as interrupt:
+            engine.expect(np.zeros(100, np.int32))
+        first = engine.expect(np.zeros(200, np.int32))
+        got = run_all(engine, [a_request([1, 2, 3, 4, 5], 1, plan_place=first + 199, name="last")])
+        assert got.tokens["last", 0] == fake_answer([1, 2, 3, 4, 5], 1, VOCAB)
+        if interrupt.num_lines < when:
+            assert when > 5
             return
     raise AssertionError("there is no end to it")

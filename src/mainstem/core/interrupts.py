@@ -1,10 +1,12 @@
 """Ctrl-C between two changes, never inside one."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import current_thread, main_thread
 from types import FrameType
+
+Handler = Callable[[int, FrameType | None], object]
 
 
 @contextmanager
@@ -14,15 +16,24 @@ def held_interrupts() -> Iterator[None]:
     Python interrupts the main thread only, so on others there is nothing to hold. Not for what may
     take long: a person waits.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if current_thread() is not main_thread() or not callable(handler):
-        yield
-        return
     held: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    handler = _replace_handler(lambda number, frame: held.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(*held[0])
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+            if held:
+                handler(*held[0])
+
+
+def _replace_handler(by: Handler) -> Handler | None:
+    """Returns what handled interrupts of this thread until now; None: nothing does, or will."""
+    handler = signal.getsignal(signal.SIGINT)
+    if current_thread() is not main_thread() or not callable(handler):
+        return None
+    try:
+        signal.signal(signal.SIGINT, by)
+    except ValueError:  # in a program that embeds Python, `threading` may take another for the main
+        return None
+    return handler

@@ -34,6 +34,7 @@ class Engine:
         # steps that failed since the last that ended well: whoever is to blame, and one request
         self._num_failures = 0
         self._num_blamed = 0
+        self._is_torn = False  # a step was left in the middle, and nothing was put right since
         self.bus = bus
 
     @property
@@ -64,6 +65,7 @@ class Engine:
         have come in or not, and `abort` is right in both cases."""
         self._scheduler.submit(request)
 
+    @held_interrupts()
     def expect(self, shared_with_next: Int32s) -> int:
         """Announce prompts in the order they will be submitted; see Scheduler.expect."""
         return self._scheduler.expect(shared_with_next)
@@ -86,12 +88,16 @@ class Engine:
         last Output. Raises EngineLost when step after step fails, whatever is in it. An interrupt
         goes through, wherever it comes: everything waits again, and news come with the next step.
         """
+        if self._is_torn:  # another interrupt came before everything waited
+            self._recover()
+        self._is_torn = True
         try:
             self._step()
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._recover()
             raise
+        self._is_torn = False
         return self._scheduler.take_outputs()
 
     def _step(self) -> None:
@@ -150,6 +156,7 @@ class Engine:
         """Everything waits again."""
         self._drop_steps()
         self._scheduler.recover()
+        self._is_torn = False
 
     @held_interrupts()
     def _fail(self, error: Exception, step: Step | None) -> None:
