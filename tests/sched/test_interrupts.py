@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -141,6 +142,26 @@ def test_an_interrupt_while_pages_are_copied_costs_nothing() -> None:
         return tiered.engine
 
     interrupt_anywhere(make_engine)
+
+
+def test_an_interrupt_while_pages_are_flushed_loses_none(tmp_path: Path) -> None:
+    for when in range(1, 1000, 3):
+        tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path / str(when))
+        run_all(tiered.engine, [a_request(range(20), 4)])
+        with suppress(KeyboardInterrupt), Interrupt(when) as interrupt:
+            tiered.engine.flush()
+        disk = tiered.tiers._disk
+        assert disk is not None
+        disk.flush()
+        tiered.tiers.poll()
+        assert disk.num_writes_pending == 0, "a write that is done is waited for"
+        tiered.engine.flush()
+        tiered.engine.check()
+        tiered.engine.close()
+        if interrupt.num_lines < when:
+            assert when > 30
+            return
+    raise AssertionError("there is no end to it")
 
 
 def test_an_interrupt_as_a_request_is_aborted_costs_the_others_nothing() -> None:

@@ -33,6 +33,7 @@ from mainstem.core.events import (
     StoreOpened,
 )
 from mainstem.core.ids import PageKey
+from mainstem.core.interrupts import held_interrupts
 from mainstem.core.step import Int32s
 from mainstem.kv.bytes.disk import NUM_READERS, READ_RUN, DiskTier, Read, ReadJob, WriteJob, Written
 from mainstem.kv.policy import Moves, PolicyConfig, PolicyKind, TierKind, TierPolicy
@@ -392,8 +393,9 @@ class LowerTiers:
             return
         while self._to_back_up or self._disk.num_writes_pending:
             self._disk.flush()
-            self._poll_disk(self._disk)
-            self._back_up()
+            with held_interrupts():
+                self._poll_disk(self._disk)
+                self._back_up()
         self._write_uses()
 
     def close(self) -> None:

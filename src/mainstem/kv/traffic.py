@@ -14,6 +14,7 @@ import numpy as np
 
 from mainstem.core.events import EventBus, SavesSkipped
 from mainstem.core.ids import PageKey
+from mainstem.core.interrupts import held_interrupts
 from mainstem.core.step import Int32s, StepId
 from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain
@@ -190,10 +191,12 @@ class Traffic:
     def flush(self) -> None:
         """Return when everything that was to be saved is saved, or was refused."""
         self.tiers.flush()
-        self.poll()
+        with held_interrupts():
+            self.poll()
         while self._postponed or self.tiers.num_pages_saving:  # each round ends or starts some
             self.tiers.flush()
-            self.poll()
+            with held_interrupts():
+                self.poll()
 
     def check(self) -> None:
         """Raise if a copy's page was lost."""
