@@ -301,6 +301,24 @@ def test_who_loses_what_came_up_for_it_computes_it(tmp_path: Path) -> None:
     again.engine.close()
 
 
+def test_who_waits_for_a_load_hears_of_it_after_a_flush(tmp_path: Path) -> None:
+    tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
+    ask(tiered, [CHATS[0]])
+    tiered.engine.close()
+    again = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
+    again.engine.submit(a_request(CHATS[0], 4, name="returns"))
+    got = Collector()
+    got.add(again.engine.step())
+    deadline_s = monotonic() + 10
+    while again.store.num_loads and monotonic() < deadline_s:
+        sleep(0.001)
+        again.engine.flush()
+    for _ in range(100):
+        got.add(again.engine.step())
+    assert got.tokens["returns", 0] == fake_answer(CHATS[0], 4, VOCAB)
+    again.engine.close()
+
+
 def test_what_an_urgent_request_needs_is_read_ahead_before_what_came_earlier(
     tmp_path: Path,
 ) -> None:

@@ -192,11 +192,11 @@ class Traffic:
         """Return when everything that was to be saved is saved, or was refused."""
         self.tiers.flush()
         with held_interrupts():
-            self.poll()
+            self._news = self.poll()  # whoever waits for these is told by the next
         while self._postponed or self.tiers.num_pages_saving:  # each round ends or starts some
             self.tiers.flush()
             with held_interrupts():
-                self.poll()
+                self._news = self.poll()
 
     def check(self) -> None:
         """Raise if a copy's page was lost."""
