@@ -61,7 +61,10 @@ def test_a_signal_handler_may_close_it_within_a_call(llm: LLM, engines: FakeEngi
 
 
 def test_a_call_from_within_a_call_is_refused(llm: LLM, engines: FakeEngines) -> None:
-    engines.at_launch = lambda _: llm.generate("two", LONG, use_tqdm=False) and None
+    def call_again(_: Step) -> None:
+        llm.generate("two", LONG, use_tqdm=False)
+
+    engines.at_launch = call_again
     with pytest.raises(AnswerFailed, match="cannot be called from within"):
         llm.generate("one", LONG, use_tqdm=False)
     engines.at_launch = None
