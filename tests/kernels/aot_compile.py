@@ -99,9 +99,10 @@ def _hopper_jobs() -> Iterator[Job]:
         }  # fmt: skip
         own = {"TILE_K": tiles.large_k, "STAGES": tiles.large_stages}
         yield _gluon_job(hopper_large._large_units_kernel, constants | own, page_size, hopper_large)
-        own = {"FOLD": fold, "STAGES": tiles.small_stages}
-        rows = fold * page_size
-        yield _gluon_job(hopper_small._small_units_kernel, constants | own, rows, hopper_small)
+        for is_first in (False, True):
+            own = {"FOLD": fold, "STAGES": tiles.small_stages, "IS_FIRST": is_first}
+            rows = fold * page_size
+            yield _gluon_job(hopper_small._small_units_kernel, constants | own, rows, hopper_small)
 
 
 def _gluon_job(

@@ -1,7 +1,8 @@
 """How spans are cut into units for the span attention kernel, and what a unit costs. Numpy only.
 
 Of some cuts the one is taken that would end first (`pacing.py`): of large spans for one unit on
-each of some number of multiprocessors, of small ones for one or two on each program.
+each of some number of multiprocessors, of small ones for one or two on each program. Spans of a few
+tokens may be of either kind; without large ones, a launch is saved.
 """
 
 import math
@@ -29,7 +30,11 @@ ROUNDING = 0.97
 # Large units that end late cost more than such that begin on more multiprocessors than needed.
 INDIFFERENT = 1.015
 ROUNDS = 4  # of large units on a multiprocessor that are looked at one by one
-STRETCH_KEYS = 64  # stretches of small spans are multiples of it
+# Units of small spans on each program, where there are no large ones. A little less than one leaves
+# room for spans that cannot be cut.
+SMALL_ON = np.array([1.0, 0.9, 0.8, 2.0])
+FINER = 4  # so many times shorter are stretches of spans of several tokens that fill up gaps
+STRETCH_KEYS = 32  # stretches of small spans are multiples of it
 SMALL_TILE_KEYS = 64  # keys x heads in a step of a small unit
 LEAST_ROWS = 16  # what a matrix instruction takes
 MOST_SMALL_ROWS = 32
@@ -56,10 +61,15 @@ class Shape:
 
     @property
     def small_rows(self) -> int:
-        """Rows that a small unit has of each of its KV heads, at most: one token's, and more where
+        """Rows of each KV head up to which a span is small in any case: one token's, and more where
         the least tile has room for them.
         """
-        return min(max(self.group, LEAST_ROWS // self.fold), self.small_q // self.fold)
+        return min(max(self.group, LEAST_ROWS // self.fold), self.most_small_rows)
+
+    @property
+    def most_small_rows(self) -> int:
+        """Rows that a small unit has of each of its KV heads, at most."""
+        return self.small_q // self.fold
 
     @property
     def num_large_programs(self) -> int:
@@ -113,6 +123,7 @@ class _Way(NamedTuple):
 class Option(NamedTuple):
     """One way to cut a step."""
 
+    is_large: Bools  # of each span
     large: _Way
     small: _Way
     sms: int  # that get large units
@@ -121,6 +132,13 @@ class Option(NamedTuple):
     def rows(self) -> float:
         """What is left to be merged, at most."""
         return self.large.work.rows + self.small.work.rows
+
+    def stretches(self) -> Int64s:
+        """Keys per unit of each span."""
+        stretches = np.empty(len(self.is_large), np.int64)
+        stretches[self.is_large] = self.large.stretches
+        stretches[~self.is_large] = self.small.stretches
+        return stretches
 
 
 Pick = Callable[[list[Option], Shape], Option]
@@ -155,19 +173,51 @@ def cut_spans(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Cut:
     queries = np.diff(spans.query_starts).astype(np.int64)
     rows = queries * shape.group
     is_large = rows > shape.small_rows
-    if shape.fixed_stretch is not None:
-        is_large = np.ones(len(keys), np.bool_)
-    tile_rows = np.where(is_large, shape.tiles.large_q, shape.small_rows)
-    row_tiles = ceil_div(rows, tile_rows)
     stretches, num_large = np.maximum(keys, 1), shape.num_large_programs
     if shape.fixed_stretch is not None:
+        is_large = np.ones(len(keys), np.bool_)
         stretches = np.full(len(keys), shape.fixed_stretch, np.int64)
     elif shape.can_cut and len(keys):
-        seen = keys - spans.is_causal * queries // 2
-        columns = np.maximum(keys, 1), np.maximum(seen, 1), queries, row_tiles
-        stretches, num_large = _choose_stretches(columns, is_large, shape, pick)
+        seen = np.maximum(keys - spans.is_causal * queries // 2, 1)
+        columns = stretches, seen, queries
+        options = [
+            option
+            for kinds in _kinds(rows, stretches, shape)
+            for option in _options(columns, kinds, _row_tiles(rows, kinds, shape), shape)
+        ]
+        option = pick(options, shape)
+        is_large, num_large = option.is_large, option.sms
+        stretches = option.stretches()
+    row_tiles = _row_tiles(rows, is_large, shape)
     parts = np.maximum(ceil_div(keys, stretches), 1)
+    tile_rows = _tile_rows(is_large, shape)
     return Cut(queries, stretches, parts, is_large, row_tiles, tile_rows, num_large)
+
+
+def _tile_rows(is_large: Bools, shape: Shape) -> Int64s:
+    return np.where(is_large, shape.tiles.large_q, shape.most_small_rows)
+
+
+def _row_tiles(rows: Int64s, is_large: Bools, shape: Shape) -> Int64s:
+    return ceil_div(rows, _tile_rows(is_large, shape))
+
+
+def _kinds(rows: Int64s, keys: Int64s, shape: Shape) -> list[Bools]:
+    """Which spans may be large: as many as can be, those that must be, or none, where their rows,
+    in several tiles, would cost less than a launch.
+    """
+    kinds = [rows > shape.small_rows]
+    if not shape.tiles.is_split or not kinds[0].any():
+        return kinds
+    is_long = rows > shape.most_small_rows
+    if np.count_nonzero(is_long) < np.count_nonzero(kinds[0]):
+        kinds.append(is_long)
+    if is_long.any():
+        units = ceil_div(rows[is_long], shape.most_small_rows) * (shape.kv_heads // shape.fold)
+        us = float(unit_us(keys[is_long], False, shape) @ units) / shape.num_programs
+        if us < shape.tiles.pace.launch_us:
+            kinds.append(np.zeros(len(rows), np.bool_))
+    return kinds
 
 
 def unit_us(keys: Floats | Int64s, is_large: bool, shape: Shape) -> Floats:
@@ -183,24 +233,26 @@ def unit_us(keys: Floats | Int64s, is_large: bool, shape: Shape) -> Floats:
 class _Spans:
     """Those of one kind."""
 
-    index: Int64s  # which of the step's
     keys: Int64s
     seen: Int64s  # keys, by a row in the mean: half of them of a prompt's own
     queries: Int64s
     copies: Int64s  # units of a stretch: tiles of rows x KV heads
     is_large: bool
 
-    def cut(self, shares: Floats, shape: Shape, places: int | None) -> list[_Way]:
-        """Some ways: so many units, if all could be of one length, or fewer. `places` run one each
-        at a time, if no other kind is in the way.
+    def cut(
+        self, shares: Floats, shape: Shape, places: int | None, finer: Int64s | int = 1
+    ) -> list[_Way]:
+        """Some ways: so many units, if all could be of one length, or fewer, and of some spans
+        `finer` times as many. `places` run one each at a time, if no other kind is in the way.
         """
         if not len(self.keys):
             return [_Way(np.empty(0), Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))] * len(shares)
         tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else STRETCH_KEYS
         target = np.maximum(ROUNDING * float(self.seen @ self.copies) / shares, 1.0)
-        if self.seen.max() < 2.0 * target.min():  # nobody is long enough to be cut: one way for all
+        wished = self.seen * finer
+        if wished.max() < 2.0 * target.min():  # nobody is long enough to be cut: one way for all
             target = target[:1]
-        parts = np.maximum(np.floor(self.seen / target[:, None]), 1.0)
+        parts = np.maximum(np.floor(wished / target[:, None]), 1.0)
         stretches = np.ceil(self.keys / (parts * tile)) * tile
         parts = np.ceil(self.keys / stretches)
         sizes = unit_us(self.seen / parts, self.is_large, shape)
@@ -240,49 +292,49 @@ def _last_end(sizes: Floats, units: Floats, places: Floats) -> Floats:
     return last
 
 
-def _choose_stretches(
-    columns: tuple[Int64s, Int64s, Int64s, Int64s], is_large: Bools, shape: Shape, pick: Pick
-) -> tuple[Int64s, int]:
-    """Keys per unit of each span, and how many programs get large units. Columns: keys, those seen
-    by a row in the mean, queries and tiles of rows of each span.
-    """
-
-    def of_kind(index: Int64s, heads: int, kind: bool) -> _Spans:
-        keys, seen, queries, row_tiles = (column[index] for column in columns)
-        return _Spans(index, keys, seen, queries, row_tiles * heads, kind)
-
-    large = of_kind(np.flatnonzero(is_large), shape.kv_heads, True)
-    small = of_kind(np.flatnonzero(~is_large), shape.kv_heads // shape.fold, False)
-    option = pick(_options(large, small, shape), shape)
-    stretches = np.empty(len(is_large), np.int64)
-    stretches[large.index] = option.large.stretches
-    stretches[small.index] = option.small.stretches
-    return stretches, option.sms
-
-
 @cache
 def _large_shares(sms: int) -> Floats:
     return np.unique(np.maximum(np.rint(sms * LARGE_ON), 1.0))[::-1]
 
 
-def _options(large: _Spans, small: _Spans, shape: Shape) -> list[Option]:
+def _options(
+    columns: tuple[Int64s, Int64s, Int64s], is_large: Bools, row_tiles: Int64s, shape: Shape
+) -> list[Option]:
     """Ways to cut large spans, with those to cut small ones that may suit them. Among equals the
-    first is best: that with large units on most multiprocessors.
+    first is best: that with large units on most multiprocessors. Columns: keys, those seen by a row
+    in the mean, and queries of each span.
     """
+
+    def of_kind(wanted: Bools, heads: int, kind: bool) -> _Spans:
+        keys, seen, queries = (column[wanted] for column in columns)
+        return _Spans(keys, seen, queries, row_tiles[wanted] * heads, kind)
+
+    large = of_kind(is_large, shape.kv_heads, True)
+    small = of_kind(~is_large, shape.kv_heads // shape.fold, False)
     programs, sms = shape.num_programs, shape.num_large_programs
-    if not len(large.index):
+    if not is_large.any():
         none = large.cut(np.ones(1), shape, None)[0]
-        ways = small.cut(np.array([1.0, 2.0]) * programs, shape, programs)
-        return [Option(none, way, sms) for way in ways]
+        return [Option(is_large, none, way, sms) for way in _small_ways(small, shape)]
     each = small.cut(np.array([programs], np.float64), shape, None)[0]
     shares = _large_shares(sms)
     found: dict[tuple[float, int], Option] = {}
     for way, share in zip(large.cut(shares, shape, sms), shares.tolist(), strict=True):
         used = int(min(share, sms, way.work.units))
-        found.setdefault((way.work.units, used), Option(way, each, used))
+        found.setdefault((way.work.units, used), Option(is_large, way, each, used))
     options = list(found.values())
     if each.work.units > small.copies.sum():  # cut, and could be cut less: for who begins at once
         early = programs - programs // sms * np.array([option.sms for option in options])
         fewer = small.cut(np.maximum(early, 1.0), shape, None)
         options += [o._replace(small=way) for o, way in zip(options, fewer, strict=True)]
     return options
+
+
+def _small_ways(small: _Spans, shape: Shape) -> list[_Way]:
+    """Ways to cut small spans, where there are no others."""
+    programs = shape.num_programs
+    ways = small.cut(SMALL_ON * programs, shape, programs)
+    is_shared = small.queries > 1
+    if is_shared.any() and not is_shared.all():
+        finer = np.where(is_shared, FINER, 1)
+        ways += small.cut(np.array([programs], np.float64), shape, programs, finer)
+    return ways

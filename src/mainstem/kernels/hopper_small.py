@@ -8,8 +8,8 @@ its KV heads one after the other, so the keys of FOLD heads of a page are one bl
 tile is 64 (head, key) pairs, of one such block or of several pages. A row takes of a tile's scores
 those of its own head.
 
-It runs behind the kernel of the large units, takes multiprocessors as that one leaves them, and
-waits for it before it ends.
+Where there are large units it runs behind their kernel, takes multiprocessors as that one leaves
+them, and waits for it before it ends.
 """
 
 from triton.experimental import gluon
@@ -278,21 +278,30 @@ def _consume(
 
 
 @gluon.jit
+def _wait_for_large(IS_FIRST: gl.constexpr):
+    if not IS_FIRST and gl.program_id(0) == 0:
+        gdc_wait()
+
+
+@gluon.jit
 def _small_units_kernel(
     q_ptr, k_desc, v_desc, out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, num_barriers,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, IS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Attend to the small units of this program. `scale` includes log2(e).
 
-    It need not wait at its begin: the kernel of the large units lets it start behind its own wait.
+    Behind the kernel of the large units (not IS_FIRST) it need not wait at its begin: that one lets
+    it start behind its own wait. Whoever waits for this kernel must wait for that one, too, so one
+    program does at its end.
     """
+    if IS_FIRST:
+        gdc_wait()  # the kernel ahead may have written the plan, the queries or the pages
     gdc_launch_dependents()
     share_ptr = share_of(plan_ptr)
     if gl.load(share_ptr + 2) == gl.load(share_ptr + 3):
-        if gl.program_id(0) == 0:
-            gdc_wait()
+        _wait_for_large(IS_FIRST)
         return
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
@@ -326,5 +335,4 @@ def _small_units_kernel(
         [1],
         [PRODUCER_REGISTERS],
     )  # fmt: skip
-    if gl.program_id(0) == 0:
-        gdc_wait()  # whoever waits for this kernel waits for the large units, too
+    _wait_for_large(IS_FIRST)

@@ -8,7 +8,8 @@
         out = attention.run(q, k_pages, v_pages)
 
 The buffers are made once, at the size of the limits, and the launch does not depend on the plan: a
-CUDA graph that captured `run` may be replayed after another `plan`.
+CUDA graph that captured `run` may be replayed after another `plan`. A step that needs fewer kernels
+saves the others with `run(..., launches=attention.plan(spans))`.
 """
 
 import logging
@@ -28,7 +29,15 @@ from mainstem.core.errors import MainstemError
 from mainstem.core.step import Int32s, Spans
 from mainstem.kernels.cutting import Pick, Shape, first_to_end
 from mainstem.kernels.parts import _merge_parts_kernel
-from mainstem.kernels.schedule import HEADER_INTS, PIECE_FIELDS, SHARE_FIELDS, Schedule, schedule
+from mainstem.kernels.schedule import (
+    ALL_LAUNCHES,
+    HEADER_INTS,
+    PIECE_FIELDS,
+    SHARE_FIELDS,
+    Launches,
+    Schedule,
+    schedule,
+)
 from mainstem.kernels.span import _span_kernel
 from mainstem.kernels.tuning import HOPPER, Tiles, can_overlap, choose_tiles
 from mainstem.kernels.unshare import unshare
@@ -227,15 +236,16 @@ class SpanAttention:
         ]
         self._next_staging = 0
 
-    def plan(self, spans: Spans, pick: Pick = first_to_end) -> None:
-        """Describe the next `run`s. Copies to the device on the current stream; does not wait for
-        it. `pick` takes one of the ways to cut the spans.
+    def plan(self, spans: Spans, pick: Pick = first_to_end) -> Launches:
+        """Describe the next `run`s; returns the launches that they need. Copies to the device on
+        the current stream; does not wait for it. `pick` takes one of the ways to cut the spans.
         """
         self._check_spans(spans)
         plan = schedule(spans, self._shape, pick)
         if not self._fits(plan) and self._shape.fixed_stretch is None:
             plan = self._smaller_plan(spans)
         self._send(plan)
+        return plan.launches
 
     def _smaller_plan(self, spans: Spans) -> Schedule:
         """The first that fits, or else the last, of plans with ever fewer Partials.
@@ -297,20 +307,23 @@ class SpanAttention:
         v_pages: Tensor,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        *,
+        launches: Launches = ALL_LAUNCHES,
     ) -> Tensor:
         """Attention of the planned step in one layer; returns `out`, [tokens, heads, head_dim].
 
         `lse`, if given, is [tokens, heads] fp32 and receives the natural log of the sum of
-        exponents.
+        exponents. `launches` must have those that `plan` returned.
         """
         if out is None:
             out = torch.empty_like(q)
         self._check_tensors(q, k_pages, v_pages, out, lse)
         if self._hopper is not None:
-            self._attend_on_hopper(self._hopper, q, k_pages, v_pages, out, lse)
+            self._attend_on_hopper(self._hopper, q, k_pages, v_pages, out, lse, launches.large)
         else:
             self._attend(q, k_pages, v_pages, out, lse)
-        self._merge(out, lse)
+        if launches.merge:
+            self._merge(out, lse)
         return out
 
     def _attend_on_hopper(
@@ -321,6 +334,7 @@ class SpanAttention:
         v_pages: Tensor,
         out: Tensor,
         lse: Tensor | None,
+        has_large: bool,
     ) -> None:
         tiles, shape = self._tiles, self._shape
         large, small = hopper.large, hopper.small
@@ -334,13 +348,14 @@ class SpanAttention:
             "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": self._head_dim,
             "PAGE_SIZE": self._page_size, "HAS_LSE": lse is not None, "launch_pdl": True,
         }  # fmt: skip
-        large._large_units_kernel[(shape.num_large_programs,)](
-            q, k.large, v.large, *tensors, TILE_K=tiles.large_k, STAGES=tiles.large_stages,
-            num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
-        )  # fmt: skip
+        if has_large:
+            large._large_units_kernel[(shape.num_large_programs,)](
+                q, k.large, v.large, *tensors, TILE_K=tiles.large_k, STAGES=tiles.large_stages,
+                num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
+            )  # fmt: skip
         small._small_units_kernel[(shape.num_programs,)](
             q, k.small, v.small, *tensors, tiles.small_stages,
-            FOLD=shape.fold, STAGES=tiles.small_stages,
+            FOLD=shape.fold, STAGES=tiles.small_stages, IS_FIRST=not has_large,
             num_warps=small.NUM_WARPS, maxnreg=small.MAX_REGISTERS, **constants,
         )  # fmt: skip
 

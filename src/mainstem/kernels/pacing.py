@@ -58,7 +58,7 @@ def step_us(large: Work, small: Work, sms: int, card: Card) -> float:
     end = large.last_us * slower
     if small.units:
         end = max(end, _small_end(small, large_us * slower, early, beside, card))
-    return end + merge_us
+    return end + merge_us + (pace.launch_us if large.units else 0.0)
 
 
 def _small_end(small: Work, large_us: float, early: int, beside: float, card: Card) -> float:
@@ -76,8 +76,11 @@ def _small_end(small: Work, large_us: float, early: int, beside: float, card: Ca
     def early_end(us: float, speed: float) -> float:
         return us / beside if us <= done else large_us + (us - done) / speed
 
-    # As if units could be divided: by all, or by those who begin at once.
     speed = speed_of(card.programs)
+    if not late:
+        level = small.us / min(card.programs, small.units) / speed
+        return max(level, small.last_us / math.sqrt(speed))
+    # As if units could be divided: by all, or by those who begin at once.
     rest = max(small.us - early * done, 0.0) / card.programs
     level = large_us + late_us * late / card.programs + rest / speed
     if early:
@@ -85,8 +88,6 @@ def _small_end(small: Work, large_us: float, early: int, beside: float, card: Ca
     # Whole units, at a speed between that of all and that of the last one.
     some = math.floor(max(rest - late_us * speed, 0.0) / size)
     speed = math.sqrt(speed)
-    if not late:
-        return max(level, small.last_us / speed)
     if small.longest_us > EVEN * size:
         return max(level + UNEVEN * small.longest_us, small.longest_us / speed)
     # The late programs take some each, the early ones what is left.

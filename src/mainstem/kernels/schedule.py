@@ -15,6 +15,7 @@ The plan is one int32 array, so that it travels in one copy:
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,16 @@ SHARE_SMALL_PIECE = 16
 SHARE_FIELDS = 24
 
 
+class Launches(NamedTuple):
+    """Kernels that a step needs, beside that of small units, which all do."""
+
+    large: bool  # where large units have one of their own
+    merge: bool
+
+
+ALL_LAUNCHES = Launches(large=True, merge=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The plan as the kernel reads it; `num_slots` Partials must fit the buffers."""
@@ -65,6 +76,7 @@ class Schedule:
     ints: Int32s
     num_pieces: int
     num_slots: int
+    launches: Launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,4 +233,5 @@ def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
         table[:, SHARE_SMALL_PIECE + PIECE_KEY_BEGIN] // shape.page_size
     )
     table[:, SHARE_SMALL_PAGE] = ints[pages_at + first_page]
-    return Schedule(ints, len(pieces.table), partials.num_slots)
+    launches = Launches(large=len(large_order) > 0, merge=partials.num_slots > 0)
+    return Schedule(ints, len(pieces.table), partials.num_slots, launches)

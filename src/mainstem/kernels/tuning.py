@@ -24,6 +24,7 @@ class Pace:
     late_us: float = 0.0  # small units that follow large ones begin so much later
     beside: float = 1.0  # speed of small units while large ones run elsewhere, when shared out
     merge_us: float = 0.0  # of a Partial
+    launch_us: float = 0.0  # of the kernel for large units, where it is one of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ HOPPER_SPLIT = Tiles(
     small_q=64, is_split=True,
     pace=Pace(
         large_us=3.1, large_key_us=0.0108, small_us=1.25, small_key_us=0.0131, reads=9300.0,
-        yields=0.31, late_us=4.6, beside=0.6, merge_us=0.0004,
+        yields=0.31, late_us=4.6, beside=0.6, merge_us=0.0004, launch_us=3.5,
     ),
 )  # fmt: skip
 SPLIT_HEAD_DIMS = (64, 128)

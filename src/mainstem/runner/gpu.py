@@ -23,6 +23,7 @@ from mainstem.kernels.copy import copy_slots
 from mainstem.kernels.ops import SpanAttention
 from mainstem.kernels.rotate import rerotate
 from mainstem.kernels.sample import argmax
+from mainstem.kernels.schedule import ALL_LAUNCHES, Launches
 from mainstem.kernels.upload import move_words
 from mainstem.models.config import ModelSpec
 from mainstem.models.decoder import Gate, OpenGate
@@ -32,7 +33,7 @@ from mainstem.runner.edits import upload
 from mainstem.runner.gates import LAYERS_AT_ONCE, Loads
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
-from mainstem.runner.graphs import StepGraphs
+from mainstem.runner.graphs import FEWER_LAUNCHES, StepGraphs
 from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs
 
 _LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
@@ -53,14 +54,15 @@ class GpuAttention:
         self._head_dim = spec.head_dim
         self._frequencies = inverse_frequencies(spec.rope).to(space.mixed.device)
         self._inputs: GpuInputs | None = None
+        self._launches = ALL_LAUNCHES
 
-    def plan(self, spans: Spans) -> None:
-        """Describe the next step."""
-        self._spans.plan(spans)
+    def plan(self, spans: Spans) -> Launches:
+        """Describe the next step; returns the launches that it needs."""
+        return self._spans.plan(spans)
 
-    def bind(self, inputs: GpuInputs) -> None:
-        """Where the next step's tokens stand and go."""
-        self._inputs = inputs
+    def bind(self, inputs: GpuInputs, launches: Launches) -> None:
+        """Where the next step's tokens stand and go, and what to launch for them."""
+        self._inputs, self._launches = inputs, launches
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """As Attention.run of the decoder."""
@@ -78,7 +80,8 @@ class GpuAttention:
         if inputs.copies is not None:
             copy_slots(self._pages.joint(layer), *inputs.copies)
         mixed = self._mixed[:tokens]
-        self._spans.run(q, k_pages, v_pages, out=mixed.view(tokens, heads, self._head_dim))
+        out = mixed.view(tokens, heads, self._head_dim)
+        self._spans.run(q, k_pages, v_pages, out=out, launches=self._launches)
         return mixed
 
 
@@ -158,8 +161,9 @@ class GpuRunner:
         for tokens in {max_tokens, min(17, max_tokens), 1}:  # kernels know 1 and multiples of 16
             inputs = self._inputs.views(tokens)
             attention.plan(_one_key_each(tokens))
-            attention.bind(inputs)
-            hidden = decoder.forward(inputs.token_ids, None, attention, self._gate)
+            for launches in (*FEWER_LAUNCHES, ALL_LAUNCHES):
+                attention.bind(inputs, launches)
+                hidden = decoder.forward(inputs.token_ids, None, attention, self._gate)
             rows = min(tokens, len(self._logits))
             argmax(decoder.logits(hidden[:rows], self._logits[:rows]))
         for rows in all_sizes(max_tokens):
@@ -198,10 +202,10 @@ class GpuRunner:
             assert self._loads is not None, "a step waits for loads nobody knows"
             gate = self._loads.gate(step.load_ids)
         size = None if self._graphs is None else self._graphs.size_for(step)
-        self._attention.plan(step.spans)
+        launches = self._attention.plan(step.spans)
         begin = self._mark()  # behind the planning, which a device that has nothing to do waits for
         inputs = self._inputs.send(step, self._previous, size or self._padded(step.num_tokens))
-        hidden = self._forward(inputs, size, gate)
+        hidden = self._forward(inputs, size, launches, gate)
         ids, logprobs = self._sample_hidden(hidden, step)
         end_row = num_rows + len(step.prompt_logprob_rows)
         prompt_logprobs = self._prompt_logprobs(hidden[num_rows:end_row], step)
@@ -237,26 +241,28 @@ class GpuRunner:
         event.record()
         return event
 
-    def _forward(self, inputs: GpuInputs, size: int | None, gate: Gate) -> Tensor:
+    def _forward(
+        self, inputs: GpuInputs, size: int | None, launches: Launches, gate: Gate
+    ) -> Tensor:
         """Rows of the last layer that somebody wants, and perhaps some more."""
         if size is None:
-            self._attention.bind(inputs)
+            self._attention.bind(inputs, launches)
             return self._decoder.forward(
                 inputs.token_ids, inputs.hidden_rows, self._attention, gate
             )
         assert self._graphs is not None
-        self._graphs.replay(size, gate)
+        self._graphs.replay(size, launches, gate)
         hidden = self._decoder.hidden(self._padded(size))
         return hidden if inputs.hidden_rows is None else hidden[inputs.hidden_rows]
 
-    def _pieces(self, size: int) -> list[Callable[[], None]]:
-        """What the graphs of `size` tokens hold: everything from the ids to the last norm."""
+    def _pieces(self, size: int, launches: Launches) -> list[Callable[[], None]]:
+        """What graphs of `size` tokens hold: everything from the ids to the last norm."""
         inputs, decoder = self._inputs.views(size), self._decoder
         num_layers = decoder.spec.num_layers
         normed: list[Tensor | Fp8] = []  # what a piece hands to the next stays where it is
 
         def run(first: int) -> None:
-            self._attention.bind(inputs)
+            self._attention.bind(inputs, launches)
             if first == 0:
                 normed[:] = [decoder.begin(inputs.token_ids)]
             layers = (first, min(first + LAYERS_AT_ONCE, num_layers))

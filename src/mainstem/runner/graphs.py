@@ -1,46 +1,61 @@
-"""CUDA graphs of small steps, one per padded size, in pieces of a few layers.
+"""CUDA graphs of small steps, some per padded size, in pieces of a few layers.
 
-A step with pages on their way waits between the pieces, as it would between the layers.
+A step with pages on their way waits between the pieces, as it would between the layers. Steps up to
+some size have graphs without the launches of attention that decodes often do without.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from mainstem.core.step import Step
+from mainstem.kernels.schedule import ALL_LAUNCHES, Launches
 from mainstem.models.decoder import Gate
 from mainstem.runner.gates import LAYERS_AT_ONCE
 
 # A larger step keeps the device busy for longer than its launches take.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 512, 32), *range(512, 1025, 64))
+# Launches saved are a few microseconds a layer, which larger steps would not notice.
+MOST_TOKENS_OF_FEWER = 256
+FEWER_LAUNCHES = (Launches(large=False, merge=True), Launches(large=False, merge=False))
 
 
 class StepGraphs:
-    """Captures a pass per size at the start; a step replays the smallest that holds it.
+    """Captures passes per size at the start; a step replays the smallest that holds it.
 
     What a pass reads must lie in buffers that stay: a graph remembers addresses.
     """
 
     def __init__(
-        self, sizes: tuple[int, ...], pieces_of: Callable[[int], Sequence[Callable[[], None]]]
+        self,
+        sizes: tuple[int, ...],
+        pieces_of: Callable[[int, Launches], Sequence[Callable[[], None]]],
     ) -> None:
-        """`pieces_of(size)`: what runs LAYERS_AT_ONCE layers each, one piece after the other."""
+        """`pieces_of(size, launches)`: what runs LAYERS_AT_ONCE layers each, one piece after the
+        other.
+        """
         self._sizes = sizes
-        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
-        pool = None
+        self._graphs: dict[tuple[int, Launches], list[torch.cuda.CUDAGraph]] = {}
+        self._pool: Any = None  # torch's handle of the memory that all graphs share
         for size in reversed(sizes):  # the largest first: the others fit into its memory
-            pieces = pieces_of(size)
-            for piece in pieces:  # compiles and chooses algorithms, which a capture must not
+            fewer = FEWER_LAUNCHES if size <= MOST_TOKENS_OF_FEWER else ()
+            for launches in (ALL_LAUNCHES, *fewer):
+                self._graphs[size, launches] = self._capture(pieces_of(size, launches))
+
+    def _capture(self, pieces: Sequence[Callable[[], None]]) -> list[torch.cuda.CUDAGraph]:
+        for piece in pieces:  # compiles and chooses algorithms, which a capture must not
+            piece()
+        torch.cuda.synchronize()
+        graphs = []
+        for piece in pieces:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
                 piece()
-            torch.cuda.synchronize()
-            self._graphs[size] = []
-            for piece in pieces:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    piece()
-                pool = graph.pool()
-                self._graphs[size].append(graph)
+            self._pool = graph.pool()
+            graphs.append(graph)
+        return graphs
 
     def size_for(self, step: Step) -> int | None:
         """The size to replay, None where the step is too large or does what no graph holds."""
@@ -50,8 +65,11 @@ class StepGraphs:
             return None
         return self._sizes[bisect_left(self._sizes, step.num_tokens)]
 
-    def replay(self, size: int, gate: Gate) -> None:
-        """Queue the pass; each piece behind what the gate says of its first layer."""
-        for index, graph in enumerate(self._graphs[size]):
+    def replay(self, size: int, launches: Launches, gate: Gate) -> None:
+        """Queue the pass with at least these launches; each piece behind what the gate says of its
+        first layer.
+        """
+        graphs = self._graphs.get((size, launches)) or self._graphs[size, ALL_LAUNCHES]
+        for index, graph in enumerate(graphs):
             gate.before(index * LAYERS_AT_ONCE)
             graph.replay()

@@ -124,11 +124,11 @@ def _attention_s(bench: Bench, spans: Spans) -> float:
         dtype=bench.dtype, device=bench.device,
         limits=Limits(max_tokens=num_tokens, max_pages=len(spans.page_ids)),
     )  # fmt: skip
-    attention.plan(spans)
-    out = attention.run(q, k_pages, v_pages)
+    launches = attention.plan(spans)
+    out = attention.run(q, k_pages, v_pages, launches=launches)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        attention.run(q, k_pages, v_pages, out=out)
+        attention.run(q, k_pages, v_pages, out=out, launches=launches)
     return bench.seconds(graph.replay)
 
 
