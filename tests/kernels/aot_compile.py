@@ -114,22 +114,24 @@ def _gluon_job(
 
 
 def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
+    overlaps = {"OVERLAPS": tiles is HOPPER}
     half = {"HALF": 64, "HALF_LANES": 64, "PAGE_SIZE": 16}
     heads = {"HEADS": 32, "HEAD_LANES": 32, "KV_HEADS": 8, "KV_LANES": 8}
     yield Job(_span_kernel, _span_constants(tiles), options={"num_warps": tiles.num_warps})
     for is_ordered in (False, True):
         merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True}
-        yield Job(_merge_parts_kernel, {**HEAD, **merge, "OVERLAPS": tiles is HOPPER})
-    yield Job(_rope_append_kernel, {**HEAD, **half, **heads})
+        yield Job(_merge_parts_kernel, {**HEAD, **merge, **overlaps})
+    yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps})
     yield Job(_rerotate_kernel, {**HEAD, **half})
     yield Job(_merge_kernel, {**HEAD, "TILE_ROWS": 16})
 
 
 def _other_jobs(target: str) -> Iterator[Job]:
-    row = {"SIZE": 4096, "BLOCK": 4096}
+    overlaps = {"OVERLAPS": target == "sm_90"}
+    row = {"SIZE": 4096, "BLOCK": 4096, **overlaps}
     yield Job(_norm_kernel, {**row, "HAS_RESIDUAL": True, "IS_FP8": False})
     yield Job(_silu_mul_kernel, {**row, "IS_FP8": False})
-    yield Job(_head_norm_kernel, {**HEAD, "HEADS": 32, "KV_HEADS": 8, "TILE": 8})
+    yield Job(_head_norm_kernel, {**HEAD, **overlaps, "HEADS": 32, "KV_HEADS": 8, "TILE": 8})
     if target == "sm_90":  # no float8_e4m3fn before sm_89, nor on gfx942
         fp8 = {"out_ptr": "*fp8e4nv"}
         yield Job(_norm_kernel, {**row, "HAS_RESIDUAL": True, "IS_FP8": True}, fp8)

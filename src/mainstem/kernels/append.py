@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.ops import LayoutError
+from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 
 @triton.jit
@@ -37,13 +38,14 @@ def _rope_append_kernel(
     stride_page, stride_kv_head,
     HEADS: tl.constexpr, HEAD_LANES: tl.constexpr, KV_HEADS: tl.constexpr, KV_LANES: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_LANES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per token, all heads."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
     halves = tl.arange(0, HALF_LANES)
     inv_freq = tl.load(inv_freq_ptr + halves, mask=halves < HALF, other=0.0)
+    wait_for_ahead(OVERLAPS)
+    slot = tl.load(slots_ptr + token)
     angle = tl.load(positions_ptr + token).to(tl.float32) * inv_freq
     cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
 
@@ -118,5 +120,5 @@ def rope_append(
         KV_HEADS=kv_heads, KV_LANES=triton.next_power_of_2(kv_heads),
         HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim),
         HALF=half, HALF_LANES=max(triton.next_power_of_2(half), 1), PAGE_SIZE=page_size,
-        num_warps=4,
+        num_warps=4, **overlap_options(q.device),
     )  # fmt: skip

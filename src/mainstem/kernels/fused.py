@@ -23,6 +23,7 @@ from torch import Tensor
 from mainstem.kernels import fp8_rows
 from mainstem.kernels.fp8_rows import FP8, Fp8Rows
 from mainstem.kernels.ops import LayoutError
+from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HIDDEN = 16384
@@ -58,6 +59,7 @@ def _normed(row, gain, eps, SIZE: tl.constexpr, element: tl.constexpr):
 def _norm_kernel(
     x_ptr, residual_ptr, gain_ptr, out_ptr, scales_ptr, stride_x, stride_residual, stride_out, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_FP8: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
@@ -65,6 +67,7 @@ def _norm_kernel(
     is_lane = lanes < SIZE
     element = x_ptr.dtype.element_ty
     gain = tl.load(gain_ptr + lanes, mask=is_lane, other=0.0).to(tl.float32)
+    wait_for_ahead(OVERLAPS)
     row = tl.load(x_ptr + token * stride_x + lanes, mask=is_lane, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual_ptrs = residual_ptr + token * stride_residual + lanes
@@ -80,7 +83,7 @@ def _norm_kernel(
 def _head_norm_kernel(
     qkv_ptr, q_gain_ptr, k_gain_ptr, stride_token, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per token and TILE query or key heads."""
     token = tl.program_id(0).to(tl.int64)
@@ -88,9 +91,10 @@ def _head_norm_kernel(
     dims = tl.arange(0, DIM)
     is_cell = (heads < HEADS + KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
     ptrs = qkv_ptr + token * stride_token + heads[:, None] * HEAD_DIM + dims[None, :]
-    rows = tl.load(ptrs, mask=is_cell, other=0.0).to(tl.float32)
     q_gain = tl.load(q_gain_ptr + dims, mask=dims < HEAD_DIM, other=0.0)
     k_gain = tl.load(k_gain_ptr + dims, mask=dims < HEAD_DIM, other=0.0)
+    wait_for_ahead(OVERLAPS)
+    rows = tl.load(ptrs, mask=is_cell, other=0.0).to(tl.float32)
     gain = tl.where((heads < HEADS)[:, None], q_gain[None, :], k_gain[None, :]).to(tl.float32)
     mean = tl.sum(rows * rows, 1) / HEAD_DIM
     element = qkv_ptr.dtype.element_ty
@@ -101,9 +105,10 @@ def _head_norm_kernel(
 @triton.jit
 def _silu_mul_kernel(
     x_ptr, out_ptr, scales_ptr, stride_x, stride_out,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_FP8: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_FP8: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per token and block; fp8 needs the row's peak, so there one block is the row."""
+    wait_for_ahead(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_lane = lanes < SIZE
@@ -116,9 +121,11 @@ def _silu_mul_kernel(
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, out_ptr, scales_ptr, stride_x, stride_out, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, out_ptr, scales_ptr, stride_x, stride_out,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """One program per token."""
+    wait_for_ahead(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     row = tl.load(x_ptr + token * stride_x + lanes, mask=lanes < SIZE, other=0.0)
@@ -174,8 +181,9 @@ def quantize_rows(x: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
         _check("x", x, x.shape[1], MAX_MLP)
         if len(x):
             _quantize_kernel[(len(x),)](
-                x, values, scales, x.stride(0), values.stride(0), **_row_options(x.shape[1])
-            )
+                x, values, scales, x.stride(0), values.stride(0),
+                **_row_options(x.shape[1]), **overlap_options(x.device),
+            )  # fmt: skip
 
     return _quantized(x.shape[1], x, out, launch)
 
@@ -201,7 +209,7 @@ def head_norm_(
     _head_norm_kernel[(len(qkv), triton.cdiv(heads + kv_heads, tile))](
         qkv, q_gain, k_gain, qkv.stride(0), eps,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, DIM=triton.next_power_of_2(dim), TILE=tile,
-        num_warps=4,
+        num_warps=4, **overlap_options(qkv.device),
     )  # fmt: skip
 
 
@@ -227,7 +235,8 @@ def _norm(
     _norm_kernel[(len(x),)](
         x, x if residual is None else residual, gain, out, x if scales is None else scales,
         x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), eps,
-        HAS_RESIDUAL=residual is not None, IS_FP8=scales is not None, **_row_options(size),
+        HAS_RESIDUAL=residual is not None, IS_FP8=scales is not None,
+        **_row_options(size), **overlap_options(x.device),
     )  # fmt: skip
 
 
@@ -242,7 +251,7 @@ def _silu_mul(gate_up: Tensor, out: Tensor, scales: Tensor | None) -> None:
         options = {"SIZE": size, "BLOCK": _SILU_BLOCK, "num_warps": 4}
     _silu_mul_kernel[(len(gate_up), triton.cdiv(size, options["BLOCK"]))](
         gate_up, out, gate_up if scales is None else scales, gate_up.stride(0), out.stride(0),
-        IS_FP8=scales is not None, **options,
+        IS_FP8=scales is not None, **options, **overlap_options(gate_up.device),
     )  # fmt: skip
 
 

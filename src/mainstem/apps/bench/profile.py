@@ -24,7 +24,7 @@ LARGEST = 12  # kernels listed by name
 # the first that fits
 KINDS = {
     "copies": r"memcpy|memset|copy|aten::clone",
-    "attention": r"span|attention|attn|flash|merge",
+    "attention": r"span|units_kernel|attention|attn|flash|merge",
     "sampling": r"argmax|sample|sampling|topk|top_k|sort|softmax|multinomial|cumsum"
     r"|_(survey|collect|finish|tops)_kernel",
     "gemm": r"gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|scaled_mm|splitk|aten::(add|b|)mm\b"

@@ -1,0 +1,29 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""A kernel that is launched while the one ahead of it still runs (programmatic dependent launch,
+from Hopper on). It fetches its code and what does not change, and waits; nothing is read or written
+that the kernel ahead may write or read before it has ended.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from mainstem.kernels.tuning import can_overlap
+
+
+@triton.jit
+def wait_for_ahead(OVERLAPS: tl.constexpr):
+    """Let the kernel behind be launched, then wait for the one ahead."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@cache
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """What a kernel with an OVERLAPS constant is launched with."""
+    if not can_overlap(device):
+        return {"OVERLAPS": False}
+    return {"OVERLAPS": True, "launch_pdl": True}
