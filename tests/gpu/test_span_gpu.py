@@ -1,5 +1,7 @@
 """Span attention at full shapes on a card; needs CUDA, run with `make test-gpu`."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from mainstem.apps.bench.workloads import AttentionCase, Run, mixed_cases
 from mainstem.core.step import Spans
 from mainstem.kernels import LayoutError, Limits, SpanAttention, reference
 from mainstem.kernels.append import rope_append
+from mainstem.kernels.cutting import Option, Shape
 from mainstem.kernels.merge import merge
 from mainstem.kernels.rotate import rerotate
 
@@ -41,6 +44,13 @@ CASES = {
     "prefill alone": (Run(tuple(range(300)), 700, is_causal=True),),
     "prefill without history": (Run(tuple(range(513)), 513, is_causal=True),),
     "long and short": _decode([20000, 3, 1000]),
+    # small units of several rows, without large ones
+    "groups of four": _decode([100] * 64, [(range(i, i + 4), 1000 + i) for i in range(0, 64, 4)]),
+    "groups of two and three": _decode(
+        [17] * 10, [(range(2), 500), (range(2, 5), 333), (range(5, 7), 64), (range(7, 10), 2000)]
+    ),
+    "a short prefix of a few": _decode([128] * 16, [(range(16), 200)]),
+    "a prompt of three tokens": (*_decode([40, 50]), Run((2, 3, 4), 300, is_causal=True)),
     "a prefix without keys": _decode([30] * 64, [(range(64), 0), (range(64), 500)]),
     # units of 20 rows, for which one group of warps has nothing to do, between those of 128
     "few rows and many": _decode(
@@ -87,9 +97,9 @@ def _run(
         ),
         deterministic_keys=deterministic_keys,
     )
-    attention.plan(spans)
+    launches = attention.plan(spans)
     lse = torch.full((case.num_tokens, case.heads), float("nan"), device="cuda")
-    out = attention.run(q, k_pages, v_pages, lse=lse)
+    out = attention.run(q, k_pages, v_pages, lse=lse, launches=launches)
     again = attention.run(q, k_pages, v_pages, lse=torch.empty_like(lse))
     right, right_lse = reference.span_attention(
         q.float(), k_pages.nan_to_num(0.0), v_pages.nan_to_num(0.0), spans, case.head_dim**-0.5
@@ -105,7 +115,7 @@ def _check(case: AttentionCase, dtype: torch.dtype, deterministic_keys: int | No
     seen = right_lse.isfinite()
     assert torch.equal(seen, lse.isfinite())
     assert float((lse - right_lse)[seen].abs().max()) < 0.02
-    assert torch.equal(out, again), "the second run differs from the first"
+    assert torch.equal(out, again), "the second run, with all launches, differs from the first"
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -238,6 +248,36 @@ def test_a_graph_is_replayed_over_another_plan() -> None:
         attention.plan(case.spans())
         graph.replay()
         right, _ = reference.span_attention(q.float(), k_pages, v_pages, case.spans(), 128**-0.5)
+        assert (out.float() - right).abs().max() < 0.02 * right.abs().max()
+
+
+def _take(option: Option, _options: list[Option], _shape: Shape) -> Option:
+    return option
+
+
+def test_every_way_to_cut_a_step_agrees() -> None:
+    groups = [(range(i, i + 4), 300 + i) for i in range(0, 16, 4)]
+    case = AttentionCase("a", _decode([70] * 16, groups), heads=32, kv_heads=8)
+    spans = case.spans()
+    k_pages, v_pages = (torch.randn(300, 8, 16, 128, device="cuda").bfloat16() for _ in range(2))
+    q = torch.randn(16, 32, 128, device="cuda").bfloat16()
+    attention = SpanAttention(
+        heads=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
+        device=torch.device("cuda"), limits=Limits(16, 512),
+    )  # fmt: skip
+    right, _ = reference.span_attention(q.float(), k_pages, v_pages, spans, 128**-0.5)
+    found: list[Option] = []
+
+    def all_of_them(options: list[Option], _: Shape) -> Option:
+        found[:] = options
+        return options[0]
+
+    attention.plan(spans, all_of_them)
+    assert {bool(option.is_large.any()) for option in found} == {True, False}
+    for option in tuple(found):
+        launches = attention.plan(spans, partial(_take, option))
+        assert launches.large == bool(option.is_large.any())
+        out = attention.run(q, k_pages, v_pages, launches=launches)
         assert (out.float() - right).abs().max() < 0.02 * right.abs().max()
 
 

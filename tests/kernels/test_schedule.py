@@ -65,6 +65,7 @@ def check(case: AttentionCase, shape: Shape, pick: Pick = first_to_end) -> None:
         for unit in units.tolist():
             piece = ints[pieces_at + unit // per_piece * plans.PIECE_FIELDS :][: plans.PIECE_FIELDS]
             entry, row_begin, row_end, _, key_begin, key_end, limit, stretch = piece.tolist()
+            assert key_begin % shape.page_size == 0
             span = int(np.searchsorted(spans.query_starts, entry, side="right")) - 1
             queries = np.arange(row_begin, row_end) // shape.group
             seen = np.minimum(limit + queries + 1, key_end) - key_begin
@@ -185,6 +186,7 @@ def test_random_steps_are_covered(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_every_way_to_cut_is_a_plan(seed: int, tiles: Tiles) -> None:
     case = random_step(random.Random(seed))
+    case = replace(case, page_size=(16, 16, 32, 64)[seed % 4])
     shape = shape_of(case, tiles)
     count = 0
 
@@ -274,3 +276,42 @@ def test_a_large_step_is_planned_quickly(batch: int, groups: int, tiles: Tiles) 
         plans.schedule(spans, shape)
         took_s.append(time.perf_counter() - begin_s)
     assert min(took_s) < 0.01  # a millisecond on the GPU's host; this machine may be busy
+
+
+def _grouped(group_of: int, prefix: int, own: int = 100, tokens: int = 64) -> AttentionCase:
+    rows = [tuple(range(i, i + group_of)) for i in range(0, tokens, group_of)]
+    return AttentionCase(
+        "grouped",
+        (*(Run((row,), own) for row in range(tokens)), *(Run(group, prefix) for group in rows)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "launches"),
+    [
+        (AttentionCase("own", tuple(Run((row,), 256) for row in range(64))), (False, False)),
+        (AttentionCase("one", (Run((0,), 32768),)), (False, True)),
+        (_grouped(4, 1000), (False, True)),
+        (_grouped(64, 20_000), (True, True)),
+        (AttentionCase("prompt", (Run(tuple(range(512)), 512, is_causal=True),)), (True, False)),
+    ],
+)
+def test_a_plan_names_the_launches_that_it_needs(
+    case: AttentionCase, launches: tuple[bool, bool]
+) -> None:
+    assert plans.schedule(case.spans(), shape_of(case, HOPPER_SPLIT)).launches == launches
+
+
+@pytest.mark.parametrize("case", [_grouped(4, 1000), _grouped(16, 100), _grouped(2, 5000)])
+def test_spans_of_a_few_tokens_may_be_of_either_kind(case: AttentionCase) -> None:
+    kinds: set[int] = set()
+
+    def tell(options: list[Option], shape: Shape) -> Option:
+        kinds.update(int(option.is_large.sum()) for option in options)
+        return first_to_end(options, shape)
+
+    plans.schedule(case.spans(), shape_of(case, HOPPER_SPLIT), tell)
+    assert len(kinds) == 2
+    assert 0 in kinds
+    plans.schedule(case.spans(), shape_of(case, HOPPER), tell)
+    assert len(kinds) == 2, "one kernel has both kinds, so nothing is saved"

@@ -102,8 +102,8 @@ def check(
     lse = torch.full((num_tokens + 1, heads), 7.0)
     before = [x.clone() for x in (q, k_pages, v_pages)]
     attention = make_attention(shape, dtype, deterministic_keys, tiles=tiles)
-    attention.plan(spans)
-    attention.run(q, k_pages, v_pages, out=out, lse=lse)
+    launches = attention.plan(spans)
+    attention.run(q, k_pages, v_pages, out=out, lse=lse, launches=launches)
     right, right_lse = reference.span_attention(
         q.float(), k_pages.nan_to_num(0.0), v_pages.nan_to_num(0.0), spans, dim**-0.5
     )

@@ -34,7 +34,7 @@ ROUNDS = 4  # of large units on a multiprocessor that are looked at one by one
 # room for spans that cannot be cut.
 SMALL_ON = np.array([1.0, 0.9, 0.8, 2.0])
 FINER = 4  # so many times shorter are stretches of spans of several tokens that fill up gaps
-STRETCH_KEYS = 32  # stretches of small spans are multiples of it
+STRETCH_KEYS = 32  # stretches of small spans are multiples of it, of pages and of a step's keys
 SMALL_TILE_KEYS = 64  # keys x heads in a step of a small unit
 LEAST_ROWS = 16  # what a matrix instruction takes
 MOST_SMALL_ROWS = 32
@@ -247,7 +247,8 @@ class _Spans:
         """
         if not len(self.keys):
             return [_Way(np.empty(0), Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))] * len(shares)
-        tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else STRETCH_KEYS
+        step = shape.tiles.large_k if self.is_large else SMALL_TILE_KEYS // shape.fold
+        tile = max(step, shape.page_size, STRETCH_KEYS)
         target = np.maximum(ROUNDING * float(self.seen @ self.copies) / shares, 1.0)
         wished = self.seen * finer
         if wished.max() < 2.0 * target.min():  # nobody is long enough to be cut: one way for all
