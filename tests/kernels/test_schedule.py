@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from mainstem.apps.bench.cuts import random_step
 from mainstem.apps.bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases
+from mainstem.core.step import Spans
 from mainstem.kernels import Limits
 from mainstem.kernels import schedule as plans
 from mainstem.kernels.cutting import SMALL_TILE_KEYS, Option, Pick, Shape, first_to_end
@@ -35,9 +36,12 @@ def shape_of(case: AttentionCase, tiles: Tiles, fixed_stretch: int | None = None
 
 
 def check(case: AttentionCase, shape: Shape, pick: Pick = first_to_end) -> None:
-    """Count (row, key) pairs per KV head, and Partials per token, as the kernel would."""
     spans = case.spans()
-    plan = plans.schedule(spans, shape, pick)
+    check_plan(plans.schedule(spans, shape, pick), spans, shape)
+
+
+def check_plan(plan: plans.Schedule, spans: Spans, shape: Shape) -> None:
+    """Count (row, key) pairs per KV head, and Partials per token, as the kernel would."""
     ints = plan.ints
     small_at, large_at, entries_at, num_entries, pages_at, merges_at, num_merges = ints[:7]
     table = ints[plans.HEADER_INTS :][: shape.num_programs * plans.SHARE_FIELDS]
@@ -315,3 +319,53 @@ def test_spans_of_a_few_tokens_may_be_of_either_kind(case: AttentionCase) -> Non
     assert 0 in kinds
     plans.schedule(case.spans(), shape_of(case, HOPPER), tell)
     assert len(kinds) == 2, "one kernel has both kinds, so nothing is saved"
+
+
+def _grown(case: AttentionCase, rng: random.Random, most: int) -> AttentionCase:
+    longer = (replace(run, key_tokens=run.key_tokens + rng.randint(0, most)) for run in case.runs)
+    return replace(case, runs=tuple(longer))
+
+
+@pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])
+@pytest.mark.parametrize("fixed_stretch", [None, 256])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_frame_holds_for_a_few_keys_more(
+    seed: int, fixed_stretch: int | None, tiles: Tiles
+) -> None:
+    rng = random.Random(seed)
+    case = replace(random_step(rng), page_size=rng.choice([16, 32, 64]))
+    shape = shape_of(case, tiles, fixed_stretch)
+    first = plans.schedule(case.spans(), shape)
+    held = 0
+    for most in (0, 1, 3, plans.KEPT_KEYS):
+        spans = _grown(case, rng, most).spans()
+        if first.frame.holds_for(spans):
+            held += 1
+            check_plan(first.frame.plan(spans), spans, shape)
+    assert held
+    check_plan(first.frame.plan(case.spans()), case.spans(), shape)  # nothing was overwritten
+
+
+def test_a_frame_does_not_hold_for_other_steps() -> None:
+    case = AttentionCase("decodes", tuple(Run((row,), 100 + row) for row in range(40)))
+    spans = case.spans()
+    frame = plans.schedule(spans, shape_of(case, HOPPER_SPLIT)).frame
+    assert frame.holds_for(spans)
+    runs = case.runs
+    for other in (
+        runs[:-1],
+        (*runs, Run((40,), 5)),
+        (replace(runs[0], rows=(1,)), *runs[1:]),
+        (replace(runs[0], is_causal=True), *runs[1:]),
+        (replace(runs[0], key_tokens=99), *runs[1:]),
+        (replace(runs[0], key_tokens=101 + plans.KEPT_KEYS), *runs[1:]),
+    ):
+        assert not frame.holds_for(replace(case, runs=other).spans())
+
+
+def test_a_frame_does_not_hold_past_the_last_stretch() -> None:
+    case = AttentionCase("one", (Run((0,), 4096),))
+    frame = plans.schedule(case.spans(), shape_of(case, HOPPER_SPLIT)).frame
+    longer = AttentionCase("one", (Run((0,), 4097),))
+    assert frame.most_keys[0] >= 4096
+    assert frame.holds_for(longer.spans()) == (frame.most_keys[0] > 4096)

@@ -1,6 +1,7 @@
 """Span attention under the interpreter: tiny shapes, every corner, against the reference."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,10 @@ from mainstem.kernels import (  # noqa: E402
     Limits,
     PlanTooLarge,
     SpanAttention,
+    ops,
     reference,
 )
+from mainstem.kernels.schedule import Schedule, schedule  # noqa: E402
 from mainstem.kernels.tuning import INTERPRETER, Tiles  # noqa: E402
 
 pytestmark = [
@@ -311,3 +314,27 @@ def test_a_broken_plan_is_refused() -> None:
         )  # fmt: skip
     with pytest.raises(LayoutError, match="causal"):
         attention.plan(make_spans([([0, 1, 2], 2, True)], 16))
+
+
+def test_a_step_like_the_last_one_is_planned_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes over a shared prefix, a key more each time; pages fill up and are followed by new."""
+    runs: list[Run] = [([0, 1, 2], 40, False), ([0], 14, False), ([1], 3, False), ([2], 31, False)]
+    attention = make_attention((4, 2, 64, 16), torch.float32)
+    made: list[Spans] = []
+
+    def counted(spans: Spans, *rest: Any) -> Schedule:
+        made.append(spans)
+        return schedule(spans, *rest)
+
+    monkeypatch.setattr(ops, "schedule", counted)
+    for step in range(20):
+        grown = [(rows, keys + step * (len(rows) == 1), causal) for rows, keys, causal in runs]
+        spans = make_spans(grown, 16, seed=step)
+        k_pages, v_pages = make_pages(spans, (2, 16, 64), torch.float32)
+        q = torch.randn(3, 4, 64)
+        out = attention.run(q, k_pages, v_pages, launches=attention.plan(spans))
+        right, _ = reference.span_attention(
+            q, k_pages.nan_to_num(0.0), v_pages.nan_to_num(0.0), spans, 64**-0.5
+        )
+        assert torch.allclose(out, right, atol=1e-4)
+    assert 1 < len(made) <= 4

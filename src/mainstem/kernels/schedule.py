@@ -58,6 +58,8 @@ SHARE_LARGE_PIECE = 8  # the piece of its first large unit, and of its first sma
 SHARE_SMALL_PIECE = 16
 SHARE_FIELDS = 24
 
+KEPT_KEYS = 16  # more in a span than when its units were shared out do not matter
+
 
 class Launches(NamedTuple):
     """Kernels that a step needs, beside that of small units, which all do."""
@@ -77,6 +79,7 @@ class Schedule:
     num_pieces: int
     num_slots: int
     launches: Launches
+    frame: "Frame"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,19 @@ class _Pieces:
     """
 
     table: Int32s  # [pieces, PIECE_FIELDS]
+    span: Int64s  # [pieces] which it is of
+    ends: Int64s  # [pieces] of their stretches, where the span has as many keys
     num_large: int
-    costs: Floats  # [pieces] microseconds of one unit
+
+    def tell_keys(self, table: Int32s, spans: Spans, shape: Shape) -> None:
+        """Fill in the columns that change with the keys."""
+        queries = np.diff(spans.query_starts)
+        limit = np.where(spans.is_causal, spans.key_tokens - queries, NO_LIMIT)[self.span]
+        seen_by_last = limit + (table[:, PIECE_ROW_END] - 1) // shape.group + 1
+        key_end = np.minimum(self.ends, spans.key_tokens[self.span])
+        table[:, PIECE_PAGE] = spans.page_starts[self.span]
+        table[:, PIECE_KEY_END] = np.minimum(key_end, seen_by_last)
+        table[:, PIECE_LIMIT] = limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,34 +114,33 @@ class _Partials:
 
 
 def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
-    keys, queries = spans.key_tokens.astype(np.int64), cut.queries
     counts = cut.parts * cut.row_tiles
     by_kind = np.argsort(~cut.is_large, kind="stable")
     span = np.repeat(by_kind, counts[by_kind])
-    num_large = int(counts[cut.is_large].sum())
     ends = np.cumsum(counts[by_kind])
     within = np.arange(len(span)) - np.repeat(ends - counts[by_kind], counts[by_kind])
     stretch = within // cut.row_tiles[span]
     row_begin = (within - stretch * cut.row_tiles[span]) * cut.tile_rows[span]
-    row_end = np.minimum(row_begin + cut.tile_rows[span], queries[span] * shape.group)
-    limit = np.where(spans.is_causal, keys - queries, NO_LIMIT)[span]
     key_begin = stretch * cut.stretches[span]
-    key_end = np.minimum(key_begin + cut.stretches[span], keys[span])
-    key_end = np.minimum(key_end, limit + (row_end - 1) // shape.group + 1)
     table = np.empty((len(span), PIECE_FIELDS), np.int32)
     table[:, PIECE_ENTRY] = spans.query_starts[span]
     table[:, PIECE_ROW_BEGIN] = row_begin
-    table[:, PIECE_ROW_END] = row_end
-    table[:, PIECE_PAGE] = spans.page_starts[span]
-    table[:, PIECE_KEY_BEGIN] = key_begin
-    table[:, PIECE_KEY_END] = key_end
-    table[:, PIECE_LIMIT] = limit
-    table[:, PIECE_STRETCH] = stretch
-    num_keys = key_end - key_begin
-    costs = np.concatenate(
-        (unit_us(num_keys[:num_large], True, shape), unit_us(num_keys[num_large:], False, shape))
+    table[:, PIECE_ROW_END] = np.minimum(
+        row_begin + cut.tile_rows[span], cut.queries[span] * shape.group
     )
-    return _Pieces(table, num_large, costs)
+    table[:, PIECE_KEY_BEGIN] = key_begin
+    table[:, PIECE_STRETCH] = stretch
+    num_large = int(counts[cut.is_large].sum())
+    pieces = _Pieces(table, span, key_begin + cut.stretches[span], num_large)
+    pieces.tell_keys(table, spans, shape)
+    return pieces
+
+
+def _costs(pieces: _Pieces, shape: Shape) -> tuple[Floats, Floats]:
+    """Microseconds of one unit of each large piece, and of each small one."""
+    num_keys = pieces.table[:, PIECE_KEY_END] - pieces.table[:, PIECE_KEY_BEGIN]
+    large, small = num_keys[: pieces.num_large], num_keys[pieces.num_large :]
+    return unit_us(large, True, shape), unit_us(small, False, shape)
 
 
 def _place_partials(tokens: Int32s, cut: Cut) -> _Partials:
@@ -165,16 +178,24 @@ def _split_tokens(tokens: Int32s, queries: Int64s, is_split: Bools) -> Bools:
     return is_split
 
 
-def _tell_shares(
-    table: Int32s,
-    shares: Int32s,
-    orders: tuple[Int64s, Int64s],
-    pieces: _Pieces,
-    shape: Shape,
-) -> None:
-    """Fill in the shares but for SHARE_SMALL_PAGE; who has no unit of a kind gets zeros for it."""
-    table[:] = 0
+@dataclass(frozen=True, slots=True)
+class _First:
+    """First units of the programs that have some of a kind."""
+
+    programs: Int64s
+    pieces: Int64s
+    columns: slice  # of the shares, for what the piece is
+
+
+def _share_table(
+    shares: Int32s, orders: tuple[Int64s, Int64s], pieces: _Pieces, shape: Shape
+) -> tuple[Int32s, tuple[_First, _First]]:
+    """Columns of the shares that do not change with the keys; who has no unit of a kind gets zeros
+    for it.
+    """
+    table = np.zeros((shape.num_programs, SHARE_FIELDS), np.int32)
     ends = shares.reshape(2, -1)
+    firsts = []
     for order, bounds, units, first_piece, at, head, piece in (
         (orders[0], ends[0], shape.kv_heads, 0, SHARE_LARGE, SHARE_LARGE_HEAD, SHARE_LARGE_PIECE),
         (
@@ -186,23 +207,78 @@ def _tell_shares(
         busy = np.flatnonzero(bounds[:-1] < bounds[1:])
         first = order[bounds[busy]]
         table[busy, head] = first % units
-        table[busy, piece : piece + PIECE_FIELDS] = pieces.table[first_piece + first // units]
         if at == SHARE_SMALL:
             table[busy, head] *= shape.fold
             second = np.minimum(bounds[busy] + 1, bounds[busy + 1] - 1)
             table[busy, SHARE_SMALL_NEXT] = order[second]
+        columns = slice(piece, piece + PIECE_FIELDS)
+        firsts.append(_First(busy, first_piece + first // units, columns))
+    return table, (firsts[0], firsts[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What of a plan holds for the next steps, too, if all of their spans are those of the step it
+    was made for with a few keys more.
+    """
+
+    shape: Shape
+    structure: tuple[Int32s, Int32s, Bools]  # of the spans: query starts, query rows, is causal
+    keys: Int32s
+    most_keys: Int64s  # that the stretches of each span hold
+    pieces: _Pieces
+    firsts: tuple[_First, _First]
+    head: Int32s  # the plan up to the page ids
+    num_slots: int
+    launches: Launches
+
+    def holds_for(self, spans: Spans) -> bool:
+        if not all(map(np.array_equal, _structure(spans), self.structure)):
+            return False
+        grown = spans.key_tokens - self.keys
+        is_like = (grown >= 0) & (grown <= KEPT_KEYS) & (spans.key_tokens <= self.most_keys)
+        return bool(is_like.all())
+
+    def plan(self, spans: Spans) -> Schedule:
+        """The plan of a step for which the frame holds."""
+        shape, head = self.shape, self.head
+        large_at, entries_at, pages_at = head[H_LARGE], head[H_ENTRIES], head[H_PAGES]
+        # One page id more than there are: the kernel fetches one ahead.
+        ints = np.empty(pages_at + len(spans.page_ids) + 1, np.int32)
+        ints[:pages_at] = head
+        ints[pages_at:-1] = spans.page_ids
+        ints[-1] = 0
+        pieces = ints[large_at:entries_at].reshape(-1, PIECE_FIELDS)
+        self.pieces.tell_keys(pieces, spans, shape)
+        table = ints[HEADER_INTS : head[H_LARGE_ORDER]].reshape(shape.num_programs, SHARE_FIELDS)
+        for first in self.firsts:
+            table[first.programs, first.columns] = pieces[first.pieces]
+        first_page = table[:, SHARE_SMALL_PIECE + PIECE_PAGE] + (
+            table[:, SHARE_SMALL_PIECE + PIECE_KEY_BEGIN] // shape.page_size
+        )
+        table[:, SHARE_SMALL_PAGE] = ints[pages_at + first_page]
+        return Schedule(ints, len(pieces), self.num_slots, self.launches, self)
+
+
+def _structure(spans: Spans) -> tuple[Int32s, Int32s, Bools]:
+    return spans.query_starts, spans.query_rows, spans.is_causal
 
 
 def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
     """Cut the spans into units, share them out and place every row's Partials."""
+    return _frame(spans, shape, pick).plan(spans)
+
+
+def _frame(spans: Spans, shape: Shape, pick: Pick) -> Frame:
     cut = cut_spans(spans, shape, pick)
     pieces = _pieces(spans, cut, shape)
     partials = _place_partials(spans.query_rows, cut)
     shares = np.empty(2 * shape.num_programs + 2, np.int32)
+    large_costs, small_costs = _costs(pieces, shape)
     large_order, small_order = share_out(
         shares,
-        (pieces.costs[: pieces.num_large], shape.kv_heads),
-        (pieces.costs[pieces.num_large :], shape.kv_heads // shape.fold),
+        (large_costs, shape.kv_heads),
+        (small_costs, shape.kv_heads // shape.fold),
         Seats(cut.num_large, shape.num_large_programs, shape.tiles.pace),
     )
     large_order_at = HEADER_INTS + shape.num_programs * SHARE_FIELDS
@@ -212,26 +288,30 @@ def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
     entries_at = large_at + pieces.table.size
     merges_at = entries_at + partials.entries.size
     pages_at = merges_at + partials.merges.size
-    # One page id more than there are: the kernel fetches one ahead.
-    ints = np.empty(pages_at + len(spans.page_ids) + 1, np.int32)
-    ints[:HEADER_INTS] = 0
-    ints[: H_SMALL_ORDER + 1] = (
+    head = np.empty(pages_at, np.int32)
+    head[:HEADER_INTS] = 0
+    head[: H_SMALL_ORDER + 1] = (
         small_at, large_at, entries_at, partials.entries.shape[1], pages_at,
         merges_at, partials.merges.shape[1], partials.merges[2].max(initial=0),
         large_order_at, small_order_at,
     )  # fmt: skip
-    ints[large_order_at:small_order_at] = large_order
-    ints[small_order_at:large_at] = small_order
-    ints[large_at:entries_at] = pieces.table.ravel()
-    ints[entries_at:merges_at] = partials.entries.ravel()
-    ints[merges_at:pages_at] = partials.merges.ravel()
-    ints[pages_at:-1] = spans.page_ids
-    ints[-1] = 0
-    table = ints[HEADER_INTS:large_order_at].reshape(shape.num_programs, SHARE_FIELDS)
-    _tell_shares(table, shares, (large_order, small_order), pieces, shape)
-    first_page = table[:, SHARE_SMALL_PIECE + PIECE_PAGE] + (
-        table[:, SHARE_SMALL_PIECE + PIECE_KEY_BEGIN] // shape.page_size
-    )
-    table[:, SHARE_SMALL_PAGE] = ints[pages_at + first_page]
+    table, firsts = _share_table(shares, (large_order, small_order), pieces, shape)
+    head[HEADER_INTS:large_order_at] = table.ravel()
+    head[large_order_at:small_order_at] = large_order
+    head[small_order_at:large_at] = small_order
+    head[large_at:entries_at] = pieces.table.ravel()
+    head[entries_at:merges_at] = partials.entries.ravel()
+    head[merges_at:pages_at] = partials.merges.ravel()
     launches = Launches(large=len(large_order) > 0, merge=partials.num_slots > 0)
-    return Schedule(ints, len(pieces.table), partials.num_slots, launches)
+    query_starts, query_rows, is_causal = _structure(spans)
+    return Frame(
+        shape=shape,
+        structure=(query_starts.copy(), query_rows.copy(), is_causal.copy()),
+        keys=spans.key_tokens.copy(),
+        most_keys=cut.parts * cut.stretches,
+        pieces=pieces,
+        firsts=firsts,
+        head=head,
+        num_slots=partials.num_slots,
+        launches=launches,
+    )

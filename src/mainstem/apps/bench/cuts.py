@@ -19,7 +19,7 @@ import torch
 from mainstem.apps.bench.kernel import DTYPE, Bench, fingerprint, make_attention
 from mainstem.apps.bench.workloads import AttentionCase, Run
 from mainstem.apps.flag_types import positive_count
-from mainstem.kernels.cutting import Option, Shape
+from mainstem.kernels.cutting import Option, Shape, first_to_end
 from mainstem.kernels.schedule import Launches
 
 HEADS = ((32, 8), (32, 8), (32, 8), (32, 32), (28, 4), (64, 8), (16, 2), (40, 8))
@@ -111,7 +111,7 @@ def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
         if (*units, ways.taken.sms) not in us:
             us[*units, ways.taken.sms] = bench.time_us(replay(launches))
         launches = attention.plan(spans, ways)
-    return summary(case.name, us, bench.time_us(replay(attention.plan(spans))))
+    return summary(case.name, us, bench.time_us(replay(attention.plan(spans, first_to_end))))
 
 
 def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -> dict[str, object]:
