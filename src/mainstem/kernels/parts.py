@@ -67,7 +67,9 @@ def _merge_parts_kernel(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     IS_ORDERED: tl.constexpr, HAS_LSE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """This program's tiles: of many rows with few Partials each, or of one row with many."""
+    """This program's tiles: of many rows with few Partials each, of few where there are not enough
+    for all programs, or of one row with many Partials.
+    """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     merges_ptr = plan_ptr + tl.load(plan_ptr + 5)
@@ -81,7 +83,7 @@ def _merge_parts_kernel(
                 stride_out_token, stride_out_head,
                 HEADS, HEAD_DIM, DIM, DIM, 16, 1, HAS_LSE, OVERLAPS,
             )  # fmt: skip
-    elif most_parts <= 4:
+    elif most_parts <= 4 and num_rows >= 8 * num_programs:
         for tile in range(program, tl.cdiv(num_rows, 16), num_programs):
             _merge_tile(
                 out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges, tile,
