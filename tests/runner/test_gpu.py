@@ -4,6 +4,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,10 @@ from mainstem.core.request import Request, SamplingParams
 from mainstem.core.shapes import ModelShape
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
+from mainstem.kernels.schedule import Launches
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import RandomOrigin
+from tests.runner.recorded_graphs import Piece, Recorder
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SHAPE = ModelShape("test", 32, 48, 1, 2, 1, 64, 96, 10_000.0, 512)
@@ -99,6 +103,32 @@ def test_same_tokens_as_on_the_cpu(sampling: SamplingParams) -> None:
 def test_same_tokens_without_sharing() -> None:
     shared = answers(on_gpu(a_config()), prompts(), GREEDY)
     assert answers(on_gpu(a_config(Share.NONE)), prompts(), GREEDY) == shared
+
+
+@interpreted
+def test_same_tokens_when_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As graphs of a few sizes, without the launches that a step's plan does not need; two layers
+    in two pieces."""
+    from mainstem.runner import gpu, graphs  # noqa: PLC0415
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415
+
+    for module in (gpu, graphs):
+        monkeypatch.setattr(module, "LAYERS_AT_ONCE", 1)
+    origin, config = RandomOrigin(replace(SHAPE, layers=2), 0), a_config()
+    runner, facts = load_gpu_runner(origin, config, torch.device("cpu"))
+    replayed: set[tuple[int, Launches]] = set()
+
+    def pieces_of(size: int, launches: Launches) -> list[Piece]:
+        return [partial(replayed.add, (size, launches)), *runner._pieces(size, launches)]
+
+    with torch.inference_mode():
+        runner._graphs = graphs.StepGraphs((2, 24), Recorder(monkeypatch).wrap(pieces_of))
+    replayed.clear()
+    found = answers(join(runner, facts, config, EventBus()), prompts(), GREEDY)
+    cpu_runner, cpu_facts = load_cpu_runner(origin, config)
+    assert found == answers(join(cpu_runner, cpu_facts, config, EventBus()), prompts(), GREEDY)
+    assert {size for size, _ in replayed} == {2, 24}
+    assert len({launches for _, launches in replayed}) > 1
 
 
 @interpreted

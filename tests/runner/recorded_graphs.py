@@ -1,0 +1,57 @@
+"""CUDA graphs without a card: a recording, when replayed, calls what was called as it was made."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from mainstem.kernels.schedule import Launches
+
+Piece = Callable[[], None]
+PiecesOf = Callable[[int, Launches], Sequence[Piece]]
+
+
+class Recording:
+    """Stands in for torch.cuda.CUDAGraph."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    def pool(self) -> str:
+        return "the pool"
+
+    def replay(self) -> None:
+        for piece in self.pieces:
+            piece()
+
+
+class Recorder:
+    """Stands in for the parts of torch.cuda that capture."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._current: Recording | None = None
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+        monkeypatch.setattr(torch.cuda, "graph", self._graph)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    @contextmanager
+    def _graph(self, graph: Recording, pool: str | None) -> Iterator[None]:
+        assert self._current is None, "one capture at a time"
+        self._current = graph
+        yield
+        self._current = None
+
+    def wrap(self, pieces_of: PiecesOf) -> PiecesOf:
+        """The same pieces; while a graph is captured they are kept instead of run."""
+
+        def wrapped(piece: Piece) -> Piece:
+            def run() -> None:
+                if self._current is None:
+                    piece()
+                else:
+                    self._current.pieces.append(piece)
+
+            return run
+
+        return lambda size, launches: [wrapped(piece) for piece in pieces_of(size, launches)]

@@ -1,0 +1,116 @@
+"""Which graphs are captured and which of them a step replays."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from mainstem.core.step import Step
+from mainstem.kernels.schedule import ALL_LAUNCHES, Launches
+from mainstem.runner.gates import LAYERS_AT_ONCE
+from mainstem.runner.graphs import (
+    FEWER_LAUNCHES,
+    GRAPH_SIZES,
+    MOST_TOKENS_OF_FEWER,
+    StepGraphs,
+)
+from tests.runner.recorded_graphs import Piece, Recorder
+from tests.runner.steps import Seq, Work, a_step
+
+pytestmark = pytest.mark.torch
+
+Call = tuple[int, Launches, int]  # size, launches and which piece
+NUM_PIECES = 3
+EVERY_KIND = [Launches(large, merge) for large in (False, True) for merge in (False, True)]
+
+
+class Order:
+    """Keeps who came when: pieces as calls, a gate's layers as numbers."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call | int] = []
+
+    def pieces_of(self, size: int, launches: Launches) -> list[Piece]:
+        calls = [(size, launches, index) for index in range(NUM_PIECES)]
+        return [partial(self.calls.append, call) for call in calls]
+
+    def before(self, layer: int) -> None:
+        self.calls.append(layer)
+
+    def after(self, layer: int) -> None:
+        raise AssertionError("nobody is told between the layers of a graph")
+
+
+def a_step_of(tokens: int) -> Step:
+    seq = Seq(0, list(range(tokens)), list(range(-(-tokens // 16))))
+    return a_step([Work(seq, tokens)], page_size=16, vocab=100)
+
+
+@pytest.fixture
+def order() -> Order:
+    return Order()
+
+
+@pytest.fixture
+def graphs(order: Order, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
+    made = StepGraphs(GRAPH_SIZES, Recorder(monkeypatch).wrap(order.pieces_of))
+    sizes = [call[0] for call in order.calls if isinstance(call, tuple)]
+    assert sizes == sorted(sizes, reverse=True), "the largest gives the others their memory"
+    order.calls.clear()
+    return made
+
+
+@pytest.mark.parametrize("launches", EVERY_KIND)
+@pytest.mark.parametrize("size", GRAPH_SIZES)
+def test_a_step_replays_all_that_its_plan_needs(
+    graphs: StepGraphs, order: Order, size: int, launches: Launches
+) -> None:
+    graphs.replay(size, launches, order)
+    pieces = [call for call in order.calls if isinstance(call, tuple)]
+    assert [call[2] for call in pieces] == list(range(NUM_PIECES))
+    replayed = {call[:2] for call in pieces}
+    assert len(replayed) == 1, "pieces of several passes"
+    found_size, found = replayed.pop()
+    assert found_size == size
+    assert found.large >= launches.large
+    assert found.merge >= launches.merge
+    if size <= MOST_TOKENS_OF_FEWER and not launches.large:
+        assert found == launches, "small steps without large units launch nothing in vain"
+
+
+def test_each_piece_waits_for_its_first_layer(graphs: StepGraphs, order: Order) -> None:
+    graphs.replay(8, ALL_LAUNCHES, order)
+    expected: list[Call | int] = []
+    for index in range(NUM_PIECES):
+        expected += [index * LAYERS_AT_ONCE, (8, ALL_LAUNCHES, index)]
+    assert order.calls == expected
+
+
+def test_a_step_takes_the_smallest_graph_that_holds_it(graphs: StepGraphs) -> None:
+    for tokens in (1, 2, 3, 9, 16, 17, 49, 255, 256, 257, 1000, 1024):
+        smallest = min(size for size in GRAPH_SIZES if size >= tokens)
+        assert graphs.size_for(a_step_of(tokens)) == smallest
+    assert graphs.size_for(a_step_of(1025)) is None
+
+
+def test_steps_that_copy_or_move_pages_have_no_graph(graphs: StepGraphs) -> None:
+    step, slot = a_step_of(4), np.zeros(1, np.int64)
+    assert graphs.size_for(replace(step, copy_from=slot, copy_to=slot + 1)) is None
+    page = np.zeros(1, np.int32)
+    assert graphs.size_for(replace(step, move_from=page, move_to=page + 1, move_by=page)) is None
+
+
+def test_without_sizes_no_step_has_a_graph(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = StepGraphs((), Recorder(monkeypatch).wrap(order.pieces_of))
+    assert graphs.size_for(a_step_of(1)) is None
+    assert order.calls == []
+
+
+def test_every_piece_runs_once_before_it_is_captured(
+    order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture must neither compile nor choose algorithms."""
+    kinds = (ALL_LAUNCHES, *FEWER_LAUNCHES)
+    StepGraphs((4,), Recorder(monkeypatch).wrap(order.pieces_of))
+    assert order.calls == [(4, kind, index) for kind in kinds for index in range(NUM_PIECES)]
