@@ -240,10 +240,11 @@ class _Spans:
     is_large: bool
 
     def cut(
-        self, shares: Floats, shape: Shape, places: int | None, finer: Int64s | int = 1
+        self, shares: Floats, shape: Shape, places: Floats | None, finer: Int64s | int = 1
     ) -> list[_Way]:
         """Some ways: so many units, if all could be of one length, or fewer, and of some spans
-        `finer` times as many. `places` run one each at a time, if no other kind is in the way.
+        `finer` times as many. `places`, of each way, run one each at a time, if no other kind is in
+        the way.
         """
         if not len(self.keys):
             return [_Way(np.empty(0), Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))] * len(shares)
@@ -263,7 +264,7 @@ class _Spans:
         numbers[1] = (sizes * units).sum(axis=1)
         numbers[2] = numbers[3] = sizes.max(axis=1)
         if places is not None:
-            numbers[3] = _last_end(sizes, units, np.minimum(shares, places))
+            numbers[3] = _last_end(sizes, units, places)
         numbers[4] = parts @ self.queries * float(shape.group * shape.kv_heads)
         keys = float(self.seen.sum()) * shape.kv_heads
         return [
@@ -319,7 +320,8 @@ def _options(
     each = small.cut(np.array([programs], np.float64), shape, None)[0]
     shares = _large_shares(sms)
     found: dict[tuple[float, int], Option] = {}
-    for way, share in zip(large.cut(shares, shape, sms), shares.tolist(), strict=True):
+    ways = large.cut(shares, shape, np.minimum(shares, sms))
+    for way, share in zip(ways, shares.tolist(), strict=True):
         used = int(min(share, sms, way.work.units))
         found.setdefault((way.work.units, used), Option(is_large, way, each, used))
     options = list(found.values())
@@ -332,10 +334,10 @@ def _options(
 
 def _small_ways(small: _Spans, shape: Shape) -> list[_Way]:
     """Ways to cut small spans, where there are no others."""
-    programs = shape.num_programs
+    programs = np.full(len(SMALL_ON), float(shape.num_programs))
     ways = small.cut(SMALL_ON * programs, shape, programs)
     is_shared = small.queries > 1
     if is_shared.any() and not is_shared.all():
         finer = np.where(is_shared, FINER, 1)
-        ways += small.cut(np.array([programs], np.float64), shape, programs, finer)
+        ways += small.cut(programs[:1], shape, programs[:1], finer)
     return ways

@@ -14,6 +14,7 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+FEW_ROUNDS = 4  # of units, up to which it matters who gets a short one
 LEAST_PLAYERS = 16  # at least one in so many programs gets a unit in a round: rounds take time
 Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units every piece has
 
@@ -52,12 +53,21 @@ def share_out(shares: Int32s, large: Kind, small: Kind, seats: Seats) -> tuple[I
     load = seats.open_for_small(load, len(ends) - 1)
     cost, units = small
     count = len(cost) * units
-    is_even = count and cost.max() < EVEN * cost.mean()
-    if not is_even:
+    if not _are_even(cost, count, load):
         return large_order, _deal(cost, units, small_ends, load, _spread(len(load)))
     # Equal units fill up what the large ones leave open; neighbours share page ids.
     np.cumsum(_fill(load, float(cost.mean()), count), out=small_ends[1:])
     return large_order, np.arange(count)
+
+
+def _are_even(cost: Floats, count: int, load: Floats) -> bool:
+    """Whether small units may be given out in their order, whatever they cost. Of a few rounds by
+    themselves all must be alike: a program with two long ones would end last.
+    """
+    if not count:
+        return False
+    is_few = len(load) < count < FEW_ROUNDS * len(load) and not load.any()
+    return bool(cost.max() < EVEN * (cost.min() if is_few else cost.mean()))
 
 
 def _deal(cost: Floats, units: int, shares: Int32s, load: Floats, seats: Int64s) -> Int64s:
