@@ -363,9 +363,44 @@ def test_a_frame_does_not_hold_for_other_steps() -> None:
         assert not frame.holds_for(replace(case, runs=other).spans())
 
 
-def test_a_frame_does_not_hold_past_the_last_stretch() -> None:
-    case = AttentionCase("one", (Run((0,), 4096),))
-    frame = plans.schedule(case.spans(), shape_of(case, HOPPER_SPLIT)).frame
-    longer = AttentionCase("one", (Run((0,), 4097),))
-    assert frame.most_keys[0] >= 4096
-    assert frame.holds_for(longer.spans()) == (frame.most_keys[0] > 4096)
+def test_a_frame_does_not_hold_past_a_fixed_stretch() -> None:
+    case = AttentionCase("one", (Run((0,), 4090),))
+    frame = plans.schedule(case.spans(), shape_of(case, HOPPER, fixed_stretch=256)).frame
+    assert frame.holds_for(AttentionCase("one", (Run((0,), 4096),)).spans())
+    assert not frame.holds_for(AttentionCase("one", (Run((0,), 4097),)).spans())
+
+
+@pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+def test_a_frame_holds_while_decodes_of_any_length_go_on(page_size: int, tiles: Tiles) -> None:
+    """In every step some of them begin a page, and some have filled their last stretch."""
+    rng = random.Random(0)
+    lengths = [rng.randint(0, 900) for _ in range(100)]
+    prefixes = [Run(tuple(range(i, i + 10)), 1000) for i in range(0, 100, 10)]
+
+    def step(number: int) -> AttentionCase:
+        own = (Run((row,), length + number) for row, length in enumerate(lengths))
+        return AttentionCase("ragged", (*prefixes, *own), page_size=page_size)
+
+    shape = shape_of(step(0), tiles)
+    frame = plans.schedule(step(0).spans(), shape).frame
+    for number in range(plans.KEPT_KEYS + 1):
+        spans = step(number).spans()
+        assert frame.holds_for(spans)
+        check_plan(frame.plan(spans), spans, shape)
+    assert not frame.holds_for(step(plans.KEPT_KEYS + 1).spans())
+
+
+def test_a_way_with_room_for_the_last_units_is_one_round() -> None:
+    """Two long sequences: 270 units would be a round and a bit of 264 programs, 240 are one."""
+    runs = Run((0,), 16828), Run((1,), 17422)
+    _, small = _loads(AttentionCase("two", runs, 64, 8))
+    assert small.max() < 1.25 * small.mean()
+
+
+def test_a_short_unit_lies_beside_another_one() -> None:
+    """272 units, 24 of them short: nobody has two of the 248 long ones."""
+    own = (Run((row,), keys) for row, keys in enumerate((4306, 15922, 21011, 20360, 2176, 100)))
+    case = AttentionCase("few short", (*own, Run((2, 3), 1500), Run((4, 5), 500)), 32, 32)
+    _, small = _loads(case)
+    assert small.max() < 1.3 * small.mean()

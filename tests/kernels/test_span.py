@@ -24,6 +24,7 @@ from mainstem.kernels import (  # noqa: E402
     ops,
     reference,
 )
+from mainstem.kernels.cutting import first_to_end  # noqa: E402
 from mainstem.kernels.schedule import Schedule, schedule  # noqa: E402
 from mainstem.kernels.tuning import INTERPRETER, Tiles  # noqa: E402
 
@@ -174,6 +175,13 @@ def test_plans_with_multiprocessors_for_large_units_agree(name: str) -> None:
     check(CASES[name], tiles=replace(INTERPRETER, is_split=True, programs_per_sm=3))
 
 
+def test_one_kernel_has_no_launch_to_save() -> None:
+    """Rows of small units are one tile there, whatever a launch of another kernel would cost."""
+    pace = replace(INTERPRETER.pace, launch_us=1e6)
+    tiles = replace(INTERPRETER, is_split=True, programs_per_sm=3, pace=pace)
+    check([(list(range(10)), 48, False)], tiles=tiles)
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> list[Run]:
     """Any tree of shared runs over a few sequences, then own parts, some of them prompts."""
@@ -316,17 +324,23 @@ def test_a_broken_plan_is_refused() -> None:
         attention.plan(make_spans([([0, 1, 2], 2, True)], 16))
 
 
-def test_a_step_like_the_last_one_is_planned_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes over a shared prefix, a key more each time; pages fill up and are followed by new."""
-    runs: list[Run] = [([0, 1, 2], 40, False), ([0], 14, False), ([1], 3, False), ([2], 31, False)]
-    attention = make_attention((4, 2, 64, 16), torch.float32)
-    made: list[Spans] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Spans]:
+    """The steps that are planned anew."""
+    spans_of_plans: list[Spans] = []
 
     def counted(spans: Spans, *rest: Any) -> Schedule:
-        made.append(spans)
+        spans_of_plans.append(spans)
         return schedule(spans, *rest)
 
     monkeypatch.setattr(ops, "schedule", counted)
+    return spans_of_plans
+
+
+def test_a_step_like_the_last_one_is_planned_after_it(made: list[Spans]) -> None:
+    """Decodes over a shared prefix, a key more each time; pages fill up and are followed by new."""
+    runs: list[Run] = [([0, 1, 2], 40, False), ([0], 14, False), ([1], 3, False), ([2], 31, False)]
+    attention = make_attention((4, 2, 64, 16), torch.float32)
     for step in range(20):
         grown = [(rows, keys + step * (len(rows) == 1), causal) for rows, keys, causal in runs]
         spans = make_spans(grown, 16, seed=step)
@@ -337,4 +351,25 @@ def test_a_step_like_the_last_one_is_planned_after_it(monkeypatch: pytest.Monkey
             q, k_pages.nan_to_num(0.0), v_pages.nan_to_num(0.0), spans, 64**-0.5
         )
         assert torch.allclose(out, right, atol=1e-4)
-    assert 1 < len(made) <= 4
+    assert len(made) == 2
+
+
+def test_what_somebody_picked_is_not_followed(made: list[Spans]) -> None:
+    spans = make_spans([([0], 300, False)], 16)
+    attention = make_attention((4, 2, 64, 16))
+    counts = []
+    for pick in (None, None, first_to_end, None, None):
+        attention.plan(spans, pick)
+        counts.append(len(made))
+    assert counts == [1, 1, 2, 3, 3]
+
+
+def test_a_plan_that_had_to_share_less_is_not_followed(made: list[Spans]) -> None:
+    limits = Limits(max_tokens=2, max_pages=8, max_partials=1)
+    attention = make_attention((4, 2, 64, 16), limits=limits)
+    spans = make_spans([([0, 1], 32, False), ([0], 5, False), ([1], 5, False)], 16)
+    attention.plan(spans)
+    once = len(made)
+    assert once > 1
+    attention.plan(spans)
+    assert len(made) == 2 * once

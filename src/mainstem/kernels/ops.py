@@ -128,8 +128,10 @@ def _with_kernel(
     tiles: Tiles, device: torch.device, page_size: int
 ) -> tuple[Tiles, _Hopper | None]:
     """The tiles with the kernels of their own that they ask for; others where there are none."""
-    if not tiles.is_split or device.type == "cpu":
+    if not tiles.is_split:
         return tiles, None
+    if device.type == "cpu":  # one kernel has both kinds, so there is no launch to save
+        return replace(tiles, pace=replace(tiles.pace, launch_us=0.0)), None
     if tiles.large_q != 128 or tiles.large_k % page_size or tiles.small_q != 64:
         raise LayoutError(
             "tiles that are split must have large_q 128, large_k a multiple of the page size and "
@@ -250,7 +252,7 @@ class SpanAttention:
             plan = self._frame.plan(spans)
         else:
             plan = schedule(spans, self._shape, pick or first_to_end)
-        self._frame = plan.frame
+        self._frame = plan.frame if pick is None else None
         if not self._fits(plan) and self._shape.fixed_stretch is None:
             plan, self._frame = self._smaller_plan(spans), None
         self._send(plan)

@@ -131,7 +131,10 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
     table[:, PIECE_KEY_BEGIN] = key_begin
     table[:, PIECE_STRETCH] = stretch
     num_large = int(counts[cut.is_large].sum())
-    pieces = _Pieces(table, span, key_begin + cut.stretches[span], num_large)
+    key_ends = key_begin + cut.stretches[span]
+    if shape.fixed_stretch is None:  # the last stretch has what the span grows by, too
+        key_ends[stretch == cut.parts[span] - 1] = NO_LIMIT
+    pieces = _Pieces(table, span, key_ends, num_large)
     pieces.tell_keys(table, spans, shape)
     return pieces
 
@@ -225,7 +228,7 @@ class Frame:
     shape: Shape
     structure: tuple[Int32s, Int32s, Bools]  # of the spans: query starts, query rows, is causal
     keys: Int32s
-    most_keys: Int64s  # that the stretches of each span hold
+    most_keys: Int64s  # of each span, up to which it need not be cut anew
     pieces: _Pieces
     firsts: tuple[_First, _First]
     head: Int32s  # the plan up to the page ids
@@ -235,9 +238,8 @@ class Frame:
     def holds_for(self, spans: Spans) -> bool:
         if not all(map(np.array_equal, _structure(spans), self.structure)):
             return False
-        grown = spans.key_tokens - self.keys
-        is_like = (grown >= 0) & (grown <= KEPT_KEYS) & (spans.key_tokens <= self.most_keys)
-        return bool(is_like.all())
+        keys = spans.key_tokens
+        return bool(((self.keys <= keys) & (keys <= self.most_keys)).all())
 
     def plan(self, spans: Spans) -> Schedule:
         """The plan of a step for which the frame holds."""
@@ -304,11 +306,14 @@ def _frame(spans: Spans, shape: Shape, pick: Pick) -> Frame:
     head[merges_at:pages_at] = partials.merges.ravel()
     launches = Launches(large=len(large_order) > 0, merge=partials.num_slots > 0)
     query_starts, query_rows, is_causal = _structure(spans)
+    most_keys = spans.key_tokens.astype(np.int64) + KEPT_KEYS
+    if shape.fixed_stretch is not None:
+        most_keys = np.minimum(most_keys, cut.parts * cut.stretches)
     return Frame(
         shape=shape,
         structure=(query_starts.copy(), query_rows.copy(), is_causal.copy()),
         keys=spans.key_tokens.copy(),
-        most_keys=cut.parts * cut.stretches,
+        most_keys=most_keys,
         pieces=pieces,
         firsts=firsts,
         head=head,
