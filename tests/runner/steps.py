@@ -8,6 +8,7 @@ import numpy as np
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import (
     Float32s,
+    Runner,
     SampleBatch,
     Spans,
     StartedSequence,
@@ -15,7 +16,6 @@ from mainstem.core.step import (
     StepId,
     StepResult,
 )
-from mainstem.runner.runner import CpuRunner
 
 
 @dataclass
@@ -125,7 +125,7 @@ def make_spans(spans: Sequence[tuple[list[int], list[int], int, bool]]) -> Spans
     )
 
 
-def run(runner: CpuRunner, step: Step, works: Sequence[Work]) -> StepResult:
+def run(runner: Runner, step: Step, works: Sequence[Work]) -> StepResult:
     """Run a step, count its tokens as done and append what was sampled."""
     result = runner.launch(step).wait()
     for work in works:

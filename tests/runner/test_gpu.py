@@ -18,12 +18,14 @@ from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Request, SamplingParams
 from mainstem.core.shapes import ModelShape
+from mainstem.core.step import Runner
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
-from mainstem.kernels.schedule import Launches
+from mainstem.kernels.schedule import ALL_LAUNCHES, Launches
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import RandomOrigin
 from tests.runner.recorded_graphs import Piece, Recorder
+from tests.runner.steps import Seq, Work, a_step, run
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SHAPE = ModelShape("test", 32, 48, 1, 2, 1, 64, 96, 10_000.0, 512)
@@ -105,30 +107,49 @@ def test_same_tokens_without_sharing() -> None:
     assert answers(on_gpu(a_config(Share.NONE)), prompts(), GREEDY) == shared
 
 
+def told(runner: Runner) -> list[list[int]]:
+    """Tokens of three sequences that share a page: a prompt, their own parts, decodes of all, and
+    of one alone."""
+    rng = np.random.default_rng(5)
+    head = rng.integers(3, SHAPE.vocab, 16).tolist()
+    tails = rng.integers(3, SHAPE.vocab, (3, 3)).tolist()
+    seqs = [Seq(i, head + tail, [0, i + 1], num_shared_pages=1) for i, tail in enumerate(tails)]
+    first = Work(seqs[0], 16, has_sample=False)
+    run(runner, a_step([first], 16, SHAPE.vocab), [first])
+    for seq in seqs:
+        seq.num_done = 16
+    for works in (
+        [Work(seq, 3) for seq in seqs],
+        [Work(seq, 1) for seq in seqs],
+        [Work(seq, 1) for seq in seqs],
+    ):
+        run(runner, a_step(works, 16, SHAPE.vocab), works)
+    alone = Work(replace(seqs[0], num_shared_pages=0), 1)
+    run(runner, a_step([alone], 16, SHAPE.vocab), [alone])
+    return [seq.token_ids for seq in seqs]
+
+
 @interpreted
 def test_same_tokens_when_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As graphs of a few sizes, without the launches that a step's plan does not need; two layers
-    in two pieces."""
+    """As graphs of two sizes, without the launches that a step's plan does not need; two layers in
+    two pieces."""
     from mainstem.runner import gpu, graphs  # noqa: PLC0415
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415
 
     for module in (gpu, graphs):
         monkeypatch.setattr(module, "LAYERS_AT_ONCE", 1)
-    origin, config = RandomOrigin(replace(SHAPE, layers=2), 0), a_config()
-    runner, facts = load_gpu_runner(origin, config, torch.device("cpu"))
-    replayed: set[tuple[int, Launches]] = set()
+    origin = RandomOrigin(replace(SHAPE, layers=2), 0)
+    runner, _ = load_gpu_runner(origin, a_config(), torch.device("cpu"))
+    replayed: list[tuple[int, Launches]] = []
 
     def pieces_of(size: int, launches: Launches) -> list[Piece]:
-        return [partial(replayed.add, (size, launches)), *runner._pieces(size, launches)]
+        return [partial(replayed.append, (size, launches)), *runner._pieces(size, launches)]
 
     with torch.inference_mode():
-        runner._graphs = graphs.StepGraphs((2, 24), Recorder(monkeypatch).wrap(pieces_of))
+        runner._graphs = graphs.StepGraphs((3, 16), Recorder(monkeypatch).wrap(pieces_of))
     replayed.clear()
-    found = answers(join(runner, facts, config, EventBus()), prompts(), GREEDY)
-    cpu_runner, cpu_facts = load_cpu_runner(origin, config)
-    assert found == answers(join(cpu_runner, cpu_facts, config, EventBus()), prompts(), GREEDY)
-    assert {size for size, _ in replayed} == {2, 24}
-    assert len({launches for _, launches in replayed}) > 1
+    assert told(runner) == told(load_cpu_runner(origin, a_config())[0])
+    assert {launches for _, launches in replayed} == {ALL_LAUNCHES, *graphs.FEWER_LAUNCHES}
 
 
 @interpreted
