@@ -34,8 +34,11 @@ COPY_BYTES_PER_US = 4.3e6
 
 
 def some(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    """Written when this returns, since kernels read gains before the one ahead has ended."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+    made = torch.randn(shape, generator=generator, device="cuda").to(dtype)
+    torch.cuda.synchronize()
+    return made
 
 
 def a_norm(x: Tensor, gain: Tensor) -> Tensor:

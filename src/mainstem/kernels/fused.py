@@ -11,6 +11,9 @@ row's largest magnitude becomes 448, the largest float8_e4m3fn. Their values are
 variant, quantized.
 
 With outputs given nothing is allocated and nothing waits for the device: safe in a CUDA graph.
+
+Gains are a model's constants: from Hopper on they are read while the kernels ahead may still run
+(`overlap.py`), so none of these may be writing them.
 """
 
 from collections.abc import Callable

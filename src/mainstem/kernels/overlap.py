@@ -2,6 +2,14 @@
 """A kernel that is launched while the one ahead of it still runs (programmatic dependent launch,
 from Hopper on). It fetches its code and what does not change, and waits; nothing is read or written
 that the kernel ahead may write or read before it has ended.
+
+    a (product) | runs ............ ends
+    b (norm)    |      let in: waits ... runs ... ends
+    c           |           let in: waits for b only ... runs
+
+A kernel lets the next one in before it waits itself, so `c` may be there while `a` still runs, and
+what it waits for is the end of `b` alone. That `a` has ended by then is due to `b`: of every kernel
+launched so, all programs wait, or at least one that always runs, so none ends before the one ahead.
 """
 
 from functools import cache

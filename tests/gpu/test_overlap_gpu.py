@@ -1,0 +1,247 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""Kernels that are launched while the one ahead still runs read and write nothing too early; needs
+CUDA, run with `make test-gpu`.
+
+The kernel ahead is the worst there may be: it lets the next one in at once, and does what it has to
+do long after. One launch in between that has nothing to do with either makes sure that the wait for
+the kernel ahead is a wait for the one ahead of it, too.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before the kernels are imported: other tests want them under the interpreter.
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mainstem.apps.bench.workloads import AttentionCase, Run
+from mainstem.kernels import Limits, SpanAttention, fused
+from mainstem.kernels.append import rope_append
+from mainstem.kernels.schedule import ALL_LAUNCHES
+from mainstem.kernels.tuning import can_overlap
+from tests.gpu.bench_fused import some
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not can_overlap(torch.device("cuda")), reason="needs Hopper or later"),
+]
+
+EPS, TOKENS, HEADS, KV_HEADS, DIM = 1e-5, 40, 32, 8, 128
+HIDDEN, QKV = HEADS * DIM, (HEADS + 2 * KV_HEADS) * DIM
+LATE_NS = 300_000  # a launch takes a few thousand
+BLOCK = 8192
+
+
+@triton.jit
+def _copy_at_once_kernel(target_ptr, source_ptr, size, BLOCK: tl.constexpr):
+    """Waits for nobody."""
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target_ptr + lanes, tl.load(source_ptr + lanes, mask=lanes < size), mask=lanes < size)
+
+
+@triton.jit
+def _copy_late_kernel(target_ptr, source_ptr, size, NS: tl.constexpr, BLOCK: tl.constexpr):
+    tl.extra.cuda.gdc_launch_dependents()
+    begin = tl.extra.cuda.globaltimer()
+    now = begin
+    while now < begin + NS:
+        now = tl.extra.cuda.globaltimer()
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) + tl.where(now < begin, BLOCK, 0)
+    tl.store(target_ptr + lanes, tl.load(source_ptr + lanes, mask=lanes < size), mask=lanes < size)
+
+
+def copy_late(target: Tensor, source: Tensor) -> None:
+    grid = (triton.cdiv(source.numel(), BLOCK),)
+    _copy_late_kernel[grid](target, source, source.numel(), NS=LATE_NS, BLOCK=BLOCK)
+
+
+def copy_at_once(target: Tensor, source: Tensor) -> None:
+    grid = (triton.cdiv(source.numel(), BLOCK),)
+    _copy_at_once_kernel[grid](target, source, source.numel(), BLOCK=BLOCK, launch_pdl=True)
+
+
+def eagerly(run: Callable[[], None]) -> None:
+    run()
+
+
+def as_a_graph(run: Callable[[], None]) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+
+
+GAIN = some(HIDDEN, seed=1)
+HEAD_GAIN = some(DIM, seed=2)
+ASIDE = some(TOKENS, HIDDEN, seed=3)
+POSITIONS = torch.arange(TOKENS, device="cuda") * 7
+SLOTS = torch.arange(TOKENS, device="cuda") + 3
+FREQUENCIES = 10000.0 ** (-torch.arange(0, DIM // 2, device="cuda").float() / (DIM // 2))
+PAGES = torch.zeros(2, 4, KV_HEADS, 16, DIM, dtype=torch.bfloat16, device="cuda")
+for copy in (copy_late, copy_at_once):
+    copy(torch.empty_like(ASIDE), ASIDE)  # compiled before any capture
+torch.cuda.synchronize()
+
+
+def _head_norm(x: Tensor) -> Tensor:
+    fused.head_norm_(x, HEAD_GAIN, HEAD_GAIN, EPS, HEADS, KV_HEADS, DIM)
+    return x
+
+
+def _add_norm(x: Tensor) -> Tensor:
+    fused.add_rms_norm(ASIDE, x, GAIN, EPS)
+    return x
+
+
+def _rope_append(x: Tensor) -> Tensor:
+    parts = x.view(TOKENS, -1, DIM)
+    k, v = parts[:, HEADS : HEADS + KV_HEADS], parts[:, HEADS + KV_HEADS :]
+    rope_append(parts[:, :HEADS], k, v, PAGES[0], PAGES[1], POSITIONS, SLOTS, FREQUENCIES)
+    return torch.cat([x.flatten(), PAGES.flatten()])
+
+
+# Between the late kernel and these nothing else may be launched, as an allocation of zeros would.
+READERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "rms_norm": (HIDDEN, lambda x: fused.rms_norm(x, GAIN, EPS)),
+    "rms_norm_fp8": (HIDDEN, lambda x: fused.rms_norm_fp8(x, GAIN, EPS)[0].float()),
+    "add_rms_norm": (HIDDEN, lambda x: fused.add_rms_norm(x, x, GAIN, EPS)),
+    "add_rms_norm, residual": (HIDDEN, _add_norm),
+    "silu_mul": (2 * HIDDEN, fused.silu_mul),
+    "silu_mul_fp8": (2 * HIDDEN, lambda x: fused.silu_mul_fp8(x)[0].float()),
+    "quantize_rows": (HIDDEN, lambda x: fused.quantize_rows(x)[0].float()),
+    "head_norm": (QKV, _head_norm),
+    "rope_append": (QKV, _rope_append),
+    "head_norm, rope_append": (QKV, lambda x: _rope_append(_head_norm(x))),
+}
+WRITERS = {
+    "rms_norm": (HIDDEN, lambda x: fused.rms_norm(ASIDE, GAIN, EPS, out=x)),
+    "add_rms_norm": (HIDDEN, _add_norm),
+    "silu_mul": (HIDDEN // 2, lambda x: fused.silu_mul(ASIDE, out=x)),
+    "head_norm": (QKV, _head_norm),
+    "rope_append": (QKV, _rope_append),
+}
+
+
+@pytest.mark.parametrize("launch", [eagerly, as_a_graph])
+def test_who_does_not_wait_reads_too_early(launch: Callable[[Callable[[], None]], None]) -> None:
+    """Or else the other tests here could not fail."""
+    target, found = torch.zeros_like(ASIDE), torch.ones_like(ASIDE)
+    torch.cuda.synchronize()
+
+    def chain() -> None:
+        copy_late(target, ASIDE)
+        copy_at_once(found, target)
+
+    launch(chain)
+    torch.cuda.synchronize()
+    assert torch.equal(target, ASIDE)
+    assert not found.any()
+
+
+@pytest.mark.parametrize("launch", [eagerly, as_a_graph])
+@pytest.mark.parametrize("between", [0, 1, 2])
+@pytest.mark.parametrize("name", list(READERS))
+def test_nothing_is_read_before_it_is_written(
+    name: str, between: int, launch: Callable[[Callable[[], None]], None]
+) -> None:
+    width, read = READERS[name]
+    source = some(TOKENS, width, seed=4)
+    right = read(source.clone())
+    fused.quantize_rows(ASIDE)  # compiled
+    PAGES.zero_()
+    target, found = torch.zeros_like(source), torch.zeros_like(right)
+    torch.cuda.synchronize()
+
+    def chain() -> None:
+        copy_late(target, source)
+        for _ in range(between):
+            fused.quantize_rows(ASIDE)
+        found.copy_(read(target))
+
+    launch(chain)
+    torch.cuda.synchronize()
+    assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("launch", [eagerly, as_a_graph])
+@pytest.mark.parametrize("between", [0, 1, 2])
+@pytest.mark.parametrize("name", list(WRITERS))
+def test_nothing_is_written_before_it_is_read(
+    name: str, between: int, launch: Callable[[Callable[[], None]], None]
+) -> None:
+    width, write = WRITERS[name]
+    before = some(TOKENS, width, seed=5)
+    write(before.clone())  # compiled
+    fused.quantize_rows(ASIDE)
+    source, target = before.clone(), torch.zeros_like(before)
+    torch.cuda.synchronize()
+
+    def chain() -> None:
+        copy_late(target, source)
+        for _ in range(between):
+            fused.quantize_rows(ASIDE)
+        write(source)
+
+    launch(chain)
+    torch.cuda.synchronize()
+    assert torch.equal(target, before)
+    assert not torch.equal(source, before), "nothing was written at all"
+
+
+CASES = {
+    "small": tuple(Run((row,), 300, is_causal=True) for row in range(TOKENS)),
+    "small, merged": (Run((0,), 20000, is_causal=True), Run((1,), 30, is_causal=True)),
+    "large": (Run(tuple(range(TOKENS)), 600, is_causal=True),),
+    "large and small, merged": (
+        Run(tuple(range(TOKENS)), 3000),
+        *(Run((row,), 100 + row, is_causal=True) for row in range(TOKENS)),
+    ),
+}
+
+
+@pytest.mark.parametrize("launch", [eagerly, as_a_graph])
+@pytest.mark.parametrize("has_all", [False, True], ids=["as planned", "all launches"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_attention_waits_for_queries_and_the_next_kernel_for_attention(
+    name: str, has_all: bool, launch: Callable[[Callable[[], None]], None]
+) -> None:
+    """Late queries, rope, attention, and the quantization of its output, as a layer has them."""
+    case = AttentionCase(name, CASES[name], HEADS, KV_HEADS, DIM, page_size=16)
+    spans = case.spans()
+    shape = (int(spans.page_ids.max()) + 5, KV_HEADS, 16, DIM)
+    k_pages, v_pages = (some(*shape, seed=seed) for seed in (6, 7))
+    attention = SpanAttention(
+        heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, page_size=16, dtype=torch.bfloat16,
+        device=torch.device("cuda"), limits=Limits(TOKENS, len(spans.page_ids)),
+    )  # fmt: skip
+    launches = attention.plan(spans)
+    unwritten = torch.full((TOKENS,), -1, device="cuda")
+    source = some(TOKENS, QKV, seed=8)
+    out = torch.zeros(TOKENS, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+
+    def layer(qkv: Tensor) -> Tensor:
+        parts = qkv.view(TOKENS, -1, DIM)
+        q, k, v = parts.split([HEADS, KV_HEADS, KV_HEADS], 1)
+        rope_append(q, k, v, k_pages, v_pages, POSITIONS, unwritten, FREQUENCIES)
+        wanted = ALL_LAUNCHES if has_all else launches
+        attention.run(q, k_pages, v_pages, out=out, launches=wanted)
+        return fused.quantize_rows(out.view(TOKENS, -1))[0].float()
+
+    right = layer(source.clone()).clone()
+    target, found = torch.zeros_like(source), torch.zeros_like(right)
+    out.zero_()
+    torch.cuda.synchronize()
+
+    def chain() -> None:
+        copy_late(target, source)
+        found.copy_(layer(target))
+
+    launch(chain)
+    torch.cuda.synchronize()
+    assert torch.equal(found, right)
