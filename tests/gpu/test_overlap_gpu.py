@@ -194,6 +194,26 @@ def test_nothing_is_written_before_it_is_read(
     assert not torch.equal(source, before), "nothing was written at all"
 
 
+@pytest.mark.parametrize("behind", [0, 1])
+def test_an_event_between_two_launches_is_waited_for(behind: int) -> None:
+    """As layers wait for pages that another stream loads."""
+    source = some(TOKENS, HIDDEN, seed=9)
+    right = fused.rms_norm(source, GAIN, EPS)
+    fused.quantize_rows(ASIDE)  # compiled
+    target, loads = torch.zeros_like(source), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(loads):
+        copy_late(target, source)
+        event = loads.record_event()
+    fused.quantize_rows(ASIDE)
+    torch.cuda.current_stream().wait_event(event)
+    for _ in range(behind):
+        fused.quantize_rows(ASIDE)
+    found = fused.rms_norm(target, GAIN, EPS)
+    torch.cuda.synchronize()
+    assert torch.equal(found, right)
+
+
 CASES = {
     "small": tuple(Run((row,), 300, is_causal=True) for row in range(TOKENS)),
     "small, merged": (Run((0,), 20000, is_causal=True), Run((1,), 30, is_causal=True)),
