@@ -9,12 +9,7 @@ import pytest
 from mainstem.core.step import Step
 from mainstem.kernels.schedule import ALL_LAUNCHES, Launches
 from mainstem.runner.gates import LAYERS_AT_ONCE
-from mainstem.runner.graphs import (
-    FEWER_LAUNCHES,
-    GRAPH_SIZES,
-    MOST_TOKENS_OF_FEWER,
-    StepGraphs,
-)
+from mainstem.runner.graphs import GRAPH_SIZES, MOST_TOKENS_OF_FEWER, StepGraphs
 from tests.runner.recorded_graphs import Piece, Recorder
 from tests.runner.steps import Seq, Work, a_step
 
@@ -22,6 +17,7 @@ pytestmark = pytest.mark.torch
 
 Call = tuple[int, Launches, int]  # size, launches and which piece
 NUM_PIECES = 3
+KINDS = (ALL_LAUNCHES, Launches(large=False, merge=True), Launches(large=False, merge=False))
 EVERY_KIND = [Launches(large, merge) for large in (False, True) for merge in (False, True)]
 
 
@@ -54,7 +50,7 @@ def order() -> Order:
 
 @pytest.fixture
 def graphs(order: Order, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
-    made = StepGraphs(GRAPH_SIZES, Recorder(monkeypatch).wrap(order.pieces_of))
+    made = StepGraphs(GRAPH_SIZES, KINDS, Recorder(monkeypatch).wrap(order.pieces_of))
     sizes = [call[0] for call in order.calls if isinstance(call, tuple)]
     assert sizes == sorted(sizes, reverse=True), "the largest gives the others their memory"
     order.calls.clear()
@@ -102,7 +98,7 @@ def test_steps_that_copy_or_move_pages_have_no_graph(graphs: StepGraphs) -> None
 
 
 def test_without_sizes_no_step_has_a_graph(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = StepGraphs((), Recorder(monkeypatch).wrap(order.pieces_of))
+    graphs = StepGraphs((), KINDS, Recorder(monkeypatch).wrap(order.pieces_of))
     assert graphs.size_for(a_step_of(1)) is None
     assert order.calls == []
 
@@ -111,6 +107,5 @@ def test_every_piece_runs_once_before_it_is_captured(
     order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A capture must neither compile nor choose algorithms."""
-    kinds = (ALL_LAUNCHES, *FEWER_LAUNCHES)
-    StepGraphs((4,), Recorder(monkeypatch).wrap(order.pieces_of))
-    assert order.calls == [(4, kind, index) for kind in kinds for index in range(NUM_PIECES)]
+    StepGraphs((4,), KINDS, Recorder(monkeypatch).wrap(order.pieces_of))
+    assert order.calls == [(4, kind, index) for kind in KINDS for index in range(NUM_PIECES)]

@@ -240,6 +240,12 @@ class SpanAttention:
         ]
         self._next_staging = 0
 
+    @property
+    def kinds_of_steps(self) -> tuple[Launches, ...]:
+        """Launches that steps may need: first those that do for any, then fewer."""
+        fewer = Launches(large=False, merge=True), Launches(large=False, merge=False)
+        return fewer if self._hopper is None else (ALL_LAUNCHES, *fewer)
+
     def plan(self, spans: Spans, pick: Pick | None = None) -> Launches:
         """Describe the next `run`s; returns the launches that they need. Copies to the device on
         the current stream; does not wait for it.
@@ -256,7 +262,7 @@ class SpanAttention:
         if not self._fits(plan) and self._shape.fixed_stretch is None:
             plan, self._frame = self._smaller_plan(spans), None
         self._send(plan)
-        return plan.launches
+        return plan.launches if self._hopper is not None else plan.launches._replace(large=False)
 
     def _smaller_plan(self, spans: Spans) -> Schedule:
         """The first that fits, or else the last, of plans with ever fewer Partials.

@@ -33,7 +33,7 @@ from mainstem.runner.edits import upload
 from mainstem.runner.gates import LAYERS_AT_ONCE, Loads
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
-from mainstem.runner.graphs import FEWER_LAUNCHES, StepGraphs
+from mainstem.runner.graphs import StepGraphs
 from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs
 
 _LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
@@ -55,6 +55,11 @@ class GpuAttention:
         self._frequencies = inverse_frequencies(spec.rope).to(space.mixed.device)
         self._inputs: GpuInputs | None = None
         self._launches = ALL_LAUNCHES
+
+    @property
+    def kinds_of_steps(self) -> tuple[Launches, ...]:
+        """See SpanAttention."""
+        return self._spans.kinds_of_steps
 
     def plan(self, spans: Spans) -> Launches:
         """Describe the next step; returns the launches that it needs."""
@@ -161,7 +166,7 @@ class GpuRunner:
         for tokens in {max_tokens, min(17, max_tokens), 1}:  # kernels know 1 and multiples of 16
             inputs = self._inputs.views(tokens)
             attention.plan(_one_key_each(tokens))
-            for launches in (*FEWER_LAUNCHES, ALL_LAUNCHES):
+            for launches in attention.kinds_of_steps:
                 attention.bind(inputs, launches)
                 hidden = decoder.forward(inputs.token_ids, None, attention, self._gate)
             rows = min(tokens, len(self._logits))
@@ -170,7 +175,7 @@ class GpuRunner:
             decoder.touch(rows)
             if rows <= len(self._logits):
                 decoder.logits(hidden_rows[:rows], self._logits[:rows])
-        self._graphs = StepGraphs(graph_sizes, self._pieces)
+        self._graphs = StepGraphs(graph_sizes, attention.kinds_of_steps, self._pieces)
         torch.cuda.synchronize(self._device)
 
     def launch(self, step: Step) -> GpuStep:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mainstem.core.step import Step
-from mainstem.kernels.schedule import ALL_LAUNCHES, Launches
+from mainstem.kernels.schedule import Launches
 from mainstem.models.decoder import Gate
 from mainstem.runner.gates import LAYERS_AT_ONCE
 
@@ -19,7 +19,6 @@ from mainstem.runner.gates import LAYERS_AT_ONCE
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 512, 32), *range(512, 1025, 64))
 # Launches saved are a few microseconds a layer, which larger steps would not notice.
 MOST_TOKENS_OF_FEWER = 256
-FEWER_LAUNCHES = (Launches(large=False, merge=True), Launches(large=False, merge=False))
 
 
 class StepGraphs:
@@ -31,17 +30,18 @@ class StepGraphs:
     def __init__(
         self,
         sizes: tuple[int, ...],
+        kinds: tuple[Launches, ...],
         pieces_of: Callable[[int, Launches], Sequence[Callable[[], None]]],
     ) -> None:
-        """`pieces_of(size, launches)`: what runs LAYERS_AT_ONCE layers each, one piece after the
-        other.
+        """Of the kinds, the first does for any step. `pieces_of(size, launches)`: what runs
+        LAYERS_AT_ONCE layers each, one piece after the other.
         """
         self._sizes = sizes
+        self._all = kinds[0]
         self._graphs: dict[tuple[int, Launches], list[torch.cuda.CUDAGraph]] = {}
         self._pool: Any = None  # torch's handle of the memory that all graphs share
         for size in reversed(sizes):  # the largest first: the others fit into its memory
-            fewer = FEWER_LAUNCHES if size <= MOST_TOKENS_OF_FEWER else ()
-            for launches in (ALL_LAUNCHES, *fewer):
+            for launches in kinds if size <= MOST_TOKENS_OF_FEWER else kinds[:1]:
                 self._graphs[size, launches] = self._capture(pieces_of(size, launches))
 
     def _capture(self, pieces: Sequence[Callable[[], None]]) -> list[torch.cuda.CUDAGraph]:
@@ -69,7 +69,7 @@ class StepGraphs:
         """Queue the pass with at least these launches; each piece behind what the gate says of its
         first layer.
         """
-        graphs = self._graphs.get((size, launches)) or self._graphs[size, ALL_LAUNCHES]
+        graphs = self._graphs.get((size, launches)) or self._graphs[size, self._all]
         for index, graph in enumerate(graphs):
             gate.before(index * LAYERS_AT_ONCE)
             graph.replay()
