@@ -25,7 +25,7 @@ from mainstem.kernels import (  # noqa: E402
     reference,
 )
 from mainstem.kernels.cutting import first_to_end  # noqa: E402
-from mainstem.kernels.schedule import Schedule, schedule  # noqa: E402
+from mainstem.kernels.schedule import Launches, Schedule, schedule  # noqa: E402
 from mainstem.kernels.tuning import INTERPRETER, Tiles  # noqa: E402
 
 pytestmark = [
@@ -308,6 +308,18 @@ def test_a_step_with_too_many_partials_reads_its_prefix_more_often() -> None:
     k_pages, v_pages = (p.nan_to_num(0.0) for p in pages)
     right, _ = reference.span_attention(q, k_pages, v_pages, spans, 64**-0.5)
     assert float((out - right).abs().max()) < 1e-5
+
+
+def test_launches_that_a_plan_needs_must_not_be_left_out() -> None:
+    attention = make_attention((4, 2, 64, 16))
+    q, pages = torch.zeros(2, 4, 64), torch.zeros(8, 2, 16, 64)
+    none = Launches(large=False, merge=False)
+    assert attention.plan(make_spans([([0], 5, False), ([1], 9, False)], 16)) == none
+    attention.run(q, pages, pages, launches=none)
+    needed = attention.plan(make_spans([([0, 1], 30, False), ([0], 5, False), ([1], 9, False)], 16))
+    assert needed.merge
+    with pytest.raises(LayoutError, match="launches"):
+        attention.run(q, pages, pages, launches=none)
 
 
 def test_a_broken_plan_is_refused() -> None:

@@ -218,6 +218,7 @@ class SpanAttention:
         )
         self._make_buffers()
         self._frame: Frame | None = None
+        self._needed = Launches(large=False, merge=False)  # by the last plan
         self._descriptors: dict[int, _Descriptors] = {}
 
     def _make_buffers(self) -> None:
@@ -262,7 +263,9 @@ class SpanAttention:
         if not self._fits(plan) and self._shape.fixed_stretch is None:
             plan, self._frame = self._smaller_plan(spans), None
         self._send(plan)
-        return plan.launches if self._hopper is not None else plan.launches._replace(large=False)
+        has_kernel = self._hopper is not None
+        self._needed = plan.launches._replace(large=plan.launches.large and has_kernel)
+        return self._needed
 
     def _smaller_plan(self, spans: Spans) -> Schedule:
         """The first that fits, or else the last, of plans with ever fewer Partials.
@@ -334,6 +337,8 @@ class SpanAttention:
         """
         if out is None:
             out = torch.empty_like(q)
+        if self._needed.large > launches.large or self._needed.merge > launches.merge:
+            raise LayoutError(f"launches: the plan needs {self._needed}, got {launches}")
         self._check_tensors(q, k_pages, v_pages, out, lse)
         if self._hopper is not None:
             self._attend_on_hopper(self._hopper, q, k_pages, v_pages, out, lse, launches.large)
