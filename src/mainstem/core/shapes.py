@@ -33,6 +33,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         ModelShape("llama31-8b", 4096, 14336, 32, 32, 8, 128, 128_256, 500_000.0),
+        ModelShape("llama32-1b", 2048, 8192, 16, 32, 8, 64, 128_256, 500_000.0),
         ModelShape("llama2-7b", 4096, 11008, 32, 32, 32, 128, 32_000, 10_000.0),
         ModelShape("tiny", 128, 256, 2, 4, 2, 64, 512, 10_000.0, 4096),
     )

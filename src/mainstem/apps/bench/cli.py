@@ -12,6 +12,7 @@ BENCHES = {
     "serve": ("mainstem.apps.bench.serve", "load on any OpenAI-compatible server"),
     "valleys": ("mainstem.apps.bench.valleys", "tokens per step over a job, planner off and on"),
     "offline": ("mainstem.apps.bench.offline", "a whole job on random weights against the limit"),
+    "decode": ("mainstem.apps.bench.decode", "milliseconds a decode step on random weights"),
     "soak": (
         "mainstem.apps.bench.soak",
         "random requests, aborts, preemptions: nothing is lost",
