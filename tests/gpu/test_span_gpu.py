@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 from mainstem.apps.bench.workloads import AttentionCase, Run, mixed_cases
 from mainstem.core.step import Spans
 from mainstem.kernels import LayoutError, Limits, SpanAttention, reference
+from mainstem.kernels import schedule as plans
 from mainstem.kernels.append import rope_append
 from mainstem.kernels.cutting import Option, Shape
 from mainstem.kernels.merge import merge
@@ -249,6 +250,50 @@ def test_a_graph_is_replayed_over_another_plan() -> None:
         graph.replay()
         right, _ = reference.span_attention(q.float(), k_pages, v_pages, case.spans(), 128**-0.5)
         assert (out.float() - right).abs().max() < 0.02 * right.abs().max()
+
+
+POOLS = {
+    "behind large units": (_decode([256] * 256, [(range(256), 2048)]), 8),
+    "of unlike units": (_decode([128] * 32, [(range(32), 256)]), 32),
+    "of short units": (_decode([100] * 700), 8),
+    "of long ones, some cut": (_decode([600] * 300), 8),
+    "ragged": (_decode([1 + 7 * i % 400 for i in range(300)], [(range(100), 500)]), 8),
+    "of a few, behind prompts": (
+        (*_decode([70] * 8), Run((3,), 9000), Run(tuple(range(8, 2400)), 2392, is_causal=True)),
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(POOLS))
+def test_pooled_units_are_all_computed_and_the_pool_is_ready_again(name: str) -> None:
+    """Many runs, one right behind the other: each begins with all tickets."""
+    runs, kv_heads = POOLS[name]
+    case = AttentionCase(name, runs, 32, kv_heads)
+    spans = case.spans()
+    count = int(spans.page_ids.max()) + 1
+    torch.manual_seed(4)
+    k_pages, v_pages = (
+        torch.randn(count, kv_heads, 16, 128, device="cuda").bfloat16() for _ in range(2)
+    )
+    q = torch.randn(case.num_tokens, 32, 128, device="cuda").bfloat16()
+    attention = SpanAttention(
+        heads=32, kv_heads=kv_heads, head_dim=128, page_size=16, dtype=torch.bfloat16,
+        device=torch.device("cuda"), limits=Limits(case.num_tokens, len(spans.page_ids)),
+    )  # fmt: skip
+    launches = attention.plan(spans)
+    if attention._hopper is None:
+        pytest.skip("only Hopper's kernel has a pool")
+    assert int(attention._plan[plans.H_NUM_POOLED]) > 0
+    first = attention.run(q, k_pages, v_pages, launches=launches)
+    right, _ = reference.span_attention(q.float(), k_pages, v_pages, spans, 128**-0.5)
+    assert (first.float() - right).abs().max() < 0.02 * right.abs().max()
+    outs = [
+        attention.run(q, k_pages, v_pages, torch.full_like(q, float("nan")), launches=launches)
+        for _ in range(30)
+    ]
+    assert all(torch.equal(out, first) for out in outs)
+    assert int(attention._tickets[0]) == 0
 
 
 def _take(option: Option, _options: list[Option], _shape: Shape) -> Option:

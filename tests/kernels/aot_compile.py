@@ -46,7 +46,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 INT_POINTERS = (
-    "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr",
+    "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr", "tickets_ptr",
     "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr",
 )  # fmt: skip
 LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr")

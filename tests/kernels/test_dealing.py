@@ -27,6 +27,7 @@ def test_equal_units_fill_what_is_open(loads: list[float], size: float, count: i
     st.booleans(),
     st.booleans(),
     st.floats(0, 1),
+    st.sampled_from([0.0, 0.25, 0.9]),
 )
 def test_every_unit_has_one_program(
     programs: int,
@@ -35,19 +36,52 @@ def test_every_unit_has_one_program(
     is_even: bool,
     is_split: bool,
     taken: float,
+    pooled: float,
 ) -> None:
     if is_even and small:
         small = [small[0]] * len(small)
     shares = np.empty(2 * programs + 2, np.int32)
     num_large = programs // 2 if is_split and programs % 2 == 0 else programs
     seats = Seats(max(int(taken * num_large), 1), num_large, Pace(late_us=5.0, beside=0.5))
-    orders = share_out(shares, (np.array(large), 8), (np.array(small), 2), seats)
+    orders = share_out(shares, (np.array(large), 8), (np.array(small), 2), seats, pooled)
     assert (shares[num_large : programs + 1] == 8 * len(large)).all()
     assert np.count_nonzero(np.diff(shares[: num_large + 1])) <= seats.taken
     for order, bounds, count in zip(
         orders, shares.reshape(2, -1), (8 * len(large), 2 * len(small)), strict=True
     ):
         assert bounds[0] == 0
-        assert bounds[-1] == count
+        assert bounds[-1] == count or (pooled and bounds[-1] < count)
         assert (np.diff(bounds) >= 0).all()
         assert sorted(order.tolist()) == list(range(count))
+
+
+def test_the_pool_has_the_last_units_of_each_the_longest_first() -> None:
+    shares = np.empty(2 * 4 + 2, np.int32)
+    cost = np.array([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    seats = Seats(2, 2, Pace())
+    _, order = share_out(shares, (np.empty(0), 1), (cost, 1), seats, 0.5)
+    ends = shares[5:]
+    assert np.diff(ends).tolist() == [1, 1, 1, 1]
+    assert sorted(order[:4].tolist()) == [0, 1, 2, 3]
+    assert order[4:].tolist() == [4, 5, 6, 7]
+
+
+def test_who_begins_late_keeps_a_unit_that_is_longer_than_what_is_before() -> None:
+    shares = np.empty(2 * 4 + 2, np.int32)
+    seats = Seats(2, 2, Pace())  # both multiprocessors, of two programs each
+    large = np.array([50.0, 50.0])
+    _, order = share_out(shares, (large, 1), (np.array([400.0, 9.0, 8.0, 7.0]), 1), seats, 0.25)
+    assert shares[5:].tolist()[-1] == 1
+    assert order.tolist() == [0, 1, 2, 3]
+    _, order = share_out(shares, (large, 1), (np.array([40.0, 9.0, 8.0, 7.0]), 1), seats, 0.25)
+    assert not shares[5:].any()
+    assert order.tolist() == [0, 1, 2, 3]
+
+
+def test_units_that_are_alike_are_pooled_behind_large_ones_only() -> None:
+    shares = np.empty(2 * 4 + 2, np.int32)
+    seats = Seats(1, 2, Pace())
+    share_out(shares, (np.array([100.0]), 1), (np.full(16, 10.0), 1), seats, 0.25)
+    kept = np.diff(shares[5:]).tolist()
+    assert kept[2:] == [0, 0], "programs of the multiprocessor that is taken"
+    assert 0 < kept[0] == kept[1] < 8

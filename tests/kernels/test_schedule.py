@@ -63,7 +63,11 @@ def check_plan(plan: plans.Schedule, spans: Spans, shape: Shape) -> None:
         )
     ):
         per_piece = shape.kv_heads // heads
-        units = ints[order_at:][: shares[kind][-1]]
+        num_units = shares[kind][-1]
+        if kind == 1:  # programs draw the others, which follow
+            assert ints[plans.H_POOL] == order_at + num_units
+            num_units += ints[plans.H_NUM_POOLED]
+        units = ints[order_at:][:num_units]
         assert len(np.unique(units)) == len(units)
         _check_first_units(ints, kind, table, units, pieces_at, per_piece, shape)
         for unit in units.tolist():
@@ -127,8 +131,8 @@ def test_a_small_unit_fits_its_tile(page_size: int, tiles: Tiles) -> None:
 
 
 def _loads(case: AttentionCase) -> tuple[np.ndarray, np.ndarray]:
-    """Keys x heads of the large units of each program, and those of the small ones."""
-    shape = shape_of(case, HOPPER_SPLIT)
+    """Keys x heads of the large units of each program, and those of the small ones, none pooled."""
+    shape = shape_of(case, replace(HOPPER_SPLIT, pooled=0.0))
     ints = plans.schedule(case.spans(), shape).ints
     table = ints[plans.HEADER_INTS :][: shape.num_programs * plans.SHARE_FIELDS]
     table = table.reshape(shape.num_programs, plans.SHARE_FIELDS)

@@ -111,6 +111,7 @@ class Cut:
     row_tiles: Int64s
     tile_rows: Int64s
     num_large: int  # programs that get large units
+    pooled: float = 0.0  # of small units (`pooling.py`)
 
 
 class _Way(NamedTuple):
@@ -229,6 +230,11 @@ def unit_us(keys: Floats | Int64s, is_large: bool, shape: Shape) -> Floats:
     return steps * (step * per_key) + (pace.large_us if is_large else pace.small_us)
 
 
+def least_stretch(shape: Shape) -> int:
+    """Stretches of small spans are multiples of so many keys."""
+    return max(SMALL_TILE_KEYS // shape.fold, shape.page_size, STRETCH_KEYS)
+
+
 @dataclass(frozen=True, slots=True)
 class _Spans:
     """Those of one kind."""
@@ -248,8 +254,7 @@ class _Spans:
         """
         if not len(self.keys):
             return [_Way(np.empty(0), Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))] * len(shares)
-        step = shape.tiles.large_k if self.is_large else SMALL_TILE_KEYS // shape.fold
-        tile = max(step, shape.page_size, STRETCH_KEYS)
+        tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else least_stretch(shape)
         target = np.maximum(ROUNDING * float(self.seen @ self.copies) / shares, 1.0)
         wished = self.seen * finer
         if wished.max() < 2.0 * target.min():  # nobody is long enough to be cut: one way for all

@@ -39,11 +39,14 @@ class Seats:
         return load
 
 
-def share_out(shares: Int32s, large: Kind, small: Kind, seats: Seats) -> tuple[Int64s, Int64s]:
+def share_out(
+    shares: Int32s, large: Kind, small: Kind, seats: Seats, pooled: float = 0.0
+) -> tuple[Int64s, Int64s]:
     """Give each program units of both kinds, so that all end together.
 
     Returns the order of the units; program p has those from shares[p] to shares[p + 1], small ones
-    likewise.
+    likewise. At the end of the small ones are those of the pool, `pooled` of the time of each
+    program and all of those that begin late: who ends first takes the next of them.
     """
     shares[:] = 0
     ends, small_ends = shares.reshape(2, -1)
@@ -54,10 +57,39 @@ def share_out(shares: Int32s, large: Kind, small: Kind, seats: Seats) -> tuple[I
     cost, units = small
     count = len(cost) * units
     if not _are_even(cost, count, load):
-        return large_order, _deal(cost, units, small_ends, load, _spread(len(load)))
+        before = load.copy()
+        order = _deal(cost, units, small_ends, load, _spread(len(load)))
+        if pooled:
+            order = _pool(order, cost[order // units], small_ends, before, 1.0 - pooled)
+        return large_order, order
     # Equal units fill up what the large ones leave open; neighbours share page ids.
-    np.cumsum(_fill(load, float(cost.mean()), count), out=small_ends[1:])
+    counts = _fill(load, float(cost.mean()), count)
+    if pooled:
+        kept = np.maximum(np.floor(counts * (1.0 - pooled)), np.minimum(counts, 1.0))
+        counts = np.where(load > 0, 0.0, kept)
+    np.cumsum(counts, out=small_ends[1:])
     return large_order, np.arange(count)
+
+
+def _pool(order: Int64s, cost: Floats, shares: Int32s, before: Floats, kept: float) -> Int64s:
+    """Put the last units of every program at the end of the order, the longest first.
+
+    Who begins at once keeps `kept` of its time and its first unit. Who begins late keeps the first
+    one only if that takes longer than what is `before`: two of those must not meet on a
+    multiprocessor.
+    """
+    counts = np.diff(shares)
+    program = np.repeat(np.arange(len(counts)), counts)
+    ends = np.concatenate((np.zeros(1), np.cumsum(cost)))
+    begin, end = ends[shares[:-1]][program], ends[shares[1:]][program]
+    is_first = np.arange(len(order)) == shares[program]
+    is_early = before[program] == 0
+    is_kept = (ends[1:] - begin <= kept * (end - begin)) & is_early
+    is_kept |= is_first & (is_early | (cost > before[program]))
+    shares[1:] = np.cumsum(np.bincount(program[is_kept], minlength=len(counts)))
+    pool = np.flatnonzero(~is_kept)
+    pool = pool[np.argsort(-cost[pool], kind="stable")]
+    return order[np.concatenate((np.flatnonzero(is_kept), pool))]
 
 
 def _are_even(cost: Floats, count: int, load: Floats) -> bool:

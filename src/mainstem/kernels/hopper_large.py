@@ -142,10 +142,10 @@ def _produce(
 
 
 @gluon.jit
-def _start_scores(q_rows, k_tiles, stage, LAYOUT: gl.constexpr, TILE_K: gl.constexpr):
+def _start_scores(q, k_tiles, stage, LAYOUT: gl.constexpr, TILE_K: gl.constexpr):
     k = k_tiles.index(stage).permute((1, 0))
     nothing = gl.zeros([64, TILE_K], gl.float32, LAYOUT)
-    return warpgroup_mma(q_rows, k, nothing, use_acc=False, is_async=True)
+    return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -167,7 +167,7 @@ def _weigh(scores, top, scale):
 
 @gluon.jit
 def _attend(
-    q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, tile, num_tiles,
+    q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, tile, num_tiles,
     key_begin, seen_by_all, limit, scale,
     TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
@@ -179,14 +179,14 @@ def _attend(
     stage = tile % STAGES
     phase = (tile // STAGES) & 1
     mbarrier.wait(k_full.index(stage), phase)
-    pending = _start_scores(q_rows, k_tiles, stage, S_LAYOUT, TILE_K)
+    pending = _start_scores(q, k_tiles, stage, S_LAYOUT, TILE_K)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     release(k_empty, stage)
     scores = _mask(scores, key_begin, seen_by_all, limit, TILE_K, S_LAYOUT)
     nothing = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
     p, top, base = _weigh(scores, nothing, scale)
     total = gl.sum(p, 1)
-    weights = gl.convert_layout(p.to(q_rows.dtype), WEIGHTS)
+    weights = gl.convert_layout(p.to(q.dtype), WEIGHTS)
     acc = gl.zeros([64, HEAD_DIM], gl.float32, O_LAYOUT)
     for i in range(1, num_tiles):
         v_stage = stage
@@ -194,7 +194,7 @@ def _attend(
         stage = (tile + i) % STAGES
         phase = ((tile + i) // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
-        pending = _start_scores(q_rows, k_tiles, stage, S_LAYOUT, TILE_K)
+        pending = _start_scores(q, k_tiles, stage, S_LAYOUT, TILE_K)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         summing = warpgroup_mma(weights, v_tiles.index(v_stage), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(pending,))
@@ -207,7 +207,7 @@ def _attend(
         acc, weights = warpgroup_mma_wait(0, deps=(summing, weights))
         release(v_empty, v_stage)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        weights = gl.convert_layout(p.to(q_rows.dtype), WEIGHTS)
+        weights = gl.convert_layout(p.to(q.dtype), WEIGHTS)
     mbarrier.wait(v_full.index(stage), phase)
     summing = warpgroup_mma(weights, v_tiles.index(stage), acc, is_async=True)
     return summing, top, total, stage
@@ -254,8 +254,10 @@ def _consume(
             rows, _ = rows_of(row_begin, kv_head, GROUP, 1, gl.SliceLayout(1, S_LAYOUT))
             limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
             seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
+            # In registers, since shared memory is busy enough with K and V.
+            q = q_rows.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
             summing, top, total, stage = _attend(
-                q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, tile, num_tiles,
+                q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, tile, num_tiles,
                 key_begin, seen_by_all, limit, scale, TILE_K, HEAD_DIM, STAGES, S_LAYOUT, O_LAYOUT,
             )  # fmt: skip
             start_queries(

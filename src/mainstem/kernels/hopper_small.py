@@ -47,15 +47,28 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 @gluon.jit
-def _share(plan_ptr):
-    """This program's part of the order: begin, end, and of its first unit piece, KV head and page;
-    its second unit.
+def _draw(plan_ptr, tickets_ptr):
+    """The next unit of the pool, or -1 where no one is left.
+
+    Every program draws until there is none, so the last to do so is known by its ticket, and makes
+    the pool ready for the next launch.
     """
+    num_pooled = gl.load(plan_ptr + 11)
+    unit = -1
+    if num_pooled > 0:
+        ticket = gl.atomic_add(tickets_ptr, 1, sem="relaxed")
+        if ticket == num_pooled + gl.num_programs(0) - 1:
+            gl.store(tickets_ptr, 0)
+        if ticket < num_pooled:
+            unit = gl.load(plan_ptr + gl.load(plan_ptr + 10) + ticket)
+    return unit
+
+
+@gluon.jit
+def _share(plan_ptr):
+    """This program's part of the order: begin, end, and the second unit of it."""
     share_ptr = share_of(plan_ptr)
-    return (
-        gl.load(share_ptr + 2), gl.load(share_ptr + 3), share_ptr + 16, gl.load(share_ptr + 5),
-        gl.load(share_ptr + 6), gl.load(share_ptr + 7),
-    )  # fmt: skip
+    return gl.load(share_ptr + 2), gl.load(share_ptr + 3), gl.load(share_ptr + 7)
 
 
 @gluon.jit
@@ -81,35 +94,45 @@ def _bring(
 
 @gluon.jit
 def _produce(
-    k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+    k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, notes, noted, plan_ptr,
+    piece_ptr, kv_head, tickets_ptr,
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring K and V of all units of this program."""
+    """Bring K and V of all units of this program; draw those that follow its share, and note them
+    down for the consumer.
+    """
     UNITS: gl.constexpr = KV_HEADS // FOLD  # of a piece
     BLOCK: gl.constexpr = FOLD * PAGE_SIZE
     PAGES: gl.constexpr = LANES // BLOCK
     KEYS: gl.constexpr = PAGES * PAGE_SIZE
     gl.static_assert(PAGES * BLOCK == LANES)
     ACROSS: gl.constexpr = HEAD_DIM // PANEL
+    NOTE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    NOTES: gl.constexpr = 2 * STAGES
     k_boxes = as_tiles(k_tiles, STAGES * ACROSS * PAGES, BLOCK, PANEL)
     v_boxes = as_tiles(v_tiles, STAGES * ACROSS * PAGES, BLOCK, PANEL)
-    begin, end, piece_ptr, kv_head, page, next_unit = _share(plan_ptr)
+    index, end, next_unit = _share(plan_ptr)
     pieces_ptr = plan_ptr + gl.load(plan_ptr)
     order_ptr = plan_ptr + gl.load(plan_ptr + 9)
     page_ids_ptr = plan_ptr + gl.load(plan_ptr + 4)
     page_at = gl.load(piece_ptr + 3)
     key_begin = gl.load(piece_ptr + 4)
     key_end = gl.load(piece_ptr + 5)
+    page = gl.load(share_of(plan_ptr) + 6)
+    if index == end:
+        page = gl.load(page_ids_ptr + page_at + key_begin // PAGE_SIZE)
     step = 0
-    for index in range(begin, end):
+    num_noted = 0
+    is_there = True
+    while is_there:
         # Which unit comes after the next is fetched two ahead, all else one ahead.
         next_ptr = pieces_ptr + (next_unit // UNITS) * 8
         next_kv_head = (next_unit % UNITS) * FOLD
         next_page_at = gl.load(next_ptr + 3)
         next_key_begin = gl.load(next_ptr + 4)
         next_key_end = gl.load(next_ptr + 5)
-        next_unit = gl.load(order_ptr + gl.minimum(index + 2, end - 1))
+        next_unit = gl.load(order_ptr + gl.maximum(gl.minimum(index + 2, end - 1), 0))
         pages_ptr = page_ids_ptr + page_at
         last_page = gl.maximum(key_end - 1, 0) // PAGE_SIZE
         first_page = key_begin // PAGE_SIZE
@@ -128,6 +151,20 @@ def _produce(
             )  # fmt: skip
             page = next_page
             step += 1
+        index += 1
+        if index >= end:
+            drawn = _draw(plan_ptr, tickets_ptr)
+            note = num_noted % NOTES
+            notes.index(note).store(gl.full([1], drawn, gl.int32, NOTE))
+            mbarrier.arrive(noted.index(note), count=1)
+            num_noted += 1
+            is_there = drawn >= 0
+            drawn = gl.maximum(drawn, 0)
+            next_ptr = pieces_ptr + (drawn // UNITS) * 8
+            next_kv_head = (drawn % UNITS) * FOLD
+            next_page_at = gl.load(next_ptr + 3)
+            next_key_begin = gl.load(next_ptr + 4)
+            next_key_end = gl.load(next_ptr + 5)
         kv_head = next_kv_head
         page_at = next_page_at
         key_begin = next_key_begin
@@ -216,8 +253,8 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
-    q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, notes, noted, plan_ptr,
+    piece_ptr, kv_head, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
@@ -227,7 +264,9 @@ def _consume(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    begin, end, piece_ptr, kv_head, _, next_unit = _share(plan_ptr)
+    NOTE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    NOTES: gl.constexpr = 2 * STAGES
+    index, end, next_unit = _share(plan_ptr)
     pieces_ptr = plan_ptr + gl.load(plan_ptr)
     order_ptr = plan_ptr + gl.load(plan_ptr + 9)
     entries_ptr = plan_ptr + gl.load(plan_ptr + 2)
@@ -238,20 +277,35 @@ def _consume(
         stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
     )  # fmt: skip
     step = 0
-    for index in range(begin, end):
+    num_noted = 0
+    is_there = True
+    while is_there:
         # Which unit comes after the next is fetched two ahead, all else one ahead.
         next_kv_head = (next_unit % UNITS) * FOLD
         (
             next_entry, next_row_begin, next_row_end, next_key_begin, next_key_end, next_limit,
             next_stretch,
         ) = read_piece(pieces_ptr + (next_unit // UNITS) * 8)  # fmt: skip
-        next_unit = gl.load(order_ptr + gl.minimum(index + 2, end - 1))
+        next_unit = gl.load(order_ptr + gl.maximum(gl.minimum(index + 2, end - 1), 0))
         await_queries()
         acc, top, total = _attend(
             q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step,
             row_begin, key_begin, key_end, first_limit, scale,
             GROUP, FOLD, PAGE_SIZE, HEAD_DIM, STAGES, S_LAYOUT, O_LAYOUT,
         )  # fmt: skip
+        index += 1
+        if index >= end:
+            note = num_noted % NOTES
+            mbarrier.wait(noted.index(note), (num_noted // NOTES) & 1)
+            drawn = gl.max(notes.index(note).load(NOTE), 0)
+            num_noted += 1
+            is_there = drawn >= 0
+            drawn = gl.maximum(drawn, 0)
+            next_kv_head = (drawn % UNITS) * FOLD
+            (
+                next_entry, next_row_begin, next_row_end, next_key_begin, next_key_end, next_limit,
+                next_stretch,
+            ) = read_piece(pieces_ptr + (drawn // UNITS) * 8)  # fmt: skip
         start_queries(
             q_ptr, q_rows, entries_ptr + next_entry, next_row_begin, next_row_end, next_kv_head,
             stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
@@ -286,7 +340,8 @@ def _wait_for_large(IS_FIRST: gl.constexpr):
 @gluon.jit
 def _small_units_kernel(
     q_ptr, k_desc, v_desc, out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
-    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, num_barriers,
+    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, tickets_ptr,
+    num_barriers,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, IS_FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -300,7 +355,15 @@ def _small_units_kernel(
         gdc_wait()  # the kernel ahead may have written the plan, the queries or the pages
     gdc_launch_dependents()
     share_ptr = share_of(plan_ptr)
-    if gl.load(share_ptr + 2) == gl.load(share_ptr + 3):
+    num_units = gl.load(share_ptr + 3) - gl.load(share_ptr + 2)
+    piece_ptr = share_ptr + 16
+    kv_head = gl.load(share_ptr + 5)
+    if num_units == 0:
+        drawn = _draw(plan_ptr, tickets_ptr)
+        num_units = drawn + 1
+        piece_ptr = plan_ptr + gl.load(plan_ptr) + (drawn // (KV_HEADS // FOLD)) * 8
+        kv_head = (drawn % (KV_HEADS // FOLD)) * FOLD
+    if num_units == 0:
         _wait_for_large(IS_FIRST)
         return
     dtype: gl.constexpr = k_desc.dtype
@@ -312,6 +375,10 @@ def _small_units_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    # The producer is STAGES tiles ahead at most, so as many units, and draws one more.
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    notes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], ROW)
+    noted = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
     # Not a constant number of times, or it would be unrolled: instructions that run once are
     # fetched from memory all the same.
     for i in range(0, num_barriers):
@@ -319,16 +386,19 @@ def _small_units_kernel(
         mbarrier.init(k_empty.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=1)
+    for i in range(0, 2 * num_barriers):
+        mbarrier.init(noted.index(i), count=1)
     gl.warp_specialize(
         [
             (_consume, (
-                q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
-                q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+                q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, notes, noted, plan_ptr,
+                piece_ptr, kv_head, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                 KV_HEADS, GROUP, FOLD, PAGE_SIZE, HEAD_DIM, STAGES, HAS_LSE,
             )),
             (_produce, (
-                k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+                k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, notes, noted,
+                plan_ptr, piece_ptr, kv_head, tickets_ptr,
                 KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
             )),
         ],

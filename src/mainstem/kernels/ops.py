@@ -131,7 +131,7 @@ def _with_kernel(
     if not tiles.is_split:
         return tiles, None
     if device.type == "cpu":  # one kernel has both kinds, so there is no launch to save
-        return replace(tiles, pace=replace(tiles.pace, launch_us=0.0)), None
+        return replace(tiles, pace=replace(tiles.pace, launch_us=0.0), pooled=0.0), None
     if tiles.large_q != 128 or tiles.large_k % page_size or tiles.small_q != 64:
         raise LayoutError(
             "tiles that are split must have large_q 128, large_k a multiple of the page size and "
@@ -236,6 +236,7 @@ class SpanAttention:
         rows = limits.partials() * self._heads
         self._partial = torch.empty((rows, self._dim), dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
+        self._tickets = torch.zeros(1, dtype=torch.int32, device=device)  # for pooled units
         self._staging = [
             _Staging(device) for _ in range(1 if self._is_interpreted else NUM_STAGING)
         ]
@@ -376,7 +377,7 @@ class SpanAttention:
                 num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
             )  # fmt: skip
         small._small_units_kernel[(shape.num_programs,)](
-            q, k.small, v.small, *tensors, tiles.small_stages,
+            q, k.small, v.small, *tensors, self._tickets, tiles.small_stages,
             FOLD=shape.fold, STAGES=tiles.small_stages, IS_FIRST=not has_large,
             num_warps=small.NUM_WARPS, maxnreg=small.MAX_REGISTERS, **constants,
         )  # fmt: skip

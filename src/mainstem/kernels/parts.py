@@ -12,6 +12,8 @@ import triton.language as tl
 
 from mainstem.kernels.rows import normalised, write_rows
 
+FEW_PARTS = tl.constexpr(8)
+
 
 @triton.jit
 def _merge_tile(
@@ -83,7 +85,7 @@ def _merge_parts_kernel(
                 stride_out_token, stride_out_head,
                 HEADS, HEAD_DIM, DIM, DIM, 16, 1, HAS_LSE, OVERLAPS,
             )  # fmt: skip
-    elif most_parts <= 4 and num_rows >= 8 * num_programs:
+    elif most_parts <= FEW_PARTS and num_rows >= 8 * num_programs:
         for tile in range(program, tl.cdiv(num_rows, 16), num_programs):
             _merge_tile(
                 out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, merges_ptr, num_merges, tile,

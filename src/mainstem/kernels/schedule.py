@@ -6,7 +6,8 @@ The plan is one int32 array, so that it travels in one copy:
     header  | HEADER_INTS ints, the H_ places below
     shares  | [programs, 24] SHARE_ columns: a program's part of the orders, and what its first
             | units are, so that it need not look them up one after the other
-    orders  | [large units], [small units]: piece * (units of a piece) + (which of them)
+    orders  | [large units], [small units]: piece * (units of a piece) + (which of them); at the end
+            | of the small ones those of the pool, which programs take as they come free
     large   | [pieces, 8] PIECE_ columns; a piece is a unit of every KV head
     small   | [pieces, 8]
     entries | [2, entries] token, slot of its first Partial in this span or -1 where it has only one
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from mainstem.core.step import Spans
 from mainstem.kernels.cutting import Cut, Pick, Shape, cut_spans, first_to_end, unit_us
 from mainstem.kernels.dealing import Seats, share_out
+from mainstem.kernels.pooling import pool
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -32,7 +34,7 @@ Bools = NDArray[np.bool_]
 # Places in the header; kernels (`span.py`, `hopper_*.py`, `parts.py`) read them, and shares, by
 # number.
 H_SMALL, H_LARGE, H_ENTRIES, H_NUM_ENTRIES, H_PAGES, H_MERGES, H_NUM_MERGES, H_MOST_PARTS = range(8)
-H_LARGE_ORDER, H_SMALL_ORDER = 8, 9
+H_LARGE_ORDER, H_SMALL_ORDER, H_POOL, H_NUM_POOLED = 8, 9, 10, 11
 HEADER_INTS = 16
 
 # Columns of a piece.
@@ -273,6 +275,8 @@ def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
 
 def _frame(spans: Spans, shape: Shape, pick: Pick) -> Frame:
     cut = cut_spans(spans, shape, pick)
+    if shape.tiles.pooled and shape.can_cut and shape.fixed_stretch is None:
+        cut = pool(cut, spans.key_tokens.astype(np.int64), shape)
     pieces = _pieces(spans, cut, shape)
     partials = _place_partials(spans.query_rows, cut)
     shares = np.empty(2 * shape.num_programs + 2, np.int32)
@@ -282,7 +286,9 @@ def _frame(spans: Spans, shape: Shape, pick: Pick) -> Frame:
         (large_costs, shape.kv_heads),
         (small_costs, shape.kv_heads // shape.fold),
         Seats(cut.num_large, shape.num_large_programs, shape.tiles.pace),
+        cut.pooled,
     )
+    num_pooled = len(small_order) - int(shares[-1])
     large_order_at = HEADER_INTS + shape.num_programs * SHARE_FIELDS
     small_order_at = large_order_at + len(large_order)
     large_at = small_order_at + len(small_order)
@@ -292,10 +298,10 @@ def _frame(spans: Spans, shape: Shape, pick: Pick) -> Frame:
     pages_at = merges_at + partials.merges.size
     head = np.empty(pages_at, np.int32)
     head[:HEADER_INTS] = 0
-    head[: H_SMALL_ORDER + 1] = (
+    head[: H_NUM_POOLED + 1] = (
         small_at, large_at, entries_at, partials.entries.shape[1], pages_at,
         merges_at, partials.merges.shape[1], partials.merges[2].max(initial=0),
-        large_order_at, small_order_at,
+        large_order_at, small_order_at, large_at - num_pooled, num_pooled,
     )  # fmt: skip
     table, firsts = _share_table(shares, (large_order, small_order), pieces, shape)
     head[HEADER_INTS:large_order_at] = table.ravel()

@@ -1,0 +1,89 @@
+"""Which steps have a pool, and which spans of it are cut once more."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from mainstem.apps.bench.workloads import AttentionCase, Run
+from mainstem.kernels import schedule as plans
+from mainstem.kernels.cutting import Cut, Shape, cut_spans
+from mainstem.kernels.pooling import pool
+from mainstem.kernels.tuning import HOPPER_SPLIT
+
+pytestmark = pytest.mark.torch
+
+
+def _own(batch: int, keys: int) -> tuple[Run, ...]:
+    return tuple(Run((row,), keys) for row in range(batch))
+
+
+def _cut(case: AttentionCase, max_partials: int | None = None) -> Cut:
+    shape = Shape(
+        case.heads // case.kv_heads, case.kv_heads, case.page_size, num_programs=264,
+        tiles=HOPPER_SPLIT, max_partials=max_partials,
+    )  # fmt: skip
+    spans = case.spans()
+    return pool(cut_spans(spans, shape), spans.key_tokens.astype(np.int64), shape)
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "is_pooled"),
+    [
+        (132, 512, False),  # a unit for each program
+        (256, 4096, False),  # two for nearly each
+        (300, 600, True),  # three for some, two for most
+        (700, 100, True),  # five
+        (20, 300, False),  # not enough for one each
+    ],
+)
+def test_even_shares_are_given_out(batch: int, keys: int, is_pooled: bool) -> None:
+    assert (_cut(AttentionCase("own", _own(batch, keys))).pooled > 0) == is_pooled
+
+
+def test_all_that_comes_behind_large_units_is_pooled() -> None:
+    cut = _cut(AttentionCase("shared", (Run(tuple(range(64)), 2048), *_own(64, 40))))
+    assert cut.is_large.any()
+    assert cut.pooled > 0
+
+
+def test_prompts_alone_have_no_pool() -> None:
+    assert _cut(AttentionCase("prompt", (Run(tuple(range(600)), 600, True),))).pooled == 0
+
+
+def test_some_long_spans_are_cut_once_more() -> None:
+    cut = _cut(AttentionCase("own", _own(300, 600)))
+    again = cut.parts > 1
+    assert 0.05 < again.mean() < 0.3
+    assert set(cut.parts.tolist()) == {1, 3}
+    assert (cut.stretches[again] % 32 == 0).all()
+
+
+def test_none_is_where_that_would_be_the_only_merge_of_short_ones() -> None:
+    cut = _cut(AttentionCase("own", _own(300, 128)))
+    assert cut.pooled > 0
+    assert (cut.parts == 1).all()
+
+
+def test_none_is_where_partials_would_not_fit() -> None:
+    case = AttentionCase("own", _own(300, 600))
+    cut = _cut(case, max_partials=310)
+    assert cut.pooled > 0
+    assert (cut.parts == 1).all()
+    assert (_cut(case, max_partials=1000).parts > 1).any()
+
+
+def test_units_of_different_lengths_are_not_cut_once_more() -> None:
+    runs = tuple(Run((row,), 100 + 5 * row) for row in range(300))
+    cut = _cut(AttentionCase("ragged", runs))
+    assert (cut.parts == 1).all()
+
+
+def test_the_plan_says_where_the_pool_is() -> None:
+    case = AttentionCase("shared", (Run(tuple(range(256)), 2048), *_own(256, 256)))
+    shape = Shape(4, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)
+    ints = plans.schedule(case.spans(), shape).ints
+    at, count = ints[plans.H_POOL], ints[plans.H_NUM_POOLED]
+    assert count > 0
+    assert at + count == ints[plans.H_LARGE]  # right ahead of the pieces
