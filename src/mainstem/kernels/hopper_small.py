@@ -8,6 +8,10 @@ its KV heads one after the other, so the keys of FOLD heads of a page are one bl
 tile is 64 (head, key) pairs, of one such block or of several pages. A row takes of a tile's scores
 those of its own head.
 
+A program has its share of the units, and then draws others from the pool (`pooling.py`) until there
+are none. The producer draws, while the last tiles it has asked for are on their way, and leaves a
+note for the consumer.
+
 Where there are large units it runs behind their kernel, takes multiprocessors as that one leaves
 them, and waits for it before it ends.
 """
