@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.step import Spans
-from mainstem.kernels.pacing import Card, Work, step_us
+from mainstem.kernels.pacing import Card, Work, least_us, step_us
 from mainstem.kernels.tuning import Tiles
 
 Int64s = NDArray[np.int64]
@@ -100,8 +100,7 @@ class Shape:
         object.__setattr__(self, "small_q", small_q)
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """Per span."""
 
     queries: Int64s
@@ -117,8 +116,11 @@ class Cut:
 class _Way(NamedTuple):
     """One way to cut the spans of a kind."""
 
-    stretches: Floats
+    stretches: Floats | Int64s
     work: Work
+
+
+NOTHING = _Way(np.empty(0), Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 
 
 class Option(NamedTuple):
@@ -158,7 +160,7 @@ def first_to_end(options: list[Option], shape: Shape) -> Option:
     best = math.inf
     for option in options:
         large, small = option.large.work, option.small.work
-        is_late = large.last_us > INDIFFERENT * best  # so it need not be computed
+        is_late = least_us(large, small, card) > INDIFFERENT * best  # so it need not be computed
         us.append(math.inf if is_late else step_us(large, small, option.sms, card))
         best = min(best, us[-1])
     return next(o for o, took in zip(options, us, strict=True) if took <= INDIFFERENT * best)
@@ -170,37 +172,28 @@ def ceil_div(a: Int64s, b: Int64s | int) -> Int64s:
 
 def cut_spans(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Cut:
     """Keys per stretch, number of stretches, and tiles of rows, of each span."""
-    keys = spans.key_tokens.astype(np.int64)
-    queries = np.diff(spans.query_starts).astype(np.int64)
+    keys = np.maximum(spans.key_tokens, 1).astype(np.int64)
+    queries = (spans.query_starts[1:] - spans.query_starts[:-1]).astype(np.int64)
     rows = queries * shape.group
-    is_large = rows > shape.small_rows
-    stretches, num_large = np.maximum(keys, 1), shape.num_large_programs
+    num_large = shape.num_large_programs
     if shape.fixed_stretch is not None:
         is_large = np.ones(len(keys), np.bool_)
         stretches = np.full(len(keys), shape.fixed_stretch, np.int64)
     elif shape.can_cut and len(keys):
-        seen = np.maximum(keys - spans.is_causal * queries // 2, 1)
-        columns = stretches, seen, queries
+        seen = np.maximum(keys - spans.is_causal * (queries >> 1), 1)
+        columns = _Columns(keys, seen, queries, rows)
         options = [
             option
-            for kinds in _kinds(rows, stretches, shape)
-            for option in _options(columns, kinds, _row_tiles(rows, kinds, shape), shape)
+            for is_large in _kinds(rows, keys, shape)
+            for option in _options(columns, is_large, shape)
         ]
         option = pick(options, shape)
-        is_large, num_large = option.is_large, option.sms
-        stretches = option.stretches()
-    row_tiles = _row_tiles(rows, is_large, shape)
-    parts = np.maximum(ceil_div(keys, stretches), 1)
-    tile_rows = _tile_rows(is_large, shape)
+        is_large, num_large, stretches = option.is_large, option.sms, option.stretches()
+    else:
+        is_large, stretches = rows > shape.small_rows, keys
+    tile_rows = np.where(is_large, shape.tiles.large_q, shape.most_small_rows)
+    parts, row_tiles = ceil_div(keys, stretches), ceil_div(rows, tile_rows)
     return Cut(queries, stretches, parts, is_large, row_tiles, tile_rows, num_large)
-
-
-def _tile_rows(is_large: Bools, shape: Shape) -> Int64s:
-    return np.where(is_large, shape.tiles.large_q, shape.most_small_rows)
-
-
-def _row_tiles(rows: Int64s, is_large: Bools, shape: Shape) -> Int64s:
-    return ceil_div(rows, _tile_rows(is_large, shape))
 
 
 def _kinds(rows: Int64s, keys: Int64s, shape: Shape) -> list[Bools]:
@@ -208,12 +201,14 @@ def _kinds(rows: Int64s, keys: Int64s, shape: Shape) -> list[Bools]:
     in several tiles, would cost less than a launch.
     """
     kinds = [rows > shape.small_rows]
-    if not shape.tiles.is_split or not kinds[0].any():
+    num_large = np.count_nonzero(kinds[0])
+    if not shape.tiles.is_split or not num_large:
         return kinds
     is_long = rows > shape.most_small_rows
-    if np.count_nonzero(is_long) < np.count_nonzero(kinds[0]):
+    num_long = np.count_nonzero(is_long)
+    if num_long < num_large:
         kinds.append(is_long)
-    if is_long.any():
+    if num_long:
         units = ceil_div(rows[is_long], shape.most_small_rows) * (shape.kv_heads // shape.fold)
         us = float(unit_us(keys[is_long], False, shape) @ units) / shape.num_programs
         if us < shape.tiles.pace.launch_us:
@@ -235,12 +230,29 @@ def least_stretch(shape: Shape) -> int:
     return max(SMALL_TILE_KEYS // shape.fold, shape.page_size, STRETCH_KEYS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Spans:
-    """Those of one kind."""
+class _Columns(NamedTuple):
+    """Of each span."""
 
     keys: Int64s
     seen: Int64s  # keys, by a row in the mean: half of them of a prompt's own
+    queries: Int64s
+    rows: Int64s
+
+
+class _Parts(NamedTuple):
+    """What spans are cut into: rows are ways to do it, one for each or for all."""
+
+    stretches: Floats | Int64s  # [ways, spans] keys of a unit
+    sizes: Floats  # [ways, spans] microseconds of a unit
+    units: Floats | Int64s  # [ways, spans]
+    queries: Floats | np.int64  # [ways] x their parts
+
+
+class _Spans(NamedTuple):
+    """Those of one kind."""
+
+    keys: Int64s
+    seen: Int64s
     queries: Int64s
     copies: Int64s  # units of a stretch: tiles of rows x KV heads
     is_large: bool
@@ -253,47 +265,55 @@ class _Spans:
         the way.
         """
         if not len(self.keys):
-            return [_Way(np.empty(0), Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))] * len(shares)
-        tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else least_stretch(shape)
-        target = np.maximum(ROUNDING * float(self.seen @ self.copies) / shares, 1.0)
-        wished = self.seen * finer
-        if wished.max() < 2.0 * target.min():  # nobody is long enough to be cut: one way for all
-            target = target[:1]
-        parts = np.maximum(np.floor(wished / target[:, None]), 1.0)
-        stretches = np.ceil(self.keys / (parts * tile)) * tile
-        parts = np.ceil(self.keys / stretches)
-        sizes = unit_us(self.seen / parts, self.is_large, shape)
-        units = parts * self.copies
+            return [NOTHING] * len(shares)
+        stretches, sizes, units, queries = self._parts(shares, shape, finer)
         numbers = np.empty((5, len(shares)))
         numbers[0] = units.sum(axis=1)
         numbers[1] = (sizes * units).sum(axis=1)
         numbers[2] = numbers[3] = sizes.max(axis=1)
         if places is not None:
-            numbers[3] = _last_end(sizes, units, places)
-        numbers[4] = parts @ self.queries * float(shape.group * shape.kv_heads)
+            numbers[3] = _last_end(sizes, units, numbers[:3], places)
+        numbers[4] = queries * float(shape.group * shape.kv_heads)
         keys = float(self.seen.sum()) * shape.kv_heads
+        last_way = len(stretches) - 1
         return [
-            _Way(stretches[min(i, len(stretches) - 1)], Work(count, us, longest, last, keys, rows))
+            _Way(stretches[min(i, last_way)], Work(count, us, longest, last, keys, rows))
             for i, (count, us, longest, last, rows) in enumerate(numbers.T.tolist())
         ]
 
+    def _parts(self, shares: Floats, shape: Shape, finer: Int64s | int) -> _Parts:
+        target = np.maximum(ROUNDING * float(self.seen @ self.copies) / shares, 1.0)
+        wished = self.seen * finer
+        if wished.max() < 2.0 * target.min():  # nobody is long enough to be cut: one way for all
+            sizes = unit_us(self.seen, self.is_large, shape)
+            return _Parts(self.keys[None], sizes[None], self.copies[None], self.queries.sum())
+        tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else least_stretch(shape)
+        parts = np.maximum(np.floor(wished / target[:, None]), 1.0)
+        stretches = np.ceil(self.keys / (parts * tile)) * tile
+        parts = np.ceil(self.keys / stretches)
+        sizes = unit_us(self.seen / parts, self.is_large, shape)
+        return _Parts(stretches, sizes, parts * self.copies, parts @ self.queries)
 
-def _last_end(sizes: Floats, units: Floats, places: Floats) -> Floats:
+
+def _last_end(sizes: Floats, units: Floats | Int64s, numbers: Floats, places: Floats) -> Floats:
     """When the last unit ends, for each number of places, if the longest always goes to the
-    emptiest; rows are ways to cut, one for each of them or for all.
+    emptiest; rows are ways to cut, one for each of them or for all. Numbers: how many units, how
+    long they take together, and the longest.
     """
-    last: Floats = np.ceil(units.sum(axis=1) / places) * sizes[:, 0]
-    if np.ptp(sizes, axis=1).max() == 0:
+    count, us, longest = numbers
+    last: Floats
+    if (sizes == sizes[:, :1]).all():
+        last = np.ceil(count / places) * longest
         return last
-    last = (sizes * units).sum(axis=1) / places
-    order = np.argsort(-sizes, axis=1)
+    last = us / places
+    order = (-sizes).argsort(axis=1)
     rows = np.arange(len(sizes))[:, None]
-    sizes, ends = sizes[rows, order], np.cumsum(units[rows, order], axis=1)
+    sizes, ends = sizes[rows, order], units[rows, order].cumsum(axis=1)
     rounds = np.arange(ROUNDS)
-    for i, count in enumerate(places.tolist()):
+    for i, seats in enumerate(places.tolist()):
         # Somebody gets a unit of each round, and those before are no shorter than the last one.
         row = min(i, len(sizes) - 1)
-        first = np.searchsorted(ends[row], rounds * count, side="right")
+        first = ends[row].searchsorted(rounds * seats, side="right")
         first = first[first < sizes.shape[1]]
         last[i] = (sizes[row, first] * (rounds[: len(first)] + 1)).max(initial=last[i])
     return last
@@ -304,24 +324,22 @@ def _large_shares(sms: int) -> Floats:
     return np.unique(np.maximum(np.rint(sms * LARGE_ON), 1.0))[::-1]
 
 
-def _options(
-    columns: tuple[Int64s, Int64s, Int64s], is_large: Bools, row_tiles: Int64s, shape: Shape
-) -> list[Option]:
+def _of_kind(columns: _Columns, wanted: Bools, is_large: bool, shape: Shape) -> _Spans:
+    tile_rows = shape.tiles.large_q if is_large else shape.most_small_rows
+    heads = shape.kv_heads if is_large else shape.kv_heads // shape.fold
+    keys, seen, queries, rows = (column[wanted] for column in columns)
+    return _Spans(keys, seen, queries, ceil_div(rows, tile_rows) * heads, is_large)
+
+
+def _options(columns: _Columns, is_large: Bools, shape: Shape) -> list[Option]:
     """Ways to cut large spans, with those to cut small ones that may suit them. Among equals the
-    first is best: that with large units on most multiprocessors. Columns: keys, those seen by a row
-    in the mean, and queries of each span.
+    first is best: that with large units on most multiprocessors.
     """
-
-    def of_kind(wanted: Bools, heads: int, kind: bool) -> _Spans:
-        keys, seen, queries = (column[wanted] for column in columns)
-        return _Spans(keys, seen, queries, row_tiles[wanted] * heads, kind)
-
-    large = of_kind(is_large, shape.kv_heads, True)
-    small = of_kind(~is_large, shape.kv_heads // shape.fold, False)
+    small = _of_kind(columns, ~is_large, False, shape)
     programs, sms = shape.num_programs, shape.num_large_programs
-    if not is_large.any():
-        none = large.cut(np.ones(1), shape, None)[0]
-        return [Option(is_large, none, way, sms) for way in _small_ways(small, shape)]
+    if len(small.keys) == len(is_large):
+        return [Option(is_large, NOTHING, way, sms) for way in _small_ways(small, shape)]
+    large = _of_kind(columns, is_large, True, shape)
     each = small.cut(np.array([programs], np.float64), shape, None)[0]
     shares = _large_shares(sms)
     found: dict[tuple[float, int], Option] = {}
@@ -338,11 +356,14 @@ def _options(
 
 
 def _small_ways(small: _Spans, shape: Shape) -> list[_Way]:
-    """Ways to cut small spans, where there are no others."""
+    """Ways to cut small spans, where there are no others; of equal ones the first."""
     programs = np.full(len(SMALL_ON), float(shape.num_programs))
     ways = small.cut(SMALL_ON * programs, shape, programs)
     is_shared = small.queries > 1
     if is_shared.any() and not is_shared.all():
         finer = np.where(is_shared, FINER, 1)
         ways += small.cut(programs[:1], shape, programs[:1], finer)
-    return ways
+    found: dict[Work, _Way] = {}
+    for way in ways:
+        found.setdefault(way.work, way)
+    return list(found.values())

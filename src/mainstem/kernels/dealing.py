@@ -3,6 +3,7 @@ Numpy only.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ Floats = NDArray[np.float64]
 
 FEW_ROUNDS = 4  # of units, up to which it matters who gets a short one
 LEAST_PLAYERS = 16  # at least one in so many programs gets a unit in a round: rounds take time
+NO_UNITS: Int64s = np.empty(0, np.int64)
 Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units every piece has
 
 
@@ -35,7 +37,7 @@ class Seats:
         """
         load = np.where(load > 0, self.pace.beside * (load + self.pace.late_us), 0.0)
         if self.count < programs:
-            load = np.repeat(np.sort(load), programs // self.count)
+            load = np.sort(load, kind="stable").repeat(programs // self.count)
         return load
 
 
@@ -50,24 +52,28 @@ def share_out(
     """
     shares[:] = 0
     ends, small_ends = shares.reshape(2, -1)
-    load = np.zeros(seats.count)
-    large_order = _deal(*large, ends[: seats.count + 1], load, _spread(seats.count)[: seats.taken])
-    ends[seats.count + 1 :] = len(large_order)
-    load = seats.open_for_small(load, len(ends) - 1)
+    load, large_order = np.zeros(len(ends) - 1), NO_UNITS
+    if len(large[0]):
+        by_seat, taken = np.zeros(seats.count), _spread(seats.count)[: seats.taken]
+        large_order, by_seat[taken] = _deal(*large, ends[: seats.count + 1], by_seat, taken)
+        ends[seats.count + 1 :] = len(large_order)
+        load = seats.open_for_small(by_seat, len(load))
     cost, units = small
     count = len(cost) * units
-    if not _are_even(cost, count, load):
-        before = load.copy()
-        order = _deal(cost, units, small_ends, load, _spread(len(load)))
+    if not count:
+        return large_order, NO_UNITS
+    mean = float(cost.sum()) / len(cost)
+    if not _are_even(cost, mean, count, load):
+        order, _ = _deal(cost, units, small_ends, load, _spread(len(load)))
         if pooled:
-            order = _pool(order, cost[order // units], small_ends, before, 1.0 - pooled)
+            order = _pool(order, cost[order // units], small_ends, load, 1.0 - pooled)
         return large_order, order
     # Equal units fill up what the large ones leave open; neighbours share page ids.
-    counts = _fill(load, float(cost.mean()), count)
+    counts = _fill(load, mean, count)
     if pooled:
-        kept = np.maximum(np.floor(counts * (1.0 - pooled)), np.minimum(counts, 1.0))
-        counts = np.where(load > 0, 0.0, kept)
-    np.cumsum(counts, out=small_ends[1:])
+        counts = np.maximum(np.floor(counts * (1.0 - pooled)), np.minimum(counts, 1.0))
+        counts[load > 0] = 0.0
+    counts.cumsum(out=small_ends[1:])
     return large_order, np.arange(count)
 
 
@@ -78,57 +84,58 @@ def _pool(order: Int64s, cost: Floats, shares: Int32s, before: Floats, kept: flo
     one only if that takes longer than what is `before`: two of those must not meet on a
     multiprocessor.
     """
-    counts = np.diff(shares)
-    program = np.repeat(np.arange(len(counts)), counts)
-    ends = np.concatenate((np.zeros(1), np.cumsum(cost)))
-    begin, end = ends[shares[:-1]][program], ends[shares[1:]][program]
-    is_first = np.arange(len(order)) == shares[program]
-    is_early = before[program] == 0
-    is_kept = (ends[1:] - begin <= kept * (end - begin)) & is_early
-    is_kept |= is_first & (is_early | (cost > before[program]))
-    shares[1:] = np.cumsum(np.bincount(program[is_kept], minlength=len(counts)))
-    pool = np.flatnonzero(~is_kept)
-    pool = pool[np.argsort(-cost[pool], kind="stable")]
-    return order[np.concatenate((np.flatnonzero(is_kept), pool))]
+    counts = shares[1:] - shares[:-1]
+    ends = np.concatenate((np.zeros(1), cost.cumsum()))
+    begin, end = ends[shares[:-1]], ends[shares[1:]]
+    most = np.where(before == 0, kept * (end - begin), 0.0)
+    is_kept = ends[1:] - begin.repeat(counts) <= most.repeat(counts)
+    busy = counts.nonzero()[0]
+    first = shares[busy]
+    is_kept[first] |= cost[first] > before[busy]
+    stay, pool = is_kept.nonzero()[0], (~is_kept).nonzero()[0]
+    shares[1:] = stay.searchsorted(shares[1:])
+    by_cost = (-cost[pool]).argsort(kind="stable")
+    return np.concatenate((order[stay], order[pool[by_cost]]))
 
 
-def _are_even(cost: Floats, count: int, load: Floats) -> bool:
+def _are_even(cost: Floats, mean: float, count: int, load: Floats) -> bool:
     """Whether small units may be given out in their order, whatever they cost. Of a few rounds by
     themselves all must be alike: a program with two long ones would end last.
     """
-    if not count:
-        return False
     is_few = len(load) < count < FEW_ROUNDS * len(load) and not load.any()
-    return bool(cost.max() < EVEN * (cost.min() if is_few else cost.mean()))
+    return bool(cost.max() < EVEN * (cost.min() if is_few else mean))
 
 
-def _deal(cost: Floats, units: int, shares: Int32s, load: Floats, seats: Int64s) -> Int64s:
-    """Give out units to some programs, the longest first; adds to their load."""
-    programs = len(load)
-    if not len(cost):
-        return np.empty(0, np.int64)
-    by_cost = np.argsort(-cost, kind="stable")
-    costs = np.repeat(cost[by_cost], units)
+def _deal(
+    cost: Floats, units: int, shares: Int32s, load: Floats, seats: Int64s
+) -> tuple[Int64s, Floats]:
+    """Give out units to some programs, the longest first. Returns their order, and what those
+    programs have to do then.
+    """
+    by_cost = (-cost).argsort(kind="stable")
     order = (by_cost[:, None] * units + np.arange(units)).ravel()
-    program = seats[_turns(costs, load[seats])]
-    load += np.bincount(program, weights=costs, minlength=programs)
-    np.cumsum(np.bincount(program, minlength=programs), out=shares[1:])
-    return order[np.argsort(program, kind="stable")]
+    load = load[seats]
+    program = seats[_turns(cost[by_cost].repeat(units), load)]
+    np.bincount(program, minlength=len(shares) - 1).cumsum(out=shares[1:])
+    return order[program.argsort(kind="stable")], load
 
 
 def _turns(costs: Floats, load: Floats) -> Int64s:
     """Who gets which unit: in rounds, the longest of what is left to the emptiest. Who has more
-    than the emptiest will have sits out.
+    than the emptiest will have sits out. Adds to their load.
 
     Among equally empty ones, the first: where a round does not reach all, it is they who get more.
     """
-    load = load.copy()
+    if costs[0] == costs[-1] and not load.any():  # nobody will have more than others
+        program = np.arange(len(costs)) % len(load)
+        load += np.bincount(program, weights=costs, minlength=len(load))
+        return program
     program = np.empty(len(costs), np.int64)
     done = 0
     while done < len(costs):
-        seats = np.argsort(load, kind="stable")
+        seats = load.argsort(kind="stable")
         levels = load[seats]
-        players = int(np.searchsorted(levels, levels[0] + costs[done], side="right"))
+        players = int(levels.searchsorted(levels[0] + costs[done], side="right"))
         round_costs = costs[done : done + max(players, len(load) // LEAST_PLAYERS)]
         seats = seats[: len(round_costs)]
         program[done : done + len(seats)] = seats
@@ -137,6 +144,7 @@ def _turns(costs: Floats, load: Floats) -> Int64s:
     return program
 
 
+@cache
 def _spread(programs: int) -> Int64s:
     """Programs in an order that visits every second one first: neighbours share an SM."""
     return np.concatenate((np.arange(0, programs, 2), np.arange(1, programs, 2)))
@@ -144,19 +152,25 @@ def _spread(programs: int) -> Int64s:
 
 def _fill(load: Floats, size: float, count: int) -> Floats:
     """How many of `count` equal units each program takes, so that the fullest is least full."""
+    if not load.any():
+        each, more = divmod(count, len(load))
+        room = np.full(len(load), float(each))
+        room[:more] += 1.0
+        return room
     # The level to which the emptiest k fill up, for every k; it holds where the next is fuller.
-    emptiest = np.sort(load)
-    levels = (np.cumsum(emptiest) + size * count) / np.arange(1, len(load) + 1)
-    level = float(levels[np.argmax(levels <= np.append(emptiest[1:], np.inf))])
+    emptiest = np.sort(load, kind="stable")
+    levels = (emptiest.cumsum() + size * count) / np.arange(1, len(load) + 1)
+    is_level = levels[:-1] <= emptiest[1:]
+    level = float(levels[is_level.argmax() if is_level.any() else -1])
     room = np.maximum((level - load) // size, 0.0)
     missing = count - int(room.sum())
     while missing > 0:
-        taking = np.argsort(load + room * size, kind="stable")[:missing]
+        taking = (load + room * size).argsort(kind="stable")[:missing]
         room[taking] += 1.0
         missing -= len(taking)
     while missing < 0:  # by rounding; only who has some can give one back
-        giving = np.flatnonzero(room)
-        fullest = giving[np.argsort(-load[giving] - room[giving] * size, kind="stable")[:-missing]]
+        giving = room.nonzero()[0]
+        fullest = giving[(-load[giving] - room[giving] * size).argsort(kind="stable")[:-missing]]
         room[fullest] -= 1.0
         missing += len(fullest)
     return room

@@ -43,11 +43,12 @@ def step_us(large: Work, small: Work, sms: int, card: Card) -> float:
     """When all is merged, up to a constant, if large units run on so many multiprocessors."""
     pace = card.pace
     merge_us = pace.merge_us * (large.rows + small.rows)
-    early = card.programs - card.per_sm * sms if large.units else card.programs
-    large_us = large.us / sms if large.units else 0.0
-    wish = small.keys / small.us if small.units else 0.0  # keys a microsecond, of a program
-    large_wish = large.keys / large_us if large.units else 0.0
-    small_wish = min(early, small.units) * wish
+    if not large.units:
+        return _small_end(small, card) + merge_us if small.units else merge_us
+    early = card.programs - card.per_sm * sms
+    large_us = large.us / sms
+    large_wish = large.keys / large_us  # keys a microsecond
+    small_wish = min(early, small.units) * (small.keys / small.us) if small.units else 0.0
     lack = max((large_wish + small_wish) / pace.reads, 1.0)
     if not small_wish:
         slower, beside = lack, 1.0
@@ -57,47 +58,54 @@ def step_us(large: Work, small: Work, sms: int, card: Card) -> float:
         beside = min(max(left, LEAST_SPEED / lack), 1.0)
     end = large.last_us * slower
     if small.units:
-        end = max(end, _small_end(small, large_us * slower, early, beside, card))
-    return end + merge_us + (pace.launch_us if large.units else 0.0)
+        end = max(end, _late_end(small, large_us * slower, early, beside, card))
+    return end + merge_us + pace.launch_us
 
 
-def _small_end(small: Work, large_us: float, early: int, beside: float, card: Card) -> float:
+def least_us(large: Work, small: Work, card: Card) -> float:
+    """What a step takes at least; quick to tell."""
+    merge_us = card.pace.merge_us * (large.rows + small.rows)
+    return large.last_us + merge_us + (card.pace.launch_us if large.units else 0.0)
+
+
+def _small_end(small: Work, card: Card) -> float:
+    """When the last small unit ends, if there are no large ones."""
+    busy, wish = min(card.programs, small.units), small.keys / small.us
+    speed = min(card.pace.reads / (busy * wish), 1.0)
+    return max(small.us / busy / speed, small.last_us / math.sqrt(speed))
+
+
+def _late_end(small: Work, large_us: float, early: int, beside: float, card: Card) -> float:
     """When the last small unit ends, if large ones do at `large_us`; `early` programs begin at
     once and have the speed `beside` until then.
     """
-    late, wish = card.programs - early, small.keys / small.us
-    late_us = card.pace.late_us
+    units, us, longest_us, _, keys, _ = small
+    programs, reads, late_us = card.programs, card.pace.reads, card.pace.late_us
+    late, wish, size = programs - early, keys / us, us / units
     done = beside * large_us  # by a program that began at once
-    size = small.us / small.units
-
-    def speed_of(programs: float) -> float:
-        return min(card.pace.reads / (min(programs, small.units) * wish), 1.0)
 
     def early_end(us: float, speed: float) -> float:
         return us / beside if us <= done else large_us + (us - done) / speed
 
-    speed = speed_of(card.programs)
-    if not late:
-        level = small.us / min(card.programs, small.units) / speed
-        return max(level, small.last_us / math.sqrt(speed))
+    speed = min(reads / (min(programs, units) * wish), 1.0)
     # As if units could be divided: by all, or by those who begin at once.
-    rest = max(small.us - early * done, 0.0) / card.programs
-    level = large_us + late_us * late / card.programs + rest / speed
+    rest = max(us - early * done, 0.0) / programs
+    level = large_us + late_us * late / programs + rest / speed
     if early:
-        level = min(level, early_end(small.us / early, speed_of(early)))
+        level = min(level, early_end(us / early, min(reads / (min(early, units) * wish), 1.0)))
     # Whole units, at a speed between that of all and that of the last one.
-    some = math.floor(max(rest - late_us * speed, 0.0) / size)
+    some = int(max(rest - late_us * speed, 0.0) / size)
     speed = math.sqrt(speed)
-    if small.longest_us > EVEN * size:
-        return max(level + UNEVEN * small.longest_us, small.longest_us / speed)
-    # The late programs take some each, the early ones what is left.
+    if longest_us > EVEN * size:
+        return max(level + UNEVEN * longest_us, longest_us / speed)
     if not early:
-        some = math.ceil(small.units / card.programs)
-    ends = []
+        return max(large_us + late_us + math.ceil(units / late) * size / speed, level)
+    # The late programs take some each, the early ones what is left.
+    best = math.inf
     for each in range(some, some + 3):
-        end = large_us + late_us + each * size / speed if each else 0.0
-        if early:
-            own = math.ceil(max(small.units - late * each, 0) / early) * size
-            end = max(end, early_end(own, speed))
-        ends.append(end)
-    return max(min(ends), level)
+        late_end = large_us + late_us + each * size / speed if each else 0.0
+        own_end = early_end(math.ceil(max(units - late * each, 0) / early) * size, speed)
+        best = min(best, max(late_end, own_end))
+        if late_end >= own_end:  # and would only end later with more
+            break
+    return max(best, level)

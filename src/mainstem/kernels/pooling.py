@@ -9,7 +9,7 @@ Memory is kept busy by a third of all programs, so a pool of long units ends wel
 left for its last round. Then some spans are cut once more: who ends first takes a short unit.
 """
 
-from dataclasses import replace
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from mainstem.kernels.cutting import (
 )
 from mainstem.kernels.pacing import EVEN
 
-FEW_ROUNDS = 3  # of units; more are pooled in any case
+FEW_ROUNDS = 3  # of units; more are pooled in any case, and not cut once more
 UNEVEN = 1.2  # who has most, over the mean, if units are shared out
 # Some spans are cut once more where there are so many rounds, and units take so long behind large
 # ones, or where nothing else would be merged.
@@ -42,54 +42,59 @@ class _Small(NamedTuple):
     spans: Int64s  # which they are
     us: Floats  # of a unit of each
     units: Int64s
+    rounds: float
     are_all: bool
 
 
 def pool(cut: Cut, keys: Int64s, shape: Shape) -> Cut:
     """The cut with what is to be pooled of it, some spans cut once more."""
-    spans = np.flatnonzero(~cut.is_large)
+    spans = (~cut.is_large).nonzero()[0]
     units = (cut.parts * cut.row_tiles)[spans] * (shape.kv_heads // shape.fold)
-    us = unit_us(np.minimum(cut.stretches, keys)[spans], False, shape)
-    small = _Small(spans, us, units, len(spans) == len(keys))
-    if not len(spans) or (small.are_all and _are_even(small, shape)):
+    rounds, are_all = float(units.sum()) / shape.num_programs, len(spans) == len(keys)
+    if not len(spans) or (are_all and rounds <= 1.0):
         return cut
-    cut = replace(cut, pooled=shape.tiles.pooled)
-    tail = _tail(small, cut, shape)
+    pooled = cut._replace(pooled=shape.tiles.pooled)
+    if not 1.0 < rounds <= FEW_ROUNDS:
+        return pooled
+    us = unit_us(np.minimum(cut.stretches, keys)[spans], False, shape)
+    small = _Small(spans, us, units, rounds, are_all)
+    if are_all and _are_even(small, shape):
+        return cut
+    tail = _tail(small, cut)
+    if not len(tail):
+        return pooled
     stretches = cut.stretches.copy()
     stretches[tail] = _shorter(keys[tail], least_stretch(shape))
     parts = np.maximum(ceil_div(keys, stretches), 1)
     if shape.max_partials is not None and parts @ cut.queries > shape.max_partials:
-        return cut
-    return replace(cut, stretches=stretches, parts=parts)
+        return pooled
+    return pooled._replace(stretches=stretches, parts=parts)
 
 
 def _are_even(small: _Small, shape: Shape) -> bool:
     """Whether a few rounds of units, the longest first, leave nobody with much more than others."""
-    count, programs = int(small.units.sum()), shape.num_programs
-    rounds = -(-count // programs)
-    if rounds <= 1 or rounds > FEW_ROUNDS:
-        return rounds <= 1
-    us = np.zeros(rounds * programs)
-    us[:count] = np.repeat(small.us, small.units)
-    first, *others = np.sort(us)[::-1].reshape(rounds, programs)
+    rounds, programs = math.ceil(small.rounds), shape.num_programs
+    us = small.us.repeat(small.units)
+    us = np.concatenate((np.zeros(rounds * programs - len(us)), np.sort(us)))
+    first, *others = us[::-1].reshape(rounds, programs)
     for other in others:
         first = np.sort(first) + other
     return bool(first.max() <= UNEVEN * first.mean())
 
 
-def _tail(small: _Small, cut: Cut, shape: Shape) -> Int64s:
+def _tail(small: _Small, cut: Cut) -> Int64s:
     """Spans to cut once more, evenly spread over those that are whole."""
-    rounds = float(small.units.sum()) / shape.num_programs
     if not small.are_all:
         (least, most), long_us = ROUNDS_BEHIND_LARGE, LONG_BEHIND_LARGE_US
     else:
         least, most = ROUNDS
         long_us = 0.0 if (cut.parts > 1).any() else LONG_ENOUGH_TO_MERGE_US
-    is_even = small.us.max() <= EVEN * small.us.mean()
-    if not (least <= rounds <= most and is_even and small.us.mean() >= long_us):
+    mean = float(small.us.sum()) / len(small.us)
+    is_even = small.us.max() <= EVEN * mean
+    if not (least <= small.rounds <= most and is_even and mean >= long_us):
         return small.spans[:0]
-    steps = np.floor(np.arange(len(small.spans) + 1) * (TAIL * rounds**-1.5))
-    is_tail: Bools = (np.diff(steps) > 0) & (cut.parts[small.spans] == 1)
+    steps = np.floor(np.arange(len(small.spans) + 1) * (TAIL * small.rounds**-1.5))
+    is_tail: Bools = (steps[1:] > steps[:-1]) & (cut.parts[small.spans] == 1)
     return small.spans[is_tail]
 
 

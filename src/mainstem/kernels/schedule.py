@@ -60,6 +60,7 @@ SHARE_LARGE_PIECE = 8  # the piece of its first large unit, and of its first sma
 SHARE_SMALL_PIECE = 16
 SHARE_FIELDS = 24
 
+NO_PAGE = np.zeros(1, np.int32)
 KEPT_KEYS = 16  # more in a span than when its units were shared out do not matter
 
 
@@ -84,30 +85,29 @@ class Schedule:
     frame: "Frame"
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
+class _Pieces(NamedTuple):
     """Large ones first, span by span: all row tiles of a stretch are neighbours and share its
-    reads.
+    reads. Columns but the table are of the piece's span, or of the piece where they say so.
     """
 
     table: Int32s  # [pieces, PIECE_FIELDS]
-    span: Int64s  # [pieces] which it is of
-    ends: Int64s  # [pieces] of their stretches, where the span has as many keys
     num_large: int
+    span: Int64s  # which it is
+    is_causal: Bools
+    queries: Int64s
+    ends: Int64s  # of a piece's stretch, where the span has as many keys
+    seen: Int64s  # keys beyond PIECE_LIMIT that the last row of a piece sees
 
-    def tell_keys(self, table: Int32s, spans: Spans, shape: Shape) -> None:
+    def tell_keys(self, table: Int32s, spans: Spans) -> None:
         """Fill in the columns that change with the keys."""
-        queries = np.diff(spans.query_starts)
-        limit = np.where(spans.is_causal, spans.key_tokens - queries, NO_LIMIT)[self.span]
-        seen_by_last = limit + (table[:, PIECE_ROW_END] - 1) // shape.group + 1
-        key_end = np.minimum(self.ends, spans.key_tokens[self.span])
+        keys = spans.key_tokens[self.span]
+        limit = np.where(self.is_causal, keys - self.queries, NO_LIMIT)
         table[:, PIECE_PAGE] = spans.page_starts[self.span]
-        table[:, PIECE_KEY_END] = np.minimum(key_end, seen_by_last)
+        table[:, PIECE_KEY_END] = np.minimum(np.minimum(self.ends, keys), limit + self.seen)
         table[:, PIECE_LIMIT] = limit
 
 
-@dataclass(frozen=True, slots=True)
-class _Partials:
+class _Partials(NamedTuple):
     """Neighbouring slots for what is left of a token, in the order of the spans."""
 
     entries: Int32s  # [2, entries] token, first slot in this span or -1
@@ -116,28 +116,30 @@ class _Partials:
 
 
 def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
-    counts = cut.parts * cut.row_tiles
-    by_kind = np.argsort(~cut.is_large, kind="stable")
-    span = np.repeat(by_kind, counts[by_kind])
-    ends = np.cumsum(counts[by_kind])
-    within = np.arange(len(span)) - np.repeat(ends - counts[by_kind], counts[by_kind])
-    stretch = within // cut.row_tiles[span]
-    row_begin = (within - stretch * cut.row_tiles[span]) * cut.tile_rows[span]
-    key_begin = stretch * cut.stretches[span]
+    large = cut.is_large.nonzero()[0]
+    by_kind = np.concatenate((large, (~cut.is_large).nonzero()[0]))
+    counts = (cut.parts * cut.row_tiles)[by_kind]
+    num_large = int(counts[: len(large)].sum())
+    span = by_kind.repeat(counts)
+    stretch = row_tile = np.zeros(len(span), np.int64)
+    if len(span) > len(counts):  # not all are one piece each
+        within = np.arange(len(span)) - _starts(counts).repeat(counts)
+        stretch, row_tile = np.divmod(within, cut.row_tiles[span])
+    keys, queries, tile_rows = cut.stretches[span], cut.queries[span], cut.tile_rows[span]
+    key_begin, row_begin = stretch * keys, row_tile * tile_rows
+    row_end = np.minimum(row_begin + tile_rows, queries * shape.group)
     table = np.empty((len(span), PIECE_FIELDS), np.int32)
     table[:, PIECE_ENTRY] = spans.query_starts[span]
     table[:, PIECE_ROW_BEGIN] = row_begin
-    table[:, PIECE_ROW_END] = np.minimum(
-        row_begin + cut.tile_rows[span], cut.queries[span] * shape.group
-    )
+    table[:, PIECE_ROW_END] = row_end
     table[:, PIECE_KEY_BEGIN] = key_begin
     table[:, PIECE_STRETCH] = stretch
-    num_large = int(counts[cut.is_large].sum())
-    key_ends = key_begin + cut.stretches[span]
+    ends = key_begin + keys
     if shape.fixed_stretch is None:  # the last stretch has what the span grows by, too
-        key_ends[stretch == cut.parts[span] - 1] = NO_LIMIT
-    pieces = _Pieces(table, span, key_ends, num_large)
-    pieces.tell_keys(table, spans, shape)
+        ends[stretch + 1 == cut.parts[span]] = NO_LIMIT
+    seen = (row_end - 1) // shape.group + 1
+    pieces = _Pieces(table, num_large, span, spans.is_causal[span], queries, ends, seen)
+    pieces.tell_keys(table, spans)
     return pieces
 
 
@@ -148,43 +150,44 @@ def _costs(pieces: _Pieces, shape: Shape) -> tuple[Floats, Floats]:
     return unit_us(large, True, shape), unit_us(small, False, shape)
 
 
-def _place_partials(tokens: Int32s, cut: Cut) -> _Partials:
-    entry_parts = np.repeat(cut.parts, cut.queries)
-    num_tokens = int(tokens.max()) + 1 if len(tokens) else 0
-    token_parts = np.bincount(tokens, weights=entry_parts, minlength=num_tokens).astype(np.int64)
-    is_split = _split_tokens(tokens, cut.queries, token_parts > 1)
-    is_part = is_split[tokens]
-    by_token = np.argsort(tokens, kind="stable")
-    slots_wanted = np.where(is_part, entry_parts, 0)[by_token]
-    slot_ends = np.cumsum(slots_wanted)
+def _place_partials(tokens: Int64s, cut: Cut) -> _Partials:
+    entry_parts = cut.parts.repeat(cut.queries)
+    token_parts = np.bincount(tokens, weights=entry_parts).astype(np.int64)
+    is_split = token_parts > 1
     entries = np.empty((2, len(tokens)), np.int32)
     entries[0] = tokens
-    entries[1, by_token] = slot_ends - slots_wanted
-    entries[1, ~is_part] = -1
-    split = np.flatnonzero(is_split)
+    entries[1] = -1
+    if not is_split.any():
+        return _Partials(entries, np.empty((3, 0), np.int32), 0)
+    by_token = tokens.argsort(kind="stable")
+    if not is_split.all():
+        is_split = _split_tokens(tokens, cut.queries, is_split)
+        by_token = by_token[is_split[tokens[by_token]]]
+    entries[1, by_token] = _starts(entry_parts[by_token])
+    split = is_split.nonzero()[0]
     counts = token_parts[split]
     merges = np.empty((3, len(split)), np.int32)
-    merges[0] = split
-    merges[1] = np.cumsum(counts) - counts
-    merges[2] = counts
-    return _Partials(entries, merges, int(slot_ends[-1]) if len(slot_ends) else 0)
+    merges[0], merges[1], merges[2] = split, _starts(counts), counts
+    return _Partials(entries, merges, int(counts.sum()))
 
 
-def _split_tokens(tokens: Int32s, queries: Int64s, is_split: Bools) -> Bools:
+def _starts(counts: Int64s) -> Int64s:
+    """Where each begins, if they lie one after the other."""
+    return counts.cumsum() - counts
+
+
+def _split_tokens(tokens: Int64s, queries: Int64s, is_split: Bools) -> Bools:
     """Which tokens leave Partials: those of several, and whoever shares a span with one of them,
     since a unit's rows are all whole or all Partials.
     """
     is_part = is_split[tokens]
-    if is_part.all() or not is_part.any():
-        return is_split
-    span = np.repeat(np.arange(len(queries)), queries)
+    span = np.arange(len(queries)).repeat(queries)
     has_part = np.bincount(span, weights=is_part, minlength=len(queries)) > 0
     is_split[tokens[has_part[span]]] = True
     return is_split
 
 
-@dataclass(frozen=True, slots=True)
-class _First:
+class _First(NamedTuple):
     """First units of the programs that have some of a kind."""
 
     programs: Int64s
@@ -194,31 +197,35 @@ class _First:
 
 def _share_table(
     shares: Int32s, orders: tuple[Int64s, Int64s], pieces: _Pieces, shape: Shape
-) -> tuple[Int32s, tuple[_First, _First]]:
+) -> tuple[Int32s, list[_First]]:
     """Columns of the shares that do not change with the keys; who has no unit of a kind gets zeros
     for it.
     """
     table = np.zeros((shape.num_programs, SHARE_FIELDS), np.int32)
-    ends = shares.reshape(2, -1)
     firsts = []
-    for order, bounds, units, first_piece, at, head, piece in (
-        (orders[0], ends[0], shape.kv_heads, 0, SHARE_LARGE, SHARE_LARGE_HEAD, SHARE_LARGE_PIECE),
+    for order, ends, units, first_piece, at, head, piece_at in (
         (
-            orders[1], ends[1], shape.kv_heads // shape.fold, pieces.num_large,
-            SHARE_SMALL, SHARE_SMALL_HEAD, SHARE_SMALL_PIECE,
+            orders[0], shares[: shape.num_programs + 1], shape.kv_heads, 0,
+            SHARE_LARGE, SHARE_LARGE_HEAD, SHARE_LARGE_PIECE,
+        ),
+        (
+            orders[1], shares[shape.num_programs + 1 :], shape.kv_heads // shape.fold,
+            pieces.num_large, SHARE_SMALL, SHARE_SMALL_HEAD, SHARE_SMALL_PIECE,
         ),
     ):  # fmt: skip
-        table[:, at], table[:, at + 1] = bounds[:-1], bounds[1:]
-        busy = np.flatnonzero(bounds[:-1] < bounds[1:])
-        first = order[bounds[busy]]
-        table[busy, head] = first % units
+        if not len(order):
+            continue
+        table[:, at], table[:, at + 1] = ends[:-1], ends[1:]
+        busy = (ends[:-1] < ends[1:]).nonzero()[0]
+        begin = ends[busy]
+        piece, which = np.divmod(order[begin], units)
         if at == SHARE_SMALL:
-            table[busy, head] *= shape.fold
-            second = np.minimum(bounds[busy] + 1, bounds[busy + 1] - 1)
-            table[busy, SHARE_SMALL_NEXT] = order[second]
-        columns = slice(piece, piece + PIECE_FIELDS)
-        firsts.append(_First(busy, first_piece + first // units, columns))
-    return table, (firsts[0], firsts[1])
+            which *= shape.fold
+            table[busy, SHARE_SMALL_NEXT] = order[np.minimum(begin + 1, ends[busy + 1] - 1)]
+        table[busy, head] = which
+        columns = slice(piece_at, piece_at + PIECE_FIELDS)
+        firsts.append(_First(busy, first_piece + piece, columns))
+    return table, firsts
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,49 +235,59 @@ class Frame:
     """
 
     shape: Shape
-    structure: tuple[Int32s, Int32s, Bools]  # of the spans: query starts, query rows, is causal
+    structure: tuple[bytes, bytes, bytes]  # of the spans: query starts, query rows, is causal
     keys: Int32s
-    most_keys: Int64s  # of each span, up to which it need not be cut anew
+    most_keys: Int32s | Int64s  # of each span, up to which it need not be cut anew
     pieces: _Pieces
-    firsts: tuple[_First, _First]
+    firsts: list[_First]
     head: Int32s  # the plan up to the page ids
     num_slots: int
     launches: Launches
 
     def holds_for(self, spans: Spans) -> bool:
-        if not all(map(np.array_equal, _structure(spans), self.structure)):
+        if _structure(spans) != self.structure:
             return False
         keys = spans.key_tokens
         return bool(((self.keys <= keys) & (keys <= self.most_keys)).all())
 
     def plan(self, spans: Spans) -> Schedule:
         """The plan of a step for which the frame holds."""
-        shape, head = self.shape, self.head
-        large_at, entries_at, pages_at = head[H_LARGE], head[H_ENTRIES], head[H_PAGES]
+        ints = self._with_pages(spans)
+        self.pieces.tell_keys(self._piece_table(ints), spans)
+        return self._with_first_units(ints)
+
+    def plan_first(self, spans: Spans) -> Schedule:
+        """The plan of the step that the frame was made for."""
+        return self._with_first_units(self._with_pages(spans))
+
+    def _with_pages(self, spans: Spans) -> Int32s:
         # One page id more than there are: the kernel fetches one ahead.
-        ints = np.empty(pages_at + len(spans.page_ids) + 1, np.int32)
-        ints[:pages_at] = head
-        ints[pages_at:-1] = spans.page_ids
-        ints[-1] = 0
-        pieces = ints[large_at:entries_at].reshape(-1, PIECE_FIELDS)
-        self.pieces.tell_keys(pieces, spans, shape)
-        table = ints[HEADER_INTS : head[H_LARGE_ORDER]].reshape(shape.num_programs, SHARE_FIELDS)
+        return np.concatenate((self.head, spans.page_ids, NO_PAGE))
+
+    def _piece_table(self, ints: Int32s) -> Int32s:
+        return ints[self.head[H_LARGE] : self.head[H_ENTRIES]].reshape(-1, PIECE_FIELDS)
+
+    def _with_first_units(self, ints: Int32s) -> Schedule:
+        """The plan, after what its programs begin with has been filled in."""
+        shape, pieces = self.shape, self._piece_table(ints)
+        shares = ints[HEADER_INTS : self.head[H_LARGE_ORDER]]
+        table = shares.reshape(shape.num_programs, SHARE_FIELDS)
         for first in self.firsts:
-            table[first.programs, first.columns] = pieces[first.pieces]
+            table[first.programs, first.columns] = pieces.take(first.pieces, axis=0)
         first_page = table[:, SHARE_SMALL_PIECE + PIECE_PAGE] + (
             table[:, SHARE_SMALL_PIECE + PIECE_KEY_BEGIN] // shape.page_size
         )
-        table[:, SHARE_SMALL_PAGE] = ints[pages_at + first_page]
+        table[:, SHARE_SMALL_PAGE] = ints[self.head[H_PAGES] + first_page]
         return Schedule(ints, len(pieces), self.num_slots, self.launches, self)
 
 
-def _structure(spans: Spans) -> tuple[Int32s, Int32s, Bools]:
-    return spans.query_starts, spans.query_rows, spans.is_causal
+def _structure(spans: Spans) -> tuple[bytes, bytes, bytes]:
+    return spans.query_starts.tobytes(), spans.query_rows.tobytes(), spans.is_causal.tobytes()
 
 
 def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
     """Cut the spans into units, share them out and place every row's Partials."""
-    return _frame(spans, shape, pick).plan(spans)
+    return _frame(spans, shape, pick).plan_first(spans)
 
 
 def _frame(spans: Spans, shape: Shape, pick: Pick) -> Frame:
@@ -278,51 +295,53 @@ def _frame(spans: Spans, shape: Shape, pick: Pick) -> Frame:
     if shape.tiles.pooled and shape.can_cut and shape.fixed_stretch is None:
         cut = pool(cut, spans.key_tokens.astype(np.int64), shape)
     pieces = _pieces(spans, cut, shape)
-    partials = _place_partials(spans.query_rows, cut)
+    partials = _place_partials(spans.query_rows.astype(np.int64), cut)
     shares = np.empty(2 * shape.num_programs + 2, np.int32)
     large_costs, small_costs = _costs(pieces, shape)
-    large_order, small_order = share_out(
+    orders = share_out(
         shares,
         (large_costs, shape.kv_heads),
         (small_costs, shape.kv_heads // shape.fold),
         Seats(cut.num_large, shape.num_large_programs, shape.tiles.pace),
         cut.pooled,
     )
-    num_pooled = len(small_order) - int(shares[-1])
-    large_order_at = HEADER_INTS + shape.num_programs * SHARE_FIELDS
-    small_order_at = large_order_at + len(large_order)
-    large_at = small_order_at + len(small_order)
-    small_at = large_at + pieces.num_large * PIECE_FIELDS
-    entries_at = large_at + pieces.table.size
-    merges_at = entries_at + partials.entries.size
-    pages_at = merges_at + partials.merges.size
-    head = np.empty(pages_at, np.int32)
-    head[:HEADER_INTS] = 0
-    head[: H_NUM_POOLED + 1] = (
-        small_at, large_at, entries_at, partials.entries.shape[1], pages_at,
-        merges_at, partials.merges.shape[1], partials.merges[2].max(initial=0),
-        large_order_at, small_order_at, large_at - num_pooled, num_pooled,
-    )  # fmt: skip
-    table, firsts = _share_table(shares, (large_order, small_order), pieces, shape)
-    head[HEADER_INTS:large_order_at] = table.ravel()
-    head[large_order_at:small_order_at] = large_order
-    head[small_order_at:large_at] = small_order
-    head[large_at:entries_at] = pieces.table.ravel()
-    head[entries_at:merges_at] = partials.entries.ravel()
-    head[merges_at:pages_at] = partials.merges.ravel()
-    launches = Launches(large=len(large_order) > 0, merge=partials.num_slots > 0)
-    query_starts, query_rows, is_causal = _structure(spans)
-    most_keys = spans.key_tokens.astype(np.int64) + KEPT_KEYS
+    table, firsts = _share_table(shares, orders, pieces, shape)
+    most_keys: Int32s | Int64s = spans.key_tokens + KEPT_KEYS
     if shape.fixed_stretch is not None:
         most_keys = np.minimum(most_keys, cut.parts * cut.stretches)
     return Frame(
         shape=shape,
-        structure=(query_starts.copy(), query_rows.copy(), is_causal.copy()),
+        structure=_structure(spans),
         keys=spans.key_tokens.copy(),
         most_keys=most_keys,
         pieces=pieces,
         firsts=firsts,
-        head=head,
+        head=_head(table, orders, pieces, partials, num_pooled=len(orders[1]) - int(shares[-1])),
         num_slots=partials.num_slots,
-        launches=launches,
+        launches=Launches(large=pieces.num_large > 0, merge=partials.num_slots > 0),
     )
+
+
+def _head(
+    table: Int32s,
+    orders: tuple[Int64s, Int64s],
+    pieces: _Pieces,
+    partials: _Partials,
+    num_pooled: int,
+) -> Int32s:
+    """The plan up to the page ids."""
+    large_order_at = HEADER_INTS + table.size
+    small_order_at = large_order_at + len(orders[0])
+    large_at = small_order_at + len(orders[1])
+    small_at = large_at + pieces.num_large * PIECE_FIELDS
+    entries_at = large_at + pieces.table.size
+    merges_at = entries_at + partials.entries.size
+    pages_at = merges_at + partials.merges.size
+    header = np.zeros(HEADER_INTS, np.int32)
+    header[: H_NUM_POOLED + 1] = (
+        small_at, large_at, entries_at, partials.entries.shape[1], pages_at,
+        merges_at, partials.merges.shape[1], partials.merges[2].max(initial=0),
+        large_order_at, small_order_at, large_at - num_pooled, num_pooled,
+    )  # fmt: skip
+    parts = header, table, *orders, pieces.table, partials.entries, partials.merges
+    return np.concatenate([part.ravel() for part in parts], dtype=np.int32)
