@@ -296,6 +296,38 @@ def test_pooled_units_are_all_computed_and_the_pool_is_ready_again(name: str) ->
     assert int(attention._tickets[0]) == 0
 
 
+def test_plans_with_pools_of_different_sizes_follow_each_other() -> None:
+    """And plans without one, with and without large units; nobody waits in between."""
+    cases = [
+        AttentionCase(name, runs)
+        for name, runs in (
+            ("pool behind large", _decode([200] * 300, [(range(300), 1000)])),
+            ("pool", _decode([100] * 700)),
+            ("no pool", _decode([40] * 30)),
+            ("another pool", _decode([600] * 300)),
+            ("large alone", (Run(tuple(range(300)), 300, is_causal=True),)),
+        )
+    ]
+    pages = max(int(case.spans().page_ids.max()) for case in cases) + 1
+    k_pages, v_pages = (torch.randn(pages, 8, 16, 128, device="cuda").bfloat16() for _ in range(2))
+    q = torch.randn(700, 32, 128, device="cuda").bfloat16()
+    attention = SpanAttention(
+        heads=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
+        device=torch.device("cuda"), limits=Limits(700, pages),
+    )  # fmt: skip
+    outs = []
+    for case in cases * 4:
+        launches = attention.plan(case.spans())
+        for _ in range(3):  # layers
+            out = torch.full_like(q, float("nan"))
+            outs.append((case, attention.run(q, k_pages, v_pages, out, launches=launches)))
+    for case, out in outs:
+        rows = case.num_tokens
+        spans = case.spans()
+        right, _ = reference.span_attention(q[:rows].float(), k_pages, v_pages, spans, 128**-0.5)
+        assert (out[:rows].float() - right).abs().max() < 0.02 * right.abs().max(), case.name
+
+
 def _take(option: Option, _options: list[Option], _shape: Shape) -> Option:
     return option
 

@@ -52,7 +52,7 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 
 @gluon.jit
 def _draw(plan_ptr, tickets_ptr):
-    """The next unit of the pool, or -1 where no one is left.
+    """The next unit of the pool, or -1 where none is left.
 
     Every program draws until there is none, so the last to do so is known by its ticket, and makes
     the pool ready for the next launch.
@@ -359,15 +359,16 @@ def _small_units_kernel(
         gdc_wait()  # the kernel ahead may have written the plan, the queries or the pages
     gdc_launch_dependents()
     share_ptr = share_of(plan_ptr)
-    num_units = gl.load(share_ptr + 3) - gl.load(share_ptr + 2)
     piece_ptr = share_ptr + 16
     kv_head = gl.load(share_ptr + 5)
-    if num_units == 0:
+    has_units = gl.load(share_ptr + 2) < gl.load(share_ptr + 3)
+    if not has_units:
         drawn = _draw(plan_ptr, tickets_ptr)
-        num_units = drawn + 1
+        has_units = drawn >= 0
         piece_ptr = plan_ptr + gl.load(plan_ptr) + (drawn // (KV_HEADS // FOLD)) * 8
         kv_head = (drawn % (KV_HEADS // FOLD)) * FOLD
-    if num_units == 0:
+        fence_async_shared()  # drawing took some shared memory, where tiles come to lie
+    if not has_units:
         _wait_for_large(IS_FIRST)
         return
     dtype: gl.constexpr = k_desc.dtype
@@ -379,7 +380,8 @@ def _small_units_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # The producer is STAGES tiles ahead at most, so as many units, and draws one more.
+    # The producer is STAGES tiles ahead at most, so as many units, and draws one more: that many
+    # notes are enough, and twice STAGES is no less.
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     notes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], ROW)
     noted = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)

@@ -129,6 +129,8 @@ def _with_kernel(
 ) -> tuple[Tiles, _Hopper | None]:
     """The tiles with the kernels of their own that they ask for; others where there are none."""
     if not tiles.is_split:
+        if tiles.pooled:
+            raise LayoutError(f"pooled is for tiles that are split, got {tiles.pooled}")
         return tiles, None
     if device.type == "cpu":  # one kernel has both kinds, so there is no launch to save
         return replace(tiles, pace=replace(tiles.pace, launch_us=0.0), pooled=0.0), None
@@ -224,7 +226,8 @@ class SpanAttention:
     def _make_buffers(self) -> None:
         limits, shape, device = self._limits, self._shape, self._device
         # Uncut, a token is in at most so many pieces of a span, and a span has one at least. Cuts
-        # make four large units a program and one or two small ones.
+        # make four large units a program, one or two small ones, and those of the pool that are cut
+        # once more.
         pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
         max_pieces = pieces_of_token * limits.entries() + 6 * shape.num_programs
         self._plan_ints = (
