@@ -85,3 +85,11 @@ def test_units_that_are_alike_are_pooled_behind_large_ones_only() -> None:
     kept = np.diff(shares[5:]).tolist()
     assert kept[2:] == [0, 0], "programs of the multiprocessor that is taken"
     assert 0 < kept[0] == kept[1] < 8
+
+
+def test_large_units_that_are_alike_are_given_out_in_turn() -> None:
+    shares = np.empty(2 * 8 + 2, np.int32)
+    seats = Seats(5, 8, Pace())  # 0, 2, 4, 6 and 1
+    order, _ = share_out(shares, (np.full(3, 10.0), 4), (np.empty(0), 1), seats)
+    assert np.diff(shares[:9]).tolist() == [3, 2, 3, 0, 2, 0, 2, 0]
+    assert order.tolist() == [0, 5, 10, 4, 9, 1, 6, 11, 2, 7, 3, 8]

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from mainstem.kernels.pacing import Card, Work, step_us
+from mainstem.kernels.pacing import Card, Work, least_us, step_us
 from mainstem.kernels.tuning import HOPPER_SPLIT
 
 pytestmark = pytest.mark.torch
@@ -62,3 +62,11 @@ def test_both_take_less_than_one_after_the_other() -> None:
 def test_partials_cost() -> None:
     more = small(264)._replace(rows=1e5)
     assert step_us(NOTHING, more, 132, CARD) > step_us(NOTHING, small(264), 132, CARD)
+
+
+@pytest.mark.parametrize("units", [0, 100, 1000])
+@pytest.mark.parametrize("sms", [8, 64, 132])
+def test_no_step_takes_less_than_the_least(units: int, sms: int) -> None:
+    few = small(units)._replace(rows=1e4) if units else NOTHING
+    for work in (NOTHING, large(sms, sms=sms), large(500, sms=sms)):
+        assert 0.0 <= least_us(work, few, CARD) <= step_us(work, few, sms, CARD)

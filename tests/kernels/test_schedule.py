@@ -347,7 +347,10 @@ def test_a_frame_holds_for_a_few_keys_more(
             held += 1
             check_plan(first.frame.plan(spans), spans, shape)
     assert held
-    check_plan(first.frame.plan(case.spans()), case.spans(), shape)  # nothing was overwritten
+    again = first.frame.plan(case.spans())
+    assert np.array_equal(again.ints, first.ints), "nothing was overwritten"
+    assert (again.num_slots, again.launches) == (first.num_slots, first.launches)
+    check_plan(again, case.spans(), shape)
 
 
 def test_a_frame_does_not_hold_for_other_steps() -> None:

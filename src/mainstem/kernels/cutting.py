@@ -6,7 +6,7 @@ tokens may be of either kind; without large ones, a launch is saved.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -32,8 +32,8 @@ INDIFFERENT = 1.015
 ROUNDS = 4  # of large units on a multiprocessor that are looked at one by one
 # Units of small spans on each program, where there are no large ones. A little less than one leaves
 # room for spans that cannot be cut.
-SMALL_ON = np.array([1.0, 0.9, 0.8, 2.0])
-FINER = 4  # so many times shorter are stretches of spans of several tokens that fill up gaps
+SMALL_ON = (1.0, 0.9, 0.8, 2.0)
+FINER = 4.0  # so many times shorter are stretches of spans of several tokens that fill up gaps
 STRETCH_KEYS = 32  # stretches of small spans are multiples of it, of pages and of a step's keys
 SMALL_TILE_KEYS = 64  # keys x heads in a step of a small unit
 LEAST_ROWS = 16  # what a matrix instruction takes
@@ -116,7 +116,7 @@ class Cut(NamedTuple):
 class _Way(NamedTuple):
     """One way to cut the spans of a kind."""
 
-    stretches: Floats | Int64s
+    stretches: Floats
     work: Work
 
 
@@ -181,10 +181,10 @@ def cut_spans(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Cut:
         stretches = np.full(len(keys), shape.fixed_stretch, np.int64)
     elif shape.can_cut and len(keys):
         seen = np.maximum(keys - spans.is_causal * (queries >> 1), 1)
-        columns = _Columns(keys, seen, queries, rows)
+        columns = _Columns(*(column.astype(np.float64) for column in (keys, seen, queries, rows)))
         options = [
             option
-            for is_large in _kinds(rows, keys, shape)
+            for is_large in _kinds(columns, shape)
             for option in _options(columns, is_large, shape)
         ]
         option = pick(options, shape)
@@ -196,10 +196,23 @@ def cut_spans(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Cut:
     return Cut(queries, stretches, parts, is_large, row_tiles, tile_rows, num_large)
 
 
-def _kinds(rows: Int64s, keys: Int64s, shape: Shape) -> list[Bools]:
+class _Columns(NamedTuple):
+    """Of some spans. All floats, since numpy takes longer where they meet integers."""
+
+    keys: Floats
+    seen: Floats  # keys, by a row in the mean: half of them of a prompt's own
+    queries: Floats
+    rows: Floats
+
+    def those(self, wanted: Bools) -> "_Columns":
+        return _Columns(*(column[wanted] for column in self))
+
+
+def _kinds(columns: _Columns, shape: Shape) -> list[Bools]:
     """Which spans may be large: as many as can be, those that must be, or none, where their rows,
     in several tiles, would cost less than a launch.
     """
+    rows = columns.rows
     kinds = [rows > shape.small_rows]
     num_large = np.count_nonzero(kinds[0])
     if not shape.tiles.is_split or not num_large:
@@ -209,8 +222,8 @@ def _kinds(rows: Int64s, keys: Int64s, shape: Shape) -> list[Bools]:
     if num_long < num_large:
         kinds.append(is_long)
     if num_long:
-        units = ceil_div(rows[is_long], shape.most_small_rows) * (shape.kv_heads // shape.fold)
-        us = float(unit_us(keys[is_long], False, shape) @ units) / shape.num_programs
+        tiles = np.ceil(rows[is_long] / shape.most_small_rows) * (shape.kv_heads // shape.fold)
+        us = float(unit_us(columns.keys[is_long], False, shape) @ tiles) / shape.num_programs
         if us < shape.tiles.pace.launch_us:
             kinds.append(np.zeros(len(rows), np.bool_))
     return kinds
@@ -230,35 +243,32 @@ def least_stretch(shape: Shape) -> int:
     return max(SMALL_TILE_KEYS // shape.fold, shape.page_size, STRETCH_KEYS)
 
 
-class _Columns(NamedTuple):
-    """Of each span."""
-
-    keys: Int64s
-    seen: Int64s  # keys, by a row in the mean: half of them of a prompt's own
-    queries: Int64s
-    rows: Int64s
-
-
 class _Parts(NamedTuple):
-    """What spans are cut into: rows are ways to do it, one for each or for all."""
+    """What spans are cut into: rows are ways to do it, one for each that is asked for, or one for
+    all of them.
+    """
 
-    stretches: Floats | Int64s  # [ways, spans] keys of a unit
+    stretches: Floats  # [ways, spans] keys of a unit
     sizes: Floats  # [ways, spans] microseconds of a unit
-    units: Floats | Int64s  # [ways, spans]
-    queries: Floats | np.int64  # [ways] x their parts
+    units: Floats  # [ways, spans]
+    queries: Floats  # [ways] x their parts
 
 
 class _Spans(NamedTuple):
     """Those of one kind."""
 
-    keys: Int64s
-    seen: Int64s
-    queries: Int64s
-    copies: Int64s  # units of a stretch: tiles of rows x KV heads
+    keys: Floats
+    seen: Floats
+    queries: Floats
+    copies: Floats  # units of a stretch: tiles of rows x KV heads
     is_large: bool
 
     def cut(
-        self, shares: Floats, shape: Shape, places: Floats | None, finer: Int64s | int = 1
+        self,
+        shares: Sequence[float],
+        shape: Shape,
+        places: Sequence[float] | None = None,
+        finer: Floats | None = None,
     ) -> list[_Way]:
         """Some ways: so many units, if all could be of one length, or fewer, and of some spans
         `finer` times as many. `places`, of each way, run one each at a time, if no other kind is in
@@ -267,102 +277,108 @@ class _Spans(NamedTuple):
         if not len(self.keys):
             return [NOTHING] * len(shares)
         stretches, sizes, units, queries = self._parts(shares, shape, finer)
-        numbers = np.empty((5, len(shares)))
-        numbers[0] = units.sum(axis=1)
-        numbers[1] = (sizes * units).sum(axis=1)
-        numbers[2] = numbers[3] = sizes.max(axis=1)
-        if places is not None:
-            numbers[3] = _last_end(sizes, units, numbers[:3], places)
-        numbers[4] = queries * float(shape.group * shape.kv_heads)
+        repeats = len(shares) // len(stretches)
+        counts = units.sum(axis=1).tolist() * repeats
+        us = (sizes * units).sum(axis=1).tolist() * repeats
+        longest = sizes.max(axis=1).tolist() * repeats
+        if places is None:
+            last = longest
+        elif (sizes == sizes[:, :1]).all():
+            last = [
+                math.ceil(count / each) * size
+                for count, each, size in zip(counts, places, longest, strict=True)
+            ]
+        else:
+            last = _last_end(sizes, units, us, places)
         keys = float(self.seen.sum()) * shape.kv_heads
-        last_way = len(stretches) - 1
+        rows = (queries * float(shape.group * shape.kv_heads)).tolist() * repeats
         return [
-            _Way(stretches[min(i, last_way)], Work(count, us, longest, last, keys, rows))
-            for i, (count, us, longest, last, rows) in enumerate(numbers.T.tolist())
+            _Way(way, Work(count, us, longest, last, keys, rows))
+            for way, count, us, longest, last, rows in zip(
+                [*stretches] * repeats, counts, us, longest, last, rows, strict=True
+            )
         ]
 
-    def _parts(self, shares: Floats, shape: Shape, finer: Int64s | int) -> _Parts:
-        target = np.maximum(ROUNDING * float(self.seen @ self.copies) / shares, 1.0)
-        wished = self.seen * finer
-        if wished.max() < 2.0 * target.min():  # nobody is long enough to be cut: one way for all
-            sizes = unit_us(self.seen, self.is_large, shape)
-            return _Parts(self.keys[None], sizes[None], self.copies[None], self.queries.sum())
+    def _parts(self, shares: Sequence[float], shape: Shape, finer: Floats | None) -> _Parts:
+        work = ROUNDING * float(self.seen @ self.copies)
+        targets = [max(work / share, 1.0) for share in shares]
+        wished = self.seen if finer is None else self.seen * finer
+        if wished.max() < 2.0 * min(targets):  # nobody is long enough to be cut: one way for all
+            sizes = unit_us(self.seen, self.is_large, shape)[None]
+            return _Parts(self.keys[None], sizes, self.copies[None], self.queries.sum()[None])
         tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else least_stretch(shape)
-        parts = np.maximum(np.floor(wished / target[:, None]), 1.0)
+        parts = np.maximum(np.floor(wished / np.array(targets)[:, None]), 1.0)
         stretches = np.ceil(self.keys / (parts * tile)) * tile
         parts = np.ceil(self.keys / stretches)
         sizes = unit_us(self.seen / parts, self.is_large, shape)
         return _Parts(stretches, sizes, parts * self.copies, parts @ self.queries)
 
 
-def _last_end(sizes: Floats, units: Floats | Int64s, numbers: Floats, places: Floats) -> Floats:
+def _last_end(
+    sizes: Floats, units: Floats, us: list[float], places: Sequence[float]
+) -> list[float]:
     """When the last unit ends, for each number of places, if the longest always goes to the
-    emptiest; rows are ways to cut, one for each of them or for all. Numbers: how many units, how
-    long they take together, and the longest.
+    emptiest; rows are ways to cut, one for each of them or for all. All units together take `us`.
     """
-    count, us, longest = numbers
-    last: Floats
-    if (sizes == sizes[:, :1]).all():
-        last = np.ceil(count / places) * longest
-        return last
-    last = us / places
+    last = [all_us / count for all_us, count in zip(us, places, strict=True)]
     order = (-sizes).argsort(axis=1)
     rows = np.arange(len(sizes))[:, None]
     sizes, ends = sizes[rows, order], units[rows, order].cumsum(axis=1)
     rounds = np.arange(ROUNDS)
-    for i, seats in enumerate(places.tolist()):
+    for i, count in enumerate(places):
         # Somebody gets a unit of each round, and those before are no shorter than the last one.
         row = min(i, len(sizes) - 1)
-        first = ends[row].searchsorted(rounds * seats, side="right")
+        first = ends[row].searchsorted(rounds * count, side="right")
         first = first[first < sizes.shape[1]]
-        last[i] = (sizes[row, first] * (rounds[: len(first)] + 1)).max(initial=last[i])
+        last[i] = float((sizes[row, first] * (rounds[: len(first)] + 1)).max(initial=last[i]))
     return last
 
 
 @cache
-def _large_shares(sms: int) -> Floats:
-    return np.unique(np.maximum(np.rint(sms * LARGE_ON), 1.0))[::-1]
+def _large_shares(sms: int) -> tuple[float, ...]:
+    return tuple(np.unique(np.maximum(np.rint(sms * LARGE_ON), 1.0))[::-1].tolist())
 
 
-def _of_kind(columns: _Columns, wanted: Bools, is_large: bool, shape: Shape) -> _Spans:
+def _of_kind(columns: _Columns, is_large: bool, shape: Shape) -> _Spans:
     tile_rows = shape.tiles.large_q if is_large else shape.most_small_rows
     heads = shape.kv_heads if is_large else shape.kv_heads // shape.fold
-    keys, seen, queries, rows = (column[wanted] for column in columns)
-    return _Spans(keys, seen, queries, ceil_div(rows, tile_rows) * heads, is_large)
+    keys, seen, queries, rows = columns
+    return _Spans(keys, seen, queries, np.ceil(rows / tile_rows) * heads, is_large)
 
 
 def _options(columns: _Columns, is_large: Bools, shape: Shape) -> list[Option]:
     """Ways to cut large spans, with those to cut small ones that may suit them. Among equals the
     first is best: that with large units on most multiprocessors.
     """
-    small = _of_kind(columns, ~is_large, False, shape)
     programs, sms = shape.num_programs, shape.num_large_programs
-    if len(small.keys) == len(is_large):
+    if not np.count_nonzero(is_large):
+        small = _of_kind(columns, False, shape)
         return [Option(is_large, NOTHING, way, sms) for way in _small_ways(small, shape)]
-    large = _of_kind(columns, is_large, True, shape)
-    each = small.cut(np.array([programs], np.float64), shape, None)[0]
+    large = _of_kind(columns.those(is_large), True, shape)
+    small = _of_kind(columns.those(~is_large), False, shape)
+    each = small.cut([float(programs)], shape)[0]
     shares = _large_shares(sms)
+    places = [min(share, sms) for share in shares]
     found: dict[tuple[float, int], Option] = {}
-    ways = large.cut(shares, shape, np.minimum(shares, sms))
-    for way, share in zip(ways, shares.tolist(), strict=True):
-        used = int(min(share, sms, way.work.units))
+    for way, count in zip(large.cut(shares, shape, places), places, strict=True):
+        used = int(min(count, way.work.units))
         found.setdefault((way.work.units, used), Option(is_large, way, each, used))
     options = list(found.values())
     if each.work.units > small.copies.sum():  # cut, and could be cut less: for who begins at once
-        early = programs - programs // sms * np.array([option.sms for option in options])
-        fewer = small.cut(np.maximum(early, 1.0), shape, None)
+        early = [programs - programs // sms * option.sms for option in options]
+        fewer = small.cut([max(count, 1.0) for count in early], shape)
         options += [o._replace(small=way) for o, way in zip(options, fewer, strict=True)]
     return options
 
 
 def _small_ways(small: _Spans, shape: Shape) -> list[_Way]:
     """Ways to cut small spans, where there are no others; of equal ones the first."""
-    programs = np.full(len(SMALL_ON), float(shape.num_programs))
-    ways = small.cut(SMALL_ON * programs, shape, programs)
+    places = [float(shape.num_programs)] * len(SMALL_ON)
+    ways = small.cut([on * shape.num_programs for on in SMALL_ON], shape, places)
     is_shared = small.queries > 1
-    if is_shared.any() and not is_shared.all():
-        finer = np.where(is_shared, FINER, 1)
-        ways += small.cut(programs[:1], shape, programs[:1], finer)
+    if 0 < np.count_nonzero(is_shared) < len(is_shared):
+        finer = np.where(is_shared, FINER, 1.0)
+        ways += small.cut(places[:1], shape, places[:1], finer)
     found: dict[Work, _Way] = {}
     for way in ways:
         found.setdefault(way.work, way)

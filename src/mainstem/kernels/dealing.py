@@ -73,7 +73,7 @@ def share_out(
     if pooled:
         counts = np.maximum(np.floor(counts * (1.0 - pooled)), np.minimum(counts, 1.0))
         counts[load > 0] = 0.0
-    counts.cumsum(out=small_ends[1:])
+    small_ends[1:] = counts.cumsum()
     return large_order, np.arange(count)
 
 
@@ -116,7 +116,7 @@ def _deal(
     order = (by_cost[:, None] * units + np.arange(units)).ravel()
     load = load[seats]
     program = seats[_turns(cost[by_cost].repeat(units), load)]
-    np.bincount(program, minlength=len(shares) - 1).cumsum(out=shares[1:])
+    shares[1:] = np.bincount(program, minlength=len(shares) - 1).cumsum()
     return order[program.argsort(kind="stable")], load
 
 

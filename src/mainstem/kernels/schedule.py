@@ -87,16 +87,16 @@ class Schedule:
 
 class _Pieces(NamedTuple):
     """Large ones first, span by span: all row tiles of a stretch are neighbours and share its
-    reads. Columns but the table are of the piece's span, or of the piece where they say so.
+    reads.
     """
 
     table: Int32s  # [pieces, PIECE_FIELDS]
     num_large: int
-    span: Int64s  # which it is
-    is_causal: Bools
-    queries: Int64s
-    ends: Int64s  # of a piece's stretch, where the span has as many keys
-    seen: Int64s  # keys beyond PIECE_LIMIT that the last row of a piece sees
+    span: Int64s  # [pieces] which it is of
+    is_causal: Bools  # [pieces] whether the span is
+    queries: Int32s  # [pieces] of the span
+    ends: Int32s  # [pieces] of their stretches, where the span has as many keys
+    seen: Int32s  # [pieces] keys that their last row sees, counted from PIECE_LIMIT
 
     def tell_keys(self, table: Int32s, spans: Spans) -> None:
         """Fill in the columns that change with the keys."""
@@ -138,7 +138,8 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
     if shape.fixed_stretch is None:  # the last stretch has what the span grows by, too
         ends[stretch + 1 == cut.parts[span]] = NO_LIMIT
     seen = (row_end - 1) // shape.group + 1
-    pieces = _Pieces(table, num_large, span, spans.is_causal[span], queries, ends, seen)
+    columns = (column.astype(np.int32) for column in (queries, ends, seen))
+    pieces = _Pieces(table, num_large, span, spans.is_causal[span], *columns)
     pieces.tell_keys(table, spans)
     return pieces
 
@@ -261,8 +262,8 @@ class Frame:
         return self._with_first_units(self._with_pages(spans))
 
     def _with_pages(self, spans: Spans) -> Int32s:
-        # One page id more than there are: the kernel fetches one ahead.
-        return np.concatenate((self.head, spans.page_ids, NO_PAGE))
+        """One page id more than there are: the kernel fetches one ahead."""
+        return np.concatenate((self.head, spans.page_ids, NO_PAGE), dtype=np.int32)
 
     def _piece_table(self, ints: Int32s) -> Int32s:
         return ints[self.head[H_LARGE] : self.head[H_ENTRIES]].reshape(-1, PIECE_FIELDS)
