@@ -221,6 +221,13 @@ def test_next_to_nothing_is_a_plan(runs: tuple[Run, ...], tiles: Tiles) -> None:
     check(case, shape_of(case, tiles))
 
 
+def test_as_many_pieces_as_spans_need_not_be_one_each() -> None:
+    case = AttentionCase("two and none", (Run((), 10), Run((0,), 300)))
+    shape = shape_of(case, HOPPER, fixed_stretch=256)
+    assert plans.schedule(case.spans(), shape).num_pieces == 2
+    check(case, shape)
+
+
 def test_large_units_are_on_as_few_multiprocessors_as_end_in_time() -> None:
     """32 sequences of 8,000 keys share 300: few large units, and none of them late."""
     runs = [Run((row,), 8000) for row in range(32)]

@@ -29,7 +29,7 @@ LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
 ROUNDING = 0.97
 # Large units that end late cost more than such that begin on more multiprocessors than needed.
 INDIFFERENT = 1.015
-ROUNDS = 4  # of large units on a multiprocessor that are looked at one by one
+ROUNDS = np.arange(4.0)  # of large units on a multiprocessor that are looked at one by one
 # Units of small spans on each program, where there are no large ones. A little less than one leaves
 # room for spans that cannot be cut.
 SMALL_ON = (1.0, 0.9, 0.8, 2.0)
@@ -320,18 +320,25 @@ def _last_end(
     """When the last unit ends, for each number of places, if the longest always goes to the
     emptiest; rows are ways to cut, one for each of them or for all. All units together take `us`.
     """
-    last = [all_us / count for all_us, count in zip(us, places, strict=True)]
     order = (-sizes).argsort(axis=1)
-    rows = np.arange(len(sizes))[:, None]
-    sizes, ends = sizes[rows, order], units[rows, order].cumsum(axis=1)
-    rounds = np.arange(ROUNDS)
-    for i, count in enumerate(places):
-        # Somebody gets a unit of each round, and those before are no shorter than the last one.
-        row = min(i, len(sizes) - 1)
-        first = ends[row].searchsorted(rounds * count, side="right")
-        first = first[first < sizes.shape[1]]
-        last[i] = float((sizes[row, first] * (rounds[: len(first)] + 1)).max(initial=last[i]))
-    return last
+    sizes = np.take_along_axis(sizes, order, axis=1)
+    ends = np.take_along_axis(units, order, axis=1).cumsum(axis=1)
+    repeats = len(places) // len(sizes)
+    return [
+        max(all_us / count, _longest_round(way_sizes, way_ends, count))
+        for all_us, count, way_sizes, way_ends in zip(
+            us, places, [*sizes] * repeats, [*ends] * repeats, strict=True
+        )
+    ]
+
+
+def _longest_round(sizes: Floats, ends: Floats, places: float) -> float:
+    """Somebody gets a unit of each round, and those before are no shorter than the last one. Spans
+    are sorted by the size of their units, and `ends` is where these end.
+    """
+    spans = ends.searchsorted(ROUNDS * places, side="right").tolist()
+    rounds = (sizes.item(span) * i for i, span in enumerate(spans, 1) if span < len(sizes))
+    return max(rounds, default=0.0)
 
 
 @cache

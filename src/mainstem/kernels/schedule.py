@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.step import Spans
-from mainstem.kernels.cutting import Cut, Pick, Shape, cut_spans, first_to_end, unit_us
+from mainstem.kernels.cutting import Cut, Pick, Shape, ceil_div, cut_spans, first_to_end, unit_us
 from mainstem.kernels.dealing import Seats, share_out
 from mainstem.kernels.pooling import pool
 
@@ -122,7 +122,7 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
     num_large = int(counts[: len(large)].sum())
     span = by_kind.repeat(counts)
     stretch = row_tile = np.zeros(len(span), np.int64)
-    if len(span) > len(counts):  # not all are one piece each
+    if counts.max(initial=0) > 1:
         within = np.arange(len(span)) - _starts(counts).repeat(counts)
         stretch, row_tile = np.divmod(within, cut.row_tiles[span])
     keys, queries, tile_rows = cut.stretches[span], cut.queries[span], cut.tile_rows[span]
@@ -137,7 +137,7 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
     ends = key_begin + keys
     if shape.fixed_stretch is None:  # the last stretch has what the span grows by, too
         ends[stretch + 1 == cut.parts[span]] = NO_LIMIT
-    seen = (row_end - 1) // shape.group + 1
+    seen = ceil_div(row_end, shape.group)
     columns = (column.astype(np.int32) for column in (queries, ends, seen))
     pieces = _Pieces(table, num_large, span, spans.is_causal[span], *columns)
     pieces.tell_keys(table, spans)
