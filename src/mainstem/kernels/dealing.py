@@ -29,6 +29,14 @@ class Seats:
     count: int  # programs, or multiprocessors where large units take them whole
     pace: Pace
 
+    def of_large(self, programs: int) -> Int64s:
+        """Those that are taken. Neighbouring multiprocessors have one way to memory, and large
+        units are slowed down by small ones that use it: where that must be, as few as can be are.
+        """
+        if self.count < programs and 2 * self.taken > self.count:
+            return np.arange(self.count - 1, self.count - self.taken - 1, -1)
+        return _spread(self.count)[: self.taken]
+
     def open_for_small(self, load: Floats, programs: int) -> Floats:
         """What programs of small units have to do before, in time of small units.
 
@@ -54,7 +62,7 @@ def share_out(
     ends, small_ends = shares.reshape(2, -1)
     load, large_order = np.zeros(len(ends) - 1), NO_UNITS
     if len(large[0]):
-        by_seat, taken = np.zeros(seats.count), _spread(seats.count)[: seats.taken]
+        by_seat, taken = np.zeros(seats.count), seats.of_large(len(load))
         large_order, by_seat[taken] = _deal(*large, ends[: seats.count + 1], by_seat, taken)
         ends[seats.count + 1 :] = len(large_order)
         load = seats.open_for_small(by_seat, len(load))
@@ -74,6 +82,8 @@ def share_out(
         counts = np.maximum(np.floor(counts * (1.0 - pooled)), np.minimum(counts, 1.0))
         counts[load > 0] = 0.0
     small_ends[1:] = counts.cumsum()
+    if pooled and cost.min() < mean:  # nearly equal: the shortest last
+        return large_order, (-cost.repeat(units)).argsort(kind="stable")
     return large_order, np.arange(count)
 
 
@@ -146,7 +156,9 @@ def _turns(costs: Floats, load: Floats) -> Int64s:
 
 @cache
 def _spread(programs: int) -> Int64s:
-    """Programs in an order that visits every second one first: neighbours share an SM."""
+    """Programs in an order that visits every second one first: neighbours share a multiprocessor,
+    or its way to memory.
+    """
     return np.concatenate((np.arange(0, programs, 2), np.arange(1, programs, 2)))
 
 

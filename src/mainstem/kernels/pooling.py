@@ -26,13 +26,14 @@ from mainstem.kernels.cutting import (
 )
 from mainstem.kernels.pacing import EVEN
 
-FEW_ROUNDS = 3  # of units; more are pooled in any case, and not cut once more
-UNEVEN = 1.2  # who has most, over the mean, if units are shared out
+SOME_ROUNDS = 3  # of units; more are pooled in any case, and not cut once more
+UNFAIR = 1.2  # who has most, over the mean, if units are shared out
 # Some spans are cut once more where there are so many rounds, and units take so long behind large
 # ones, or where nothing else would be merged.
-ROUNDS, ROUNDS_BEHIND_LARGE = (1.1, 2.6), (1.4, 2.6)
+TAIL_ROUNDS, TAIL_ROUNDS_BEHIND_LARGE = (1.1, 2.6), (1.4, 2.6)
 LONG_BEHIND_LARGE_US, LONG_ENOUGH_TO_MERGE_US = 10.0, 20.0
-TAIL = 0.45  # of the spans, if there were one round; less for more of them
+TAIL = 0.5  # of the spans, if there were one round; less for more of them, by a power
+TAIL_POWER, TAIL_POWER_BEHIND_LARGE = -1.5, -2.0
 TAIL_PARTS = 3
 
 
@@ -54,11 +55,11 @@ def pool(cut: Cut, keys: Int64s, shape: Shape) -> Cut:
     if not len(spans) or (are_all and rounds <= 1.0):
         return cut
     pooled = cut._replace(pooled=shape.tiles.pooled)
-    if not 1.0 < rounds <= FEW_ROUNDS:
+    if not 1.0 < rounds <= SOME_ROUNDS:
         return pooled
     us = unit_us(np.minimum(cut.stretches, keys)[spans], False, shape)
     small = _Small(spans, us, units, rounds, are_all)
-    if are_all and _are_even(small, shape):
+    if are_all and _is_fair(small, shape):
         return cut
     tail = _tail(small, cut)
     if not len(tail):
@@ -71,7 +72,7 @@ def pool(cut: Cut, keys: Int64s, shape: Shape) -> Cut:
     return pooled._replace(stretches=stretches, parts=parts)
 
 
-def _are_even(small: _Small, shape: Shape) -> bool:
+def _is_fair(small: _Small, shape: Shape) -> bool:
     """Whether a few rounds of units, the longest first, leave nobody with much more than others."""
     rounds, programs = math.ceil(small.rounds), shape.num_programs
     us = small.us.repeat(small.units)
@@ -79,21 +80,22 @@ def _are_even(small: _Small, shape: Shape) -> bool:
     first, *others = us[::-1].reshape(rounds, programs)
     for other in others:
         first = np.sort(first) + other
-    return bool(first.max() <= UNEVEN * first.mean())
+    return bool(first.max() <= UNFAIR * first.mean())
 
 
 def _tail(small: _Small, cut: Cut) -> Int64s:
     """Spans to cut once more, evenly spread over those that are whole."""
     if not small.are_all:
-        (least, most), long_us = ROUNDS_BEHIND_LARGE, LONG_BEHIND_LARGE_US
+        (least, most), power = TAIL_ROUNDS_BEHIND_LARGE, TAIL_POWER_BEHIND_LARGE
+        long_us = LONG_BEHIND_LARGE_US
     else:
-        least, most = ROUNDS
+        (least, most), power = TAIL_ROUNDS, TAIL_POWER
         long_us = 0.0 if (cut.parts > 1).any() else LONG_ENOUGH_TO_MERGE_US
     mean = float(small.us.sum()) / len(small.us)
     is_even = small.us.max() <= EVEN * mean
     if not (least <= small.rounds <= most and is_even and mean >= long_us):
         return small.spans[:0]
-    steps = np.floor(np.arange(len(small.spans) + 1) * (TAIL * small.rounds**-1.5))
+    steps = np.floor(np.arange(len(small.spans) + 1) * (TAIL * small.rounds**power))
     is_tail: Bools = (steps[1:] > steps[:-1]) & (cut.parts[small.spans] == 1)
     return small.spans[is_tail]
 
