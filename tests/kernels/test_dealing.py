@@ -93,3 +93,18 @@ def test_large_units_that_are_alike_are_given_out_in_turn() -> None:
     order, _ = share_out(shares, (np.full(3, 10.0), 4), (np.empty(0), 1), seats)
     assert np.diff(shares[:9]).tolist() == [3, 2, 3, 0, 2, 0, 2, 0]
     assert order.tolist() == [0, 5, 10, 4, 9, 1, 6, 11, 2, 7, 3, 8]
+
+
+def test_large_units_take_neighbours_where_most_are_taken() -> None:
+    pace = Pace()
+    assert Seats(6, 8, pace).of_large(16).tolist() == [7, 6, 5, 4, 3, 2]
+    assert Seats(4, 8, pace).of_large(16).tolist() == [0, 2, 4, 6], "each beside a free one"
+    assert Seats(6, 8, pace).of_large(8).tolist() == [0, 2, 4, 6, 1, 3], "one kernel for both kinds"
+
+
+def test_short_units_among_nearly_equal_ones_are_drawn_last() -> None:
+    shares = np.empty(2 * 4 + 2, np.int32)
+    cost = np.array([10.0, 9.5, 10.0, 9.5, 10.0, 9.5, 10.0, 9.5])
+    seats = Seats(1, 2, Pace())
+    _, order = share_out(shares, (np.array([50.0]), 1), (cost, 1), seats, 0.25)
+    assert cost[order].tolist() == sorted(cost, reverse=True)
