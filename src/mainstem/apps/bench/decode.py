@@ -8,8 +8,7 @@ import argparse
 from dataclasses import replace
 from time import perf_counter
 
-import numpy as np
-
+from mainstem.apps.bench.feed import submit_all
 from mainstem.apps.bench.machine import Machine
 from mainstem.apps.bench.report import line, load_average
 from mainstem.apps.bench.settings import random_config, settings
@@ -18,9 +17,7 @@ from mainstem.apps.flag_types import comma_list, not_negative_count, positive_co
 from mainstem.apps.flags import add_engine_flags
 from mainstem.apps.tables import table
 from mainstem.core.errors import ConfigError
-from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
-from mainstem.core.request import Delivery, Request, SamplingParams
 from mainstem.core.shapes import SHAPES
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
@@ -88,16 +85,8 @@ def _num_outputs(args: argparse.Namespace, seqs: int) -> int:
 def _submit(engine: Engine, args: argparse.Namespace, seqs: int, seed: int) -> None:
     degree, output = args.degree or seqs, _num_outputs(args, seqs)
     most = min(SHAPES[args.model_shape].vocab, 30_000)
-    sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    for index, ids in enumerate(shared(seqs // degree, degree, args.prefix, args.own, seed, most)):
-        request = Request(
-            RequestId(f"decode-{index}"),
-            np.array(ids, np.int32),
-            sampling,
-            delivery=Delivery.AT_END,
-            expected_tokens=output,
-        )
-        engine.submit(request)
+    prompts = shared(seqs // degree, degree, args.prefix, args.own, seed, most)
+    submit_all(engine, "decode", prompts, [output] * seqs)
 
 
 def _decode(

@@ -18,6 +18,20 @@ from mainstem.engine.engine import Engine
 from mainstem.plan.planner import plan_prompts
 
 
+def submit_all(engine: Engine, name: str, prompts: list[list[int]], outputs: list[int]) -> None:
+    """Greedy requests of so many tokens each, at once and in this order."""
+    for index, (ids, output) in enumerate(zip(prompts, outputs, strict=True)):
+        engine.submit(
+            Request(
+                RequestId(f"{name}-{index}"),
+                np.array(ids, np.int32),
+                SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True),
+                delivery=Delivery.AT_END,
+                expected_tokens=output,
+            )
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """The prompts of a job in the order they are submitted."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mainstem.apps.bench.arrivals import run_arrivals
-from mainstem.apps.bench.feed import JobRun, Order, run_job
+from mainstem.apps.bench.feed import JobRun, Order, run_job, submit_all
 from mainstem.apps.bench.limit import ModelCost, job_floor
 from mainstem.apps.bench.machine import Machine
 from mainstem.apps.bench.profile import ProfileWindow
@@ -24,9 +24,7 @@ from mainstem.apps.flags import add_engine_flags
 from mainstem.apps.tables import table
 from mainstem.core.config import DType, EngineConfig, Quantize, Share
 from mainstem.core.errors import ConfigError
-from mainstem.core.ids import RequestId
 from mainstem.core.plan import Prompts
-from mainstem.core.request import Delivery, Request, SamplingParams
 from mainstem.core.shapes import SHAPES
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
@@ -227,15 +225,6 @@ def warm_up(engine: Engine, job: OfflineJob, vocab: int, most_seqs: int) -> None
 
 
 def _answer(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> None:
-    for index, (ids, output) in enumerate(zip(prompts, outputs, strict=True)):
-        sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        request = Request(
-            RequestId(f"warm-{index}"),
-            np.array(ids, np.int32),
-            sampling,
-            delivery=Delivery.AT_END,
-            expected_tokens=output,
-        )
-        engine.submit(request)
+    submit_all(engine, "warm", prompts, outputs)
     while engine.has_work:
         engine.step()
