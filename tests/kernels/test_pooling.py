@@ -80,6 +80,25 @@ def test_units_of_different_lengths_are_not_cut_once_more() -> None:
     assert (cut.parts == 1).all()
 
 
+def test_spans_are_whole_where_others_are_busy_with_large_units() -> None:
+    cut = _cut(AttentionCase("long", (Run(tuple(range(64)), 32768), *_own(64, 256))))
+    assert cut.num_large < 132
+    parts = cut.parts[~cut.is_large]
+    assert set(parts.tolist()) == {1, 4}
+    assert (parts == 4).sum() == 8
+    assert (cut.stretches[~cut.is_large] % 32 == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "own"),
+    [(32768, 1024), (4096, 256)],  # small units would take longer than large ones
+)
+def test_spans_are_cut_where_all_will_have_to_help(prefix: int, own: int) -> None:
+    cut = _cut(AttentionCase("long", (Run(tuple(range(64)), prefix), *_own(64, own))))
+    assert cut.is_large.any()
+    assert set(cut.parts[~cut.is_large].tolist()) != {1, 4}
+
+
 def test_the_plan_says_where_the_pool_is() -> None:
     case = AttentionCase("shared", (Run(tuple(range(256)), 2048), *_own(256, 256)))
     shape = Shape(4, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)

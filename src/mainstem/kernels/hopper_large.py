@@ -9,9 +9,12 @@ Gluon since Triton proper has no words for them:
     consumers  | two groups, 64 rows of the unit each; both read the same tile, so that L2 is asked
                | once for 128 rows
 
-A consumer starts the scores of the next tile, then the products with V of this one, and takes the
-softmax of the next scores while the tensor cores are at the latter. Barriers in shared memory say
+A consumer starts the scores of a tile and the products with V of the one before together, and takes
+the softmax while the tensor cores are at those of the other group. Barriers in shared memory say
 which tile is there (`full`) and which may be overwritten (`empty`).
+
+Instructions come from memory, too, and most of them run for the first time: nothing is there twice
+that need not be.
 
 It runs ahead of the kernel of the small units, which takes multiprocessors as this one leaves them
 and waits for it before it ends.
@@ -32,6 +35,7 @@ from mainstem.kernels.hopper_rows import (
     TILES,
     as_tiles,
     await_queries,
+    barrier,
     find_rows,
     load_box,
     num_tiles_of,
@@ -152,7 +156,9 @@ def _start_scores(q, k_tiles, stage, LAYOUT: gl.constexpr, TILE_K: gl.constexpr)
 def _mask(scores, start, seen_by_all, limit, TILE_K: gl.constexpr, LAYOUT: gl.constexpr):
     if start + TILE_K > seen_by_all:
         lanes = gl.arange(0, TILE_K, gl.SliceLayout(0, LAYOUT))
-        scores = gl.where((start + lanes)[None, :] <= limit[:, None], scores, float("-inf"))
+        # A thread's lanes are 8 apart, so they are constants but for the last bits.
+        is_seen = (lanes & -8)[None, :] <= (limit - start)[:, None] - (lanes & 7)[None, :]
+        scores = gl.where(is_seen, scores, float("-inf"))
     return scores
 
 
@@ -173,44 +179,40 @@ def _attend(
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over the tiles of a unit: acc, top and total of its 64 rows, once the last
-    product is waited for, and the stage that it reads.
+    product is waited for.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    stage = tile % STAGES
-    phase = (tile // STAGES) & 1
-    mbarrier.wait(k_full.index(stage), phase)
-    pending = _start_scores(q, k_tiles, stage, S_LAYOUT, TILE_K)
-    scores = warpgroup_mma_wait(0, deps=(pending,))
-    release(k_empty, stage)
-    scores = _mask(scores, key_begin, seen_by_all, limit, TILE_K, S_LAYOUT)
-    nothing = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    p, top, base = _weigh(scores, nothing, scale)
-    total = gl.sum(p, 1)
-    weights = gl.convert_layout(p.to(q.dtype), WEIGHTS)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    top = gl.full([64], float("-inf"), gl.float32, S_ROWS)
+    total = gl.zeros([64], gl.float32, S_ROWS)
     acc = gl.zeros([64, HEAD_DIM], gl.float32, O_LAYOUT)
-    for i in range(1, num_tiles):
-        v_stage = stage
-        v_phase = phase
-        stage = (tile + i) % STAGES
-        phase = ((tile + i) // STAGES) & 1
-        mbarrier.wait(k_full.index(stage), phase)
+    weights = gl.zeros([64, TILE_K], q.dtype, WEIGHTS)
+    for i in range(tile, tile + num_tiles):
+        stage = i % STAGES
+        mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
         pending = _start_scores(q, k_tiles, stage, S_LAYOUT, TILE_K)
-        mbarrier.wait(v_full.index(v_stage), v_phase)
+        # The first tile has none before it: its own V with weights of zero, since a turn of its
+        # own for it would double the instructions.
+        before = gl.maximum(i - 1, tile)
+        v_stage = before % STAGES
+        mbarrier.wait(v_full.index(v_stage), (before // STAGES) & 1)
         summing = warpgroup_mma(weights, v_tiles.index(v_stage), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(pending,))
         release(k_empty, stage)
-        scores = _mask(scores, key_begin + i * TILE_K, seen_by_all, limit, TILE_K, S_LAYOUT)
+        start = key_begin + (i - tile) * TILE_K
+        scores = _mask(scores, start, seen_by_all, limit, TILE_K, S_LAYOUT)
         p, new_top, base = _weigh(scores, top, scale)
         shrink = gl.exp2(top - base)
         total = total * shrink + gl.sum(p, 1)
         top = new_top
         acc, weights = warpgroup_mma_wait(0, deps=(summing, weights))
-        release(v_empty, v_stage)
+        release(v_empty, v_stage, i > tile)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
         weights = gl.convert_layout(p.to(q.dtype), WEIGHTS)
-    mbarrier.wait(v_full.index(stage), phase)
-    summing = warpgroup_mma(weights, v_tiles.index(stage), acc, is_async=True)
-    return summing, top, total, stage
+    last = tile + num_tiles - 1
+    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+    summing = warpgroup_mma(weights, v_tiles.index(last % STAGES), acc, is_async=True)
+    return summing, top, total
 
 
 @gluon.jit
@@ -221,65 +223,63 @@ def _consume(
     WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_K: gl.constexpr,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Half of the rows of every unit of this program. What the next unit is, is fetched a unit
-    ahead, and its queries while this one ends.
+    """Half of the rows of every unit of this program. What the next unit is, and its queries, are
+    fetched while this one is computed; the first turn does no more.
     """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    begin, end, piece_ptr, kv_head = _share(plan_ptr)
+    begin, end, next_ptr, next_kv_head = _share(plan_ptr)
     pieces_ptr = plan_ptr + gl.load(plan_ptr + 1)
     order_ptr = plan_ptr + gl.load(plan_ptr + 8)
     entries_ptr = plan_ptr + gl.load(plan_ptr + 2)
     num_entries = gl.load(plan_ptr + 3)
-    next_unit = gl.load(order_ptr + gl.minimum(begin + 1, end - 1))
     q_rows = q_tiles.index(WHICH)
-    entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(piece_ptr)
-    start_queries(
-        q_ptr, q_rows, entries_ptr + entry, row_begin + WHICH * 64, row_end, kv_head,
-        stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
-    )  # fmt: skip
+    kv_head = 0
+    entry = 0
+    row_begin = 0
+    row_end = 0
+    key_begin = 0
+    key_end = 0
+    first_limit = 0
+    stretch = 0
     tile = 0
-    for index in range(begin, end):
-        next_kv_head = next_unit % KV_HEADS
+    for index in range(begin - 1, end):
         (
             next_entry, next_row_begin, next_row_end, next_key_begin, next_key_end, next_limit,
             next_stretch,
-        ) = read_piece(pieces_ptr + (next_unit // KV_HEADS) * 8)  # fmt: skip
-        next_unit = gl.load(order_ptr + gl.minimum(index + 2, end - 1))
-        row_begin += WHICH * 64
-        num_tiles = num_tiles_of(key_begin, key_end, TILE_K)
+        ) = read_piece(next_ptr)  # fmt: skip
+        unit = gl.load(order_ptr + gl.minimum(index + 2, end - 1))
         await_queries()
+        # In registers, since shared memory is busy enough with K and V.
+        q = q_rows.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        barrier()
+        start_queries(
+            q_ptr, q_rows, entries_ptr + next_entry, next_row_begin + WHICH * 64, next_row_end,
+            next_kv_head, stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
+        )  # fmt: skip
+        row_begin += WHICH * 64
+        num_tiles = gl.where(index < begin, 0, num_tiles_of(key_begin, key_end, TILE_K))
         if row_begin < row_end:
             rows, _ = rows_of(row_begin, kv_head, GROUP, 1, gl.SliceLayout(1, S_LAYOUT))
             limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
             seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
-            # In registers, since shared memory is busy enough with K and V.
-            q = q_rows.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-            summing, top, total, stage = _attend(
+            summing, top, total = _attend(
                 q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, tile, num_tiles,
                 key_begin, seen_by_all, limit, scale, TILE_K, HEAD_DIM, STAGES, S_LAYOUT, O_LAYOUT,
-            )  # fmt: skip
-            start_queries(
-                q_ptr, q_rows, entries_ptr + next_entry, next_row_begin + WHICH * 64, next_row_end,
-                next_kv_head, stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
             )  # fmt: skip
             token, slot, head, is_row, is_whole = find_rows(
                 entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, 1, O_ROWS
             )
             share, lse = shares_of(top, total, O_ROWS)
             acc = warpgroup_mma_wait(0, deps=(summing,))
-            release(v_empty, stage)
+            release(v_empty, (tile + num_tiles - 1) % STAGES)
             write_rows(
                 acc * share[:, None], lse, token, slot, head, is_row, is_whole, stretch,
                 out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
                 KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
             )  # fmt: skip
         else:  # the other group has all rows
-            start_queries(
-                q_ptr, q_rows, entries_ptr + next_entry, next_row_begin + WHICH * 64, next_row_end,
-                next_kv_head, stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
-            )  # fmt: skip
             for i in range(tile, tile + num_tiles):
                 mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
                 release(k_empty, i % STAGES)
@@ -294,13 +294,15 @@ def _consume(
         key_end = next_key_end
         first_limit = next_limit
         stretch = next_stretch
+        next_ptr = pieces_ptr + (unit // KV_HEADS) * 8
+        next_kv_head = unit % KV_HEADS
     await_queries()
 
 
 @gluon.jit
 def _large_units_kernel(
     q_ptr, k_desc, v_desc, out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
-    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, num_stages,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
     TILE_K: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
@@ -319,7 +321,7 @@ def _large_units_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(STAGES):
+    for i in range(0, num_stages):  # not a constant, or it would be unrolled
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)

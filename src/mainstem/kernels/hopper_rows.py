@@ -94,10 +94,10 @@ def await_queries():
 
 
 @gluon.jit
-def release(empty, stage):
+def release(empty, stage, is_read=True):
     """All warps of the group have read the tile: it may be overwritten."""
     barrier()
-    mbarrier.arrive(empty.index(stage), count=1)
+    mbarrier.arrive(empty.index(stage), count=1, pred=is_read)
 
 
 @gluon.jit

@@ -376,7 +376,8 @@ class SpanAttention:
         }  # fmt: skip
         if has_large:
             large._large_units_kernel[(shape.num_large_programs,)](
-                q, k.large, v.large, *tensors, TILE_K=tiles.large_k, STAGES=tiles.large_stages,
+                q, k.large, v.large, *tensors, tiles.large_stages,
+                TILE_K=tiles.large_k, STAGES=tiles.large_stages,
                 num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
             )  # fmt: skip
         small._small_units_kernel[(shape.num_programs,)](

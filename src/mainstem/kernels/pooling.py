@@ -7,6 +7,10 @@ programs that can be given an even share keep it.
 
 Memory is kept busy by a third of all programs, so a pool of long units ends well unless few are
 left for its last round. Then some spans are cut once more: who ends first takes a short unit.
+
+Where large units have most of the multiprocessors for most of the time, the others are done with
+the small ones by then. They need not be cut for all programs: whole ones, and some short ones for
+the end, leave less to be merged.
 """
 
 import math
@@ -35,6 +39,8 @@ LONG_BEHIND_LARGE_US, LONG_ENOUGH_TO_MERGE_US = 10.0, 20.0
 TAIL = 0.5  # of the spans, if there were one round; less for more of them, by a power
 TAIL_POWER, TAIL_POWER_BEHIND_LARGE = -1.5, -2.0
 TAIL_PARTS = 3
+BESIDE_ROUNDS = 3.0  # of whole units on the multiprocessors without large ones
+BESIDE_TAIL, BESIDE_TAIL_PARTS = 0.125, 4
 
 
 class _Small(NamedTuple):
@@ -55,6 +61,12 @@ def pool(cut: Cut, keys: Int64s, shape: Shape) -> Cut:
     if not len(spans) or (are_all and rounds <= 1.0):
         return cut
     pooled = cut._replace(pooled=shape.tiles.pooled)
+    if rounds <= 1.0 and _are_done_beside_large(cut, spans, keys, shape):
+        stretches = cut.stretches.copy()
+        stretches[spans] = keys[spans]
+        tail = spans[_every(BESIDE_TAIL, len(spans))]
+        stretches[tail] = _shorter(keys[tail], BESIDE_TAIL_PARTS, least_stretch(shape))
+        return _cut_once_more(pooled, stretches, keys, shape)
     if not 1.0 < rounds <= SOME_ROUNDS:
         return pooled
     us = unit_us(np.minimum(cut.stretches, keys)[spans], False, shape)
@@ -65,11 +77,39 @@ def pool(cut: Cut, keys: Int64s, shape: Shape) -> Cut:
     if not len(tail):
         return pooled
     stretches = cut.stretches.copy()
-    stretches[tail] = _shorter(keys[tail], least_stretch(shape))
+    stretches[tail] = _shorter(keys[tail], TAIL_PARTS, least_stretch(shape))
+    return _cut_once_more(pooled, stretches, keys, shape)
+
+
+def _cut_once_more(cut: Cut, stretches: Int64s, keys: Int64s, shape: Shape) -> Cut:
+    """Cut anew, unless there would be too many Partials."""
     parts = np.maximum(ceil_div(keys, stretches), 1)
     if shape.max_partials is not None and parts @ cut.queries > shape.max_partials:
-        return pooled
-    return pooled._replace(stretches=stretches, parts=parts)
+        return cut
+    return cut._replace(stretches=stretches, parts=parts)
+
+
+def _are_done_beside_large(cut: Cut, spans: Int64s, keys: Int64s, shape: Shape) -> bool:
+    """Whether programs that begin at once can do all small units, in some rounds of whole ones,
+    while large ones run.
+    """
+    large = cut.is_large
+    if not large.any():
+        return False
+    early = shape.num_programs * (1.0 - cut.num_large / shape.num_large_programs)
+    units = float(cut.row_tiles[spans].sum()) * (shape.kv_heads // shape.fold)
+    if units < BESIDE_ROUNDS * early or early < 1.0:
+        return False
+    us = unit_us(np.minimum(cut.stretches, keys)[large], True, shape)
+    large_us = float(us @ (cut.parts * cut.row_tiles)[large]) * shape.kv_heads / cut.num_large
+    return float(unit_us(keys[spans], False, shape).max()) * units / early <= large_us
+
+
+def _every(share: float, count: int) -> Bools:
+    """So many of some, evenly spread."""
+    steps = np.floor(np.arange(count + 1) * share)
+    is_taken: Bools = steps[1:] > steps[:-1]
+    return is_taken
 
 
 def _is_fair(small: _Small, shape: Shape) -> bool:
@@ -95,12 +135,13 @@ def _tail(small: _Small, cut: Cut) -> Int64s:
     is_even = small.us.max() <= EVEN * mean
     if not (least <= small.rounds <= most and is_even and mean >= long_us):
         return small.spans[:0]
-    steps = np.floor(np.arange(len(small.spans) + 1) * (TAIL * small.rounds**power))
-    is_tail: Bools = (steps[1:] > steps[:-1]) & (cut.parts[small.spans] == 1)
+    share: float = TAIL * small.rounds**power
+    is_tail = _every(share, len(small.spans)) & (cut.parts[small.spans] == 1)
     return small.spans[is_tail]
 
 
-def _shorter(keys: Int64s, least: int) -> Int64s:
-    """Stretches of a third of a span, or the least ones if those are no more than four."""
-    third = ceil_div(keys, TAIL_PARTS * least) * least
-    return np.where(keys <= (TAIL_PARTS + 1) * least, least, third)
+def _shorter(keys: Int64s, parts: int, least: int) -> Int64s:
+    """Stretches of spans in so many parts, or the least ones if those are at most one more."""
+    stretches: Int64s = ceil_div(keys, parts * least) * least
+    stretches[keys <= (parts + 1) * least] = least
+    return stretches
