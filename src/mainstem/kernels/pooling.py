@@ -136,7 +136,7 @@ def _tail(small: _Small, cut: Cut) -> Int64s:
     if not (least <= small.rounds <= most and is_even and mean >= long_us):
         return small.spans[:0]
     share: float = TAIL * small.rounds**power
-    is_tail = _every(share, len(small.spans)) & (cut.parts[small.spans] == 1)
+    is_tail: Bools = _every(share, len(small.spans)) & (cut.parts[small.spans] == 1)
     return small.spans[is_tail]
 
 
