@@ -89,6 +89,13 @@ def test_spans_are_whole_where_others_are_busy_with_large_units() -> None:
     assert (cut.stretches[~cut.is_large] % 32 == 0).all()
 
 
+def test_spans_without_keys_stay_whole() -> None:
+    own = tuple(Run((row,), 0 if row % 9 else 256) for row in range(64))
+    cut = _cut(AttentionCase("long", (Run(tuple(range(64)), 32768), *own)))
+    assert (cut.stretches > 0).all()
+    assert (cut.parts[1:][np.arange(64) % 9 > 0] == 1).all()
+
+
 @pytest.mark.parametrize(
     ("prefix", "own"),
     [(32768, 1024), (4096, 256)],  # small units would take longer than large ones

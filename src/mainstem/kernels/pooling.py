@@ -39,7 +39,8 @@ LONG_BEHIND_LARGE_US, LONG_ENOUGH_TO_MERGE_US = 10.0, 20.0
 TAIL = 0.5  # of the spans, if there were one round; less for more of them, by a power
 TAIL_POWER, TAIL_POWER_BEHIND_LARGE = -1.5, -2.0
 TAIL_PARTS = 3
-BESIDE_ROUNDS = 3.0  # of whole units on the multiprocessors without large ones
+BESIDE_ROUNDS = 3.0  # of whole units on the multiprocessors without large ones, at least
+BESIDE_TIME = 0.9  # of large units, that small ones take there at full speed, at most
 BESIDE_TAIL, BESIDE_TAIL_PARTS = 0.125, 4
 
 
@@ -63,7 +64,7 @@ def pool(cut: Cut, keys: Int64s, shape: Shape) -> Cut:
     pooled = cut._replace(pooled=shape.tiles.pooled)
     if rounds <= 1.0 and _are_done_beside_large(cut, spans, keys, shape):
         stretches = cut.stretches.copy()
-        stretches[spans] = keys[spans]
+        stretches[spans] = np.maximum(keys[spans], 1)
         tail = spans[_every(BESIDE_TAIL, len(spans))]
         stretches[tail] = _shorter(keys[tail], BESIDE_TAIL_PARTS, least_stretch(shape))
         return _cut_once_more(pooled, stretches, keys, shape)
@@ -102,7 +103,8 @@ def _are_done_beside_large(cut: Cut, spans: Int64s, keys: Int64s, shape: Shape) 
         return False
     us = unit_us(np.minimum(cut.stretches, keys)[large], True, shape)
     large_us = float(us @ (cut.parts * cut.row_tiles)[large]) * shape.kv_heads / cut.num_large
-    return float(unit_us(keys[spans], False, shape).max()) * units / early <= large_us
+    small_us = float(unit_us(keys[spans], False, shape).max()) * units / early
+    return small_us <= BESIDE_TIME * large_us
 
 
 def _every(share: float, count: int) -> Bools:
