@@ -98,7 +98,7 @@ def test_spans_without_keys_stay_whole() -> None:
 
 @pytest.mark.parametrize(
     ("prefix", "own"),
-    [(32768, 1024), (4096, 256)],  # small units would take longer than large ones
+    [(32768, 1024), (4096, 256)],  # small units would take longer than large ones; are too few
 )
 def test_spans_are_cut_where_all_will_have_to_help(prefix: int, own: int) -> None:
     cut = _cut(AttentionCase("long", (Run(tuple(range(64)), prefix), *_own(64, own))))
