@@ -87,6 +87,23 @@ def test_units_that_are_alike_are_pooled_behind_large_ones_only() -> None:
     assert 0 < kept[0] == kept[1] < 8
 
 
+def test_nobody_keeps_units_where_all_begin_late() -> None:
+    shares = np.empty(2 * 4 + 2, np.int32)
+    large = np.array([50.0, 60.0])
+    _, order = share_out(shares, (large, 1), (np.full(16, 10.0), 1), Seats(2, 2, Pace()), 0.25)
+    assert not shares[5:].any()
+    assert order.tolist() == list(range(16))
+
+
+def test_who_gets_no_large_unit_begins_at_once() -> None:
+    shares = np.empty(2 * 4 + 2, np.int32)
+    small = np.full(16, 10.0)
+    share_out(shares, (np.array([100.0]), 1), (small, 1), Seats(2, 2, Pace()), 0.25)
+    kept = np.diff(shares[5:]).tolist()
+    assert kept[2:] == [0, 0]
+    assert kept[0] == kept[1] > 0
+
+
 def test_large_units_that_are_alike_are_given_out_in_turn() -> None:
     shares = np.empty(2 * 8 + 2, np.int32)
     seats = Seats(5, 8, Pace())  # 0, 2, 4, 6 and 1

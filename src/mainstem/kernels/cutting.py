@@ -101,14 +101,14 @@ class Shape:
 
 
 class Cut(NamedTuple):
-    """Per span."""
+    """Per span, large ones first. All floats, since numpy takes longer where they meet integers."""
 
-    queries: Int64s
-    stretches: Int64s  # keys of a unit
-    parts: Int64s  # stretches
-    is_large: Bools
-    row_tiles: Int64s
-    tile_rows: Int64s
+    spans: Int64s  # which they are
+    num_large_spans: int
+    rows: Floats
+    stretches: Floats  # keys of a unit
+    parts: Floats  # stretches
+    row_tiles: Floats
     num_large: int  # programs that get large units
     pooled: float = 0.0  # of small units (`pooling.py`)
 
@@ -126,22 +126,20 @@ NOTHING = _Way(np.empty(0), Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 class Option(NamedTuple):
     """One way to cut a step."""
 
-    is_large: Bools  # of each span
+    kinds: "_Kinds"
     large: _Way
     small: _Way
     sms: int  # that get large units
 
     @property
+    def is_large(self) -> Bools:
+        """Of each span."""
+        return self.kinds.is_large
+
+    @property
     def rows(self) -> float:
         """What is left to be merged, at most."""
         return self.large.work.rows + self.small.work.rows
-
-    def stretches(self) -> Int64s:
-        """Keys per unit of each span."""
-        stretches = np.empty(len(self.is_large), np.int64)
-        stretches[self.is_large] = self.large.stretches
-        stretches[~self.is_large] = self.small.stretches
-        return stretches
 
 
 Pick = Callable[[list[Option], Shape], Option]
@@ -166,46 +164,34 @@ def first_to_end(options: list[Option], shape: Shape) -> Option:
     return next(o for o, took in zip(options, us, strict=True) if took <= INDIFFERENT * best)
 
 
-def ceil_div(a: Int64s, b: Int64s | int) -> Int64s:
-    return -(-a // b)
-
-
 def cut_spans(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Cut:
     """Keys per stretch, number of stretches, and tiles of rows, of each span."""
-    keys = np.maximum(spans.key_tokens, 1).astype(np.int64)
-    queries = (spans.query_starts[1:] - spans.query_starts[:-1]).astype(np.int64)
-    rows = queries * shape.group
-    num_large = shape.num_large_programs
+    keys = np.maximum(spans.key_tokens.astype(np.float64), 1.0)
+    queries = spans.query_starts[1:] - spans.query_starts[:-1]
+    seen = keys - spans.is_causal * (queries >> 1)
+    columns = _Columns(keys, seen, queries.astype(np.float64) * shape.group)
     if shape.fixed_stretch is not None:
-        is_large = np.ones(len(keys), np.bool_)
-        stretches = np.full(len(keys), shape.fixed_stretch, np.int64)
-    elif shape.can_cut and len(keys):
-        seen = np.maximum(keys - spans.is_causal * (queries >> 1), 1)
-        columns = _Columns(*(column.astype(np.float64) for column in (keys, seen, queries, rows)))
-        options = [
-            option
-            for is_large in _kinds(columns, shape)
-            for option in _options(columns, is_large, shape)
-        ]
-        option = pick(options, shape)
-        is_large, num_large, stretches = option.is_large, option.sms, option.stretches()
-    else:
-        is_large, stretches = rows > shape.small_rows, keys
-    tile_rows = np.where(is_large, shape.tiles.large_q, shape.most_small_rows)
-    parts, row_tiles = ceil_div(keys, stretches), ceil_div(rows, tile_rows)
-    return Cut(queries, stretches, parts, is_large, row_tiles, tile_rows, num_large)
+        kinds = _by_kind(columns, np.ones(len(keys), np.bool_), shape)
+        stretches = np.full(len(keys), float(shape.fixed_stretch))
+        return kinds.cut(stretches, shape.num_large_programs)
+    if not shape.can_cut or not len(keys):
+        kinds = _by_kind(columns, columns.rows > shape.small_rows, shape)
+        return kinds.cut(kinds.columns.keys, shape.num_large_programs)
+    options = [
+        option
+        for is_large in _kinds(columns, shape)
+        for option in _options(_by_kind(columns, is_large, shape), shape)
+    ]
+    kinds, large, small, sms = pick(options, shape)
+    return kinds.cut(np.concatenate((large.stretches, small.stretches)), sms)
 
 
 class _Columns(NamedTuple):
-    """Of some spans. All floats, since numpy takes longer where they meet integers."""
+    """Of the spans."""
 
     keys: Floats
     seen: Floats  # keys, by a row in the mean: half of them of a prompt's own
-    queries: Floats
     rows: Floats
-
-    def those(self, wanted: Bools) -> "_Columns":
-        return _Columns(*(column[wanted] for column in self))
 
 
 def _kinds(columns: _Columns, shape: Shape) -> list[Bools]:
@@ -221,21 +207,26 @@ def _kinds(columns: _Columns, shape: Shape) -> list[Bools]:
     num_long = np.count_nonzero(is_long)
     if num_long < num_large:
         kinds.append(is_long)
-    if num_long:
-        tiles = np.ceil(rows[is_long] / shape.most_small_rows) * (shape.kv_heads // shape.fold)
-        us = float(unit_us(columns.keys[is_long], False, shape) @ tiles) / shape.num_programs
-        if us < shape.tiles.pace.launch_us:
-            kinds.append(np.zeros(len(rows), np.bool_))
+    if num_long and _cost_less_than_launch(columns, is_long, shape):
+        kinds.append(np.zeros(len(rows), np.bool_))
     return kinds
 
 
-def unit_us(keys: Floats | Int64s, is_large: bool, shape: Shape) -> Floats:
-    """How long units of so many keys take, if they need not share the memory."""
+def _cost_less_than_launch(columns: _Columns, is_long: Bools, shape: Shape) -> bool:
+    """Whether long spans do as small ones, on all programs."""
+    pace, programs, keys = shape.tiles.pace, shape.num_programs, columns.keys[is_long]
+    if float(keys.sum()) * shape.kv_heads * pace.small_key_us / programs > pace.launch_us:
+        return False  # even if each were one tile
+    units = np.ceil(columns.rows[is_long] / shape.most_small_rows) * (shape.kv_heads // shape.fold)
+    return float(unit_us(keys, False, shape) @ units) / programs < pace.launch_us
+
+
+def unit_us(keys: Floats, is_large: bool, shape: Shape) -> Floats:
+    """How long units of so many keys, one at least, take, if they need not share the memory."""
     pace, tiles = shape.tiles.pace, shape.tiles
     step = tiles.large_k if is_large else SMALL_TILE_KEYS // shape.fold
     per_key = pace.large_key_us if is_large else pace.small_key_us * shape.fold
-    steps = np.maximum(np.ceil(keys / step), 1.0)
-    return steps * (step * per_key) + (pace.large_us if is_large else pace.small_us)
+    return np.ceil(keys / step) * (step * per_key) + (pace.large_us if is_large else pace.small_us)
 
 
 def least_stretch(shape: Shape) -> int:
@@ -243,23 +234,13 @@ def least_stretch(shape: Shape) -> int:
     return max(SMALL_TILE_KEYS // shape.fold, shape.page_size, STRETCH_KEYS)
 
 
-class _Parts(NamedTuple):
-    """What spans are cut into: rows are ways to do it, one for each that is asked for, or one for
-    all of them.
-    """
-
-    stretches: Floats  # [ways, spans] keys of a unit
-    sizes: Floats  # [ways, spans] microseconds of a unit
-    units: Floats  # [ways, spans]
-    queries: Floats  # [ways] x their parts
-
-
 class _Spans(NamedTuple):
     """Those of one kind."""
 
     keys: Floats
     seen: Floats
-    queries: Floats
+    rows: Floats
+    tiles: Floats  # of rows
     copies: Floats  # units of a stretch: tiles of rows x KV heads
     is_large: bool
 
@@ -276,11 +257,18 @@ class _Spans(NamedTuple):
         """
         if not len(self.keys):
             return [NOTHING] * len(shares)
-        stretches, sizes, units, queries = self._parts(shares, shape, finer)
-        repeats = len(shares) // len(stretches)
-        counts = units.sum(axis=1).tolist() * repeats
-        us = (sizes * units).sum(axis=1).tolist() * repeats
-        longest = sizes.max(axis=1).tolist() * repeats
+        work = ROUNDING * float(self.seen @ self.copies)
+        wished = self.seen if finer is None else self.seen * finer
+        if wished.max() < 2.0 * max(work / max(shares), 1.0):  # nobody is long enough to be cut
+            return self._whole(shares, shape, places)
+        targets = np.maximum(work / np.array(shares), 1.0)
+        tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else least_stretch(shape)
+        parts = np.maximum(np.floor(wished / targets[:, None]), 1.0)
+        stretches = np.ceil(self.keys / (parts * tile)) * tile
+        parts = np.ceil(self.keys / stretches)
+        sizes, units = unit_us(self.seen / parts, self.is_large, shape), parts * self.copies
+        us, counts = (sizes * units).sum(axis=1).tolist(), units.sum(axis=1).tolist()
+        longest = sizes.max(axis=1).tolist()
         if places is None:
             last = longest
         elif (sizes == sizes[:, :1]).all():
@@ -290,28 +278,27 @@ class _Spans(NamedTuple):
             ]
         else:
             last = _last_end(sizes, units, us, places)
-        keys = float(self.seen.sum()) * shape.kv_heads
-        rows = (queries * float(shape.group * shape.kv_heads)).tolist() * repeats
-        return [
-            _Way(way, Work(count, us, longest, last, keys, rows))
-            for way, count, us, longest, last, rows in zip(
-                [*stretches] * repeats, counts, us, longest, last, rows, strict=True
-            )
-        ]
+        keys = [float(self.seen.sum()) * shape.kv_heads] * len(shares)
+        rows = (parts @ self.rows * shape.kv_heads).tolist()
+        works = map(Work, counts, us, longest, last, keys, rows)
+        return [_Way(*way) for way in zip(stretches, works, strict=True)]
 
-    def _parts(self, shares: Sequence[float], shape: Shape, finer: Floats | None) -> _Parts:
-        work = ROUNDING * float(self.seen @ self.copies)
-        targets = [max(work / share, 1.0) for share in shares]
-        wished = self.seen if finer is None else self.seen * finer
-        if wished.max() < 2.0 * min(targets):  # nobody is long enough to be cut: one way for all
-            sizes = unit_us(self.seen, self.is_large, shape)[None]
-            return _Parts(self.keys[None], sizes, self.copies[None], self.queries.sum()[None])
-        tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else least_stretch(shape)
-        parts = np.maximum(np.floor(wished / np.array(targets)[:, None]), 1.0)
-        stretches = np.ceil(self.keys / (parts * tile)) * tile
-        parts = np.ceil(self.keys / stretches)
-        sizes = unit_us(self.seen / parts, self.is_large, shape)
-        return _Parts(stretches, sizes, parts * self.copies, parts @ self.queries)
+    def _whole(
+        self, shares: Sequence[float], shape: Shape, places: Sequence[float] | None
+    ) -> list[_Way]:
+        """As many ways, all of uncut spans."""
+        sizes = unit_us(self.seen, self.is_large, shape)
+        units, longest = float(self.copies.sum()), float(sizes.max())
+        us = float((sizes * self.copies).sum())
+        if places is None:
+            last = [longest] * len(shares)
+        elif sizes.min() == longest:
+            last = [math.ceil(units / count) * longest for count in places]
+        else:
+            last = _last_end(sizes[None], self.copies[None], [us] * len(places), places)
+        keys = float(self.seen.sum()) * shape.kv_heads
+        rows = float(self.rows.sum()) * shape.kv_heads
+        return [_Way(self.keys, Work(units, us, longest, end, keys, rows)) for end in last]
 
 
 def _last_end(
@@ -342,34 +329,63 @@ def _longest_round(sizes: Floats, ends: Floats, places: float) -> float:
 
 
 @cache
-def _large_shares(sms: int) -> tuple[float, ...]:
-    return tuple(np.unique(np.maximum(np.rint(sms * LARGE_ON), 1.0))[::-1].tolist())
+def _large_shares(sms: int) -> tuple[list[float], list[float]]:
+    """What large units are cut for, and how many of them run at a time then."""
+    shares = np.unique(np.maximum(np.rint(sms * LARGE_ON), 1.0))[::-1]
+    return shares.tolist(), np.minimum(shares, sms).tolist()
 
 
-def _of_kind(columns: _Columns, is_large: bool, shape: Shape) -> _Spans:
-    tile_rows = shape.tiles.large_q if is_large else shape.most_small_rows
-    heads = shape.kv_heads if is_large else shape.kv_heads // shape.fold
-    keys, seen, queries, rows = columns
-    return _Spans(keys, seen, queries, np.ceil(rows / tile_rows) * heads, is_large)
+class _Kinds(NamedTuple):
+    """Spans by kind."""
+
+    is_large: Bools  # of each span
+    spans: Int64s  # which they are, large ones first
+    columns: _Columns  # in that order
+    large: _Spans
+    small: _Spans
+
+    def cut(self, stretches: Floats, num_large: int) -> Cut:
+        keys, _, rows = self.columns
+        return Cut(
+            self.spans,
+            len(self.large.keys),
+            rows,
+            stretches,
+            parts=np.ceil(keys / stretches),
+            row_tiles=np.concatenate((self.large.tiles, self.small.tiles)),
+            num_large=num_large,
+        )
 
 
-def _options(columns: _Columns, is_large: Bools, shape: Shape) -> list[Option]:
+def _by_kind(columns: _Columns, is_large: Bools, shape: Shape) -> _Kinds:
+    count = np.count_nonzero(is_large)
+    if is_large[:count].all():  # as where there are no prompts: what is shared comes first
+        spans = np.arange(len(is_large))
+    else:
+        spans = (~is_large).argsort(kind="stable")
+        columns = _Columns(*(column[spans] for column in columns))
+    keys, seen, rows = columns
+    tiles = np.ceil(rows[:count] / shape.tiles.large_q)
+    large = _Spans(keys[:count], seen[:count], rows[:count], tiles, tiles * shape.kv_heads, True)
+    tiles, heads = np.ceil(rows[count:] / shape.most_small_rows), shape.kv_heads // shape.fold
+    small = _Spans(keys[count:], seen[count:], rows[count:], tiles, tiles * heads, False)
+    return _Kinds(is_large, spans, columns, large, small)
+
+
+def _options(kinds: _Kinds, shape: Shape) -> list[Option]:
     """Ways to cut large spans, with those to cut small ones that may suit them. Among equals the
     first is best: that with large units on most multiprocessors.
     """
+    large, small = kinds.large, kinds.small
     programs, sms = shape.num_programs, shape.num_large_programs
-    if not np.count_nonzero(is_large):
-        small = _of_kind(columns, False, shape)
-        return [Option(is_large, NOTHING, way, sms) for way in _small_ways(small, shape)]
-    large = _of_kind(columns.those(is_large), True, shape)
-    small = _of_kind(columns.those(~is_large), False, shape)
+    if not len(large.keys):
+        return [Option(kinds, NOTHING, way, sms) for way in _small_ways(small, shape)]
     each = small.cut([float(programs)], shape)[0]
-    shares = _large_shares(sms)
-    places = [min(share, sms) for share in shares]
+    shares, places = _large_shares(sms)
     found: dict[tuple[float, int], Option] = {}
     for way, count in zip(large.cut(shares, shape, places), places, strict=True):
         used = int(min(count, way.work.units))
-        found.setdefault((way.work.units, used), Option(is_large, way, each, used))
+        found.setdefault((way.work.units, used), Option(kinds, way, each, used))
     options = list(found.values())
     if each.work.units > small.copies.sum():  # cut, and could be cut less: for who begins at once
         early = [programs - programs // sms * option.sms for option in options]
@@ -382,7 +398,7 @@ def _small_ways(small: _Spans, shape: Shape) -> list[_Way]:
     """Ways to cut small spans, where there are no others; of equal ones the first."""
     places = [float(shape.num_programs)] * len(SMALL_ON)
     ways = small.cut([on * shape.num_programs for on in SMALL_ON], shape, places)
-    is_shared = small.queries > 1
+    is_shared = small.rows > shape.group
     if 0 < np.count_nonzero(is_shared) < len(is_shared):
         finer = np.where(is_shared, FINER, 1.0)
         ways += small.cut(places[:1], shape, places[:1], finer)

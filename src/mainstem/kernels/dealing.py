@@ -37,16 +37,20 @@ class Seats:
             return np.arange(self.count - 1, self.count - self.taken - 1, -1)
         return _spread(self.count)[: self.taken]
 
-    def open_for_small(self, load: Floats, programs: int) -> Floats:
-        """What programs of small units have to do before, in time of small units.
+    def open_for_small(self, seats: Int64s, load: Floats, programs: int) -> Floats:
+        """What programs of small units have to do before, in time of small units; those seats have
+        large ones.
 
         Where large units take multiprocessors whole, programs of small ones come in as these end:
         the first ones where there are none.
         """
-        load = np.where(load > 0, self.pace.beside * (load + self.pace.late_us), 0.0)
-        if self.count < programs:
-            load = np.sort(load, kind="stable").repeat(programs // self.count)
-        return load
+        before, load = np.zeros(programs), self.pace.beside * (load + self.pace.late_us)
+        if self.count == programs:
+            before[seats] = load
+        else:
+            each = programs // self.count
+            before[programs - each * len(load) :] = np.sort(load).repeat(each)
+        return before
 
 
 def share_out(
@@ -59,29 +63,35 @@ def share_out(
     program and all of those that begin late: who ends first takes the next of them.
     """
     shares[:] = 0
-    ends, small_ends = shares.reshape(2, -1)
-    load, large_order = np.zeros(len(ends) - 1), NO_UNITS
-    if len(large[0]):
-        by_seat, taken = np.zeros(seats.count), seats.of_large(len(load))
-        large_order, by_seat[taken] = _deal(*large, ends[: seats.count + 1], by_seat, taken)
+    programs = len(shares) // 2 - 1
+    ends, small_ends = shares[: programs + 1], shares[programs + 1 :]
+    load, large_order = np.zeros(programs), NO_UNITS
+    cost, units = large
+    if len(cost):
+        taken = seats.of_large(programs)[: len(cost) * units]  # whoever gets none begins at once
+        large_load = np.zeros(len(taken))
+        large_order = _deal(cost, units, ends[: seats.count + 1], large_load, taken)
         ends[seats.count + 1 :] = len(large_order)
-        load = seats.open_for_small(by_seat, len(load))
+        load = seats.open_for_small(taken, large_load, programs)
     cost, units = small
     count = len(cost) * units
     if not count:
         return large_order, NO_UNITS
     mean = float(cost.sum()) / len(cost)
     if not _are_even(cost, mean, count, load):
-        order, _ = _deal(cost, units, small_ends, load, _spread(len(load)))
+        spread = _spread(programs)
+        order = _deal(cost, units, small_ends, load[spread], spread)
         if pooled:
             order = _pool(order, cost[order // units], small_ends, load, 1.0 - pooled)
         return large_order, order
     # Equal units fill up what the large ones leave open; neighbours share page ids.
-    counts = _fill(load, mean, count)
-    if pooled:
+    if not pooled:
+        small_ends[1:] = _fill(load, mean, count).cumsum()
+    elif not load.all():  # who begins late keeps none
+        counts = _fill(load, mean, count)
         counts = np.maximum(np.floor(counts * (1.0 - pooled)), np.minimum(counts, 1.0))
         counts[load > 0] = 0.0
-    small_ends[1:] = counts.cumsum()
+        small_ends[1:] = counts.cumsum()
     if pooled and cost.min() < mean:  # nearly equal: the shortest last
         return large_order, (-cost.repeat(units)).argsort(kind="stable")
     return large_order, np.arange(count)
@@ -116,18 +126,21 @@ def _are_even(cost: Floats, mean: float, count: int, load: Floats) -> bool:
     return bool(cost.max() < EVEN * (cost.min() if is_few else mean))
 
 
-def _deal(
-    cost: Floats, units: int, shares: Int32s, load: Floats, seats: Int64s
-) -> tuple[Int64s, Floats]:
-    """Give out units to some programs, the longest first. Returns their order, and what those
-    programs have to do then.
+def _deal(cost: Floats, units: int, shares: Int32s, load: Floats, seats: Int64s) -> Int64s:
+    """Give out units to some programs, the longest first. Returns their order, and adds to what
+    those programs have to do.
     """
-    by_cost = (-cost).argsort(kind="stable")
-    order = (by_cost[:, None] * units + np.arange(units)).ravel()
-    load = load[seats]
-    program = seats[_turns(cost[by_cost].repeat(units), load)]
+    if (cost == cost[0]).all() and not load.any():  # nobody will have more than others
+        order = np.arange(len(cost) * units)
+        turns = order % len(seats)
+        load += np.bincount(turns, weights=cost.repeat(units), minlength=len(seats))
+    else:
+        by_cost = (-cost).argsort(kind="stable")
+        order = (by_cost[:, None] * units + np.arange(units)).ravel()
+        turns = _turns(cost[by_cost].repeat(units), load)
+    program = seats[turns]
     shares[1:] = np.bincount(program, minlength=len(shares) - 1).cumsum()
-    return order[program.argsort(kind="stable")], load
+    return order[program.argsort(kind="stable")]
 
 
 def _turns(costs: Floats, load: Floats) -> Int64s:
@@ -136,10 +149,6 @@ def _turns(costs: Floats, load: Floats) -> Int64s:
 
     Among equally empty ones, the first: where a round does not reach all, it is they who get more.
     """
-    if costs[0] == costs[-1] and not load.any():  # nobody will have more than others
-        program = np.arange(len(costs)) % len(load)
-        load += np.bincount(program, weights=costs, minlength=len(load))
-        return program
     program = np.empty(len(costs), np.int64)
     done = 0
     while done < len(costs):
@@ -172,8 +181,7 @@ def _fill(load: Floats, size: float, count: int) -> Floats:
     # The level to which the emptiest k fill up, for every k; it holds where the next is fuller.
     emptiest = np.sort(load, kind="stable")
     levels = (emptiest.cumsum() + size * count) / np.arange(1, len(load) + 1)
-    is_level = levels[:-1] <= emptiest[1:]
-    level = float(levels[is_level.argmax() if is_level.any() else -1])
+    level = float(levels[np.count_nonzero(levels[:-1] > emptiest[1:])])
     room = np.maximum((level - load) // size, 0.0)
     missing = count - int(room.sum())
     while missing > 0:

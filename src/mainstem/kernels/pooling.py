@@ -18,16 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mainstem.kernels.cutting import (
-    Bools,
-    Cut,
-    Floats,
-    Int64s,
-    Shape,
-    ceil_div,
-    least_stretch,
-    unit_us,
-)
+from mainstem.core.step import Int32s
+from mainstem.kernels.cutting import Bools, Cut, Floats, Shape, least_stretch, unit_us
 from mainstem.kernels.pacing import EVEN
 
 SOME_ROUNDS = 3  # of units; more are pooled in any case, and not cut once more
@@ -47,34 +39,36 @@ BESIDE_TAIL, BESIDE_TAIL_PARTS = 0.125, 4
 class _Small(NamedTuple):
     """Small spans."""
 
-    spans: Int64s  # which they are
     us: Floats  # of a unit of each
-    units: Int64s
+    units: Floats
     rounds: float
     are_all: bool
 
 
-def pool(cut: Cut, keys: Int64s, shape: Shape) -> Cut:
+def pool(cut: Cut, key_tokens: Int32s, shape: Shape) -> Cut:
     """The cut with what is to be pooled of it, some spans cut once more."""
-    spans = (~cut.is_large).nonzero()[0]
-    units = (cut.parts * cut.row_tiles)[spans] * (shape.kv_heads // shape.fold)
-    rounds, are_all = float(units.sum()) / shape.num_programs, len(spans) == len(keys)
-    if not len(spans) or (are_all and rounds <= 1.0):
+    first, heads = cut.num_large_spans, shape.kv_heads // shape.fold
+    parts, row_tiles, are_all = cut.parts[first:], cut.row_tiles[first:], not first
+    rounds = float(parts @ row_tiles) * heads / shape.num_programs
+    if not len(parts) or (are_all and rounds <= 1.0):
         return cut
     pooled = cut._replace(pooled=shape.tiles.pooled)
-    if rounds <= 1.0 and _are_done_beside_large(cut, spans, keys, shape):
+    if rounds > SOME_ROUNDS:
+        return pooled
+    keys = np.maximum(key_tokens[cut.spans].astype(np.float64), 1.0)
+    if rounds <= 1.0:
+        if not _are_done_beside_large(cut, keys, shape):
+            return pooled
         stretches = cut.stretches.copy()
-        stretches[spans] = np.maximum(keys[spans], 1)
-        tail = spans[_every(BESIDE_TAIL, len(spans))]
+        stretches[first:] = keys[first:]
+        tail = first + _every(BESIDE_TAIL, len(parts)).nonzero()[0]
         stretches[tail] = _shorter(keys[tail], BESIDE_TAIL_PARTS, least_stretch(shape))
         return _cut_once_more(pooled, stretches, keys, shape)
-    if not 1.0 < rounds <= SOME_ROUNDS:
-        return pooled
-    us = unit_us(np.minimum(cut.stretches, keys)[spans], False, shape)
-    small = _Small(spans, us, units, rounds, are_all)
+    us = unit_us(np.minimum(cut.stretches, keys)[first:], False, shape)
+    small = _Small(us, parts * row_tiles * heads, rounds, are_all)
     if are_all and _is_fair(small, shape):
         return cut
-    tail = _tail(small, cut)
+    tail = first + _tail(small, cut).nonzero()[0]
     if not len(tail):
         return pooled
     stretches = cut.stretches.copy()
@@ -82,28 +76,28 @@ def pool(cut: Cut, keys: Int64s, shape: Shape) -> Cut:
     return _cut_once_more(pooled, stretches, keys, shape)
 
 
-def _cut_once_more(cut: Cut, stretches: Int64s, keys: Int64s, shape: Shape) -> Cut:
+def _cut_once_more(cut: Cut, stretches: Floats, keys: Floats, shape: Shape) -> Cut:
     """Cut anew, unless there would be too many Partials."""
-    parts = np.maximum(ceil_div(keys, stretches), 1)
-    if shape.max_partials is not None and parts @ cut.queries > shape.max_partials:
+    parts = np.ceil(keys / stretches)
+    if shape.max_partials is not None and parts @ cut.rows > shape.max_partials * shape.group:
         return cut
     return cut._replace(stretches=stretches, parts=parts)
 
 
-def _are_done_beside_large(cut: Cut, spans: Int64s, keys: Int64s, shape: Shape) -> bool:
+def _are_done_beside_large(cut: Cut, keys: Floats, shape: Shape) -> bool:
     """Whether programs that begin at once can do all small units, in some rounds of whole ones,
     while large ones run.
     """
-    large = cut.is_large
-    if not large.any():
+    first = cut.num_large_spans
+    if not first:
         return False
     early = shape.num_programs * (1.0 - cut.num_large / shape.num_large_programs)
-    units = float(cut.row_tiles[spans].sum()) * (shape.kv_heads // shape.fold)
+    units = float(cut.row_tiles[first:].sum()) * (shape.kv_heads // shape.fold)
     if units < BESIDE_ROUNDS * early or early < 1.0:
         return False
-    us = unit_us(np.minimum(cut.stretches, keys)[large], True, shape)
-    large_us = float(us @ (cut.parts * cut.row_tiles)[large]) * shape.kv_heads / cut.num_large
-    small_us = float(unit_us(keys[spans], False, shape).max()) * units / early
+    us = unit_us(np.minimum(cut.stretches, keys)[:first], True, shape)
+    large_us = float(us @ (cut.parts * cut.row_tiles)[:first]) * shape.kv_heads / cut.num_large
+    small_us = float(unit_us(keys[first:], False, shape).max()) * units / early
     return small_us <= BESIDE_TIME * large_us
 
 
@@ -117,7 +111,7 @@ def _every(share: float, count: int) -> Bools:
 def _is_fair(small: _Small, shape: Shape) -> bool:
     """Whether a few rounds of units, the longest first, leave nobody with much more than others."""
     rounds, programs = math.ceil(small.rounds), shape.num_programs
-    us = small.us.repeat(small.units)
+    us = small.us.repeat(small.units.astype(np.int64))
     us = np.concatenate((np.zeros(rounds * programs - len(us)), np.sort(us)))
     first, *others = us[::-1].reshape(rounds, programs)
     for other in others:
@@ -125,8 +119,8 @@ def _is_fair(small: _Small, shape: Shape) -> bool:
     return bool(first.max() <= UNFAIR * first.mean())
 
 
-def _tail(small: _Small, cut: Cut) -> Int64s:
-    """Spans to cut once more, evenly spread over those that are whole."""
+def _tail(small: _Small, cut: Cut) -> Bools:
+    """Which small spans to cut once more, evenly spread over those that are whole."""
     if not small.are_all:
         (least, most), power = TAIL_ROUNDS_BEHIND_LARGE, TAIL_POWER_BEHIND_LARGE
         long_us = LONG_BEHIND_LARGE_US
@@ -136,14 +130,14 @@ def _tail(small: _Small, cut: Cut) -> Int64s:
     mean = float(small.us.sum()) / len(small.us)
     is_even = small.us.max() <= EVEN * mean
     if not (least <= small.rounds <= most and is_even and mean >= long_us):
-        return small.spans[:0]
+        return np.zeros(len(small.us), np.bool_)
     share: float = TAIL * small.rounds**power
-    is_tail: Bools = _every(share, len(small.spans)) & (cut.parts[small.spans] == 1)
-    return small.spans[is_tail]
+    is_tail: Bools = _every(share, len(small.us)) & (cut.parts[cut.num_large_spans :] == 1)
+    return is_tail
 
 
-def _shorter(keys: Int64s, parts: int, least: int) -> Int64s:
+def _shorter(keys: Floats, parts: int, least: int) -> Floats:
     """Stretches of spans in so many parts, or the least ones if those are at most one more."""
-    stretches: Int64s = ceil_div(keys, parts * least) * least
+    stretches: Floats = np.ceil(keys / (parts * least)) * least
     stretches[keys <= (parts + 1) * least] = least
     return stretches

@@ -15,14 +15,13 @@ The plan is one int32 array, so that it travels in one copy:
     pages   | page ids of all spans
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.step import Spans
-from mainstem.kernels.cutting import Cut, Pick, Shape, ceil_div, cut_spans, first_to_end, unit_us
+from mainstem.kernels.cutting import Cut, Pick, Shape, cut_spans, first_to_end, unit_us
 from mainstem.kernels.dealing import Seats, share_out
 from mainstem.kernels.pooling import pool
 
@@ -60,7 +59,7 @@ SHARE_LARGE_PIECE = 8  # the piece of its first large unit, and of its first sma
 SHARE_SMALL_PIECE = 16
 SHARE_FIELDS = 24
 
-NO_PAGE = np.zeros(1, np.int32)
+NO_PAGE = np.zeros(1, np.int32)  # after the page ids: the kernel fetches one ahead
 KEPT_KEYS = 16  # more in a span than when its units were shared out do not matter
 
 
@@ -74,8 +73,7 @@ class Launches(NamedTuple):
 ALL_LAUNCHES = Launches(large=True, merge=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """The plan as the kernel reads it; `num_slots` Partials must fit the buffers."""
 
     ints: Int32s
@@ -83,6 +81,13 @@ class Schedule:
     num_slots: int
     launches: Launches
     frame: "Frame"
+
+
+class _Bounds(NamedTuple):
+    """Up to where pieces go."""
+
+    ends: Int32s  # [pieces] of their stretches; the last one has what the span grows by, too
+    hidden: Int32s  # [pieces] last keys of the span, which none of their rows sees
 
 
 class _Pieces(NamedTuple):
@@ -93,18 +98,18 @@ class _Pieces(NamedTuple):
     table: Int32s  # [pieces, PIECE_FIELDS]
     num_large: int
     span: Int64s  # [pieces] which it is of
-    is_causal: Bools  # [pieces] whether the span is
-    queries: Int32s  # [pieces] of the span
-    ends: Int32s  # [pieces] of their stretches, where the span has as many keys
-    seen: Int32s  # [pieces] keys that their last row sees, counted from PIECE_LIMIT
+    bounds: _Bounds | None  # None: all spans are whole
 
     def tell_keys(self, table: Int32s, spans: Spans) -> None:
         """Fill in the columns that change with the keys."""
-        keys = spans.key_tokens[self.span]
-        limit = np.where(self.is_causal, keys - self.queries, NO_LIMIT)
+        queries = spans.query_starts[1:] - spans.query_starts[:-1]
+        limits = np.where(spans.is_causal, spans.key_tokens - queries, NO_LIMIT)
+        key_end = spans.key_tokens[self.span]
+        if self.bounds is not None:
+            key_end = np.minimum(key_end - self.bounds.hidden, self.bounds.ends)
         table[:, PIECE_PAGE] = spans.page_starts[self.span]
-        table[:, PIECE_KEY_END] = np.minimum(np.minimum(self.ends, keys), limit + self.seen)
-        table[:, PIECE_LIMIT] = limit
+        table[:, PIECE_KEY_END] = key_end
+        table[:, PIECE_LIMIT] = limits[self.span]
 
 
 class _Partials(NamedTuple):
@@ -116,60 +121,82 @@ class _Partials(NamedTuple):
 
 
 def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
-    large = cut.is_large.nonzero()[0]
-    by_kind = np.concatenate((large, (~cut.is_large).nonzero()[0]))
-    counts = (cut.parts * cut.row_tiles)[by_kind]
-    num_large = int(counts[: len(large)].sum())
-    span = by_kind.repeat(counts)
-    stretch = row_tile = np.zeros(len(span), np.int64)
-    if counts.max(initial=0) > 1:
-        within = np.arange(len(span)) - _starts(counts).repeat(counts)
-        stretch, row_tile = np.divmod(within, cut.row_tiles[span])
-    keys, queries, tile_rows = cut.stretches[span], cut.queries[span], cut.tile_rows[span]
-    key_begin, row_begin = stretch * keys, row_tile * tile_rows
-    row_end = np.minimum(row_begin + tile_rows, queries * shape.group)
-    table = np.empty((len(span), PIECE_FIELDS), np.int32)
+    counts = (cut.parts * cut.row_tiles).astype(np.int64)
+    span = cut.spans.repeat(counts)
+    table = np.zeros((len(span), PIECE_FIELDS), np.int32)
     table[:, PIECE_ENTRY] = spans.query_starts[span]
+    table[:, PIECE_ROW_END] = cut.rows.repeat(counts)
+    bounds = None
+    if len(span) > np.count_nonzero(counts):
+        bounds = _tell_apart(table, counts, spans.is_causal[span], cut, shape)
+    large = slice(cut.num_large_spans)
+    pieces = _Pieces(table, int(cut.parts[large] @ cut.row_tiles[large]), span, bounds)
+    pieces.tell_keys(table, spans)
+    return pieces
+
+
+def _tell_apart(table: Int32s, counts: Int64s, is_causal: Bools, cut: Cut, shape: Shape) -> _Bounds:
+    """Fill in which rows and keys of its span each piece has."""
+    tile_rows = np.full(len(counts), float(shape.most_small_rows))
+    tile_rows[: cut.num_large_spans] = shape.tiles.large_q
+    first, parts, row_tiles, keys, tile_rows, rows = (
+        column.repeat(counts)
+        for column in (
+            _starts(counts), cut.parts, cut.row_tiles, cut.stretches, tile_rows, cut.rows
+        )
+    )  # fmt: skip
+    within = np.arange(len(first)) - first
+    stretch = np.floor(within / row_tiles)
+    key_begin, row_begin = stretch * keys, (within - stretch * row_tiles) * tile_rows
+    row_end = np.minimum(row_begin + tile_rows, rows)
     table[:, PIECE_ROW_BEGIN] = row_begin
     table[:, PIECE_ROW_END] = row_end
     table[:, PIECE_KEY_BEGIN] = key_begin
     table[:, PIECE_STRETCH] = stretch
-    ends = key_begin + keys
-    if shape.fixed_stretch is None:  # the last stretch has what the span grows by, too
-        ends[stretch + 1 == cut.parts[span]] = NO_LIMIT
-    seen = ceil_div(row_end, shape.group)
-    columns = (column.astype(np.int32) for column in (queries, ends, seen))
-    pieces = _Pieces(table, num_large, span, spans.is_causal[span], *columns)
-    pieces.tell_keys(table, spans)
-    return pieces
+    in_later_tiles = np.floor((rows - row_end) / shape.group)
+    return _Bounds(
+        ends=np.where(stretch + 1.0 < parts, key_begin + keys, NO_LIMIT).astype(np.int32),
+        hidden=(in_later_tiles * is_causal).astype(np.int32),
+    )
 
 
 def _costs(pieces: _Pieces, shape: Shape) -> tuple[Floats, Floats]:
     """Microseconds of one unit of each large piece, and of each small one."""
     num_keys = pieces.table[:, PIECE_KEY_END] - pieces.table[:, PIECE_KEY_BEGIN]
-    large, small = num_keys[: pieces.num_large], num_keys[pieces.num_large :]
+    keys = np.maximum(num_keys.astype(np.float64), 1.0)
+    large, small = keys[: pieces.num_large], keys[pieces.num_large :]
     return unit_us(large, True, shape), unit_us(small, False, shape)
 
 
-def _place_partials(tokens: Int64s, cut: Cut) -> _Partials:
-    entry_parts = cut.parts.repeat(cut.queries)
-    token_parts = np.bincount(tokens, weights=entry_parts).astype(np.int64)
+def _place_partials(spans: Spans, cut: Cut) -> _Partials:
+    tokens = spans.query_rows.astype(np.int64)
+    queries = spans.query_starts[1:] - spans.query_starts[:-1]
+    entry_parts = None  # one each, as in most steps of many sequences
+    if np.count_nonzero(cut.parts > 1.0):
+        parts = np.empty(len(queries))
+        parts[cut.spans] = cut.parts
+        entry_parts = parts.repeat(queries)
+    token_parts = np.bincount(tokens, weights=entry_parts)
     is_split = token_parts > 1
+    num_split = np.count_nonzero(is_split)
     entries = np.empty((2, len(tokens)), np.int32)
     entries[0] = tokens
     entries[1] = -1
-    if not is_split.any():
+    if not num_split:
         return _Partials(entries, np.empty((3, 0), np.int32), 0)
     by_token = tokens.argsort(kind="stable")
-    if not is_split.all():
-        is_split = _split_tokens(tokens, cut.queries, is_split)
+    if num_split < len(is_split):
+        is_split = _split_tokens(tokens, queries, is_split)
         by_token = by_token[is_split[tokens[by_token]]]
-    entries[1, by_token] = _starts(entry_parts[by_token])
+    slots = np.arange(len(by_token))
+    if entry_parts is not None:
+        slots = _starts(entry_parts[by_token].astype(np.int64))
+    entries[1][by_token] = slots
     split = is_split.nonzero()[0]
-    counts = token_parts[split]
+    counts = token_parts[split].astype(np.int64)
     merges = np.empty((3, len(split)), np.int32)
     merges[0], merges[1], merges[2] = split, _starts(counts), counts
-    return _Partials(entries, merges, int(counts.sum()))
+    return _Partials(entries, merges, int(merges[1, -1] + merges[2, -1]))
 
 
 def _starts(counts: Int64s) -> Int64s:
@@ -177,7 +204,7 @@ def _starts(counts: Int64s) -> Int64s:
     return counts.cumsum() - counts
 
 
-def _split_tokens(tokens: Int64s, queries: Int64s, is_split: Bools) -> Bools:
+def _split_tokens(tokens: Int64s, queries: Int32s, is_split: Bools) -> Bools:
     """Which tokens leave Partials: those of several, and whoever shares a span with one of them,
     since a unit's rows are all whole or all Partials.
     """
@@ -214,12 +241,14 @@ def _share_table(
             pieces.num_large, SHARE_SMALL, SHARE_SMALL_HEAD, SHARE_SMALL_PIECE,
         ),
     ):  # fmt: skip
-        if not len(order):
+        busy = (ends[:-1] < ends[1:]).nonzero()[0]
+        if not len(busy):
             continue
         table[:, at], table[:, at + 1] = ends[:-1], ends[1:]
-        busy = (ends[:-1] < ends[1:]).nonzero()[0]
         begin = ends[busy]
-        piece, which = np.divmod(order[begin], units)
+        first = order[begin]
+        piece = first // units
+        which = first - piece * units
         if at == SHARE_SMALL:
             which *= shape.fold
             table[busy, SHARE_SMALL_NEXT] = order[np.minimum(begin + 1, ends[busy + 1] - 1)]
@@ -229,8 +258,7 @@ def _share_table(
     return table, firsts
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """What of a plan holds for the next steps, too, if all of their spans are those of the step it
     was made for with a few keys more.
     """
@@ -241,7 +269,7 @@ class Frame:
     most_keys: Int32s | Int64s  # of each span, up to which it need not be cut anew
     pieces: _Pieces
     firsts: list[_First]
-    head: Int32s  # the plan up to the page ids
+    head: Int32s  # the plan that it was made for, up to the page ids
     num_slots: int
     launches: Launches
 
@@ -253,22 +281,14 @@ class Frame:
 
     def plan(self, spans: Spans) -> Schedule:
         """The plan of a step for which the frame holds."""
-        ints = self._with_pages(spans)
+        ints = np.concatenate((self.head, spans.page_ids, NO_PAGE), dtype=np.int32)
         self.pieces.tell_keys(self._piece_table(ints), spans)
-        return self._with_first_units(ints)
-
-    def plan_first(self, spans: Spans) -> Schedule:
-        """The plan of the step that the frame was made for."""
-        return self._with_first_units(self._with_pages(spans))
-
-    def _with_pages(self, spans: Spans) -> Int32s:
-        """One page id more than there are: the kernel fetches one ahead."""
-        return np.concatenate((self.head, spans.page_ids, NO_PAGE), dtype=np.int32)
+        return self.with_first_units(ints)
 
     def _piece_table(self, ints: Int32s) -> Int32s:
         return ints[self.head[H_LARGE] : self.head[H_ENTRIES]].reshape(-1, PIECE_FIELDS)
 
-    def _with_first_units(self, ints: Int32s) -> Schedule:
+    def with_first_units(self, ints: Int32s) -> Schedule:
         """The plan, after what its programs begin with has been filled in."""
         shape, pieces = self.shape, self._piece_table(ints)
         shares = ints[HEADER_INTS : self.head[H_LARGE_ORDER]]
@@ -288,15 +308,11 @@ def _structure(spans: Spans) -> tuple[bytes, bytes, bytes]:
 
 def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
     """Cut the spans into units, share them out and place every row's Partials."""
-    return _frame(spans, shape, pick).plan_first(spans)
-
-
-def _frame(spans: Spans, shape: Shape, pick: Pick) -> Frame:
     cut = cut_spans(spans, shape, pick)
     if shape.tiles.pooled and shape.can_cut and shape.fixed_stretch is None:
-        cut = pool(cut, spans.key_tokens.astype(np.int64), shape)
+        cut = pool(cut, spans.key_tokens, shape)
     pieces = _pieces(spans, cut, shape)
-    partials = _place_partials(spans.query_rows.astype(np.int64), cut)
+    partials = _place_partials(spans, cut)
     shares = np.empty(2 * shape.num_programs + 2, np.int32)
     large_costs, small_costs = _costs(pieces, shape)
     orders = share_out(
@@ -309,28 +325,33 @@ def _frame(spans: Spans, shape: Shape, pick: Pick) -> Frame:
     table, firsts = _share_table(shares, orders, pieces, shape)
     most_keys: Int32s | Int64s = spans.key_tokens + KEPT_KEYS
     if shape.fixed_stretch is not None:
+        # All spans are large, so they are in order.
         most_keys = np.minimum(most_keys, cut.parts * cut.stretches)
-    return Frame(
+    num_pooled = len(orders[1]) - int(shares[-1])
+    ints = _lay_out(table, orders, pieces, partials, num_pooled, spans.page_ids)
+    frame = Frame(
         shape=shape,
         structure=_structure(spans),
         keys=spans.key_tokens.copy(),
         most_keys=most_keys,
         pieces=pieces,
         firsts=firsts,
-        head=_head(table, orders, pieces, partials, num_pooled=len(orders[1]) - int(shares[-1])),
+        head=ints[: ints[H_PAGES]],
         num_slots=partials.num_slots,
         launches=Launches(large=pieces.num_large > 0, merge=partials.num_slots > 0),
     )
+    return frame.with_first_units(ints)
 
 
-def _head(
+def _lay_out(
     table: Int32s,
     orders: tuple[Int64s, Int64s],
     pieces: _Pieces,
     partials: _Partials,
     num_pooled: int,
+    page_ids: Int32s,
 ) -> Int32s:
-    """The plan up to the page ids."""
+    """The plan, but for what programs begin with."""
     large_order_at = HEADER_INTS + table.size
     small_order_at = large_order_at + len(orders[0])
     large_at = small_order_at + len(orders[1])
@@ -345,4 +366,4 @@ def _head(
         large_order_at, small_order_at, large_at - num_pooled, num_pooled,
     )  # fmt: skip
     parts = header, table, *orders, pieces.table, partials.entries, partials.merges
-    return np.concatenate([part.ravel() for part in parts], dtype=np.int32)
+    return np.concatenate([*(p.ravel() for p in parts), page_ids, NO_PAGE], dtype=np.int32)
