@@ -112,4 +112,28 @@ def test_the_plan_says_where_the_pool_is() -> None:
     ints = plans.schedule(case.spans(), shape).ints
     at, count = ints[plans.H_POOL], ints[plans.H_NUM_POOLED]
     assert count > 0
-    assert at + count == ints[plans.H_LARGE]  # right ahead of the pieces
+    assert at + count * plans.UNIT_FIELDS == ints[plans.H_LARGE_ORDER]
+    assert ints[plans.H_NUM_DRAWERS] == 264
+
+
+def test_who_comes_late_draws_nothing_where_others_do_it_all() -> None:
+    case = AttentionCase("shared", (Run(tuple(range(64)), 32768), *_own(64, 256)))
+    shape = Shape(4, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)
+    ints = plans.schedule(case.spans(), shape).ints
+    table = ints[plans.HEADER_INTS : ints[plans.H_POOL]].reshape(264, -1)
+    is_early = table[:, plans.SHARE_SMALL] < table[:, plans.SHARE_SMALL + 1]
+    assert ints[plans.H_NUM_DRAWERS] == np.count_nonzero(is_early) == 40
+    assert ints[plans.H_NUM_POOLED] > 0
+
+
+def test_a_share_tells_the_first_token_of_neighbours() -> None:
+    rows = tuple(range(10, 74)), (*range(74, 137), 139), (*range(140, 204),)[::-1]
+    runs = [Run(each, 2048) for each in rows]
+    case = AttentionCase("shared", (*runs, *_own(204, 100)))
+    spans, shape = case.spans(), Shape(4, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)
+    ints = plans.schedule(spans, shape).ints
+    table = ints[plans.HEADER_INTS : ints[plans.H_POOL]].reshape(264, -1)
+    table = table[table[:, plans.SHARE_LARGE] < table[:, plans.SHARE_LARGE + 1]]
+    entries = table[:, plans.SHARE_LARGE_UNIT + plans.PIECE_ENTRY].tolist()
+    told = dict(zip(entries, table[:, plans.SHARE_LARGE_TOKEN].tolist(), strict=True))
+    assert told == {0: 10, 64: -1, 128: -1}

@@ -63,13 +63,11 @@ def check_plan(plan: plans.Schedule, spans: Spans, shape: Shape) -> None:
         )
     ):
         per_piece = shape.kv_heads // heads
-        num_units = shares[kind][-1]
-        if kind == 1:  # programs draw the others, which follow
-            assert ints[plans.H_POOL] == order_at + num_units
-            num_units += ints[plans.H_NUM_POOLED]
-        units = ints[order_at:][:num_units]
-        assert len(np.unique(units)) == len(units)
+        units = ints[order_at:][: shares[kind][-1]]
         _check_first_units(ints, kind, table, units, pieces_at, per_piece, shape)
+        if kind == 1:  # programs draw the others
+            units = np.concatenate((units, _pooled_units(ints, pieces_at, per_piece, shape)))
+        assert len(np.unique(units)) == len(units)
         for unit in units.tolist():
             piece = ints[pieces_at + unit // per_piece * plans.PIECE_FIELDS :][: plans.PIECE_FIELDS]
             entry, row_begin, row_end, _, key_begin, key_end, limit, stretch = piece.tolist()
@@ -101,14 +99,35 @@ def _check_first_units(
         begin, end = share[2 * kind : 2 * kind + 2]
         first = int(units[begin])
         piece = ints[pieces_at + first // per_piece * plans.PIECE_FIELDS :][: plans.PIECE_FIELDS]
-        at = (plans.SHARE_LARGE_PIECE, plans.SHARE_SMALL_PIECE)[kind]
-        assert share[at : at + plans.PIECE_FIELDS].tolist() == piece.tolist()
-        head = share[(plans.SHARE_LARGE_HEAD, plans.SHARE_SMALL_HEAD)[kind]]
-        assert head == first % per_piece * (shape.kv_heads // per_piece)
+        unit = share[(plans.SHARE_LARGE_UNIT, plans.SHARE_SMALL_UNIT)[kind] :]
+        assert unit[: plans.PIECE_FIELDS].tolist() == piece.tolist()
+        assert unit[plans.UNIT_HEAD] == first % per_piece * (shape.kv_heads // per_piece)
         if kind == 1:
             assert share[plans.SHARE_SMALL_NEXT] == units[min(begin + 1, end - 1)]
-            page = piece[plans.PIECE_PAGE] + piece[plans.PIECE_KEY_BEGIN] // shape.page_size
-            assert share[plans.SHARE_SMALL_PAGE] == ints[ints[plans.H_PAGES] + page]
+            assert unit[plans.UNIT_PAGE] == _first_page(ints, piece, shape)
+
+
+def _first_page(ints: np.ndarray, piece: np.ndarray, shape: Shape) -> int:
+    page = piece[plans.PIECE_PAGE] + piece[plans.PIECE_KEY_BEGIN] // shape.page_size
+    return int(ints[ints[plans.H_PAGES] + page])
+
+
+def _pooled_units(ints: np.ndarray, pieces_at: int, per_piece: int, shape: Shape) -> np.ndarray:
+    """Those of the pool, as an order would name them."""
+    units = ints[ints[plans.H_POOL] : ints[plans.H_LARGE_ORDER]].reshape(-1, plans.UNIT_FIELDS)
+    assert len(units) == ints[plans.H_NUM_POOLED]
+    pieces = ints[pieces_at : ints[plans.H_ENTRIES]].reshape(-1, plans.PIECE_FIELDS)
+    by_piece = {tuple(piece): i for i, piece in enumerate(pieces.tolist())}
+    assert len(by_piece) == len(pieces)
+    assert all(unit[plans.UNIT_PAGE] == _first_page(ints, unit, shape) for unit in units)
+    return np.array(
+        [
+            by_piece[*unit[: plans.PIECE_FIELDS]] * per_piece
+            + unit[plans.UNIT_HEAD] // (shape.kv_heads // per_piece)
+            for unit in units.tolist()
+        ],
+        np.int32,
+    )
 
 
 @pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])

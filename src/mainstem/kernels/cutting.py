@@ -111,6 +111,7 @@ class Cut(NamedTuple):
     row_tiles: Floats
     num_large: int  # programs that get large units
     pooled: float = 0.0  # of small units (`pooling.py`)
+    late_draw: bool = True  # from the pool: programs without a share
 
 
 class _Way(NamedTuple):
@@ -130,11 +131,6 @@ class Option(NamedTuple):
     large: _Way
     small: _Way
     sms: int  # that get large units
-
-    @property
-    def is_large(self) -> Bools:
-        """Of each span."""
-        return self.kinds.is_large
 
     @property
     def rows(self) -> float:

@@ -58,9 +58,14 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def _share(plan_ptr):
-    """This program's part of the order: begin, end, and the piece and KV head of its first unit."""
+    """This program's part of the order: begin, end; of its first unit the piece, the KV head and
+    the first token.
+    """
     share_ptr = share_of(plan_ptr)
-    return gl.load(share_ptr), gl.load(share_ptr + 1), share_ptr + 8, gl.load(share_ptr + 4)
+    return (
+        gl.load(share_ptr), gl.load(share_ptr + 1),
+        share_ptr + 8, gl.load(share_ptr + 16), gl.load(share_ptr + 4),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -100,20 +105,15 @@ def _clear(tiles, stage, num_keys, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr)
 @gluon.jit
 def _produce(
     k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+    begin, end, kv_head, page_at, key_begin, key_end, pieces_at, pages_at, order_at,
     KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Bring the tiles of all units of this program, one after the other."""
-    begin, end, piece_ptr, kv_head = _share(plan_ptr)
-    pieces_ptr = plan_ptr + gl.load(plan_ptr + 1)
-    order_ptr = plan_ptr + gl.load(plan_ptr + 8)
-    page_ids_ptr = plan_ptr + gl.load(plan_ptr + 4)
     tile = 0
     num_cleared = 0
     for index in range(begin, end):
-        pages_ptr = page_ids_ptr + gl.load(piece_ptr + 3)
-        key_begin = gl.load(piece_ptr + 4)
-        key_end = gl.load(piece_ptr + 5)
+        pages_ptr = plan_ptr + pages_at + page_at
         last_page = gl.maximum(key_end - 1, 0) // PAGE_SIZE
         for i in range(0, num_tiles_of(key_begin, key_end, TILE_K)):
             start = key_begin + i * TILE_K
@@ -140,9 +140,12 @@ def _produce(
                 fence_async_shared()
                 mbarrier.arrive(v_full.index(stage), count=1)
             tile += 1
-        unit = gl.load(order_ptr + gl.minimum(index + 1, end - 1))
-        piece_ptr = pieces_ptr + (unit // KV_HEADS) * 8
+        unit = gl.load(plan_ptr + order_at + gl.minimum(index + 1, end - 1))
         kv_head = unit % KV_HEADS
+        piece_ptr = plan_ptr + pieces_at + (unit // KV_HEADS) * 8
+        page_at = gl.load(piece_ptr + 3)
+        key_begin = gl.load(piece_ptr + 4)
+        key_end = gl.load(piece_ptr + 5)
 
 
 @gluon.jit
@@ -191,12 +194,13 @@ def _attend(
         stage = i % STAGES
         mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
         pending = _start_scores(q, k_tiles, stage, S_LAYOUT, TILE_K)
-        # The first tile has none before it: its own V with weights of zero, since a turn of its
-        # own for it would double the instructions.
-        before = gl.maximum(i - 1, tile)
-        v_stage = before % STAGES
-        mbarrier.wait(v_full.index(v_stage), (before // STAGES) & 1)
-        summing = warpgroup_mma(weights, v_tiles.index(v_stage), acc, is_async=True)
+        # The first tile has none before it, and a turn of its own for it would double the
+        # instructions: it multiplies whatever there is, which the second forgets.
+        v_stage = (i + STAGES - 1) % STAGES
+        mbarrier.wait(v_full.index(v_stage), ((i - 1) // STAGES) & 1, pred=i > tile)
+        summing = warpgroup_mma(
+            weights, v_tiles.index(v_stage), acc, use_acc=i > tile + 1, is_async=True
+        )
         scores = warpgroup_mma_wait(1, deps=(pending,))
         release(k_empty, stage)
         start = key_begin + (i - tile) * TILE_K
@@ -211,7 +215,9 @@ def _attend(
         weights = gl.convert_layout(p.to(q.dtype), WEIGHTS)
     last = tile + num_tiles - 1
     mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-    summing = warpgroup_mma(weights, v_tiles.index(last % STAGES), acc, is_async=True)
+    summing = warpgroup_mma(
+        weights, v_tiles.index(last % STAGES), acc, use_acc=num_tiles > 1, is_async=True
+    )
     return summing, top, total
 
 
@@ -229,7 +235,7 @@ def _consume(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    begin, end, next_ptr, next_kv_head = _share(plan_ptr)
+    begin, end, next_ptr, next_kv_head, next_token = _share(plan_ptr)
     pieces_ptr = plan_ptr + gl.load(plan_ptr + 1)
     order_ptr = plan_ptr + gl.load(plan_ptr + 8)
     entries_ptr = plan_ptr + gl.load(plan_ptr + 2)
@@ -254,10 +260,11 @@ def _consume(
         # In registers, since shared memory is busy enough with K and V.
         q = q_rows.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
         barrier()
-        start_queries(
-            q_ptr, q_rows, entries_ptr + next_entry, next_row_begin + WHICH * 64, next_row_end,
-            next_kv_head, stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
-        )  # fmt: skip
+        if index + 1 < end:
+            start_queries(
+                q_ptr, q_rows, entries_ptr + next_entry, next_token, next_row_begin + WHICH * 64,
+                next_row_end, next_kv_head, stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
+            )  # fmt: skip
         row_begin += WHICH * 64
         num_tiles = gl.where(index < begin, 0, num_tiles_of(key_begin, key_end, TILE_K))
         if row_begin < row_end:
@@ -296,6 +303,7 @@ def _consume(
         stretch = next_stretch
         next_ptr = pieces_ptr + (unit // KV_HEADS) * 8
         next_kv_head = unit % KV_HEADS
+        next_token = -1
     await_queries()
 
 
@@ -309,9 +317,17 @@ def _large_units_kernel(
     """Attend to the large units of this program. `scale` includes log2(e)."""
     gdc_wait()  # the kernel ahead may have written the plan, the queries or the pages
     gdc_launch_dependents()
+    # What the producer begins with; it comes while barriers are made.
     share_ptr = share_of(plan_ptr)
-    if gl.load(share_ptr) == gl.load(share_ptr + 1):
-        return  # at once, since small units wait for the multiprocessor
+    begin = gl.load(share_ptr)
+    end = gl.load(share_ptr + 1)
+    kv_head = gl.load(share_ptr + 16)
+    page_at = gl.load(share_ptr + 11)
+    key_begin = gl.load(share_ptr + 12)
+    key_end = gl.load(share_ptr + 13)
+    pieces_at = gl.load(plan_ptr + 1)
+    pages_at = gl.load(plan_ptr + 4)
+    order_at = gl.load(plan_ptr + 8)
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, HEAD_DIM], TILES)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, HEAD_DIM], TILES)
@@ -327,6 +343,8 @@ def _large_units_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     mbarrier.init(v_full.index(STAGES), count=1)
+    if begin == end:
+        return  # at once, since small units wait for the multiprocessor
     gl.warp_specialize(
         [
             (_consume, (
@@ -343,6 +361,7 @@ def _large_units_kernel(
             )),
             (_produce, (
                 k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+                begin, end, kv_head, page_at, key_begin, key_end, pieces_at, pages_at, order_at,
                 KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM, STAGES,
             )),
         ],

@@ -44,7 +44,7 @@ def as_tiles(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.conste
 @gluon.jit
 def share_of(plan_ptr):
     """Where it stands what this program has to do."""
-    return plan_ptr + 16 + gl.program_id(0) * 24
+    return plan_ptr + 32 + gl.program_id(0) * 32
 
 
 @gluon.jit
@@ -72,16 +72,22 @@ def rows_of(row_begin, kv_head, GROUP: gl.constexpr, FOLD: gl.constexpr, LAYOUT:
 
 @gluon.jit
 def start_queries(
-    q_ptr, q_rows, entries_ptr, row_begin, row_end, kv_head, stride_q_token, stride_q_head,
+    q_ptr, q_rows, entries_ptr, first_token, row_begin, row_end, kv_head,
+    stride_q_token, stride_q_head,
     GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy a group's rows into shared memory; those past the last are nobody's."""
+    """Begin to copy a group's rows into shared memory; those past the last are nobody's. Where the
+    span's tokens are neighbours, `first_token` tells them, and they need not be looked up; else it
+    is -1.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows, head = rows_of(row_begin, kv_head, GROUP, FOLD, gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
     is_row = rows < row_end
-    token = gl.load(entries_ptr + rows // GROUP, mask=is_row, other=0).to(gl.int64)
-    offset = token * stride_q_token + head * stride_q_head
+    token = first_token + rows // GROUP
+    if first_token < 0:
+        token = gl.load(entries_ptr + rows // GROUP, mask=is_row, other=0)
+    offset = token.to(gl.int64) * stride_q_token + head * stride_q_head
     _load_rows(q_rows, q_ptr + offset[:, None] + dims[None, :], mask=is_row[:, None])
     async_copy.commit_group()
 

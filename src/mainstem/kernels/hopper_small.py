@@ -51,28 +51,35 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 @gluon.jit
-def _draw(plan_ptr, tickets_ptr):
+def _draw(tickets_ptr, num_pooled, num_drawers):
     """The next unit of the pool, or -1 where none is left.
 
-    Every program draws until there is none, so the last to do so is known by its ticket, and makes
+    Who draws does so until there is none, so the last to do so is known by its ticket, and makes
     the pool ready for the next launch.
     """
-    num_pooled = gl.load(plan_ptr + 11)
-    unit = -1
+    drawn = -1
     if num_pooled > 0:
         ticket = gl.atomic_add(tickets_ptr, 1, sem="relaxed")
-        if ticket == num_pooled + gl.num_programs(0) - 1:
+        if ticket == num_pooled + num_drawers - 1:
             gl.store(tickets_ptr, 0)
         if ticket < num_pooled:
-            unit = gl.load(plan_ptr + gl.load(plan_ptr + 10) + ticket)
-    return unit
+            drawn = ticket
+    return drawn
 
 
 @gluon.jit
-def _share(plan_ptr):
-    """This program's part of the order: begin, end, and the second unit of it."""
-    share_ptr = share_of(plan_ptr)
-    return gl.load(share_ptr + 2), gl.load(share_ptr + 3), gl.load(share_ptr + 7)
+def _pooled_ptr(plan_ptr, drawn):
+    """Where it stands what a unit of the pool is; the first one's place if it is none."""
+    return plan_ptr + gl.load(plan_ptr + 10) + gl.maximum(drawn, 0) * 12
+
+
+@gluon.jit
+def _read_keys(unit_ptr):
+    """What the producer needs of a unit: KV head, first page id; where page ids begin, keys."""
+    return (
+        gl.load(unit_ptr + 8), gl.load(unit_ptr + 9),
+        gl.load(unit_ptr + 3), gl.load(unit_ptr + 4), gl.load(unit_ptr + 5),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -99,7 +106,8 @@ def _bring(
 @gluon.jit
 def _produce(
     k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, notes, noted, plan_ptr,
-    piece_ptr, kv_head, tickets_ptr,
+    index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
+    num_pooled, num_drawers, tickets_ptr,
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -116,16 +124,9 @@ def _produce(
     NOTES: gl.constexpr = 2 * STAGES
     k_boxes = as_tiles(k_tiles, STAGES * ACROSS * PAGES, BLOCK, PANEL)
     v_boxes = as_tiles(v_tiles, STAGES * ACROSS * PAGES, BLOCK, PANEL)
-    index, end, next_unit = _share(plan_ptr)
     pieces_ptr = plan_ptr + gl.load(plan_ptr)
     order_ptr = plan_ptr + gl.load(plan_ptr + 9)
     page_ids_ptr = plan_ptr + gl.load(plan_ptr + 4)
-    page_at = gl.load(piece_ptr + 3)
-    key_begin = gl.load(piece_ptr + 4)
-    key_end = gl.load(piece_ptr + 5)
-    page = gl.load(share_of(plan_ptr) + 6)
-    if index == end:
-        page = gl.load(page_ids_ptr + page_at + key_begin // PAGE_SIZE)
     step = 0
     num_noted = 0
     is_there = True
@@ -156,24 +157,22 @@ def _produce(
             page = next_page
             step += 1
         index += 1
-        if index >= end:
-            drawn = _draw(plan_ptr, tickets_ptr)
+        if index < end:
+            page = gl.load(page_ids_ptr + next_page_at + next_key_begin // PAGE_SIZE)
+        else:
+            drawn = _draw(tickets_ptr, num_pooled, num_drawers)
             note = num_noted % NOTES
             notes.index(note).store(gl.full([1], drawn, gl.int32, NOTE))
             mbarrier.arrive(noted.index(note), count=1)
             num_noted += 1
             is_there = drawn >= 0
-            drawn = gl.maximum(drawn, 0)
-            next_ptr = pieces_ptr + (drawn // UNITS) * 8
-            next_kv_head = (drawn % UNITS) * FOLD
-            next_page_at = gl.load(next_ptr + 3)
-            next_key_begin = gl.load(next_ptr + 4)
-            next_key_end = gl.load(next_ptr + 5)
+            next_kv_head, page, next_page_at, next_key_begin, next_key_end = _read_keys(
+                _pooled_ptr(plan_ptr, drawn)
+            )
         kv_head = next_kv_head
         page_at = next_page_at
         key_begin = next_key_begin
         key_end = next_key_end
-        page = gl.load(page_ids_ptr + page_at + key_begin // PAGE_SIZE)
 
 
 @gluon.jit
@@ -203,7 +202,9 @@ def _attend(
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the tiles of a unit: acc, top and total of its 64 rows."""
+    """The online softmax over the tiles of a unit: acc, top and total of its 64 rows, once the last
+    product is waited for.
+    """
     PAGES: gl.constexpr = LANES // (FOLD * PAGE_SIZE)
     KEYS: gl.constexpr = LANES // FOLD
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -216,15 +217,21 @@ def _attend(
     top = gl.full([64], float("-inf"), gl.float32, S_ROWS)
     total = gl.zeros([64], gl.float32, S_ROWS)
     acc = gl.zeros([64, HEAD_DIM], gl.float32, O_LAYOUT)
-    for i in range(0, num_tiles_of(key_begin, key_end, KEYS)):
+    weights = gl.zeros([64, LANES], q_rows.dtype, WEIGHTS)
+    num_tiles = num_tiles_of(key_begin, key_end, KEYS)
+    for i in range(0, num_tiles):
         start = key_begin + i * KEYS
         stage = (step + i) % STAGES
-        phase = ((step + i) // STAGES) & 1
-        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(k_full.index(stage), ((step + i) // STAGES) & 1)
         k = k_tiles.index(stage).permute((1, 0))
         nothing = gl.zeros([64, LANES], gl.float32, S_LAYOUT)
         pending = warpgroup_mma(q_rows, k, nothing, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=(pending,))
+        # The first tile has none before it: it multiplies whatever there is, which the second
+        # forgets.
+        v_stage = (step + i + STAGES - 1) % STAGES
+        mbarrier.wait(v_full.index(v_stage), ((step + i - 1) // STAGES) & 1, pred=i > 0)
+        summing = warpgroup_mma(weights, v_tiles.index(v_stage), acc, use_acc=i > 1, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=(pending,))
         release(k_empty, stage)
         if start + KEYS > seen_by_all:
             keys = start + _keys_of(FOLD, PAGE_SIZE, gl.SliceLayout(0, S_LAYOUT))
@@ -241,24 +248,26 @@ def _attend(
         shrink = gl.exp2(top - base)
         total = total * shrink + gl.convert_layout(gl.sum(gl.sum(p, 2), 1), S_ROWS)
         top = new_top
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
         all_heads = gl.expand_dims(p, 2).broadcast_to([64, PAGES, FOLD, PAGE_SIZE])
-        weights = gl.convert_layout(all_heads.reshape([64, LANES]), S_LAYOUT)
-        weights = gl.where(is_same_head, weights, 0.0).to(q_rows.dtype)
-        weights = gl.convert_layout(weights, WEIGHTS)
-        mbarrier.wait(v_full.index(stage), phase)
-        if start + KEYS > key_end:
-            _clear(v_tiles.index(stage), key_end - start, FOLD, PAGE_SIZE)
-        summing = warpgroup_mma(weights, v_tiles.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(summing,))
-        release(v_empty, stage)
-    return acc, top, total
+        new_weights = gl.convert_layout(all_heads.reshape([64, LANES]), S_LAYOUT)
+        new_weights = gl.where(is_same_head, new_weights, 0.0).to(q_rows.dtype)
+        acc, weights = warpgroup_mma_wait(0, deps=(summing, weights))
+        release(v_empty, v_stage, i > 0)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        weights = gl.convert_layout(new_weights, WEIGHTS)
+    last = num_tiles - 1
+    stage = (step + last) % STAGES
+    mbarrier.wait(v_full.index(stage), ((step + last) // STAGES) & 1)
+    if key_begin + num_tiles * KEYS > key_end:
+        _clear(v_tiles.index(stage), key_end - key_begin - last * KEYS, FOLD, PAGE_SIZE)
+    summing = warpgroup_mma(weights, v_tiles.index(stage), acc, use_acc=last > 0, is_async=True)
+    return summing, top, total
 
 
 @gluon.jit
 def _consume(
     q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, notes, noted, plan_ptr,
-    piece_ptr, kv_head, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    unit_ptr, index, end, next_unit, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
@@ -270,14 +279,14 @@ def _consume(
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     NOTE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     NOTES: gl.constexpr = 2 * STAGES
-    index, end, next_unit = _share(plan_ptr)
     pieces_ptr = plan_ptr + gl.load(plan_ptr)
     order_ptr = plan_ptr + gl.load(plan_ptr + 9)
     entries_ptr = plan_ptr + gl.load(plan_ptr + 2)
     num_entries = gl.load(plan_ptr + 3)
-    entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(piece_ptr)
+    entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(unit_ptr)
+    kv_head = gl.load(unit_ptr + 8)
     start_queries(
-        q_ptr, q_rows, entries_ptr + entry, row_begin, row_end, kv_head,
+        q_ptr, q_rows, entries_ptr + entry, -1, row_begin, row_end, kv_head,
         stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
     )  # fmt: skip
     step = 0
@@ -292,7 +301,7 @@ def _consume(
         ) = read_piece(pieces_ptr + (next_unit // UNITS) * 8)  # fmt: skip
         next_unit = gl.load(order_ptr + gl.maximum(gl.minimum(index + 2, end - 1), 0))
         await_queries()
-        acc, top, total = _attend(
+        summing, top, total = _attend(
             q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step,
             row_begin, key_begin, key_end, first_limit, scale,
             GROUP, FOLD, PAGE_SIZE, HEAD_DIM, STAGES, S_LAYOUT, O_LAYOUT,
@@ -304,26 +313,28 @@ def _consume(
             drawn = gl.max(notes.index(note).load(NOTE), 0)
             num_noted += 1
             is_there = drawn >= 0
-            drawn = gl.maximum(drawn, 0)
-            next_kv_head = (drawn % UNITS) * FOLD
+            unit_ptr = _pooled_ptr(plan_ptr, drawn)
+            next_kv_head = gl.load(unit_ptr + 8)
             (
                 next_entry, next_row_begin, next_row_end, next_key_begin, next_key_end, next_limit,
                 next_stretch,
-            ) = read_piece(pieces_ptr + (drawn // UNITS) * 8)  # fmt: skip
+            ) = read_piece(unit_ptr)  # fmt: skip
         start_queries(
-            q_ptr, q_rows, entries_ptr + next_entry, next_row_begin, next_row_end, next_kv_head,
+            q_ptr, q_rows, entries_ptr + next_entry, -1, next_row_begin, next_row_end, next_kv_head,
             stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
         )  # fmt: skip
         token, slot, head, is_row, is_whole = find_rows(
             entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, FOLD, O_ROWS
         )
         share, lse = shares_of(top, total, O_ROWS)
+        step += num_tiles_of(key_begin, key_end, LANES // FOLD)
+        acc = warpgroup_mma_wait(0, deps=(summing,))
+        release(v_empty, (step - 1) % STAGES)
         write_rows(
             acc * share[:, None], lse, token, slot, head, is_row, is_whole, stretch,
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
             KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
         )  # fmt: skip
-        step += num_tiles_of(key_begin, key_end, LANES // FOLD)
         kv_head = next_kv_head
         entry = next_entry
         row_begin = next_row_begin
@@ -358,19 +369,15 @@ def _small_units_kernel(
     if IS_FIRST:
         gdc_wait()  # the kernel ahead may have written the plan, the queries or the pages
     gdc_launch_dependents()
+    # What the producer begins with; it comes while barriers are made.
     share_ptr = share_of(plan_ptr)
-    piece_ptr = share_ptr + 16
-    kv_head = gl.load(share_ptr + 5)
-    has_units = gl.load(share_ptr + 2) < gl.load(share_ptr + 3)
-    if not has_units:
-        drawn = _draw(plan_ptr, tickets_ptr)
-        has_units = drawn >= 0
-        piece_ptr = plan_ptr + gl.load(plan_ptr) + (drawn // (KV_HEADS // FOLD)) * 8
-        kv_head = (drawn % (KV_HEADS // FOLD)) * FOLD
-        fence_async_shared()  # drawing took some shared memory, where tiles come to lie
-    if not has_units:
-        _wait_for_large(IS_FIRST)
-        return
+    unit_ptr = share_ptr + 20
+    begin = gl.load(share_ptr + 2)
+    end = gl.load(share_ptr + 3)
+    next_unit = gl.load(share_ptr + 5)
+    kv_head, page, page_at, key_begin, key_end = _read_keys(unit_ptr)
+    num_pooled = gl.load(plan_ptr + 11)
+    num_drawers = gl.load(plan_ptr + 12)
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
@@ -394,17 +401,31 @@ def _small_units_kernel(
         mbarrier.init(v_empty.index(i), count=1)
     for i in range(0, 2 * num_barriers):
         mbarrier.init(noted.index(i), count=1)
+    has_units = begin < end
+    if not has_units:
+        drawn = -1
+        if num_drawers == gl.num_programs(0):
+            drawn = _draw(tickets_ptr, num_pooled, num_drawers)
+        has_units = drawn >= 0
+        unit_ptr = _pooled_ptr(plan_ptr, drawn)
+        kv_head, page, page_at, key_begin, key_end = _read_keys(unit_ptr)
+        fence_async_shared()  # drawing took some shared memory, where tiles come to lie
+    if not has_units:
+        _wait_for_large(IS_FIRST)
+        return
     gl.warp_specialize(
         [
             (_consume, (
                 q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, notes, noted, plan_ptr,
-                piece_ptr, kv_head, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+                unit_ptr, begin, end, next_unit,
+                q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                 KV_HEADS, GROUP, FOLD, PAGE_SIZE, HEAD_DIM, STAGES, HAS_LSE,
             )),
             (_produce, (
                 k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, notes, noted,
-                plan_ptr, piece_ptr, kv_head, tickets_ptr,
+                plan_ptr, begin, end, next_unit, kv_head, page, page_at, key_begin, key_end,
+                num_pooled, num_drawers, tickets_ptr,
                 KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
             )),
         ],

@@ -34,6 +34,7 @@ from mainstem.kernels.schedule import (
     HEADER_INTS,
     PIECE_FIELDS,
     SHARE_FIELDS,
+    UNIT_FIELDS,
     Frame,
     Launches,
     Schedule,
@@ -230,9 +231,12 @@ class SpanAttention:
         # once more.
         pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
         max_pieces = pieces_of_token * limits.entries() + 6 * shape.num_programs
+        piece_ints = PIECE_FIELDS + shape.kv_heads
+        if self._tiles.pooled:
+            piece_ints += UNIT_FIELDS * (shape.kv_heads // shape.fold)
         self._plan_ints = (
             HEADER_INTS + SHARE_FIELDS * shape.num_programs
-            + (PIECE_FIELDS + shape.kv_heads) * max_pieces
+            + piece_ints * max_pieces
             + 5 * limits.entries() + limits.max_pages + 1
         )  # fmt: skip
         self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)

@@ -63,7 +63,8 @@ def pool(cut: Cut, key_tokens: Int32s, shape: Shape) -> Cut:
         stretches[first:] = keys[first:]
         tail = first + _every(BESIDE_TAIL, len(parts)).nonzero()[0]
         stretches[tail] = _shorter(keys[tail], BESIDE_TAIL_PARTS, least_stretch(shape))
-        return _cut_once_more(pooled, stretches, keys, shape)
+        whole = _cut_once_more(pooled, stretches, keys, shape)
+        return whole if whole is pooled else whole._replace(late_draw=False)
     us = unit_us(np.minimum(cut.stretches, keys)[first:], False, shape)
     small = _Small(us, parts * row_tiles * heads, rounds, are_all)
     if are_all and _is_fair(small, shape):

@@ -4,10 +4,10 @@ step.
 The plan is one int32 array, so that it travels in one copy:
 
     header  | HEADER_INTS ints, the H_ places below
-    shares  | [programs, 24] SHARE_ columns: a program's part of the orders, and what its first
+    shares  | [programs, 32] SHARE_ columns: a program's part of the orders, and what its first
             | units are, so that it need not look them up one after the other
-    orders  | [large units], [small units]: piece * (units of a piece) + (which of them); at the end
-            | of the small ones those of the pool, which programs take as they come free
+    pool    | [units, 12] UNIT_ columns: small ones that programs take as they come free
+    orders  | [large units], [small units]: piece * (units of a piece) + (which of them)
     large   | [pieces, 8] PIECE_ columns; a piece is a unit of every KV head
     small   | [pieces, 8]
     entries | [2, entries] token, slot of its first Partial in this span or -1 where it has only one
@@ -33,8 +33,8 @@ Bools = NDArray[np.bool_]
 # Places in the header; kernels (`span.py`, `hopper_*.py`, `parts.py`) read them, and shares, by
 # number.
 H_SMALL, H_LARGE, H_ENTRIES, H_NUM_ENTRIES, H_PAGES, H_MERGES, H_NUM_MERGES, H_MOST_PARTS = range(8)
-H_LARGE_ORDER, H_SMALL_ORDER, H_POOL, H_NUM_POOLED = 8, 9, 10, 11
-HEADER_INTS = 16
+H_LARGE_ORDER, H_SMALL_ORDER, H_POOL, H_NUM_POOLED, H_NUM_DRAWERS = 8, 9, 10, 11, 12
+HEADER_INTS = 32
 
 # Columns of a piece.
 PIECE_ENTRY = 0  # first entry of the span
@@ -48,16 +48,19 @@ PIECE_STRETCH = 7  # which stretch of the span this is
 PIECE_FIELDS = 8
 NO_LIMIT = 1 << 30  # PIECE_LIMIT of a plain span
 
-# Columns of a program's share.
+# Columns of a unit that need not be looked up; first those of its piece.
+UNIT_HEAD = 8  # first KV head
+UNIT_PAGE = 9  # first page id; of small ones only
+UNIT_FIELDS = 12
+
+# Columns of a program's share, which is a line of the card's memory.
 SHARE_LARGE = 0  # places in the order of large units, [begin, end)
 SHARE_SMALL = 2  # the same of small ones
-SHARE_LARGE_HEAD = 4  # KV head of its first large unit, and of its first small one
-SHARE_SMALL_HEAD = 5
-SHARE_SMALL_PAGE = 6  # first page id of its first small unit
-SHARE_SMALL_NEXT = 7  # its second small unit
-SHARE_LARGE_PIECE = 8  # the piece of its first large unit, and of its first small one
-SHARE_SMALL_PIECE = 16
-SHARE_FIELDS = 24
+SHARE_LARGE_TOKEN = 4  # first token of its first large unit's span, or -1: not all are neighbours
+SHARE_SMALL_NEXT = 5  # its second small unit
+SHARE_LARGE_UNIT = 8  # its first large unit, and its first small one
+SHARE_SMALL_UNIT = 20
+SHARE_FIELDS = 32
 
 NO_PAGE = np.zeros(1, np.int32)  # after the page ids: the kernel fetches one ahead
 KEPT_KEYS = 16  # more in a span than when its units were shared out do not matter
@@ -223,39 +226,61 @@ class _First(NamedTuple):
     columns: slice  # of the shares, for what the piece is
 
 
-def _share_table(
-    shares: Int32s, orders: tuple[Int64s, Int64s], pieces: _Pieces, shape: Shape
-) -> tuple[Int32s, list[_First]]:
-    """Columns of the shares that do not change with the keys; who has no unit of a kind gets zeros
-    for it.
-    """
-    table = np.zeros((shape.num_programs, SHARE_FIELDS), np.int32)
-    firsts = []
-    for order, ends, units, first_piece, at, head, piece_at in (
+class _Tables(NamedTuple):
+    """What of shares and pool does not change with the keys."""
+
+    shares: Int32s  # [programs, SHARE_FIELDS]; who has no unit of a kind has zeros for it
+    pool: Int32s  # [units, UNIT_FIELDS]
+    firsts: list[_First]
+    pooled: Int64s  # [units] pieces of the pool
+
+    @property
+    def num_with_small(self) -> int:
+        """Programs that have small units."""
+        return int(np.count_nonzero(self.shares[:, SHARE_SMALL] < self.shares[:, SHARE_SMALL + 1]))
+
+
+def _tables(
+    spans: Spans, ends: Int32s, orders: tuple[Int64s, Int64s], pieces: _Pieces, shape: Shape
+) -> _Tables:
+    """Programs have units of the orders as `share_out` tells; those after the last are the pool."""
+    programs, heads = shape.num_programs, shape.kv_heads // shape.fold
+    table, firsts = np.zeros((programs, SHARE_FIELDS), np.int32), []
+    for order, ends_of, units, fold, first_piece, at, unit_at in (
+        (orders[0], ends[: programs + 1], shape.kv_heads, 1, 0, SHARE_LARGE, SHARE_LARGE_UNIT),
         (
-            orders[0], shares[: shape.num_programs + 1], shape.kv_heads, 0,
-            SHARE_LARGE, SHARE_LARGE_HEAD, SHARE_LARGE_PIECE,
-        ),
-        (
-            orders[1], shares[shape.num_programs + 1 :], shape.kv_heads // shape.fold,
-            pieces.num_large, SHARE_SMALL, SHARE_SMALL_HEAD, SHARE_SMALL_PIECE,
+            orders[1], ends[programs + 1 :], heads, shape.fold, pieces.num_large,
+            SHARE_SMALL, SHARE_SMALL_UNIT,
         ),
     ):  # fmt: skip
-        busy = (ends[:-1] < ends[1:]).nonzero()[0]
+        busy = (ends_of[:-1] < ends_of[1:]).nonzero()[0]
         if not len(busy):
             continue
-        table[:, at], table[:, at + 1] = ends[:-1], ends[1:]
-        begin = ends[busy]
+        table[:, at], table[:, at + 1] = ends_of[:-1], ends_of[1:]
+        begin = ends_of[busy]
         first = order[begin]
         piece = first // units
-        which = first - piece * units
-        if at == SHARE_SMALL:
-            which *= shape.fold
-            table[busy, SHARE_SMALL_NEXT] = order[np.minimum(begin + 1, ends[busy + 1] - 1)]
-        table[busy, head] = which
-        columns = slice(piece_at, piece_at + PIECE_FIELDS)
+        table[busy, unit_at + UNIT_HEAD] = (first - piece * units) * fold
+        if at == SHARE_LARGE:
+            table[busy, SHARE_LARGE_TOKEN] = _first_tokens(spans, pieces.span[piece])
+        else:
+            table[busy, SHARE_SMALL_NEXT] = order[np.minimum(begin + 1, ends_of[busy + 1] - 1)]
+        columns = slice(unit_at, unit_at + PIECE_FIELDS)
         firsts.append(_First(busy, first_piece + piece, columns))
-    return table, firsts
+    pooled = orders[1][ends[-1] :]
+    piece = pooled // heads
+    pool_table = np.zeros((len(pooled), UNIT_FIELDS), np.int32)
+    pool_table[:, UNIT_HEAD] = (pooled - piece * heads) * shape.fold
+    return _Tables(table, pool_table, firsts, pieces.num_large + piece)
+
+
+def _first_tokens(spans: Spans, which: Int64s) -> Int32s:
+    """First tokens of some spans, or -1 where not all that follow are neighbours."""
+    rows, starts = spans.query_rows, spans.query_starts[which]
+    gaps = np.zeros(len(rows), np.int32)  # up to each token of the spans
+    np.cumsum(rows[1:] - rows[:-1] != 1, out=gaps[1:])
+    has_none = gaps[spans.query_starts[which + 1] - 1] == gaps[starts]
+    return np.where(has_none, rows[starts], -1)
 
 
 class Frame(NamedTuple):
@@ -269,6 +294,7 @@ class Frame(NamedTuple):
     most_keys: Int32s | Int64s  # of each span, up to which it need not be cut anew
     pieces: _Pieces
     firsts: list[_First]
+    pooled: Int64s
     head: Int32s  # the plan that it was made for, up to the page ids
     num_slots: int
     launches: Launches
@@ -291,14 +317,15 @@ class Frame(NamedTuple):
     def with_first_units(self, ints: Int32s) -> Schedule:
         """The plan, after what its programs begin with has been filled in."""
         shape, pieces = self.shape, self._piece_table(ints)
-        shares = ints[HEADER_INTS : self.head[H_LARGE_ORDER]]
-        table = shares.reshape(shape.num_programs, SHARE_FIELDS)
+        shares = ints[HEADER_INTS : self.head[H_POOL]].reshape(-1, SHARE_FIELDS)
         for first in self.firsts:
-            table[first.programs, first.columns] = pieces.take(first.pieces, axis=0)
-        first_page = table[:, SHARE_SMALL_PIECE + PIECE_PAGE] + (
-            table[:, SHARE_SMALL_PIECE + PIECE_KEY_BEGIN] // shape.page_size
-        )
-        table[:, SHARE_SMALL_PAGE] = ints[self.head[H_PAGES] + first_page]
+            shares[first.programs, first.columns] = pieces.take(first.pieces, axis=0)
+        pool_table = ints[self.head[H_POOL] : self.head[H_LARGE_ORDER]].reshape(-1, UNIT_FIELDS)
+        pool_table[:, :PIECE_FIELDS] = pieces.take(self.pooled, axis=0)
+        page_ids = ints[self.head[H_PAGES] :]
+        for units in (shares[:, SHARE_SMALL_UNIT:], pool_table):
+            page = units[:, PIECE_PAGE] + units[:, PIECE_KEY_BEGIN] // shape.page_size
+            units[:, UNIT_PAGE] = page_ids[page]
         return Schedule(ints, len(pieces), self.num_slots, self.launches, self)
 
 
@@ -322,20 +349,22 @@ def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
         Seats(cut.num_large, shape.num_large_programs, shape.tiles.pace),
         cut.pooled,
     )
-    table, firsts = _share_table(shares, orders, pieces, shape)
+    tables = _tables(spans, shares, orders, pieces, shape)
     most_keys: Int32s | Int64s = spans.key_tokens + KEPT_KEYS
     if shape.fixed_stretch is not None:
         # All spans are large, so they are in order.
         most_keys = np.minimum(most_keys, cut.parts * cut.stretches)
-    num_pooled = len(orders[1]) - int(shares[-1])
-    ints = _lay_out(table, orders, pieces, partials, num_pooled, spans.page_ids)
+    given = orders[0], orders[1][: shares[-1]]
+    num_drawers = (0 if cut.late_draw else tables.num_with_small) or shape.num_programs
+    ints = _lay_out(tables, num_drawers, given, pieces, partials, spans.page_ids)
     frame = Frame(
         shape=shape,
         structure=_structure(spans),
         keys=spans.key_tokens.copy(),
         most_keys=most_keys,
         pieces=pieces,
-        firsts=firsts,
+        firsts=tables.firsts,
+        pooled=tables.pooled,
         head=ints[: ints[H_PAGES]],
         num_slots=partials.num_slots,
         launches=Launches(large=pieces.num_large > 0, merge=partials.num_slots > 0),
@@ -344,15 +373,16 @@ def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
 
 
 def _lay_out(
-    table: Int32s,
+    tables: _Tables,
+    num_drawers: int,
     orders: tuple[Int64s, Int64s],
     pieces: _Pieces,
     partials: _Partials,
-    num_pooled: int,
     page_ids: Int32s,
 ) -> Int32s:
     """The plan, but for what programs begin with."""
-    large_order_at = HEADER_INTS + table.size
+    pool_at = HEADER_INTS + tables.shares.size
+    large_order_at = pool_at + tables.pool.size
     small_order_at = large_order_at + len(orders[0])
     large_at = small_order_at + len(orders[1])
     small_at = large_at + pieces.num_large * PIECE_FIELDS
@@ -360,10 +390,18 @@ def _lay_out(
     merges_at = entries_at + partials.entries.size
     pages_at = merges_at + partials.merges.size
     header = np.zeros(HEADER_INTS, np.int32)
-    header[: H_NUM_POOLED + 1] = (
+    header[: H_NUM_DRAWERS + 1] = (
         small_at, large_at, entries_at, partials.entries.shape[1], pages_at,
         merges_at, partials.merges.shape[1], partials.merges[2].max(initial=0),
-        large_order_at, small_order_at, large_at - num_pooled, num_pooled,
+        large_order_at, small_order_at, pool_at, len(tables.pool), num_drawers,
     )  # fmt: skip
-    parts = header, table, *orders, pieces.table, partials.entries, partials.merges
+    parts = (
+        header,
+        tables.shares,
+        tables.pool,
+        *orders,
+        pieces.table,
+        partials.entries,
+        partials.merges,
+    )
     return np.concatenate([*(p.ravel() for p in parts), page_ids, NO_PAGE], dtype=np.int32)

@@ -157,8 +157,8 @@ def _small_units(
     key_of_lane = lanes % PAGE_SIZE
     is_same_head = row_head[:, None] == (lanes // PAGE_SIZE)[None, :]
 
-    piece_ptr = share_ptr + 16
-    kv_head = tl.load(share_ptr + 5)
+    piece_ptr = share_ptr + 20
+    kv_head = tl.load(share_ptr + 28)
     entry = tl.load(piece_ptr)
     num_rows = tl.load(piece_ptr + 2)
     page_at = tl.load(piece_ptr + 3)
@@ -166,12 +166,12 @@ def _small_units(
     key_end = tl.load(piece_ptr + 5)
     first_limit = tl.load(piece_ptr + 6)
     stretch = tl.load(piece_ptr + 7)
-    page = tl.load(share_ptr + 6)
+    page = tl.load(share_ptr + 29)
     q, token, slot = _small_queries(
         q_ptr, entries_ptr, num_entries, entry, num_rows, kv_head,
         stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM, DIM, TILE_Q,
     )  # fmt: skip
-    next_unit = tl.load(share_ptr + 7)
+    next_unit = tl.load(share_ptr + 5)
     for index in range(begin, end):
         # Which unit comes after the next is fetched two ahead, all else one ahead.
         after_next = tl.load(order_ptr + tl.minimum(index + 2, end - 1))
@@ -360,7 +360,7 @@ def _span_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbours in the list of shares run on one SM: large units come to lie beside small ones.
     sms = num_programs // PER_SM
-    share_ptr = plan_ptr + 16 + ((program % sms) * PER_SM + program // sms) * 24
+    share_ptr = plan_ptr + 32 + ((program % sms) * PER_SM + program // sms) * 32
     small_begin = tl.load(share_ptr + 2)
     small_end = tl.load(share_ptr + 3)
     small_ptr = plan_ptr + tl.load(plan_ptr)
@@ -373,7 +373,7 @@ def _span_kernel(
     large_end = tl.load(share_ptr + 1)
     large_order_ptr = plan_ptr + tl.load(plan_ptr + 8)
     piece_ptr = share_ptr + 8
-    kv_head = tl.load(share_ptr + 4)
+    kv_head = tl.load(share_ptr + 16)
     for index in range(large_begin, large_end):
         next_unit = tl.load(large_order_ptr + tl.minimum(index + 1, large_end - 1))
         _large_unit(
