@@ -135,5 +135,6 @@ def test_a_share_tells_the_first_token_of_neighbours() -> None:
     table = ints[plans.HEADER_INTS : ints[plans.H_POOL]].reshape(264, -1)
     table = table[table[:, plans.SHARE_LARGE] < table[:, plans.SHARE_LARGE + 1]]
     entries = table[:, plans.SHARE_LARGE_UNIT + plans.PIECE_ENTRY].tolist()
-    told = dict(zip(entries, table[:, plans.SHARE_LARGE_TOKEN].tolist(), strict=True))
+    tokens = table[:, plans.SHARE_LARGE_UNIT + plans.UNIT_TOKEN].tolist()
+    told = dict(zip(entries, tokens, strict=True))
     assert told == {0: 10, 64: -1, 128: -1}

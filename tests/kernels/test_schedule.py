@@ -341,7 +341,7 @@ def test_spans_of_a_few_tokens_may_be_of_either_kind(case: AttentionCase) -> Non
     kinds: set[int] = set()
 
     def tell(options: list[Option], shape: Shape) -> Option:
-        kinds.update(int(option.is_large.sum()) for option in options)
+        kinds.update(len(option.large.stretches) for option in options)
         return first_to_end(options, shape)
 
     plans.schedule(case.spans(), shape_of(case, HOPPER_SPLIT), tell)

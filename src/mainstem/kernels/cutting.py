@@ -334,7 +334,6 @@ def _large_shares(sms: int) -> tuple[list[float], list[float]]:
 class _Kinds(NamedTuple):
     """Spans by kind."""
 
-    is_large: Bools  # of each span
     spans: Int64s  # which they are, large ones first
     columns: _Columns  # in that order
     large: _Spans
@@ -365,7 +364,7 @@ def _by_kind(columns: _Columns, is_large: Bools, shape: Shape) -> _Kinds:
     large = _Spans(keys[:count], seen[:count], rows[:count], tiles, tiles * shape.kv_heads, True)
     tiles, heads = np.ceil(rows[count:] / shape.most_small_rows), shape.kv_heads // shape.fold
     small = _Spans(keys[count:], seen[count:], rows[count:], tiles, tiles * heads, False)
-    return _Kinds(is_large, spans, columns, large, small)
+    return _Kinds(spans, columns, large, small)
 
 
 def _options(kinds: _Kinds, shape: Shape) -> list[Option]:

@@ -37,6 +37,7 @@ from mainstem.kernels.hopper_rows import (
     await_queries,
     barrier,
     find_rows,
+    find_tokens,
     load_box,
     num_tiles_of,
     read_piece,
@@ -64,7 +65,7 @@ def _share(plan_ptr):
     share_ptr = share_of(plan_ptr)
     return (
         gl.load(share_ptr), gl.load(share_ptr + 1),
-        share_ptr + 8, gl.load(share_ptr + 16), gl.load(share_ptr + 4),
+        share_ptr + 8, gl.load(share_ptr + 16), gl.load(share_ptr + 18),
     )  # fmt: skip
 
 
@@ -261,9 +262,13 @@ def _consume(
         q = q_rows.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
         barrier()
         if index + 1 < end:
+            first_row = next_row_begin + WHICH * 64
+            tokens = find_tokens(
+                entries_ptr + next_entry, next_token, first_row, next_row_end, GROUP, 1
+            )
             start_queries(
-                q_ptr, q_rows, entries_ptr + next_entry, next_token, next_row_begin + WHICH * 64,
-                next_row_end, next_kv_head, stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
+                q_ptr, q_rows, tokens, first_row, next_row_end, next_kv_head,
+                stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
             )  # fmt: skip
         row_begin += WHICH * 64
         num_tiles = gl.where(index < begin, 0, num_tiles_of(key_begin, key_end, TILE_K))

@@ -20,6 +20,7 @@ from mainstem.kernels.rows import LN_2
 PANEL = gl.constexpr(64)  # dims of a row that lie together in shared memory: 128 bytes
 PANELS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 TILES = gl.constexpr(PANELS)
+QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as they are copied
 # Names that differ between Triton 3.6 and 3.9.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -71,23 +72,29 @@ def rows_of(row_begin, kv_head, GROUP: gl.constexpr, FOLD: gl.constexpr, LAYOUT:
 
 
 @gluon.jit
+def find_tokens(
+    entries_ptr, first_token, row_begin, row_end, GROUP: gl.constexpr, FOLD: gl.constexpr
+):
+    """Tokens of a group's rows. Where those of the span are neighbours, `first_token` tells them,
+    and they need not be looked up; else it is -1.
+    """
+    rows, _ = rows_of(row_begin, 0, GROUP, FOLD, gl.SliceLayout(1, QUERIES))
+    tokens = first_token + rows // GROUP
+    if first_token < 0:
+        tokens = gl.load(entries_ptr + rows // GROUP, mask=rows < row_end, other=0)
+    return tokens
+
+
+@gluon.jit
 def start_queries(
-    q_ptr, q_rows, entries_ptr, first_token, row_begin, row_end, kv_head,
-    stride_q_token, stride_q_head,
+    q_ptr, q_rows, tokens, row_begin, row_end, kv_head, stride_q_token, stride_q_head,
     GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy a group's rows into shared memory; those past the last are nobody's. Where the
-    span's tokens are neighbours, `first_token` tells them, and they need not be looked up; else it
-    is -1.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows, head = rows_of(row_begin, kv_head, GROUP, FOLD, gl.SliceLayout(1, LAYOUT))
-    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
+    """Begin to copy a group's rows into shared memory; those past the last are nobody's."""
+    rows, head = rows_of(row_begin, kv_head, GROUP, FOLD, gl.SliceLayout(1, QUERIES))
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, QUERIES))
+    offset = tokens.to(gl.int64) * stride_q_token + head * stride_q_head
     is_row = rows < row_end
-    token = first_token + rows // GROUP
-    if first_token < 0:
-        token = gl.load(entries_ptr + rows // GROUP, mask=is_row, other=0)
-    offset = token.to(gl.int64) * stride_q_token + head * stride_q_head
     _load_rows(q_rows, q_ptr + offset[:, None] + dims[None, :], mask=is_row[:, None])
     async_copy.commit_group()
 

@@ -33,6 +33,7 @@ from mainstem.kernels.hopper_rows import (
     await_queries,
     barrier,
     find_rows,
+    find_tokens,
     load_box,
     num_tiles_of,
     read_piece,
@@ -285,8 +286,11 @@ def _consume(
     num_entries = gl.load(plan_ptr + 3)
     entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(unit_ptr)
     kv_head = gl.load(unit_ptr + 8)
+    tokens = find_tokens(
+        entries_ptr + entry, gl.load(unit_ptr + 10), row_begin, row_end, GROUP, FOLD
+    )
     start_queries(
-        q_ptr, q_rows, entries_ptr + entry, -1, row_begin, row_end, kv_head,
+        q_ptr, q_rows, tokens, row_begin, row_end, kv_head,
         stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
     )  # fmt: skip
     step = 0
@@ -300,6 +304,12 @@ def _consume(
             next_stretch,
         ) = read_piece(pieces_ptr + (next_unit // UNITS) * 8)  # fmt: skip
         next_unit = gl.load(order_ptr + gl.maximum(gl.minimum(index + 2, end - 1), 0))
+        next_tokens = find_tokens(
+            entries_ptr + next_entry, -1, next_row_begin, next_row_end, GROUP, FOLD
+        )
+        token, slot, head, is_row, is_whole = find_rows(
+            entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, FOLD, O_ROWS
+        )
         await_queries()
         summing, top, total = _attend(
             q_rows, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step,
@@ -319,17 +329,19 @@ def _consume(
                 next_entry, next_row_begin, next_row_end, next_key_begin, next_key_end, next_limit,
                 next_stretch,
             ) = read_piece(unit_ptr)  # fmt: skip
-        start_queries(
-            q_ptr, q_rows, entries_ptr + next_entry, -1, next_row_begin, next_row_end, next_kv_head,
-            stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
-        )  # fmt: skip
-        token, slot, head, is_row, is_whole = find_rows(
-            entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, FOLD, O_ROWS
-        )
+            next_tokens = find_tokens(
+                entries_ptr + next_entry, gl.load(unit_ptr + 10), next_row_begin, next_row_end,
+                GROUP, FOLD,
+            )  # fmt: skip
         share, lse = shares_of(top, total, O_ROWS)
         step += num_tiles_of(key_begin, key_end, LANES // FOLD)
         acc = warpgroup_mma_wait(0, deps=(summing,))
         release(v_empty, (step - 1) % STAGES)
+        if is_there:
+            start_queries(
+                q_ptr, q_rows, next_tokens, next_row_begin, next_row_end, next_kv_head,
+                stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
+            )  # fmt: skip
         write_rows(
             acc * share[:, None], lse, token, slot, head, is_row, is_whole, stretch,
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,

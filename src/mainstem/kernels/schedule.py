@@ -51,17 +51,18 @@ NO_LIMIT = 1 << 30  # PIECE_LIMIT of a plain span
 # Columns of a unit that need not be looked up; first those of its piece.
 UNIT_HEAD = 8  # first KV head
 UNIT_PAGE = 9  # first page id; of small ones only
+UNIT_TOKEN = 10  # first token of its span, or -1: not all are neighbours
 UNIT_FIELDS = 12
 
 # Columns of a program's share, which is a line of the card's memory.
 SHARE_LARGE = 0  # places in the order of large units, [begin, end)
 SHARE_SMALL = 2  # the same of small ones
-SHARE_LARGE_TOKEN = 4  # first token of its first large unit's span, or -1: not all are neighbours
 SHARE_SMALL_NEXT = 5  # its second small unit
 SHARE_LARGE_UNIT = 8  # its first large unit, and its first small one
 SHARE_SMALL_UNIT = 20
 SHARE_FIELDS = 32
 
+NO_TOKEN = np.full(1, -1, np.int32)
 NO_PAGE = np.zeros(1, np.int32)  # after the page ids: the kernel fetches one ahead
 KEPT_KEYS = 16  # more in a span than when its units were shared out do not matter
 
@@ -246,6 +247,7 @@ def _tables(
     """Programs have units of the orders as `share_out` tells; those after the last are the pool."""
     programs, heads = shape.num_programs, shape.kv_heads // shape.fold
     table, firsts = np.zeros((programs, SHARE_FIELDS), np.int32), []
+    tokens = _first_tokens(spans)
     for order, ends_of, units, fold, first_piece, at, unit_at in (
         (orders[0], ends[: programs + 1], shape.kv_heads, 1, 0, SHARE_LARGE, SHARE_LARGE_UNIT),
         (
@@ -261,26 +263,29 @@ def _tables(
         first = order[begin]
         piece = first // units
         table[busy, unit_at + UNIT_HEAD] = (first - piece * units) * fold
-        if at == SHARE_LARGE:
-            table[busy, SHARE_LARGE_TOKEN] = _first_tokens(spans, pieces.span[piece])
-        else:
+        piece += first_piece
+        table[busy, unit_at + UNIT_TOKEN] = tokens[pieces.span[piece]]
+        if at == SHARE_SMALL:
             table[busy, SHARE_SMALL_NEXT] = order[np.minimum(begin + 1, ends_of[busy + 1] - 1)]
-        columns = slice(unit_at, unit_at + PIECE_FIELDS)
-        firsts.append(_First(busy, first_piece + piece, columns))
+        firsts.append(_First(busy, piece, slice(unit_at, unit_at + PIECE_FIELDS)))
     pooled = orders[1][ends[-1] :]
     piece = pooled // heads
     pool_table = np.zeros((len(pooled), UNIT_FIELDS), np.int32)
     pool_table[:, UNIT_HEAD] = (pooled - piece * heads) * shape.fold
-    return _Tables(table, pool_table, firsts, pieces.num_large + piece)
+    piece += pieces.num_large
+    pool_table[:, UNIT_TOKEN] = tokens[pieces.span[piece]]
+    return _Tables(table, pool_table, firsts, piece)
 
 
-def _first_tokens(spans: Spans, which: Int64s) -> Int32s:
-    """First tokens of some spans, or -1 where not all that follow are neighbours."""
-    rows, starts = spans.query_rows, spans.query_starts[which]
+def _first_tokens(spans: Spans) -> Int32s:
+    """Of each span; -1 where not all that follow are neighbours. Of one without any it is no
+    matter.
+    """
+    rows, starts = np.concatenate((spans.query_rows, NO_TOKEN)), spans.query_starts
     gaps = np.zeros(len(rows), np.int32)  # up to each token of the spans
     np.cumsum(rows[1:] - rows[:-1] != 1, out=gaps[1:])
-    has_none = gaps[spans.query_starts[which + 1] - 1] == gaps[starts]
-    return np.where(has_none, rows[starts], -1)
+    has_none = gaps[starts[1:] - 1] == gaps[starts[:-1]]
+    return np.where(has_none, rows[starts[:-1]], -1)
 
 
 class Frame(NamedTuple):
