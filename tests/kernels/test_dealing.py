@@ -115,6 +115,9 @@ def test_large_units_that_are_alike_are_given_out_in_turn() -> None:
 def test_large_units_take_neighbours_where_most_are_taken() -> None:
     pace = Pace()
     assert Seats(6, 8, pace).of_large(16).tolist() == [7, 6, 5, 4, 3, 2]
+    assert Seats(8, 12, pace).of_large(24).tolist() == [11, 10, 9, 8, 5, 4, 3, 2], "pairs apart"
+    assert Seats(9, 12, pace).of_large(24).tolist() == [11, 10, 9, 8, 7, 5, 4, 3, 2]
+    assert Seats(8, 8, pace).of_large(16).tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
     assert Seats(4, 8, pace).of_large(16).tolist() == [0, 2, 4, 6], "each beside a free one"
     assert Seats(6, 8, pace).of_large(8).tolist() == [0, 2, 4, 6, 1, 3], "one kernel for both kinds"
 

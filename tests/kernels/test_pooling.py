@@ -112,7 +112,7 @@ def test_the_plan_says_where_the_pool_is() -> None:
     ints = plans.schedule(case.spans(), shape).ints
     at, count = ints[plans.H_POOL], ints[plans.H_NUM_POOLED]
     assert count > 0
-    assert at + count * plans.UNIT_FIELDS == ints[plans.H_LARGE_ORDER]
+    assert at + count * plans.PIECE_FIELDS == ints[plans.H_LARGE_ORDER]
     assert ints[plans.H_NUM_DRAWERS] == 264
 
 
@@ -135,6 +135,6 @@ def test_a_share_tells_the_first_token_of_neighbours() -> None:
     table = ints[plans.HEADER_INTS : ints[plans.H_POOL]].reshape(264, -1)
     table = table[table[:, plans.SHARE_LARGE] < table[:, plans.SHARE_LARGE + 1]]
     entries = table[:, plans.SHARE_LARGE_UNIT + plans.PIECE_ENTRY].tolist()
-    tokens = table[:, plans.SHARE_LARGE_UNIT + plans.UNIT_TOKEN].tolist()
+    tokens = table[:, plans.SHARE_LARGE_UNIT + plans.PIECE_TOKEN].tolist()
     told = dict(zip(entries, tokens, strict=True))
     assert told == {0: 10, 64: -1, 128: -1}

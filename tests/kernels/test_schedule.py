@@ -70,8 +70,10 @@ def check_plan(plan: plans.Schedule, spans: Spans, shape: Shape) -> None:
         assert len(np.unique(units)) == len(units)
         for unit in units.tolist():
             piece = ints[pieces_at + unit // per_piece * plans.PIECE_FIELDS :][: plans.PIECE_FIELDS]
-            entry, row_begin, row_end, _, key_begin, key_end, limit, stretch = piece.tolist()
+            entry, row_begin, row_end, page, key_begin, key_end, limit, stretch = piece[:8].tolist()
             assert key_begin % shape.page_size == 0
+            first_page = ints[pages_at + page + key_begin // shape.page_size]
+            assert piece[plans.PIECE_PAGE_ID] == first_page
             span = int(np.searchsorted(spans.query_starts, entry, side="right")) - 1
             queries = np.arange(row_begin, row_end) // shape.group
             seen = np.minimum(limit + queries + 1, key_end) - key_begin
@@ -100,30 +102,23 @@ def _check_first_units(
         first = int(units[begin])
         piece = ints[pieces_at + first // per_piece * plans.PIECE_FIELDS :][: plans.PIECE_FIELDS]
         unit = share[(plans.SHARE_LARGE_UNIT, plans.SHARE_SMALL_UNIT)[kind] :]
-        assert unit[: plans.PIECE_FIELDS].tolist() == piece.tolist()
-        assert unit[plans.UNIT_HEAD] == first % per_piece * (shape.kv_heads // per_piece)
+        assert unit[: plans.PIECE_HEAD].tolist() == piece[: plans.PIECE_HEAD].tolist()
+        assert unit[plans.PIECE_HEAD] == first % per_piece * (shape.kv_heads // per_piece)
         if kind == 1:
             assert share[plans.SHARE_SMALL_NEXT] == units[min(begin + 1, end - 1)]
-            assert unit[plans.UNIT_PAGE] == _first_page(ints, piece, shape)
-
-
-def _first_page(ints: np.ndarray, piece: np.ndarray, shape: Shape) -> int:
-    page = piece[plans.PIECE_PAGE] + piece[plans.PIECE_KEY_BEGIN] // shape.page_size
-    return int(ints[ints[plans.H_PAGES] + page])
 
 
 def _pooled_units(ints: np.ndarray, pieces_at: int, per_piece: int, shape: Shape) -> np.ndarray:
     """Those of the pool, as an order would name them."""
-    units = ints[ints[plans.H_POOL] : ints[plans.H_LARGE_ORDER]].reshape(-1, plans.UNIT_FIELDS)
+    units = ints[ints[plans.H_POOL] : ints[plans.H_LARGE_ORDER]].reshape(-1, plans.PIECE_FIELDS)
     assert len(units) == ints[plans.H_NUM_POOLED]
     pieces = ints[pieces_at : ints[plans.H_ENTRIES]].reshape(-1, plans.PIECE_FIELDS)
-    by_piece = {tuple(piece): i for i, piece in enumerate(pieces.tolist())}
+    by_piece = {tuple(piece[: plans.PIECE_HEAD]): i for i, piece in enumerate(pieces.tolist())}
     assert len(by_piece) == len(pieces)
-    assert all(unit[plans.UNIT_PAGE] == _first_page(ints, unit, shape) for unit in units)
     return np.array(
         [
-            by_piece[*unit[: plans.PIECE_FIELDS]] * per_piece
-            + unit[plans.UNIT_HEAD] // (shape.kv_heads // per_piece)
+            by_piece[*unit[: plans.PIECE_HEAD]] * per_piece
+            + unit[plans.PIECE_HEAD] // (shape.kv_heads // per_piece)
             for unit in units.tolist()
         ],
         np.int32,

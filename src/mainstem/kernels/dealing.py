@@ -34,7 +34,7 @@ class Seats:
         units are slowed down by small ones that use it: where that must be, as few as can be are.
         """
         if self.count < programs and 2 * self.taken > self.count:
-            return np.arange(self.count - 1, self.count - self.taken - 1, -1)
+            return _all_but(self.count - self.taken, self.count)
         return _spread(self.count)[: self.taken]
 
     def open_for_small(self, seats: Int64s, load: Floats, programs: int) -> Floats:
@@ -161,6 +161,17 @@ def _turns(costs: Floats, load: Floats) -> Int64s:
         load[seats] += round_costs
         done += len(seats)
     return program
+
+
+@cache
+def _all_but(free: int, count: int) -> Int64s:
+    """All but some, the last first. Those are neighbours, two by two, and their pairs lie far from
+    each other, since memory serves parts of the card.
+    """
+    pairs = (free + 1) // 2
+    first = np.arange(pairs) * count // pairs // 2 * 2 if pairs else NO_UNITS
+    others = np.stack((first, first + 1), axis=1).ravel()[:free]
+    return np.setdiff1d(np.arange(count), others)[::-1]
 
 
 @cache

@@ -59,14 +59,9 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def _share(plan_ptr):
-    """This program's part of the order: begin, end; of its first unit the piece, the KV head and
-    the first token.
-    """
+    """This program's part of the order: begin, end, and the piece and KV head of its first unit."""
     share_ptr = share_of(plan_ptr)
-    return (
-        gl.load(share_ptr), gl.load(share_ptr + 1),
-        share_ptr + 8, gl.load(share_ptr + 16), gl.load(share_ptr + 18),
-    )  # fmt: skip
+    return gl.load(share_ptr), gl.load(share_ptr + 1), share_ptr + 8, gl.load(share_ptr + 18)
 
 
 @gluon.jit
@@ -143,7 +138,7 @@ def _produce(
             tile += 1
         unit = gl.load(plan_ptr + order_at + gl.minimum(index + 1, end - 1))
         kv_head = unit % KV_HEADS
-        piece_ptr = plan_ptr + pieces_at + (unit // KV_HEADS) * 8
+        piece_ptr = plan_ptr + pieces_at + (unit // KV_HEADS) * 12
         page_at = gl.load(piece_ptr + 3)
         key_begin = gl.load(piece_ptr + 4)
         key_end = gl.load(piece_ptr + 5)
@@ -236,7 +231,7 @@ def _consume(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    begin, end, next_ptr, next_kv_head, next_token = _share(plan_ptr)
+    begin, end, next_ptr, next_kv_head = _share(plan_ptr)
     pieces_ptr = plan_ptr + gl.load(plan_ptr + 1)
     order_ptr = plan_ptr + gl.load(plan_ptr + 8)
     entries_ptr = plan_ptr + gl.load(plan_ptr + 2)
@@ -264,7 +259,7 @@ def _consume(
         if index + 1 < end:
             first_row = next_row_begin + WHICH * 64
             tokens = find_tokens(
-                entries_ptr + next_entry, next_token, first_row, next_row_end, GROUP, 1
+                next_ptr, entries_ptr + next_entry, first_row, next_row_end, GROUP, 1
             )
             start_queries(
                 q_ptr, q_rows, tokens, first_row, next_row_end, next_kv_head,
@@ -306,9 +301,8 @@ def _consume(
         key_end = next_key_end
         first_limit = next_limit
         stretch = next_stretch
-        next_ptr = pieces_ptr + (unit // KV_HEADS) * 8
+        next_ptr = pieces_ptr + (unit // KV_HEADS) * 12
         next_kv_head = unit % KV_HEADS
-        next_token = -1
     await_queries()
 
 
@@ -326,7 +320,7 @@ def _large_units_kernel(
     share_ptr = share_of(plan_ptr)
     begin = gl.load(share_ptr)
     end = gl.load(share_ptr + 1)
-    kv_head = gl.load(share_ptr + 16)
+    kv_head = gl.load(share_ptr + 18)
     page_at = gl.load(share_ptr + 11)
     key_begin = gl.load(share_ptr + 12)
     key_end = gl.load(share_ptr + 13)

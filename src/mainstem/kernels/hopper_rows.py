@@ -73,11 +73,12 @@ def rows_of(row_begin, kv_head, GROUP: gl.constexpr, FOLD: gl.constexpr, LAYOUT:
 
 @gluon.jit
 def find_tokens(
-    entries_ptr, first_token, row_begin, row_end, GROUP: gl.constexpr, FOLD: gl.constexpr
+    piece_ptr, entries_ptr, row_begin, row_end, GROUP: gl.constexpr, FOLD: gl.constexpr
 ):
-    """Tokens of a group's rows. Where those of the span are neighbours, `first_token` tells them,
-    and they need not be looked up; else it is -1.
+    """Tokens of a group's rows. Where those of the span are neighbours, the piece tells the first,
+    and they need not be looked up; else it tells -1.
     """
+    first_token = gl.load(piece_ptr + 8)
     rows, _ = rows_of(row_begin, 0, GROUP, FOLD, gl.SliceLayout(1, QUERIES))
     tokens = first_token + rows // GROUP
     if first_token < 0:

@@ -78,7 +78,7 @@ def _pooled_ptr(plan_ptr, drawn):
 def _read_keys(unit_ptr):
     """What the producer needs of a unit: KV head, first page id; where page ids begin, keys."""
     return (
-        gl.load(unit_ptr + 8), gl.load(unit_ptr + 9),
+        gl.load(unit_ptr + 10), gl.load(unit_ptr + 9),
         gl.load(unit_ptr + 3), gl.load(unit_ptr + 4), gl.load(unit_ptr + 5),
     )  # fmt: skip
 
@@ -133,11 +133,12 @@ def _produce(
     is_there = True
     while is_there:
         # Which unit comes after the next is fetched two ahead, all else one ahead.
-        next_ptr = pieces_ptr + (next_unit // UNITS) * 8
+        next_ptr = pieces_ptr + (next_unit // UNITS) * 12
         next_kv_head = (next_unit % UNITS) * FOLD
         next_page_at = gl.load(next_ptr + 3)
         next_key_begin = gl.load(next_ptr + 4)
         next_key_end = gl.load(next_ptr + 5)
+        next_first_page = gl.load(next_ptr + 9)
         next_unit = gl.load(order_ptr + gl.maximum(gl.minimum(index + 2, end - 1), 0))
         pages_ptr = page_ids_ptr + page_at
         last_page = gl.maximum(key_end - 1, 0) // PAGE_SIZE
@@ -158,9 +159,8 @@ def _produce(
             page = next_page
             step += 1
         index += 1
-        if index < end:
-            page = gl.load(page_ids_ptr + next_page_at + next_key_begin // PAGE_SIZE)
-        else:
+        page = next_first_page
+        if index >= end:
             drawn = _draw(tickets_ptr, num_pooled, num_drawers)
             note = num_noted % NOTES
             notes.index(note).store(gl.full([1], drawn, gl.int32, NOTE))
@@ -285,10 +285,8 @@ def _consume(
     entries_ptr = plan_ptr + gl.load(plan_ptr + 2)
     num_entries = gl.load(plan_ptr + 3)
     entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(unit_ptr)
-    kv_head = gl.load(unit_ptr + 8)
-    tokens = find_tokens(
-        entries_ptr + entry, gl.load(unit_ptr + 10), row_begin, row_end, GROUP, FOLD
-    )
+    kv_head = gl.load(unit_ptr + 10)
+    tokens = find_tokens(unit_ptr, entries_ptr + entry, row_begin, row_end, GROUP, FOLD)
     start_queries(
         q_ptr, q_rows, tokens, row_begin, row_end, kv_head,
         stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
@@ -298,14 +296,15 @@ def _consume(
     is_there = True
     while is_there:
         # Which unit comes after the next is fetched two ahead, all else one ahead.
+        next_ptr = pieces_ptr + (next_unit // UNITS) * 12
         next_kv_head = (next_unit % UNITS) * FOLD
         (
             next_entry, next_row_begin, next_row_end, next_key_begin, next_key_end, next_limit,
             next_stretch,
-        ) = read_piece(pieces_ptr + (next_unit // UNITS) * 8)  # fmt: skip
+        ) = read_piece(next_ptr)  # fmt: skip
         next_unit = gl.load(order_ptr + gl.maximum(gl.minimum(index + 2, end - 1), 0))
         next_tokens = find_tokens(
-            entries_ptr + next_entry, -1, next_row_begin, next_row_end, GROUP, FOLD
+            next_ptr, entries_ptr + next_entry, next_row_begin, next_row_end, GROUP, FOLD
         )
         token, slot, head, is_row, is_whole = find_rows(
             entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, FOLD, O_ROWS
@@ -324,15 +323,14 @@ def _consume(
             num_noted += 1
             is_there = drawn >= 0
             unit_ptr = _pooled_ptr(plan_ptr, drawn)
-            next_kv_head = gl.load(unit_ptr + 8)
+            next_kv_head = gl.load(unit_ptr + 10)
             (
                 next_entry, next_row_begin, next_row_end, next_key_begin, next_key_end, next_limit,
                 next_stretch,
             ) = read_piece(unit_ptr)  # fmt: skip
             next_tokens = find_tokens(
-                entries_ptr + next_entry, gl.load(unit_ptr + 10), next_row_begin, next_row_end,
-                GROUP, FOLD,
-            )  # fmt: skip
+                unit_ptr, entries_ptr + next_entry, next_row_begin, next_row_end, GROUP, FOLD
+            )
         share, lse = shares_of(top, total, O_ROWS)
         step += num_tiles_of(key_begin, key_end, LANES // FOLD)
         acc = warpgroup_mma_wait(0, deps=(summing,))

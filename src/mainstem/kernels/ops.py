@@ -34,7 +34,6 @@ from mainstem.kernels.schedule import (
     HEADER_INTS,
     PIECE_FIELDS,
     SHARE_FIELDS,
-    UNIT_FIELDS,
     Frame,
     Launches,
     Schedule,
@@ -233,7 +232,7 @@ class SpanAttention:
         max_pieces = pieces_of_token * limits.entries() + 6 * shape.num_programs
         piece_ints = PIECE_FIELDS + shape.kv_heads
         if self._tiles.pooled:
-            piece_ints += UNIT_FIELDS * (shape.kv_heads // shape.fold)
+            piece_ints += PIECE_FIELDS * (shape.kv_heads // shape.fold)
         self._plan_ints = (
             HEADER_INTS + SHARE_FIELDS * shape.num_programs
             + piece_ints * max_pieces

@@ -6,10 +6,10 @@ The plan is one int32 array, so that it travels in one copy:
     header  | HEADER_INTS ints, the H_ places below
     shares  | [programs, 32] SHARE_ columns: a program's part of the orders, and what its first
             | units are, so that it need not look them up one after the other
-    pool    | [units, 12] UNIT_ columns: small ones that programs take as they come free
+    pool    | [units, 12] PIECE_ columns: small ones that programs take as they come free
     orders  | [large units], [small units]: piece * (units of a piece) + (which of them)
-    large   | [pieces, 8] PIECE_ columns; a piece is a unit of every KV head
-    small   | [pieces, 8]
+    large   | [pieces, 12] PIECE_ columns; a piece is a unit of every KV head
+    small   | [pieces, 12]
     entries | [2, entries] token, slot of its first Partial in this span or -1 where it has only one
     merges  | [3, merges] token, first slot, number of Partials
     pages   | page ids of all spans
@@ -45,20 +45,17 @@ PIECE_KEY_BEGIN = 4  # keys of the span, [begin, end)
 PIECE_KEY_END = 5
 PIECE_LIMIT = 6  # query j sees keys up to and including limit + j
 PIECE_STRETCH = 7  # which stretch of the span this is
-PIECE_FIELDS = 8
+PIECE_TOKEN = 8  # the span's first token, or -1: not all that follow are neighbours
+PIECE_PAGE_ID = 9  # of its first key
+PIECE_HEAD = 10  # first KV head, where a unit of the piece stands by itself
+PIECE_FIELDS = 12
 NO_LIMIT = 1 << 30  # PIECE_LIMIT of a plain span
-
-# Columns of a unit that need not be looked up; first those of its piece.
-UNIT_HEAD = 8  # first KV head
-UNIT_PAGE = 9  # first page id; of small ones only
-UNIT_TOKEN = 10  # first token of its span, or -1: not all are neighbours
-UNIT_FIELDS = 12
 
 # Columns of a program's share, which is a line of the card's memory.
 SHARE_LARGE = 0  # places in the order of large units, [begin, end)
 SHARE_SMALL = 2  # the same of small ones
 SHARE_SMALL_NEXT = 5  # its second small unit
-SHARE_LARGE_UNIT = 8  # its first large unit, and its first small one
+SHARE_LARGE_UNIT = 8  # its first large unit, and its first small one: PIECE_ columns
 SHARE_SMALL_UNIT = 20
 SHARE_FIELDS = 32
 
@@ -90,6 +87,7 @@ class Schedule(NamedTuple):
 class _Bounds(NamedTuple):
     """Up to where pieces go."""
 
+    pages: Int32s  # [pieces] of the span, ahead of theirs
     ends: Int32s  # [pieces] of their stretches; the last one has what the span grows by, too
     hidden: Int32s  # [pieces] last keys of the span, which none of their rows sees
 
@@ -104,14 +102,16 @@ class _Pieces(NamedTuple):
     span: Int64s  # [pieces] which it is of
     bounds: _Bounds | None  # None: all spans are whole
 
-    def tell_keys(self, table: Int32s, spans: Spans) -> None:
+    def tell_keys(self, table: Int32s, spans: Spans, page_ids: Int32s) -> None:
         """Fill in the columns that change with the keys."""
         queries = spans.query_starts[1:] - spans.query_starts[:-1]
         limits = np.where(spans.is_causal, spans.key_tokens - queries, NO_LIMIT)
-        key_end = spans.key_tokens[self.span]
+        key_end, page = spans.key_tokens[self.span], spans.page_starts[self.span]
+        table[:, PIECE_PAGE] = page
         if self.bounds is not None:
             key_end = np.minimum(key_end - self.bounds.hidden, self.bounds.ends)
-        table[:, PIECE_PAGE] = spans.page_starts[self.span]
+            page += self.bounds.pages
+        table[:, PIECE_PAGE_ID] = page_ids[page]
         table[:, PIECE_KEY_END] = key_end
         table[:, PIECE_LIMIT] = limits[self.span]
 
@@ -124,18 +124,19 @@ class _Partials(NamedTuple):
     num_slots: int
 
 
-def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
+def _pieces(spans: Spans, page_ids: Int32s, cut: Cut, shape: Shape) -> _Pieces:
     counts = (cut.parts * cut.row_tiles).astype(np.int64)
     span = cut.spans.repeat(counts)
     table = np.zeros((len(span), PIECE_FIELDS), np.int32)
     table[:, PIECE_ENTRY] = spans.query_starts[span]
     table[:, PIECE_ROW_END] = cut.rows.repeat(counts)
+    table[:, PIECE_TOKEN] = _first_tokens(spans)[span]
     bounds = None
     if len(span) > np.count_nonzero(counts):
         bounds = _tell_apart(table, counts, spans.is_causal[span], cut, shape)
     large = slice(cut.num_large_spans)
     pieces = _Pieces(table, int(cut.parts[large] @ cut.row_tiles[large]), span, bounds)
-    pieces.tell_keys(table, spans)
+    pieces.tell_keys(table, spans, page_ids)
     return pieces
 
 
@@ -159,9 +160,21 @@ def _tell_apart(table: Int32s, counts: Int64s, is_causal: Bools, cut: Cut, shape
     table[:, PIECE_STRETCH] = stretch
     in_later_tiles = np.floor((rows - row_end) / shape.group)
     return _Bounds(
+        pages=(key_begin / shape.page_size).astype(np.int32),
         ends=np.where(stretch + 1.0 < parts, key_begin + keys, NO_LIMIT).astype(np.int32),
         hidden=(in_later_tiles * is_causal).astype(np.int32),
     )
+
+
+def _first_tokens(spans: Spans) -> Int32s:
+    """Of each span; -1 where not all that follow are neighbours. Of one without any it is no
+    matter.
+    """
+    rows, starts = np.concatenate((spans.query_rows, NO_TOKEN)), spans.query_starts
+    gaps = np.zeros(len(rows), np.int32)  # up to each token of the spans
+    np.cumsum(rows[1:] - rows[:-1] != 1, out=gaps[1:])
+    has_none = gaps[starts[1:] - 1] == gaps[starts[:-1]]
+    return np.where(has_none, rows[starts[:-1]], -1)
 
 
 def _costs(pieces: _Pieces, shape: Shape) -> tuple[Floats, Floats]:
@@ -219,39 +232,36 @@ def _split_tokens(tokens: Int64s, queries: Int32s, is_split: Bools) -> Bools:
     return is_split
 
 
+class _Units(NamedTuple):
+    """Units that stand by themselves."""
+
+    pieces: Int64s
+    heads: Int64s
+
+    def told(self, pieces: Int32s) -> Int32s:
+        units = pieces.take(self.pieces, axis=0)
+        units[:, PIECE_HEAD] = self.heads
+        return units
+
+
 class _First(NamedTuple):
     """First units of the programs that have some of a kind."""
 
     programs: Int64s
-    pieces: Int64s
-    columns: slice  # of the shares, for what the piece is
+    units: _Units
+    columns: slice  # of the shares
 
 
-class _Tables(NamedTuple):
-    """What of shares and pool does not change with the keys."""
-
-    shares: Int32s  # [programs, SHARE_FIELDS]; who has no unit of a kind has zeros for it
-    pool: Int32s  # [units, UNIT_FIELDS]
-    firsts: list[_First]
-    pooled: Int64s  # [units] pieces of the pool
-
-    @property
-    def num_with_small(self) -> int:
-        """Programs that have small units."""
-        return int(np.count_nonzero(self.shares[:, SHARE_SMALL] < self.shares[:, SHARE_SMALL + 1]))
-
-
-def _tables(
-    spans: Spans, ends: Int32s, orders: tuple[Int64s, Int64s], pieces: _Pieces, shape: Shape
-) -> _Tables:
-    """Programs have units of the orders as `share_out` tells; those after the last are the pool."""
-    programs, heads = shape.num_programs, shape.kv_heads // shape.fold
+def _share_table(
+    ends: Int32s, orders: tuple[Int64s, Int64s], pieces: _Pieces, shape: Shape
+) -> tuple[Int32s, list[_First]]:
+    """Shares, but for first units, and these; who has no unit of a kind gets zeros for it."""
+    programs = shape.num_programs
     table, firsts = np.zeros((programs, SHARE_FIELDS), np.int32), []
-    tokens = _first_tokens(spans)
-    for order, ends_of, units, fold, first_piece, at, unit_at in (
-        (orders[0], ends[: programs + 1], shape.kv_heads, 1, 0, SHARE_LARGE, SHARE_LARGE_UNIT),
+    for order, ends_of, units, first_piece, at, unit_at in (
+        (orders[0], ends[: programs + 1], shape.kv_heads, 0, SHARE_LARGE, SHARE_LARGE_UNIT),
         (
-            orders[1], ends[programs + 1 :], heads, shape.fold, pieces.num_large,
+            orders[1], ends[programs + 1 :], shape.kv_heads // shape.fold, pieces.num_large,
             SHARE_SMALL, SHARE_SMALL_UNIT,
         ),
     ):  # fmt: skip
@@ -260,32 +270,17 @@ def _tables(
             continue
         table[:, at], table[:, at + 1] = ends_of[:-1], ends_of[1:]
         begin = ends_of[busy]
-        first = order[begin]
-        piece = first // units
-        table[busy, unit_at + UNIT_HEAD] = (first - piece * units) * fold
-        piece += first_piece
-        table[busy, unit_at + UNIT_TOKEN] = tokens[pieces.span[piece]]
         if at == SHARE_SMALL:
             table[busy, SHARE_SMALL_NEXT] = order[np.minimum(begin + 1, ends_of[busy + 1] - 1)]
-        firsts.append(_First(busy, piece, slice(unit_at, unit_at + PIECE_FIELDS)))
-    pooled = orders[1][ends[-1] :]
-    piece = pooled // heads
-    pool_table = np.zeros((len(pooled), UNIT_FIELDS), np.int32)
-    pool_table[:, UNIT_HEAD] = (pooled - piece * heads) * shape.fold
-    piece += pieces.num_large
-    pool_table[:, UNIT_TOKEN] = tokens[pieces.span[piece]]
-    return _Tables(table, pool_table, firsts, piece)
+        columns = slice(unit_at, unit_at + PIECE_FIELDS)
+        firsts.append(_First(busy, _units(order[begin], units, first_piece, shape), columns))
+    return table, firsts
 
 
-def _first_tokens(spans: Spans) -> Int32s:
-    """Of each span; -1 where not all that follow are neighbours. Of one without any it is no
-    matter.
-    """
-    rows, starts = np.concatenate((spans.query_rows, NO_TOKEN)), spans.query_starts
-    gaps = np.zeros(len(rows), np.int32)  # up to each token of the spans
-    np.cumsum(rows[1:] - rows[:-1] != 1, out=gaps[1:])
-    has_none = gaps[starts[1:] - 1] == gaps[starts[:-1]]
-    return np.where(has_none, rows[starts[:-1]], -1)
+def _units(order: Int64s, units: int, first_piece: int, shape: Shape) -> _Units:
+    """Some of an order of pieces with so many units each."""
+    pieces = order // units
+    return _Units(first_piece + pieces, (order - pieces * units) * (shape.kv_heads // units))
 
 
 class Frame(NamedTuple):
@@ -299,7 +294,7 @@ class Frame(NamedTuple):
     most_keys: Int32s | Int64s  # of each span, up to which it need not be cut anew
     pieces: _Pieces
     firsts: list[_First]
-    pooled: Int64s
+    pooled: _Units
     head: Int32s  # the plan that it was made for, up to the page ids
     num_slots: int
     launches: Launches
@@ -312,26 +307,22 @@ class Frame(NamedTuple):
 
     def plan(self, spans: Spans) -> Schedule:
         """The plan of a step for which the frame holds."""
-        ints = np.concatenate((self.head, spans.page_ids, NO_PAGE), dtype=np.int32)
-        self.pieces.tell_keys(self._piece_table(ints), spans)
-        return self.with_first_units(ints)
+        ints, head = np.concatenate((self.head, spans.page_ids, NO_PAGE), dtype=np.int32), self.head
+        pieces = ints[head[H_LARGE] : head[H_ENTRIES]].reshape(-1, PIECE_FIELDS)
+        self.pieces.tell_keys(pieces, spans, ints[head[H_PAGES] :])
+        shares = ints[HEADER_INTS : head[H_POOL]].reshape(-1, SHARE_FIELDS)
+        _tell_first(shares, self.firsts, pieces)
+        ints[head[H_POOL] : head[H_LARGE_ORDER]] = self.pooled.told(pieces).ravel()
+        return self.schedule_of(ints)
 
-    def _piece_table(self, ints: Int32s) -> Int32s:
-        return ints[self.head[H_LARGE] : self.head[H_ENTRIES]].reshape(-1, PIECE_FIELDS)
+    def schedule_of(self, ints: Int32s) -> Schedule:
+        return Schedule(ints, len(self.pieces.table), self.num_slots, self.launches, self)
 
-    def with_first_units(self, ints: Int32s) -> Schedule:
-        """The plan, after what its programs begin with has been filled in."""
-        shape, pieces = self.shape, self._piece_table(ints)
-        shares = ints[HEADER_INTS : self.head[H_POOL]].reshape(-1, SHARE_FIELDS)
-        for first in self.firsts:
-            shares[first.programs, first.columns] = pieces.take(first.pieces, axis=0)
-        pool_table = ints[self.head[H_POOL] : self.head[H_LARGE_ORDER]].reshape(-1, UNIT_FIELDS)
-        pool_table[:, :PIECE_FIELDS] = pieces.take(self.pooled, axis=0)
-        page_ids = ints[self.head[H_PAGES] :]
-        for units in (shares[:, SHARE_SMALL_UNIT:], pool_table):
-            page = units[:, PIECE_PAGE] + units[:, PIECE_KEY_BEGIN] // shape.page_size
-            units[:, UNIT_PAGE] = page_ids[page]
-        return Schedule(ints, len(pieces), self.num_slots, self.launches, self)
+
+def _tell_first(shares: Int32s, firsts: list[_First], pieces: Int32s) -> None:
+    """Fill in what programs begin with."""
+    for programs, units, columns in firsts:
+        shares[programs, columns] = units.told(pieces)
 
 
 def _structure(spans: Spans) -> tuple[bytes, bytes, bytes]:
@@ -343,70 +334,74 @@ def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
     cut = cut_spans(spans, shape, pick)
     if shape.tiles.pooled and shape.can_cut and shape.fixed_stretch is None:
         cut = pool(cut, spans.key_tokens, shape)
-    pieces = _pieces(spans, cut, shape)
+    page_ids = np.concatenate((spans.page_ids, NO_PAGE))
+    pieces = _pieces(spans, page_ids, cut, shape)
     partials = _place_partials(spans, cut)
-    shares = np.empty(2 * shape.num_programs + 2, np.int32)
+    ends = np.empty(2 * shape.num_programs + 2, np.int32)
     large_costs, small_costs = _costs(pieces, shape)
-    orders = share_out(
-        shares,
+    units = shape.kv_heads // shape.fold
+    large_order, order = share_out(
+        ends,
         (large_costs, shape.kv_heads),
-        (small_costs, shape.kv_heads // shape.fold),
+        (small_costs, units),
         Seats(cut.num_large, shape.num_large_programs, shape.tiles.pace),
         cut.pooled,
     )
-    tables = _tables(spans, shares, orders, pieces, shape)
+    orders, pooled = (large_order, order[: ends[-1]]), order[ends[-1] :]
+    shares, firsts = _share_table(ends, orders, pieces, shape)
+    _tell_first(shares, firsts, pieces.table)
     most_keys: Int32s | Int64s = spans.key_tokens + KEPT_KEYS
     if shape.fixed_stretch is not None:
         # All spans are large, so they are in order.
         most_keys = np.minimum(most_keys, cut.parts * cut.stretches)
-    given = orders[0], orders[1][: shares[-1]]
-    num_drawers = (0 if cut.late_draw else tables.num_with_small) or shape.num_programs
-    ints = _lay_out(tables, num_drawers, given, pieces, partials, spans.page_ids)
+    pool_units = _units(pooled, units, pieces.num_large, shape)
+    header = np.zeros(HEADER_INTS, np.int32)
+    header[H_NUM_DRAWERS] = _num_drawers(shares, cut)
+    tables = header, shares, pool_units.told(pieces.table)
+    ints = _lay_out(tables, orders, pieces, partials, page_ids)
     frame = Frame(
         shape=shape,
         structure=_structure(spans),
         keys=spans.key_tokens.copy(),
         most_keys=most_keys,
         pieces=pieces,
-        firsts=tables.firsts,
-        pooled=tables.pooled,
+        firsts=firsts,
+        pooled=pool_units,
         head=ints[: ints[H_PAGES]],
         num_slots=partials.num_slots,
         launches=Launches(large=pieces.num_large > 0, merge=partials.num_slots > 0),
     )
-    return frame.with_first_units(ints)
+    return frame.schedule_of(ints)
+
+
+def _num_drawers(shares: Int32s, cut: Cut) -> int:
+    """Programs that draw from the pool: all, or those that have small units of their own."""
+    if cut.late_draw:
+        return len(shares)
+    return int(np.count_nonzero(shares[:, SHARE_SMALL] < shares[:, SHARE_SMALL + 1])) or len(shares)
 
 
 def _lay_out(
-    tables: _Tables,
-    num_drawers: int,
+    tables: tuple[Int32s, Int32s, Int32s],
     orders: tuple[Int64s, Int64s],
     pieces: _Pieces,
     partials: _Partials,
     page_ids: Int32s,
 ) -> Int32s:
-    """The plan, but for what programs begin with."""
-    pool_at = HEADER_INTS + tables.shares.size
-    large_order_at = pool_at + tables.pool.size
+    """The plan; its header, which is the first of the tables, is filled in."""
+    header, shares, pool_table = tables
+    pool_at = HEADER_INTS + shares.size
+    large_order_at = pool_at + pool_table.size
     small_order_at = large_order_at + len(orders[0])
     large_at = small_order_at + len(orders[1])
     small_at = large_at + pieces.num_large * PIECE_FIELDS
     entries_at = large_at + pieces.table.size
     merges_at = entries_at + partials.entries.size
     pages_at = merges_at + partials.merges.size
-    header = np.zeros(HEADER_INTS, np.int32)
-    header[: H_NUM_DRAWERS + 1] = (
+    header[:H_NUM_DRAWERS] = (
         small_at, large_at, entries_at, partials.entries.shape[1], pages_at,
         merges_at, partials.merges.shape[1], partials.merges[2].max(initial=0),
-        large_order_at, small_order_at, pool_at, len(tables.pool), num_drawers,
+        large_order_at, small_order_at, pool_at, len(pool_table),
     )  # fmt: skip
-    parts = (
-        header,
-        tables.shares,
-        tables.pool,
-        *orders,
-        pieces.table,
-        partials.entries,
-        partials.merges,
-    )
-    return np.concatenate([*(p.ravel() for p in parts), page_ids, NO_PAGE], dtype=np.int32)
+    parts = *tables, *orders, pieces.table, partials.entries, partials.merges, page_ids
+    return np.concatenate([part.ravel() for part in parts], dtype=np.int32)

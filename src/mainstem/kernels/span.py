@@ -158,7 +158,7 @@ def _small_units(
     is_same_head = row_head[:, None] == (lanes // PAGE_SIZE)[None, :]
 
     piece_ptr = share_ptr + 20
-    kv_head = tl.load(share_ptr + 28)
+    kv_head = tl.load(piece_ptr + 10)
     entry = tl.load(piece_ptr)
     num_rows = tl.load(piece_ptr + 2)
     page_at = tl.load(piece_ptr + 3)
@@ -166,7 +166,7 @@ def _small_units(
     key_end = tl.load(piece_ptr + 5)
     first_limit = tl.load(piece_ptr + 6)
     stretch = tl.load(piece_ptr + 7)
-    page = tl.load(share_ptr + 29)
+    page = tl.load(piece_ptr + 9)
     q, token, slot = _small_queries(
         q_ptr, entries_ptr, num_entries, entry, num_rows, kv_head,
         stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM, DIM, TILE_Q,
@@ -175,7 +175,7 @@ def _small_units(
     for index in range(begin, end):
         # Which unit comes after the next is fetched two ahead, all else one ahead.
         after_next = tl.load(order_ptr + tl.minimum(index + 2, end - 1))
-        next_ptr = pieces_ptr + (next_unit // UNITS) * 8
+        next_ptr = pieces_ptr + (next_unit // UNITS) * 12
         next_kv_head = (next_unit % UNITS) * FOLD
         next_entry = tl.load(next_ptr)
         next_num_rows = tl.load(next_ptr + 2)
@@ -184,6 +184,8 @@ def _small_units(
         next_key_end = tl.load(next_ptr + 5)
         next_first_limit = tl.load(next_ptr + 6)
         next_stretch = tl.load(next_ptr + 7)
+        # Not from the piece, where it stands, too: Triton 3.6 forgets to carry `key_begin` on if only
+        # an inner loop begins with it.
         next_first_page = tl.load(page_ids_ptr + next_page_at + next_key_begin // PAGE_SIZE)
         next_q, next_token, next_slot = _small_queries(
             q_ptr, entries_ptr, num_entries, next_entry, next_num_rows, next_kv_head,
@@ -373,7 +375,7 @@ def _span_kernel(
     large_end = tl.load(share_ptr + 1)
     large_order_ptr = plan_ptr + tl.load(plan_ptr + 8)
     piece_ptr = share_ptr + 8
-    kv_head = tl.load(share_ptr + 16)
+    kv_head = tl.load(piece_ptr + 10)
     for index in range(large_begin, large_end):
         next_unit = tl.load(large_order_ptr + tl.minimum(index + 1, large_end - 1))
         _large_unit(
@@ -384,7 +386,7 @@ def _span_kernel(
             HEADS, GROUP, HEAD_DIM, DIM, PAGE_SIZE, LARGE_Q, LARGE_K, LARGE_STAGES,
             HAS_LSE, WIDE, UPCAST,
         )  # fmt: skip
-        piece_ptr = large_ptr + (next_unit // KV_HEADS) * 8
+        piece_ptr = large_ptr + (next_unit // KV_HEADS) * 12
         kv_head = next_unit % KV_HEADS
     if small_begin < small_end:
         _small_units(
