@@ -184,8 +184,8 @@ def _small_units(
         next_key_end = tl.load(next_ptr + 5)
         next_first_limit = tl.load(next_ptr + 6)
         next_stretch = tl.load(next_ptr + 7)
-        # Not from the piece, where it stands, too: Triton 3.6 forgets to carry `key_begin` on if only
-        # an inner loop begins with it.
+        # Not from the piece, where it stands, too: Triton 3.6 does not carry `key_begin` on where
+        # an inner loop begins with it and nothing else needs it.
         next_first_page = tl.load(page_ids_ptr + next_page_at + next_key_begin // PAGE_SIZE)
         next_q, next_token, next_slot = _small_queries(
             q_ptr, entries_ptr, num_entries, next_entry, next_num_rows, next_kv_head,
