@@ -230,12 +230,13 @@ class SpanAttention:
         # once more.
         pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
         max_pieces = pieces_of_token * limits.entries() + 6 * shape.num_programs
-        piece_ints = PIECE_FIELDS + shape.kv_heads
+        # A unit has a place in an order, or in the pool as many as a piece.
+        unit_ints = shape.kv_heads
         if self._tiles.pooled:
-            piece_ints += PIECE_FIELDS * (shape.kv_heads // shape.fold)
+            unit_ints = max(unit_ints, PIECE_FIELDS * (shape.kv_heads // shape.fold))
         self._plan_ints = (
             HEADER_INTS + SHARE_FIELDS * shape.num_programs
-            + piece_ints * max_pieces
+            + (PIECE_FIELDS + unit_ints) * max_pieces
             + 5 * limits.entries() + limits.max_pages + 1
         )  # fmt: skip
         self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)
