@@ -2,11 +2,20 @@
 
 import signal
 import threading
+from collections.abc import Iterator
 from threading import Thread
 
 import pytest
 
 from mainstem.core.interrupts import held_interrupts
+
+
+@pytest.fixture(autouse=True)
+def _are_heard() -> Iterator[None]:
+    """Interrupts are ignored where a shell runs this in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_comes_when_what_holds_it_is_done() -> None:
