@@ -49,11 +49,15 @@ def check_plan(plan: plans.Schedule, spans: Spans, shape: Shape) -> None:
     shares = np.array(
         [[*table[:, at], table[-1, at + 1]] for at in (plans.SHARE_LARGE, plans.SHARE_SMALL)]
     )
+    num_with_small = np.count_nonzero(table[:, plans.SHARE_SMALL] < table[:, plans.SHARE_SMALL + 1])
+    assert ints[plans.H_NUM_DRAWERS] in (shape.num_programs, num_with_small)
+    assert ints[plans.H_NUM_DRAWERS] > 0
     assert (table[:-1, 1] == table[1:, 0]).all()
     assert (table[:-1, 3] == table[1:, 2]).all()
     assert (np.diff(shares) >= 0).all()
     assert ints[pages_at:-1].tolist() == spans.page_ids.tolist()
     entries = ints[entries_at:merges_at].reshape(2, num_entries)
+    tokens = _first_tokens(spans)
     pairs = np.zeros((shape.kv_heads, len(spans)), np.int64)
     written: list[tuple[int, int]] = []
     for kind, (order_at, pieces_at, heads) in enumerate(
@@ -75,6 +79,7 @@ def check_plan(plan: plans.Schedule, spans: Spans, shape: Shape) -> None:
             first_page = ints[pages_at + page + key_begin // shape.page_size]
             assert piece[plans.PIECE_PAGE_ID] == first_page
             span = int(np.searchsorted(spans.query_starts, entry, side="right")) - 1
+            assert piece[plans.PIECE_TOKEN] == tokens[span]
             queries = np.arange(row_begin, row_end) // shape.group
             seen = np.minimum(limit + queries + 1, key_end) - key_begin
             head = unit % per_piece * heads
@@ -108,10 +113,17 @@ def _check_first_units(
             assert share[plans.SHARE_SMALL_NEXT] == units[min(begin + 1, end - 1)]
 
 
+def _first_tokens(spans: Spans) -> list[int]:
+    """What pieces of each span tell: its first token if the others are its neighbours, else -1."""
+    rows_of = np.split(spans.query_rows, spans.query_starts[1:-1])
+    return [int(rows[0]) if len(rows) and (np.diff(rows) == 1).all() else -1 for rows in rows_of]
+
+
 def _pooled_units(ints: np.ndarray, pieces_at: int, per_piece: int, shape: Shape) -> np.ndarray:
     """Those of the pool, as an order would name them."""
     units = ints[ints[plans.H_POOL] : ints[plans.H_LARGE_ORDER]].reshape(-1, plans.PIECE_FIELDS)
-    assert len(units) == ints[plans.H_NUM_POOLED]
+    assert len(units) == max(ints[plans.H_NUM_POOLED], 1)
+    units = units[: ints[plans.H_NUM_POOLED]]
     pieces = ints[pieces_at : ints[plans.H_ENTRIES]].reshape(-1, plans.PIECE_FIELDS)
     by_piece = {tuple(piece[: plans.PIECE_HEAD]): i for i, piece in enumerate(pieces.tolist())}
     assert len(by_piece) == len(pieces)

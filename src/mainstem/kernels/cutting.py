@@ -101,7 +101,7 @@ class Shape:
 
 
 class Cut(NamedTuple):
-    """Per span, large ones first. All floats, since numpy takes longer where they meet integers."""
+    """Per span, large ones first. Floats, since numpy takes longer where they meet integers."""
 
     spans: Int64s  # which they are
     num_large_spans: int

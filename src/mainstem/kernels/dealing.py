@@ -165,13 +165,13 @@ def _turns(costs: Floats, load: Floats) -> Int64s:
 
 @cache
 def _all_but(free: int, count: int) -> Int64s:
-    """All but some, the last first. Those are neighbours, two by two, and their pairs lie far from
-    each other, since memory serves parts of the card.
+    """All but some that stay free, the last first. Free ones are neighbours, two by two, and their
+    pairs lie far from each other, since memory serves parts of the card.
     """
     pairs = (free + 1) // 2
     first = np.arange(pairs) * count // pairs // 2 * 2 if pairs else NO_UNITS
-    others = np.stack((first, first + 1), axis=1).ravel()[:free]
-    return np.setdiff1d(np.arange(count), others)[::-1]
+    stay_free = np.stack((first, first + 1), axis=1).ravel()[:free]
+    return np.setdiff1d(np.arange(count), stay_free)[::-1]
 
 
 @cache

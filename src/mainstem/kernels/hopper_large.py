@@ -343,7 +343,7 @@ def _large_units_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     mbarrier.init(v_full.index(STAGES), count=1)
     if begin == end:
-        return  # at once, since small units wait for the multiprocessor
+        return  # soon, since small units wait for the multiprocessor
     gl.warp_specialize(
         [
             (_consume, (

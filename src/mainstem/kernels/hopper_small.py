@@ -9,8 +9,8 @@ tile is 64 (head, key) pairs, of one such block or of several pages. A row takes
 those of its own head.
 
 A program has its share of the units, and then draws others from the pool (`pooling.py`) until there
-are none. The producer draws, while the last tiles it has asked for are on their way, and leaves a
-note for the consumer.
+are none; one without a share draws at once, or not at all, as the plan says. The producer draws,
+while the last tiles it has asked for are on their way, and leaves a note for the consumer.
 
 Where there are large units it runs behind their kernel, takes multiprocessors as that one leaves
 them, and waits for it before it ends.
@@ -419,7 +419,7 @@ def _small_units_kernel(
         has_units = drawn >= 0
         unit_ptr = _pooled_ptr(plan_ptr, drawn)
         kv_head, page, page_at, key_begin, key_end = _read_keys(unit_ptr)
-        fence_async_shared()  # drawing took some shared memory, where tiles come to lie
+        fence_async_shared()  # drawing takes some shared memory, where copies might come to lie
     if not has_units:
         _wait_for_large(IS_FIRST)
         return

@@ -237,7 +237,7 @@ class SpanAttention:
         self._plan_ints = (
             HEADER_INTS + SHARE_FIELDS * shape.num_programs
             + (PIECE_FIELDS + unit_ints) * max_pieces
-            + 5 * limits.entries() + limits.max_pages + 1
+            + 5 * limits.entries() + limits.max_pages + PIECE_FIELDS + 2
         )  # fmt: skip
         self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)
         rows = limits.partials() * self._heads

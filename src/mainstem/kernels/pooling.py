@@ -90,8 +90,6 @@ def _are_done_beside_large(cut: Cut, keys: Floats, shape: Shape) -> bool:
     while large ones run.
     """
     first = cut.num_large_spans
-    if not first:
-        return False
     early = shape.num_programs * (1.0 - cut.num_large / shape.num_large_programs)
     units = float(cut.row_tiles[first:].sum()) * (shape.kv_heads // shape.fold)
     if units < BESIDE_ROUNDS * early or early < 1.0:

@@ -60,6 +60,8 @@ SHARE_SMALL_UNIT = 20
 SHARE_FIELDS = 32
 
 NO_TOKEN = np.full(1, -1, np.int32)
+NO_PIECE = np.zeros((1, PIECE_FIELDS), np.int32)
+NO_UNIT = np.zeros(1, np.int64)
 NO_PAGE = np.zeros(1, np.int32)  # after the page ids: the kernel fetches one ahead
 KEPT_KEYS = 16  # more in a span than when its units were shared out do not matter
 
@@ -312,7 +314,8 @@ class Frame(NamedTuple):
         self.pieces.tell_keys(pieces, spans, ints[head[H_PAGES] :])
         shares = ints[HEADER_INTS : head[H_POOL]].reshape(-1, SHARE_FIELDS)
         _tell_first(shares, self.firsts, pieces)
-        ints[head[H_POOL] : head[H_LARGE_ORDER]] = self.pooled.told(pieces).ravel()
+        pool_table = self.pooled.told(pieces)
+        ints[head[H_POOL] : head[H_POOL] + pool_table.size] = pool_table.ravel()
         return self.schedule_of(ints)
 
     def schedule_of(self, ints: Int32s) -> Schedule:
@@ -390,10 +393,15 @@ def _lay_out(
 ) -> Int32s:
     """The plan; its header, which is the first of the tables, is filled in."""
     header, shares, pool_table = tables
+    large_order, small_order = orders
+    num_pooled = len(pool_table)
+    # A program looks at what would come next before it knows that there is none.
+    pool_table = pool_table if num_pooled else NO_PIECE
+    small_order = small_order if len(small_order) else NO_UNIT
     pool_at = HEADER_INTS + shares.size
     large_order_at = pool_at + pool_table.size
-    small_order_at = large_order_at + len(orders[0])
-    large_at = small_order_at + len(orders[1])
+    small_order_at = large_order_at + len(large_order)
+    large_at = small_order_at + len(small_order)
     small_at = large_at + pieces.num_large * PIECE_FIELDS
     entries_at = large_at + pieces.table.size
     merges_at = entries_at + partials.entries.size
@@ -401,7 +409,10 @@ def _lay_out(
     header[:H_NUM_DRAWERS] = (
         small_at, large_at, entries_at, partials.entries.shape[1], pages_at,
         merges_at, partials.merges.shape[1], partials.merges[2].max(initial=0),
-        large_order_at, small_order_at, pool_at, len(pool_table),
+        large_order_at, small_order_at, pool_at, num_pooled,
     )  # fmt: skip
-    parts = *tables, *orders, pieces.table, partials.entries, partials.merges, page_ids
+    parts = (
+        header, shares, pool_table, large_order, small_order, pieces.table,
+        partials.entries, partials.merges, page_ids,
+    )  # fmt: skip
     return np.concatenate([part.ravel() for part in parts], dtype=np.int32)
