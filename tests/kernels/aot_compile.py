@@ -93,7 +93,7 @@ def _span_constants(tiles: Tiles) -> dict[str, object]:
 
 def _hopper_jobs() -> Iterator[Job]:
     tiles = HOPPER_SPLIT
-    for head_dim, page_size, fold in ((128, 16, 4), (64, 32, 2), (128, 64, 1), (128, 16, 2)):
+    for head_dim, page_size, fold in ((128, 16, 4), (64, 32, 2), (128, 64, 4), (128, 16, 2)):
         constants = {
             "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size, "HAS_LSE": True
         }  # fmt: skip
@@ -101,7 +101,7 @@ def _hopper_jobs() -> Iterator[Job]:
         yield _gluon_job(hopper_large._large_units_kernel, constants | own, page_size, hopper_large)
         for is_first in (False, True):
             own = {"FOLD": fold, "STAGES": tiles.small_stages, "IS_FIRST": is_first}
-            rows = fold * page_size
+            rows = hopper_small.rows_of_box(fold, page_size)
             yield _gluon_job(hopper_small._small_units_kernel, constants | own, rows, hopper_small)
 
 

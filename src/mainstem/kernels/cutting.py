@@ -36,7 +36,7 @@ SMALL_ON = (1.0, 0.9, 0.8, 2.0)
 FINER = 4.0  # so many times shorter are stretches of spans of several tokens that fill up gaps
 STRETCH_KEYS = 32  # stretches of small spans are multiples of it, of pages and of a step's keys
 SMALL_TILE_KEYS = 64  # keys x heads in a step of a small unit
-LEAST_ROWS = 16  # what a matrix instruction takes
+LEAST_ROWS = LEAST_KEYS = 16  # what a matrix instruction takes
 MOST_SMALL_ROWS = 32
 
 
@@ -53,7 +53,8 @@ class Shape:
     can_cut: bool = True  # otherwise no span is cut: the fewest Partials there can be
     max_partials: int | None = None  # cuts with more are left out, where there is another
 
-    # KV heads of a small unit: as many as make a tile of 64 keys x heads from a page.
+    # KV heads of a small unit: as many as make a tile of 64 keys x heads from a page, or from the
+    # fewest keys that a matrix instruction takes.
     fold: int = field(init=False)
     # Rows of the small tile: those of one token in all heads of a unit, as a power of two, unless
     # the tiles have a number of their own.
@@ -86,9 +87,10 @@ class Shape:
                 f"got {self.num_programs}"
             )
         most_rows = self.tiles.small_q or MOST_SMALL_ROWS
+        least_keys = LEAST_KEYS if self.tiles.divides_pages else self.page_size
         fold = 1
         while (
-            fold * 2 * self.page_size <= SMALL_TILE_KEYS
+            fold * 2 * least_keys <= SMALL_TILE_KEYS
             and self.kv_heads % (fold * 2) == 0
             and fold * 2 * self.group <= most_rows
         ):

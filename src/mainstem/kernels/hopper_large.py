@@ -259,7 +259,7 @@ def _consume(
         if index + 1 < end:
             first_row = next_row_begin + WHICH * 64
             tokens = find_tokens(
-                next_ptr, entries_ptr + next_entry, first_row, next_row_end, GROUP, 1
+                gl.load(next_ptr + 8), entries_ptr + next_entry, first_row, next_row_end, GROUP, 1
             )
             start_queries(
                 q_ptr, q_rows, tokens, first_row, next_row_end, next_kv_head,

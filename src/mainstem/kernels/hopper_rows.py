@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mainstem.kernels.rows import LN_2
@@ -34,12 +34,18 @@ def boxes_of(rows: Tensor, num_rows: int) -> TensorDescriptor:
 
 
 @gluon.jit
+def reshaped(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same shared memory as something else."""
+    if HAS_REINTERPRET:
+        return memory.reinterpret(memory.dtype, SHAPE, LAYOUT)
+    else:
+        return memory._reinterpret(memory.dtype, SHAPE, LAYOUT)
+
+
+@gluon.jit
 def as_tiles(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Shared memory as [COUNT, ROWS, COLUMNS]."""
-    if HAS_REINTERPRET:
-        return memory.reinterpret(memory.dtype, [COUNT, ROWS, COLUMNS], TILES)
-    else:
-        return memory._reinterpret(memory.dtype, [COUNT, ROWS, COLUMNS], TILES)
+    return reshaped(memory, [COUNT, ROWS, COLUMNS], TILES)
 
 
 @gluon.jit
@@ -73,12 +79,11 @@ def rows_of(row_begin, kv_head, GROUP: gl.constexpr, FOLD: gl.constexpr, LAYOUT:
 
 @gluon.jit
 def find_tokens(
-    piece_ptr, entries_ptr, row_begin, row_end, GROUP: gl.constexpr, FOLD: gl.constexpr
+    first_token, entries_ptr, row_begin, row_end, GROUP: gl.constexpr, FOLD: gl.constexpr
 ):
     """Tokens of a group's rows. Where those of the span are neighbours, the piece tells the first,
     and they need not be looked up; else it tells -1.
     """
-    first_token = gl.load(piece_ptr + 8)
     rows, _ = rows_of(row_begin, 0, GROUP, FOLD, gl.SliceLayout(1, QUERIES))
     tokens = first_token + rows // GROUP
     if first_token < 0:
@@ -102,8 +107,10 @@ def start_queries(
 
 @gluon.jit
 def await_queries():
+    """No fence, since they are read as any memory: that would wait for everything else that this
+    group has asked for.
+    """
     async_copy.wait_group(0)
-    fence_async_shared()
     barrier()
 
 

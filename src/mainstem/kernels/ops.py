@@ -133,7 +133,8 @@ def _with_kernel(
             raise LayoutError(f"pooled is for tiles that are split, got {tiles.pooled}")
         return tiles, None
     if device.type == "cpu":  # one kernel has both kinds, so there is no launch to save
-        return replace(tiles, pace=replace(tiles.pace, launch_us=0.0), pooled=0.0), None
+        pace = replace(tiles.pace, launch_us=0.0)
+        return replace(tiles, pace=pace, pooled=0.0, divides_pages=False), None
     if tiles.large_q != 128 or tiles.large_k % page_size or tiles.small_q != 64:
         raise LayoutError(
             "tiles that are split must have large_q 128, large_k a multiple of the page size and "
@@ -429,12 +430,12 @@ class SpanAttention:
         found = self._descriptors.get(pages.data_ptr())
         if found is None or found.shape != tuple(pages.shape):
             rows, hopper = pages.view(-1, self._head_dim), self._hopper
-            fold = self._shape.fold * self._page_size
+            fold, page_size = self._shape.fold, self._page_size
             found = _Descriptors(
                 shape=tuple(pages.shape),
-                small=TensorDescriptor.from_tensor(rows, [fold, self._dim])
+                small=TensorDescriptor.from_tensor(rows, [fold * page_size, self._dim])
                 if hopper is None
-                else hopper.boxes_of(rows, fold),
+                else hopper.boxes_of(rows, hopper.small.rows_of_box(fold, page_size)),
                 large=None if hopper is None else hopper.boxes_of(rows, self._page_size),
             )
             self._descriptors[pages.data_ptr()] = found
