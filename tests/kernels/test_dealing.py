@@ -128,3 +128,13 @@ def test_short_units_among_nearly_equal_ones_are_drawn_last() -> None:
     seats = Seats(1, 2, Pace())
     _, order = share_out(shares, (np.array([50.0]), 1), (cost, 1), seats, 0.25)
     assert cost[order].tolist() == sorted(cost, reverse=True)
+
+
+def test_a_few_short_units_go_to_who_has_none() -> None:
+    large = np.array([50.0] * 14 + [8.0] * 2), 8
+    shares = np.empty(2 * 264 + 2, np.int32)
+    order, _ = share_out(shares, large, (np.empty(0), 1), Seats(115, 132, Pace()))
+    counts = np.diff(shares[:133])
+    assert sorted(counts[counts > 0].tolist()) == [1] * 112 + [5, 5, 6]
+    has_several = np.repeat(counts > 1, counts)
+    assert (order[has_several] // 8 >= 14).all()

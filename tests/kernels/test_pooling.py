@@ -89,6 +89,26 @@ def test_spans_are_whole_where_others_are_busy_with_large_units() -> None:
     assert (cut.stretches[cut.num_large_spans :] % 32 == 0).all()
 
 
+def test_large_units_are_a_tile_shorter_where_small_ones_leave_the_room() -> None:
+    """Seven of 36 tiles and one of 4, instead of seven of 37, of 16 spans x heads."""
+    case = AttentionCase("long", (Run(tuple(range(64)), 32768), *_own(64, 256)))
+    cut = _cut(case)
+    assert (cut.stretches[0], cut.parts[0], cut.num_large) == (36 * 128, 8, 115)
+    ints = plans.schedule(case.spans(), Shape(4, 8, 16, 264, HOPPER_SPLIT)).ints
+    shares = ints[plans.HEADER_INTS : ints[plans.H_POOL]].reshape(264, -1)[:132]
+    order = ints[ints[plans.H_LARGE_ORDER] : ints[plans.H_SMALL_ORDER]]
+    pieces = ints[ints[plans.H_LARGE] : ints[plans.H_SMALL]].reshape(-1, plans.PIECE_FIELDS)
+    keys = (pieces[:, plans.PIECE_KEY_END] - pieces[:, plans.PIECE_KEY_BEGIN])[order // 8]
+    tiles = [int(keys[begin:end].sum()) // 128 for begin, end in shares[:, :2]]
+    assert sorted(tiles)[-115:] == [20, 20, 24] + 112 * [36]
+
+
+@pytest.mark.parametrize("own", [270, 300])  # small units would take longer than large ones
+def test_they_are_not_where_small_ones_need_it(own: int) -> None:
+    cut = _cut(AttentionCase("long", (Run(tuple(range(64)), 32768), *_own(64, own))))
+    assert cut.num_large == 112
+
+
 def test_spans_without_keys_stay_whole() -> None:
     own = tuple(Run((row,), 0 if row % 9 else 256) for row in range(64))
     cut = _cut(AttentionCase("long", (Run(tuple(range(64)), 32768), *own)))
@@ -122,7 +142,7 @@ def test_who_comes_late_draws_nothing_where_others_do_it_all() -> None:
     ints = plans.schedule(case.spans(), shape).ints
     table = ints[plans.HEADER_INTS : ints[plans.H_POOL]].reshape(264, -1)
     is_early = table[:, plans.SHARE_SMALL] < table[:, plans.SHARE_SMALL + 1]
-    assert ints[plans.H_NUM_DRAWERS] == np.count_nonzero(is_early) == 40
+    assert ints[plans.H_NUM_DRAWERS] == np.count_nonzero(is_early) == 34
     assert ints[plans.H_NUM_POOLED] > 0
 
 

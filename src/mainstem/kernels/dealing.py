@@ -16,7 +16,9 @@ Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 FEW_ROUNDS = 4  # of units, up to which it matters who gets a short one
-LEAST_PLAYERS = 16  # at least one in so many programs gets a unit in a round: rounds take time
+# At least one in so many programs gets a unit in a round, since rounds take time, unless few units
+# are left for them.
+LEAST_PLAYERS, LAST_ROUNDS = 16, 8
 NO_UNITS: Int64s = np.empty(0, np.int64)
 Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units every piece has
 
@@ -155,7 +157,8 @@ def _turns(costs: Floats, load: Floats) -> Int64s:
         seats = load.argsort(kind="stable")
         levels = load[seats]
         players = int(levels.searchsorted(levels[0] + costs[done], side="right"))
-        round_costs = costs[done : done + max(players, len(load) // LEAST_PLAYERS)]
+        least = min(len(load) // LEAST_PLAYERS, (len(costs) - done) // LAST_ROUNDS)
+        round_costs = costs[done : done + max(players, least)]
         seats = seats[: len(round_costs)]
         program[done : done + len(seats)] = seats
         load[seats] += round_costs

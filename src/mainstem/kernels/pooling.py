@@ -10,7 +10,8 @@ left for its last round. Then some spans are cut once more: who ends first takes
 
 Where large units have most of the multiprocessors for most of the time, the others are done with
 the small ones by then. They need not be cut for all programs: whole ones, and some short ones for
-the end, leave less to be merged.
+the end, leave less to be merged. If they are done early, some of those others can have large units,
+too: all become a tile shorter, and what is left over goes there.
 """
 
 import math
@@ -32,7 +33,7 @@ TAIL = 0.5  # of the spans, if there were one round; less for more of them, by a
 TAIL_POWER, TAIL_POWER_BEHIND_LARGE = -1.5, -2.0
 TAIL_PARTS = 3
 BESIDE_ROUNDS = 3.0  # of whole units on the multiprocessors without large ones, at least
-BESIDE_TIME = 0.9  # of large units, that small ones take there at full speed, at most
+BESIDE_TIME = 0.95  # of large units, that small ones take there at full speed, at most
 BESIDE_TAIL, BESIDE_TAIL_PARTS = 0.125, 4
 
 
@@ -57,14 +58,7 @@ def pool(cut: Cut, key_tokens: Int32s, shape: Shape) -> Cut:
         return pooled
     keys = np.maximum(key_tokens[cut.spans].astype(np.float64), 1.0)
     if rounds <= 1.0:
-        if not _are_done_beside_large(cut, keys, shape):
-            return pooled
-        stretches = cut.stretches.copy()
-        stretches[first:] = keys[first:]
-        tail = first + _every(BESIDE_TAIL, len(parts)).nonzero()[0]
-        stretches[tail] = _shorter(keys[tail], BESIDE_TAIL_PARTS, least_stretch(shape))
-        whole = _cut_once_more(pooled, stretches, keys, shape)
-        return whole if whole is pooled else whole._replace(late_draw=False)
+        return _beside_large(pooled, keys, shape)
     us = unit_us(np.minimum(cut.stretches, keys)[first:], False, shape)
     small = _Small(us, parts * row_tiles * heads, rounds, are_all)
     if are_all and _is_fair(small, shape):
@@ -85,7 +79,51 @@ def _cut_once_more(cut: Cut, stretches: Floats, keys: Floats, shape: Shape) -> C
     return cut._replace(stretches=stretches, parts=parts)
 
 
-def _are_done_beside_large(cut: Cut, keys: Floats, shape: Shape) -> bool:
+def _beside_large(cut: Cut, keys: Floats, shape: Shape) -> Cut:
+    """Whole small units for programs that begin at once, if those can do all of them while large
+    ones run.
+    """
+    first = cut.num_large_spans
+    for large in (_a_tile_shorter(cut, keys, shape), cut):
+        if not _are_done_beside(large, keys, shape):
+            continue
+        stretches = large.stretches.copy()
+        stretches[first:] = keys[first:]
+        tail = first + _every(BESIDE_TAIL, len(keys) - first).nonzero()[0]
+        stretches[tail] = _shorter(keys[tail], BESIDE_TAIL_PARTS, least_stretch(shape))
+        whole = _cut_once_more(large, stretches, keys, shape)
+        if whole is not large:
+            return whole._replace(late_draw=False)
+    return cut
+
+
+def _a_tile_shorter(cut: Cut, keys: Floats, shape: Shape) -> Cut:
+    """Large units a tile shorter, and what is left over on some more multiprocessors, so many of it
+    on each that they end no later. As it was, if those that there are do not suffice, or if some
+    have several units.
+    """
+    large, tile = slice(cut.num_large_spans), max(shape.tiles.large_k, shape.page_size)
+    heads, stretches = shape.kv_heads, cut.stretches.copy()
+    stretches[large] = np.maximum(stretches[large] - tile, tile)
+    parts = np.ceil(keys / stretches)
+    over = ((parts - cut.parts) * cut.row_tiles)[large]
+    shorter = cut._replace(stretches=stretches, parts=parts)
+    left = float(unit_us(_left(shorter, keys)[large], True, shape).max())
+    longest = float(unit_us(stretches[large], True, shape).max())
+    num_large = cut.num_large + math.ceil(float(over.sum()) * heads / (longest // left))
+    is_one_each = float(cut.parts[large] @ cut.row_tiles[large]) * heads <= cut.num_large
+    if not is_one_each or (parts - cut.parts).max() > 1.0 or num_large >= shape.num_large_programs:
+        return cut
+    return shorter._replace(num_large=num_large)
+
+
+def _left(cut: Cut, keys: Floats) -> Floats:
+    """Keys of each span's last stretch."""
+    left: Floats = keys - (cut.parts - 1.0) * cut.stretches
+    return left
+
+
+def _are_done_beside(cut: Cut, keys: Floats, shape: Shape) -> bool:
     """Whether programs that begin at once can do all small units, in some rounds of whole ones,
     while large ones run.
     """
@@ -94,8 +132,9 @@ def _are_done_beside_large(cut: Cut, keys: Floats, shape: Shape) -> bool:
     units = float(cut.row_tiles[first:].sum()) * (shape.kv_heads // shape.fold)
     if units < BESIDE_ROUNDS * early or early < 1.0:
         return False
-    us = unit_us(np.minimum(cut.stretches, keys)[:first], True, shape)
-    large_us = float(us @ (cut.parts * cut.row_tiles)[:first]) * shape.kv_heads / cut.num_large
+    last = unit_us(_left(cut, keys)[:first], True, shape)
+    us = (cut.parts[:first] - 1.0) * unit_us(cut.stretches[:first], True, shape) + last
+    large_us = float(us @ cut.row_tiles[:first]) * shape.kv_heads / cut.num_large
     small_us = float(unit_us(keys[first:], False, shape).max()) * units / early
     return small_us <= BESIDE_TIME * large_us
 
