@@ -178,7 +178,7 @@ def _attend(
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over the tiles of a unit: acc, top and total of its 64 rows, once the last
-    product is waited for.
+    product is waited for, which reads the weights until then.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
@@ -214,7 +214,7 @@ def _attend(
     summing = warpgroup_mma(
         weights, v_tiles.index(last % STAGES), acc, use_acc=num_tiles > 1, is_async=True
     )
-    return summing, top, total
+    return summing, weights, top, total
 
 
 @gluon.jit
@@ -271,7 +271,7 @@ def _consume(
             rows, _ = rows_of(row_begin, kv_head, GROUP, 1, gl.SliceLayout(1, S_LAYOUT))
             limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
             seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
-            summing, top, total = _attend(
+            summing, weights, top, total = _attend(
                 q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, tile, num_tiles,
                 key_begin, seen_by_all, limit, scale, TILE_K, HEAD_DIM, STAGES, S_LAYOUT, O_LAYOUT,
             )  # fmt: skip
@@ -279,7 +279,7 @@ def _consume(
                 entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, 1, O_ROWS
             )
             share, lse = shares_of(top, total, O_ROWS)
-            acc = warpgroup_mma_wait(0, deps=(summing,))
+            acc, weights = warpgroup_mma_wait(0, deps=(summing, weights))
             release(v_empty, (tile + num_tiles - 1) % STAGES)
             write_rows(
                 acc * share[:, None], lse, token, slot, head, is_row, is_whole, stretch,
