@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from mainstem.apps.bench.workloads import AttentionCase, Run
 from mainstem.kernels import schedule as plans
-from mainstem.kernels.cutting import Cut, Shape, cut_spans
+from mainstem.kernels.cutting import Cut, Shape, cut_spans, unit_us
 from mainstem.kernels.pooling import pool
 from mainstem.kernels.tuning import HOPPER_SPLIT
 
@@ -89,18 +89,38 @@ def test_spans_are_whole_where_others_are_busy_with_large_units() -> None:
     assert (cut.stretches[cut.num_large_spans :] % 32 == 0).all()
 
 
+def _large_us(case: AttentionCase) -> list[float]:
+    """What every multiprocessor has to do, of large units."""
+    group = case.heads // case.kv_heads
+    shape = Shape(group, case.kv_heads, case.page_size, num_programs=264, tiles=HOPPER_SPLIT)
+    ints = plans.schedule(case.spans(), shape).ints
+    shares = ints[plans.HEADER_INTS : ints[plans.H_POOL]].reshape(264, -1)[:132]
+    order = ints[ints[plans.H_LARGE_ORDER] : ints[plans.H_SMALL_ORDER]]
+    pieces = ints[ints[plans.H_LARGE] : ints[plans.H_SMALL]].reshape(-1, plans.PIECE_FIELDS)
+    keys = (pieces[:, plans.PIECE_KEY_END] - pieces[:, plans.PIECE_KEY_BEGIN])[
+        order // case.kv_heads
+    ]
+    us = unit_us(keys.astype(np.float64), True, shape)
+    return [float(us[begin:end].sum()) for begin, end in shares[:, :2]]
+
+
 def test_large_units_are_a_tile_shorter_where_small_ones_leave_the_room() -> None:
     """Seven of 36 tiles and one of 4, instead of seven of 37, of 16 spans x heads."""
     case = AttentionCase("long", (Run(tuple(range(64)), 32768), *_own(64, 256)))
     cut = _cut(case)
     assert (cut.stretches[0], cut.parts[0], cut.num_large) == (36 * 128, 8, 115)
-    ints = plans.schedule(case.spans(), Shape(4, 8, 16, 264, HOPPER_SPLIT)).ints
-    shares = ints[plans.HEADER_INTS : ints[plans.H_POOL]].reshape(264, -1)[:132]
-    order = ints[ints[plans.H_LARGE_ORDER] : ints[plans.H_SMALL_ORDER]]
-    pieces = ints[ints[plans.H_LARGE] : ints[plans.H_SMALL]].reshape(-1, plans.PIECE_FIELDS)
-    keys = (pieces[:, plans.PIECE_KEY_END] - pieces[:, plans.PIECE_KEY_BEGIN])[order // 8]
-    tiles = [int(keys[begin:end].sum()) // 128 for begin, end in shares[:, :2]]
-    assert sorted(tiles)[-115:] == [20, 20, 24] + 112 * [36]
+    us = sorted(_large_us(case))
+    assert us[-112] == us[-1]
+    assert 0 < us[-115] < us[-113] < us[-112]
+
+
+def test_what_is_left_over_goes_to_who_has_nothing_else() -> None:
+    groups = tuple(Run(tuple(range(first, first + 16)), 51667) for first in range(0, 64, 16))
+    case = AttentionCase("groups", (*groups, *_own(64, 64)), 16, 8)
+    cut = _cut(case)
+    shape = Shape(2, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)
+    assert (cut.num_large, cut.parts[0]) == (130, 5)
+    assert max(_large_us(case)) == unit_us(cut.stretches[:1], True, shape)[0]
 
 
 @pytest.mark.parametrize("own", [270, 300])  # small units would take longer than large ones

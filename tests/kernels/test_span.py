@@ -255,6 +255,7 @@ def test_a_spread_of_80_in_lse_is_merged_without_overflow() -> None:
         ({"kv_heads": 3}, "kv_heads"),
         ({"deterministic_keys": 17}, "deterministic_keys"),
         ({"tiles": replace(INTERPRETER, pooled=0.25)}, "pooled"),
+        ({"tiles": replace(INTERPRETER, divides_pages=True)}, "divides_pages"),
     ],
 )
 def test_the_constructor_names_what_it_does_not_take(

@@ -16,9 +16,9 @@ Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 FEW_ROUNDS = 4  # of units, up to which it matters who gets a short one
-# At least one in so many programs gets a unit in a round, since rounds take time, unless few units
-# are left for them.
-LEAST_PLAYERS, LAST_ROUNDS = 16, 8
+# At least one in so many programs gets a unit in a round, since rounds take time, but of few units
+# that are left nobody gets one who will then have most, up to so many rounds.
+LEAST_PLAYERS, LAST_ROUNDS = 16, 64
 NO_UNITS: Int64s = np.empty(0, np.int64)
 Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units every piece has
 
@@ -157,8 +157,11 @@ def _turns(costs: Floats, load: Floats) -> Int64s:
         seats = load.argsort(kind="stable")
         levels = load[seats]
         players = int(levels.searchsorted(levels[0] + costs[done], side="right"))
-        least = min(len(load) // LEAST_PLAYERS, (len(costs) - done) // LAST_ROUNDS)
-        round_costs = costs[done : done + max(players, least)]
+        least = len(load) // LEAST_PLAYERS
+        if players < least:
+            room = int(levels.searchsorted(levels[-1] - costs[done], side="right"))
+            players = max(players, min(least, max(room, (len(costs) - done) // LAST_ROUNDS)))
+        round_costs = costs[done : done + players]
         seats = seats[: len(round_costs)]
         program[done : done + len(seats)] = seats
         load[seats] += round_costs

@@ -165,6 +165,7 @@ def _produce(
     ROWS: gl.constexpr = LANES if KEYS == PAGE_SIZE else BLOCK
     NOTE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     NOTES: gl.constexpr = 2 * STAGES
+    gl.static_assert(k_desc.block_shape[0] == ROWS)
     k_boxes = as_tiles(k_tiles, STAGES * LANES * HEAD_DIM // (ROWS * PANEL), ROWS, PANEL)
     v_boxes = as_tiles(v_tiles, STAGES * LANES * HEAD_DIM // (ROWS * PANEL), ROWS, PANEL)
     pieces_at = gl.load(plan_ptr)
@@ -337,20 +338,20 @@ def _consume(
             acc = mma_v2(weights, v, acc * shrink[:, :, None])
             step += 1
             if i == ask_behind:
-                note = num_noted % NOTES
-                mbarrier.wait(noted.index(note), (num_noted // NOTES) & 1)
-                is_there = _noted(fields, note, 11)
-                next_entry = _noted(fields, note, 0)
-                next_row_begin = _noted(fields, note, 1)
-                next_row_end = _noted(fields, note, 2)
-                next_key_begin = _noted(fields, note, 4)
-                next_key_end = _noted(fields, note, 5)
-                next_limit = _noted(fields, note, 6)
-                next_stretch = _noted(fields, note, 7)
-                next_kv_head = _noted(fields, note, 10)
+                place = num_noted % NOTES
+                mbarrier.wait(noted.index(place), (num_noted // NOTES) & 1)
+                is_there = _noted(fields, place, 11)
+                next_entry = _noted(fields, place, 0)
+                next_row_begin = _noted(fields, place, 1)
+                next_row_end = _noted(fields, place, 2)
+                next_key_begin = _noted(fields, place, 4)
+                next_key_end = _noted(fields, place, 5)
+                next_limit = _noted(fields, place, 6)
+                next_stretch = _noted(fields, place, 7)
+                next_kv_head = _noted(fields, place, 10)
                 if is_there > 0:
                     next_tokens = find_tokens(
-                        _noted(fields, note, 8), entries_ptr + next_entry,
+                        _noted(fields, place, 8), entries_ptr + next_entry,
                         next_row_begin, next_row_end, GROUP, FOLD,
                     )  # fmt: skip
                     start_queries(
@@ -438,8 +439,8 @@ def _small_units_kernel(
         unit_ptr = plan_ptr + gl.load(plan_ptr + 10) + gl.maximum(drawn, 0) * 12
         kv_head = gl.load(unit_ptr + 10)
         page, page_at, key_begin, key_end = _read_keys(unit_ptr)
-        # Drawing takes some shared memory, where copies might come to lie, and, unseen by the
-        # compiler, what the producer is told: all warps must have read theirs.
+        # Drawing takes some shared memory, where copies might come to lie, and where, unseen by the
+        # compiler, the producer's arguments do next: all warps must have read what was drawn.
         fence_async_shared()
         barrier()
     if not has_units:

@@ -129,8 +129,11 @@ def _with_kernel(
 ) -> tuple[Tiles, _Hopper | None]:
     """The tiles with the kernels of their own that they ask for; others where there are none."""
     if not tiles.is_split:
-        if tiles.pooled:
-            raise LayoutError(f"pooled is for tiles that are split, got {tiles.pooled}")
+        if tiles.pooled or tiles.divides_pages:
+            raise LayoutError(
+                "pooled and divides_pages are for tiles that are split, "
+                f"got {tiles.pooled} and {tiles.divides_pages}"
+            )
         return tiles, None
     if device.type == "cpu":  # one kernel has both kinds, so there is no launch to save
         pace = replace(tiles.pace, launch_us=0.0)

@@ -84,7 +84,8 @@ def _beside_large(cut: Cut, keys: Floats, shape: Shape) -> Cut:
     ones run.
     """
     first = cut.num_large_spans
-    for large in (_a_tile_shorter(cut, keys, shape), cut):
+    shorter = _a_tile_shorter(cut, keys, shape)
+    for large in (cut,) if shorter is None else (shorter, cut):
         if not _are_done_beside(large, keys, shape):
             continue
         stretches = large.stretches.copy()
@@ -97,23 +98,24 @@ def _beside_large(cut: Cut, keys: Floats, shape: Shape) -> Cut:
     return cut
 
 
-def _a_tile_shorter(cut: Cut, keys: Floats, shape: Shape) -> Cut:
+def _a_tile_shorter(cut: Cut, keys: Floats, shape: Shape) -> Cut | None:
     """Large units a tile shorter, and what is left over on some more multiprocessors, so many of it
-    on each that they end no later. As it was, if those that there are do not suffice, or if some
-    have several units.
+    on each that they end no later. None if those that there are do not suffice, or if some have
+    several units.
     """
-    large, tile = slice(cut.num_large_spans), max(shape.tiles.large_k, shape.page_size)
-    heads, stretches = shape.kv_heads, cut.stretches.copy()
+    large, heads = slice(cut.num_large_spans), shape.kv_heads
+    if float(cut.parts[large] @ cut.row_tiles[large]) * heads > cut.num_large:
+        return None
+    tile, stretches = max(shape.tiles.large_k, shape.page_size), cut.stretches.copy()
     stretches[large] = np.maximum(stretches[large] - tile, tile)
-    parts = np.ceil(keys / stretches)
-    over = ((parts - cut.parts) * cut.row_tiles)[large]
-    shorter = cut._replace(stretches=stretches, parts=parts)
+    shorter = cut._replace(stretches=stretches, parts=np.ceil(keys / stretches))
+    more = (shorter.parts - cut.parts)[large]
     left = float(unit_us(_left(shorter, keys)[large], True, shape).max())
     longest = float(unit_us(stretches[large], True, shape).max())
-    num_large = cut.num_large + math.ceil(float(over.sum()) * heads / (longest // left))
-    is_one_each = float(cut.parts[large] @ cut.row_tiles[large]) * heads <= cut.num_large
-    if not is_one_each or (parts - cut.parts).max() > 1.0 or num_large >= shape.num_large_programs:
-        return cut
+    units = float(more @ cut.row_tiles[large]) * heads
+    num_large = cut.num_large + math.ceil(units / (longest // left))
+    if more.max() > 1.0 or num_large >= shape.num_large_programs:
+        return None
     return shorter._replace(num_large=num_large)
 
 
