@@ -34,7 +34,8 @@ DTYPE = torch.bfloat16
 # Largest error over largest value: bf16 keeps 8 bits of the weights and of the output.
 TOLERANCE = 0.02
 FIXED_US = 8.0  # launch and ends of a kernel, allowed beside the floor
-NUM_TIMED = 20
+NUM_TIMED = 20  # hundreds would draw more power than a card may have for long
+WARM_UPS = 20  # not timed: in the first 3 ms after a pause even the fill of the cache takes longer
 PLANS = 50  # that are timed; the first ones find a host that has slept
 FLUSH_BYTES = 512 << 20
 CHECKED_TOKENS = 4
@@ -95,7 +96,7 @@ class Bench:
         back.
         """
         events = []
-        for _ in range(NUM_TIMED + 2):
+        for _ in range(WARM_UPS + NUM_TIMED):
             self._flush.sum()
             begin, end = (
                 torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -106,7 +107,7 @@ class Bench:
             end.record()
             events.append((begin, end))
         torch.cuda.synchronize()
-        return float(np.median([begin.elapsed_time(end) * 1e3 for begin, end in events[2:]]))
+        return float(np.median([begin.elapsed_time(end) * 1e3 for begin, end in events[WARM_UPS:]]))
 
     def free_pages(self) -> None:
         self._pages.clear()
