@@ -105,7 +105,7 @@ class Shape:
 class Cut(NamedTuple):
     """Per span, large ones first. Floats, since numpy takes longer where they meet integers."""
 
-    spans: Int64s  # which they are
+    spans: Int64s | slice  # which they are
     num_large_spans: int
     rows: Floats
     stretches: Floats  # keys of a unit
@@ -164,7 +164,7 @@ def first_to_end(options: list[Option], shape: Shape) -> Option:
 
 def cut_spans(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Cut:
     """Keys per stretch, number of stretches, and tiles of rows, of each span."""
-    keys = np.maximum(spans.key_tokens.astype(np.float64), 1.0)
+    keys = np.maximum(spans.key_tokens, 1).astype(np.float64)
     queries = spans.query_starts[1:] - spans.query_starts[:-1]
     seen = keys - spans.is_causal * (queries >> 1)
     columns = _Columns(keys, seen, queries.astype(np.float64) * shape.group)
@@ -238,9 +238,12 @@ class _Spans(NamedTuple):
     keys: Floats
     seen: Floats
     rows: Floats
-    tiles: Floats  # of rows
     copies: Floats  # units of a stretch: tiles of rows x KV heads
     is_large: bool
+    longest: int  # which of them sees most keys
+    num_seen: float  # of all of them
+    num_rows: float
+    num_copies: float
 
     def cut(
         self,
@@ -256,8 +259,11 @@ class _Spans(NamedTuple):
         if not len(self.keys):
             return [NOTHING] * len(shares)
         work = ROUNDING * float(self.seen @ self.copies)
-        wished = self.seen if finer is None else self.seen * finer
-        if wished.max() < 2.0 * max(work / max(shares), 1.0):  # nobody is long enough to be cut
+        wished, most = self.seen, self.seen.item(self.longest)
+        if finer is not None:
+            wished = wished * finer
+            most = float(wished.max())
+        if most < 2.0 * max(work / max(shares), 1.0):  # nobody is long enough to be cut
             return self._whole(shares, shape, places)
         targets = np.maximum(work / np.array(shares), 1.0)
         tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else least_stretch(shape)
@@ -276,7 +282,7 @@ class _Spans(NamedTuple):
             ]
         else:
             last = _last_end(sizes, units, us, places)
-        keys = [float(self.seen.sum()) * shape.kv_heads] * len(shares)
+        keys = [self.num_seen * shape.kv_heads] * len(shares)
         rows = (parts @ self.rows * shape.kv_heads).tolist()
         works = map(Work, counts, us, longest, last, keys, rows)
         return [_Way(*way) for way in zip(stretches, works, strict=True)]
@@ -286,16 +292,15 @@ class _Spans(NamedTuple):
     ) -> list[_Way]:
         """As many ways, all of uncut spans."""
         sizes = unit_us(self.seen, self.is_large, shape)
-        units, longest = float(self.copies.sum()), float(sizes.max())
+        units, longest = self.num_copies, sizes.item(self.longest)
         us = float((sizes * self.copies).sum())
         if places is None:
             last = [longest] * len(shares)
-        elif sizes.min() == longest:
+        elif not np.count_nonzero(sizes < longest):
             last = [math.ceil(units / count) * longest for count in places]
         else:
             last = _last_end(sizes[None], self.copies[None], [us] * len(places), places)
-        keys = float(self.seen.sum()) * shape.kv_heads
-        rows = float(self.rows.sum()) * shape.kv_heads
+        keys, rows = self.num_seen * shape.kv_heads, self.num_rows * shape.kv_heads
         return [_Way(self.keys, Work(units, us, longest, end, keys, rows)) for end in last]
 
 
@@ -336,44 +341,53 @@ def _large_shares(sms: int) -> tuple[list[float], list[float]]:
 class _Kinds(NamedTuple):
     """Spans by kind."""
 
-    spans: Int64s  # which they are, large ones first
+    spans: Int64s | slice  # which they are, large ones first
     columns: _Columns  # in that order
-    large: _Spans
-    small: _Spans
+    row_tiles: Floats
+    num_large: int
+
+    def large(self, shape: Shape) -> _Spans:
+        return self._some(slice(self.num_large), shape.kv_heads, True)
+
+    def small(self, shape: Shape) -> _Spans:
+        return self._some(slice(self.num_large, None), shape.kv_heads // shape.fold, False)
+
+    def _some(self, part: slice, units: int, is_large: bool) -> _Spans:
+        keys, seen, rows = self.columns
+        keys, seen, rows, copies = keys[part], seen[part], rows[part], self.row_tiles[part] * units
+        longest = int(seen.argmax()) if len(seen) else 0
+        sums = float(seen.sum()), float(rows.sum()), float(copies.sum())
+        return _Spans(keys, seen, rows, copies, is_large, longest, *sums)
 
     def cut(self, stretches: Floats, num_large: int) -> Cut:
         keys, _, rows = self.columns
         return Cut(
             self.spans,
-            len(self.large.keys),
+            self.num_large,
             rows,
             stretches,
             parts=np.ceil(keys / stretches),
-            row_tiles=np.concatenate((self.large.tiles, self.small.tiles)),
+            row_tiles=self.row_tiles,
             num_large=num_large,
         )
 
 
 def _by_kind(columns: _Columns, is_large: Bools, shape: Shape) -> _Kinds:
-    count = np.count_nonzero(is_large)
-    if is_large[:count].all():  # as where there are no prompts: what is shared comes first
-        spans = np.arange(len(is_large))
-    else:
+    count = int(np.count_nonzero(is_large))
+    spans: Int64s | slice = slice(len(is_large))
+    if np.count_nonzero(is_large[:count]) < count:  # else, as without prompts, these come first
         spans = (~is_large).argsort(kind="stable")
         columns = _Columns(*(column[spans] for column in columns))
-    keys, seen, rows = columns
-    tiles = np.ceil(rows[:count] / shape.tiles.large_q)
-    large = _Spans(keys[:count], seen[:count], rows[:count], tiles, tiles * shape.kv_heads, True)
-    tiles, heads = np.ceil(rows[count:] / shape.most_small_rows), shape.kv_heads // shape.fold
-    small = _Spans(keys[count:], seen[count:], rows[count:], tiles, tiles * heads, False)
-    return _Kinds(spans, columns, large, small)
+    row_tiles = columns.rows / shape.most_small_rows
+    row_tiles[:count] = columns.rows[:count] / shape.tiles.large_q
+    return _Kinds(spans, columns, np.ceil(row_tiles), count)
 
 
 def _options(kinds: _Kinds, shape: Shape) -> list[Option]:
     """Ways to cut large spans, with those to cut small ones that may suit them. Among equals the
     first is best: that with large units on most multiprocessors.
     """
-    large, small = kinds.large, kinds.small
+    large, small = kinds.large(shape), kinds.small(shape)
     programs, sms = shape.num_programs, shape.num_large_programs
     if not len(large.keys):
         return [Option(kinds, NOTHING, way, sms) for way in _small_ways(small, shape)]
@@ -381,10 +395,12 @@ def _options(kinds: _Kinds, shape: Shape) -> list[Option]:
     shares, places = _large_shares(sms)
     found: dict[tuple[float, int], Option] = {}
     for way, count in zip(large.cut(shares, shape, places), places, strict=True):
-        used = int(min(count, way.work.units))
-        found.setdefault((way.work.units, used), Option(kinds, way, each, used))
+        units = way.work.units
+        used = int(min(count, units))
+        if (units, used) not in found:
+            found[units, used] = Option(kinds, way, each, used)
     options = list(found.values())
-    if each.work.units > small.copies.sum():  # cut, and could be cut less: for who begins at once
+    if each.work.units > small.num_copies:  # cut, and could be cut less: for who begins at once
         early = [programs - programs // sms * option.sms for option in options]
         fewer = small.cut([max(count, 1.0) for count in early], shape)
         options += [o._replace(small=way) for o, way in zip(options, fewer, strict=True)]

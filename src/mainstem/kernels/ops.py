@@ -20,13 +20,12 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.errors import MainstemError
-from mainstem.core.step import Int32s, Spans
+from mainstem.core.step import Spans
 from mainstem.kernels.cutting import Pick, Shape, first_to_end
 from mainstem.kernels.parts import _merge_parts_kernel
 from mainstem.kernels.schedule import (
@@ -89,17 +88,18 @@ class _Staging:
         self._ints = torch.empty(0, dtype=torch.int32)
         self._copied = torch.cuda.Event() if self._is_pinned else None  # type: ignore[no-untyped-call]
 
-    def send(self, ints: Int32s, target: Tensor) -> None:
+    def send(self, plan: Schedule, target: Tensor) -> None:
         """Copy to the device on the current stream; waits for its own earlier copy only."""
         if self._copied is not None:
             self._copied.synchronize()
-        if len(ints) > len(self._ints):
+        count = plan.num_ints
+        if count > len(self._ints):
             self._ints = torch.empty(
-                min(2 * len(ints), len(target)), dtype=torch.int32, pin_memory=self._is_pinned
+                min(2 * count, len(target)), dtype=torch.int32, pin_memory=self._is_pinned
             )
-        staged = self._ints[: len(ints)]
-        staged.numpy()[:] = ints
-        move_words(target[None, : len(ints)], staged[None])
+        staged = self._ints[:count]
+        plan.write(staged.numpy())
+        move_words(target[None, :count], staged[None])
         if self._copied is not None:
             self._copied.record()
 
@@ -293,7 +293,7 @@ class SpanAttention:
         return plan
 
     def _fits(self, plan: Schedule) -> bool:
-        return plan.num_slots <= self._limits.partials() and len(plan.ints) <= self._plan_ints
+        return plan.num_slots <= self._limits.partials() and plan.num_ints <= self._plan_ints
 
     def _check_spans(self, spans: Spans) -> None:
         limits = self._limits
@@ -305,11 +305,11 @@ class SpanAttention:
             raise PlanTooLarge(
                 f"{len(spans.page_ids)} page ids, Limits.max_pages is {limits.max_pages}"
             )
-        if len(spans.query_rows) and int(spans.query_rows.max()) >= limits.max_tokens:
-            raise PlanTooLarge(
-                f"token {int(spans.query_rows.max())}, Limits.max_tokens is {limits.max_tokens}"
-            )
-        queries, pages = np.diff(spans.query_starts), np.diff(spans.page_starts)
+        last_token = int(spans.query_rows.max(initial=0))
+        if last_token >= limits.max_tokens:
+            raise PlanTooLarge(f"token {last_token}, Limits.max_tokens is {limits.max_tokens}")
+        queries = spans.query_starts[1:] - spans.query_starts[:-1]
+        pages = spans.page_starts[1:] - spans.page_starts[:-1]
         if len(queries) != len(spans) or len(pages) != len(spans):
             raise LayoutError("query_starts, page_starts: must have one entry more than key_tokens")
         if len(spans) and (queries.min() < 0 or pages.min() < 0 or spans.key_tokens.min() < 0):
@@ -320,16 +320,16 @@ class SpanAttention:
             raise LayoutError("a causal span has more queries than key_tokens")
 
     def _send(self, plan: Schedule) -> None:
-        if len(plan.ints) > self._plan_ints:
+        if plan.num_ints > self._plan_ints:
             raise PlanTooLarge(
-                f"the plan is {len(plan.ints)} ints for {plan.num_pieces} pieces, the buffer has "
+                f"the plan is {plan.num_ints} ints for {plan.num_pieces} pieces, the buffer has "
                 f"{self._plan_ints}: raise Limits.max_entries"
             )
         if plan.num_slots > self._limits.partials():
             raise PlanTooLarge(
                 f"{plan.num_slots} Partials, Limits.max_partials is {self._limits.partials()}"
             )
-        self._staging[self._next_staging].send(plan.ints, self._plan)
+        self._staging[self._next_staging].send(plan, self._plan)
         self._next_staging = (self._next_staging + 1) % len(self._staging)
 
     def run(

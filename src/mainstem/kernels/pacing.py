@@ -45,21 +45,21 @@ def step_us(large: Work, small: Work, sms: int, card: Card) -> float:
     merge_us = pace.merge_us * (large.rows + small.rows)
     if not large.units:
         return _small_end(small, card) + merge_us if small.units else merge_us
-    early = card.programs - card.per_sm * sms
+    early, reads = card.programs - card.per_sm * sms, pace.reads
     large_us = large.us / sms
     large_wish = large.keys / large_us  # keys a microsecond
-    small_wish = min(early, small.units) * (small.keys / small.us) if small.units else 0.0
-    lack = max((large_wish + small_wish) / pace.reads, 1.0)
+    if not small.units:
+        return large.last_us * max(large_wish / reads, 1.0) + merge_us + pace.launch_us
+    small_wish = min(early, small.units) * (small.keys / small.us)
+    lack = max((large_wish + small_wish) / reads, 1.0)
     if not small_wish:
         slower, beside = lack, 1.0
     else:  # large units have asked long before they need it, and are held up less
         slower = 1.0 + pace.yields * (lack - 1.0)
-        left = (pace.reads - large_wish / slower) / small_wish
+        left = (reads - large_wish / slower) / small_wish
         beside = min(max(left, LEAST_SPEED / lack), 1.0)
-    end = large.last_us * slower
-    if small.units:
-        end = max(end, _late_end(small, large_us * slower, early, beside, card))
-    return end + merge_us + pace.launch_us
+    small_end = _late_end(small, large_us * slower, early, beside, card)
+    return max(large.last_us * slower, small_end) + merge_us + pace.launch_us
 
 
 def least_us(large: Work, small: Work, card: Card) -> float:
@@ -80,32 +80,38 @@ def _late_end(small: Work, large_us: float, early: int, beside: float, card: Car
     once and have the speed `beside` until then.
     """
     units, us, longest_us, _, keys, _ = small
-    programs, reads, late_us = card.programs, card.pace.reads, card.pace.late_us
-    late, wish, size = programs - early, keys / us, us / units
+    programs, _, pace = card
+    late, late_us = programs - early, pace.late_us
+    wish, size = keys / us, us / units
     done = beside * large_us  # by a program that began at once
-
-    def early_end(us: float, speed: float) -> float:
-        return us / beside if us <= done else large_us + (us - done) / speed
-
-    speed = min(reads / (min(programs, units) * wish), 1.0)
+    speed = min(pace.reads / (min(programs, units) * wish), 1.0)
     # As if units could be divided: by all, or by those who begin at once.
     rest = max(us - early * done, 0.0) / programs
     level = large_us + late_us * late / programs + rest / speed
     if early:
-        level = min(level, early_end(us / early, min(reads / (min(early, units) * wish), 1.0)))
+        own_us = us / early
+        if own_us <= done:
+            own_end = own_us / beside
+        else:
+            own_speed = min(pace.reads / (min(early, units) * wish), 1.0)
+            own_end = large_us + (own_us - done) / own_speed
+        level = min(level, own_end)
     # Whole units, at a speed between that of all and that of the last one.
     some = int(max(rest - late_us * speed, 0.0) / size)
     speed = math.sqrt(speed)
     if longest_us > EVEN * size:
         return max(level + UNEVEN * longest_us, longest_us / speed)
+    late_begin = large_us + late_us
     if not early:
-        return max(large_us + late_us + math.ceil(units / late) * size / speed, level)
+        return max(late_begin + math.ceil(units / late) * size / speed, level)
     # The late programs take some each, the early ones what is left.
     best = math.inf
     for each in range(some, some + 3):
-        late_end = large_us + late_us + each * size / speed if each else 0.0
-        own_end = early_end(math.ceil(max(units - late * each, 0) / early) * size, speed)
-        best = min(best, max(late_end, own_end))
+        late_end = late_begin + each * size / speed if each else 0.0
+        own_us = math.ceil((units - late * each) / early) * size
+        own_end = own_us / beside if own_us <= done else large_us + (own_us - done) / speed
         if late_end >= own_end:  # and would only end later with more
+            best = min(best, late_end)
             break
+        best = own_end
     return max(best, level)

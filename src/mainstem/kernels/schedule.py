@@ -77,13 +77,26 @@ ALL_LAUNCHES = Launches(large=True, merge=True)
 
 
 class Schedule(NamedTuple):
-    """The plan as the kernel reads it; `num_slots` Partials must fit the buffers."""
+    """The plan, as parts that the kernel reads one after the other; the page ids among them are the
+    step's own. `num_ints` and `num_slots` Partials must fit the buffers.
+    """
 
-    ints: Int32s
+    parts: list[Int32s | Int64s]
+    num_ints: int
     num_pieces: int
     num_slots: int
     launches: Launches
     frame: "Frame"
+
+    @property
+    def ints(self) -> Int32s:
+        ints = np.empty(self.num_ints, np.int32)
+        self.write(ints)
+        return ints
+
+    def write(self, ints: Int32s) -> None:
+        """Put the parts together there."""
+        np.concatenate(self.parts, out=ints, casting="same_kind")
 
 
 class _Bounds(NamedTuple):
@@ -101,19 +114,22 @@ class _Pieces(NamedTuple):
 
     table: Int32s  # [pieces, PIECE_FIELDS]
     num_large: int
-    span: Int64s  # [pieces] which it is of
+    span: Int64s | slice  # [pieces] which it is of
     bounds: _Bounds | None  # None: all spans are whole
 
-    def tell_keys(self, table: Int32s, spans: Spans, page_ids: Int32s) -> None:
+    def tell_keys(self, table: Int32s, spans: Spans) -> None:
         """Fill in the columns that change with the keys."""
         queries = spans.query_starts[1:] - spans.query_starts[:-1]
         limits = np.where(spans.is_causal, spans.key_tokens - queries, NO_LIMIT)
         key_end, page = spans.key_tokens[self.span], spans.page_starts[self.span]
         table[:, PIECE_PAGE] = page
+        page_ids = spans.page_ids
+        if spans.page_starts[len(spans) - 1] == len(page_ids):  # the last span has no pages
+            page_ids = np.concatenate((page_ids, NO_PAGE))
         if self.bounds is not None:
             key_end = np.minimum(key_end - self.bounds.hidden, self.bounds.ends)
             page += self.bounds.pages
-        table[:, PIECE_PAGE_ID] = page_ids[page]
+        table[:, PIECE_PAGE_ID] = page_ids[page.astype(np.int64)]  # numpy's own: sooner by half
         table[:, PIECE_KEY_END] = key_end
         table[:, PIECE_LIMIT] = limits[self.span]
 
@@ -126,33 +142,43 @@ class _Partials(NamedTuple):
     num_slots: int
 
 
-def _pieces(spans: Spans, page_ids: Int32s, cut: Cut, shape: Shape) -> _Pieces:
+def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
     counts = (cut.parts * cut.row_tiles).astype(np.int64)
-    span = cut.spans.repeat(counts)
-    table = np.zeros((len(span), PIECE_FIELDS), np.int32)
-    table[:, PIECE_ENTRY] = spans.query_starts[span]
-    table[:, PIECE_ROW_END] = cut.rows.repeat(counts)
-    table[:, PIECE_TOKEN] = _first_tokens(spans)[span]
+    span, rows, place = cut.spans, cut.rows, None
+    if np.count_nonzero(counts == 1) < len(counts):  # else each span is a piece
+        place = np.arange(len(counts)).repeat(counts)
+        span, rows = place if isinstance(span, slice) else span[place], rows[place]
+    table = np.zeros((len(rows), PIECE_FIELDS), np.int32)
+    starts = spans.query_starts.astype(np.int64)
+    entries = starts[span]
+    table[:, PIECE_ENTRY] = entries
+    table[:, PIECE_ROW_END] = rows
+    table[:, PIECE_TOKEN] = spans.query_rows[entries]
+    has_gaps = _have_gaps(spans.query_rows, starts)
+    if has_gaps is not None:
+        table[has_gaps[span], PIECE_TOKEN] = -1
     bounds = None
-    if len(span) > np.count_nonzero(counts):
-        bounds = _tell_apart(table, counts, spans.is_causal[span], cut, shape)
-    large = slice(cut.num_large_spans)
-    pieces = _Pieces(table, int(cut.parts[large] @ cut.row_tiles[large]), span, bounds)
-    pieces.tell_keys(table, spans, page_ids)
+    if place is not None:
+        bounds = _tell_apart(table, place, counts, spans.is_causal[span], cut, shape)
+    num_large = int(counts[: cut.num_large_spans].sum())
+    pieces = _Pieces(table, num_large, span, bounds)
+    pieces.tell_keys(table, spans)
     return pieces
 
 
-def _tell_apart(table: Int32s, counts: Int64s, is_causal: Bools, cut: Cut, shape: Shape) -> _Bounds:
-    """Fill in which rows and keys of its span each piece has."""
+def _tell_apart(
+    table: Int32s, place: Int64s, counts: Int64s, is_causal: Bools, cut: Cut, shape: Shape
+) -> _Bounds:
+    """Fill in which rows and keys of its span each piece has; `place` is that span's in the cut."""
     tile_rows = np.full(len(counts), float(shape.most_small_rows))
     tile_rows[: cut.num_large_spans] = shape.tiles.large_q
     first, parts, row_tiles, keys, tile_rows, rows = (
-        column.repeat(counts)
+        column[place]
         for column in (
             _starts(counts), cut.parts, cut.row_tiles, cut.stretches, tile_rows, cut.rows
         )
     )  # fmt: skip
-    within = np.arange(len(first)) - first
+    within = np.arange(len(place)) - first
     stretch = np.floor(within / row_tiles)
     key_begin, row_begin = stretch * keys, (within - stretch * row_tiles) * tile_rows
     row_end = np.minimum(row_begin + tile_rows, rows)
@@ -168,21 +194,23 @@ def _tell_apart(table: Int32s, counts: Int64s, is_causal: Bools, cut: Cut, shape
     )
 
 
-def _first_tokens(spans: Spans) -> Int32s:
-    """Of each span; -1 where not all that follow are neighbours. Of one without any it is no
-    matter.
-    """
-    rows, starts = np.concatenate((spans.query_rows, NO_TOKEN)), spans.query_starts
-    gaps = np.zeros(len(rows), np.int32)  # up to each token of the spans
-    np.cumsum(rows[1:] - rows[:-1] != 1, out=gaps[1:])
-    has_none = gaps[starts[1:] - 1] == gaps[starts[:-1]]
-    return np.where(has_none, rows[starts[:-1]], -1)
+def _have_gaps(rows: Int32s, starts: Int64s) -> Bools | None:
+    """Which spans' tokens are not all neighbours; None if all are."""
+    is_gap = np.zeros(len(rows) + 1, np.bool_)  # between a token and the one before
+    is_gap[1:-1] = rows[1:] - rows[:-1] != 1
+    is_gap[starts] = False
+    gaps = is_gap.nonzero()[0]
+    if not len(gaps):
+        return None
+    have_gaps = np.zeros(len(starts) - 1, np.bool_)
+    have_gaps[starts.searchsorted(gaps, side="right") - 1] = True
+    return have_gaps
 
 
 def _costs(pieces: _Pieces, shape: Shape) -> tuple[Floats, Floats]:
     """Microseconds of one unit of each large piece, and of each small one."""
     num_keys = pieces.table[:, PIECE_KEY_END] - pieces.table[:, PIECE_KEY_BEGIN]
-    keys = np.maximum(num_keys.astype(np.float64), 1.0)
+    keys = np.maximum(num_keys, 1).astype(np.float64)
     large, small = keys[: pieces.num_large], keys[pieces.num_large :]
     return unit_us(large, True, shape), unit_us(small, False, shape)
 
@@ -207,10 +235,10 @@ def _place_partials(spans: Spans, cut: Cut) -> _Partials:
     if num_split < len(is_split):
         is_split = _split_tokens(tokens, queries, is_split)
         by_token = by_token[is_split[tokens[by_token]]]
-    slots = np.arange(len(by_token))
-    if entry_parts is not None:
-        slots = _starts(entry_parts[by_token].astype(np.int64))
-    entries[1][by_token] = slots
+    if entry_parts is None:
+        entries[1][by_token] = np.arange(len(by_token), dtype=np.int32)
+    else:
+        entries[1][by_token] = _starts(entry_parts[by_token].astype(np.int64))
     split = is_split.nonzero()[0]
     counts = token_parts[split].astype(np.int64)
     merges = np.empty((3, len(split)), np.int32)
@@ -237,11 +265,12 @@ def _split_tokens(tokens: Int64s, queries: Int32s, is_split: Bools) -> Bools:
 class _Units(NamedTuple):
     """Units that stand by themselves."""
 
-    pieces: Int64s
+    first_piece: int  # of their kind
+    pieces: Int64s  # after it
     heads: Int64s
 
     def told(self, pieces: Int32s) -> Int32s:
-        units = pieces.take(self.pieces, axis=0)
+        units = pieces[self.first_piece :].take(self.pieces, axis=0)
         units[:, PIECE_HEAD] = self.heads
         return units
 
@@ -282,7 +311,7 @@ def _share_table(
 def _units(order: Int64s, units: int, first_piece: int, shape: Shape) -> _Units:
     """Some of an order of pieces with so many units each."""
     pieces = order // units
-    return _Units(first_piece + pieces, (order - pieces * units) * (shape.kv_heads // units))
+    return _Units(first_piece, pieces, (order - pieces * units) * (shape.kv_heads // units))
 
 
 class Frame(NamedTuple):
@@ -290,16 +319,16 @@ class Frame(NamedTuple):
     was made for with a few keys more.
     """
 
-    shape: Shape
     structure: tuple[bytes, bytes, bytes]  # of the spans: query starts, query rows, is causal
     keys: Int32s
     most_keys: Int32s | Int64s  # of each span, up to which it need not be cut anew
-    pieces: _Pieces
+    header: Int32s
+    shares: Int32s
     firsts: list[_First]
     pooled: _Units
-    head: Int32s  # the plan that it was made for, up to the page ids
-    num_slots: int
-    launches: Launches
+    orders: tuple[Int64s, Int64s]
+    pieces: _Pieces
+    partials: _Partials
 
     def holds_for(self, spans: Spans) -> bool:
         if _structure(spans) != self.structure:
@@ -309,17 +338,30 @@ class Frame(NamedTuple):
 
     def plan(self, spans: Spans) -> Schedule:
         """The plan of a step for which the frame holds."""
-        ints, head = np.concatenate((self.head, spans.page_ids, NO_PAGE), dtype=np.int32), self.head
-        pieces = ints[head[H_LARGE] : head[H_ENTRIES]].reshape(-1, PIECE_FIELDS)
-        self.pieces.tell_keys(pieces, spans, ints[head[H_PAGES] :])
-        shares = ints[HEADER_INTS : head[H_POOL]].reshape(-1, SHARE_FIELDS)
-        _tell_first(shares, self.firsts, pieces)
-        pool_table = self.pooled.told(pieces)
-        ints[head[H_POOL] : head[H_POOL] + pool_table.size] = pool_table.ravel()
-        return self.schedule_of(ints)
+        pieces, shares = self.pieces.table.copy(), self.shares.copy()
+        self.pieces.tell_keys(pieces, spans)
+        return self.schedule_of(pieces, shares, spans.page_ids)
 
-    def schedule_of(self, ints: Int32s) -> Schedule:
-        return Schedule(ints, len(self.pieces.table), self.num_slots, self.launches, self)
+    def schedule_of(self, pieces: Int32s, shares: Int32s, page_ids: Int32s) -> Schedule:
+        """The plan with these pieces; shares are told which of them are the first."""
+        _tell_first(shares, self.firsts, pieces)
+        # A program looks at what would come next before it knows that there is none.
+        pool_table = self.pooled.told(pieces) if len(self.pooled.pieces) else NO_PIECE
+        large_order, small_order = self.orders
+        tables = (
+            self.header, shares, pool_table, large_order,
+            small_order if len(small_order) else NO_UNIT,
+            pieces, self.partials.entries, self.partials.merges, page_ids, NO_PAGE,
+        )  # fmt: skip
+        num_slots = self.partials.num_slots
+        return Schedule(
+            [table.ravel() for table in tables],
+            num_ints=int(self.header[H_PAGES]) + len(page_ids) + len(NO_PAGE),
+            num_pieces=len(pieces),
+            num_slots=num_slots,
+            launches=Launches(large=self.pieces.num_large > 0, merge=num_slots > 0),
+            frame=self,
+        )
 
 
 def _tell_first(shares: Int32s, firsts: list[_First], pieces: Int32s) -> None:
@@ -337,8 +379,7 @@ def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
     cut = cut_spans(spans, shape, pick)
     if shape.tiles.pooled and shape.can_cut and shape.fixed_stretch is None:
         cut = pool(cut, spans.key_tokens, shape)
-    page_ids = np.concatenate((spans.page_ids, NO_PAGE))
-    pieces = _pieces(spans, page_ids, cut, shape)
+    pieces = _pieces(spans, cut, shape)
     partials = _place_partials(spans, cut)
     ends = np.empty(2 * shape.num_programs + 2, np.int32)
     large_costs, small_costs = _costs(pieces, shape)
@@ -352,29 +393,25 @@ def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
     )
     orders, pooled = (large_order, order[: ends[-1]]), order[ends[-1] :]
     shares, firsts = _share_table(ends, orders, pieces, shape)
-    _tell_first(shares, firsts, pieces.table)
     most_keys: Int32s | Int64s = spans.key_tokens + KEPT_KEYS
     if shape.fixed_stretch is not None:
         # All spans are large, so they are in order.
         most_keys = np.minimum(most_keys, cut.parts * cut.stretches)
-    pool_units = _units(pooled, units, pieces.num_large, shape)
-    header = np.zeros(HEADER_INTS, np.int32)
+    header = _header(orders, len(pooled), pieces, partials, shape)
     header[H_NUM_DRAWERS] = _num_drawers(shares, cut)
-    tables = header, shares, pool_units.told(pieces.table)
-    ints = _lay_out(tables, orders, pieces, partials, page_ids)
     frame = Frame(
-        shape=shape,
         structure=_structure(spans),
         keys=spans.key_tokens.copy(),
         most_keys=most_keys,
-        pieces=pieces,
+        header=header,
+        shares=shares,
         firsts=firsts,
-        pooled=pool_units,
-        head=ints[: ints[H_PAGES]],
-        num_slots=partials.num_slots,
-        launches=Launches(large=pieces.num_large > 0, merge=partials.num_slots > 0),
+        pooled=_units(pooled, units, pieces.num_large, shape),
+        orders=orders,
+        pieces=pieces,
+        partials=partials,
     )
-    return frame.schedule_of(ints)
+    return frame.schedule_of(pieces.table, shares, spans.page_ids)
 
 
 def _num_drawers(shares: Int32s, cut: Cut) -> int:
@@ -384,35 +421,25 @@ def _num_drawers(shares: Int32s, cut: Cut) -> int:
     return int(np.count_nonzero(shares[:, SHARE_SMALL] < shares[:, SHARE_SMALL + 1])) or len(shares)
 
 
-def _lay_out(
-    tables: tuple[Int32s, Int32s, Int32s],
+def _header(
     orders: tuple[Int64s, Int64s],
+    num_pooled: int,
     pieces: _Pieces,
     partials: _Partials,
-    page_ids: Int32s,
+    shape: Shape,
 ) -> Int32s:
-    """The plan; its header, which is the first of the tables, is filled in."""
-    header, shares, pool_table = tables
-    large_order, small_order = orders
-    num_pooled = len(pool_table)
-    # A program looks at what would come next before it knows that there is none.
-    pool_table = pool_table if num_pooled else NO_PIECE
-    small_order = small_order if len(small_order) else NO_UNIT
-    pool_at = HEADER_INTS + shares.size
-    large_order_at = pool_at + pool_table.size
-    small_order_at = large_order_at + len(large_order)
-    large_at = small_order_at + len(small_order)
+    """Where everything is in the plan; an empty pool, or order of small units, has one place."""
+    pool_at = HEADER_INTS + SHARE_FIELDS * shape.num_programs
+    large_order_at = pool_at + PIECE_FIELDS * max(num_pooled, 1)
+    small_order_at = large_order_at + len(orders[0])
+    large_at = small_order_at + max(len(orders[1]), 1)
     small_at = large_at + pieces.num_large * PIECE_FIELDS
     entries_at = large_at + pieces.table.size
     merges_at = entries_at + partials.entries.size
-    pages_at = merges_at + partials.merges.size
+    header = np.zeros(HEADER_INTS, np.int32)
     header[:H_NUM_DRAWERS] = (
-        small_at, large_at, entries_at, partials.entries.shape[1], pages_at,
-        merges_at, partials.merges.shape[1], partials.merges[2].max(initial=0),
-        large_order_at, small_order_at, pool_at, num_pooled,
+        small_at, large_at, entries_at, partials.entries.shape[1],
+        merges_at + partials.merges.size, merges_at, partials.merges.shape[1],
+        partials.merges[2].max(initial=0), large_order_at, small_order_at, pool_at, num_pooled,
     )  # fmt: skip
-    parts = (
-        header, shares, pool_table, large_order, small_order, pieces.table,
-        partials.entries, partials.merges, page_ids,
-    )  # fmt: skip
-    return np.concatenate([part.ravel() for part in parts], dtype=np.int32)
+    return header
