@@ -200,6 +200,38 @@ def test_lse_spread_of_80_is_merged_without_overflow() -> None:
     assert (out.float() - right).abs().max() < 0.02 * right.abs().max()
 
 
+@pytest.mark.parametrize("rise", [0.01, 0.06, -0.03])
+def test_scores_that_rise_from_key_to_key_agree(rise: float) -> None:
+    """By less than a maximum may fall behind in a tile, by more in each, and never."""
+    case = AttentionCase("rising", _decode([500] * 64, [(range(64), 4000)]))
+    spans = case.spans()
+    shape = (int(spans.page_ids.max()) + 1, case.kv_heads, case.page_size, case.head_dim)
+    k_pages, v_pages = (torch.randn(shape, device="cuda") for _ in range(2))
+    # All spans have the same largest score, at their end or at their begin.
+    num_pages = np.diff(spans.page_starts)
+    first = (
+        spans.page_starts[:-1] * case.page_size + (spans.key_tokens if rise > 0 else 0)
+    ).repeat(num_pages)
+    begin = torch.from_numpy(np.arange(len(first)) * case.page_size - first).cuda()
+    keys = begin[:, None] + torch.arange(case.page_size, device="cuda")
+    page_ids = torch.from_numpy(spans.page_ids.astype(np.int64)).cuda()
+    k_pages[page_ids] += (rise * keys * case.head_dim**-0.5)[:, None, :, None]
+    q = torch.ones(64, case.heads, case.head_dim, device="cuda")
+    q, k_pages, v_pages = (x.bfloat16() for x in (q, k_pages, v_pages))
+    attention = SpanAttention(
+        heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page_size,
+        dtype=torch.bfloat16, device=torch.device("cuda"), limits=Limits(64, len(page_ids)),
+    )  # fmt: skip
+    attention.plan(spans)
+    lse = torch.empty(64, case.heads, device="cuda")
+    out = attention.run(q, k_pages, v_pages, lse=lse)
+    right, right_lse = reference.span_attention(
+        q.float(), k_pages, v_pages, spans, case.head_dim**-0.5
+    )
+    assert (out.float() - right).abs().max() < 0.02 * right.abs().max()
+    assert (lse - right_lse).abs().max() < 0.01
+
+
 def test_a_query_that_is_not_a_number_answers_so() -> None:
     case = AttentionCase("nan", _decode([20, 300], [(range(2), 100)]))
     spans = case.spans()
