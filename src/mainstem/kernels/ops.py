@@ -305,7 +305,7 @@ class SpanAttention:
             raise PlanTooLarge(
                 f"{len(spans.page_ids)} page ids, Limits.max_pages is {limits.max_pages}"
             )
-        last_token = int(spans.query_rows.max(initial=0))
+        last_token = int(spans.query_rows.max(initial=-1))
         if last_token >= limits.max_tokens:
             raise PlanTooLarge(f"token {last_token}, Limits.max_tokens is {limits.max_tokens}")
         queries = spans.query_starts[1:] - spans.query_starts[:-1]

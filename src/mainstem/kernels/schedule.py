@@ -59,7 +59,6 @@ SHARE_LARGE_UNIT = 8  # its first large unit, and its first small one: PIECE_ co
 SHARE_SMALL_UNIT = 20
 SHARE_FIELDS = 32
 
-NO_TOKEN = np.full(1, -1, np.int32)
 NO_PIECE = np.zeros((1, PIECE_FIELDS), np.int32)
 NO_UNIT = np.zeros(1, np.int64)
 NO_PAGE = np.zeros(1, np.int32)  # after the page ids: the kernel fetches one ahead
