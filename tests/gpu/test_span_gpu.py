@@ -232,6 +232,28 @@ def test_scores_that_rise_from_key_to_key_agree(rise: float) -> None:
     assert (lse - right_lse).abs().max() < 0.01
 
 
+@pytest.mark.parametrize("magnitude", [1e9, 1e-9])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_values_far_outside_of_fp16_are_merged(magnitude: float, head_dim: int) -> None:
+    """Partials of large and of small units, of rows that differ by 2^40."""
+    case = AttentionCase("far", _decode([500] * 64, [(range(64), 4000)]), head_dim=head_dim)
+    spans = case.spans()
+    shape = (int(spans.page_ids.max()) + 1, case.kv_heads, case.page_size, case.head_dim)
+    k_pages, v_pages = (torch.randn(shape, device="cuda") for _ in range(2))
+    v_pages *= magnitude * 2.0 ** (40 * torch.rand(1, case.kv_heads, 1, 1, device="cuda"))
+    q = torch.randn(64, case.heads, case.head_dim, device="cuda")
+    q, k_pages, v_pages = (x.bfloat16() for x in (q, k_pages, v_pages))
+    attention = SpanAttention(
+        heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page_size,
+        dtype=torch.bfloat16, device=torch.device("cuda"), limits=Limits(64, len(spans.page_ids)),
+    )  # fmt: skip
+    assert attention.plan(spans).merge
+    out = attention.run(q, k_pages, v_pages).float()
+    right, _ = reference.span_attention(q.float(), k_pages, v_pages, spans, case.head_dim**-0.5)
+    error = (out - right).abs().amax(2) / right.abs().amax(2)
+    assert error.max() < TOLERANCE[torch.bfloat16]
+
+
 def test_a_query_that_is_not_a_number_answers_so() -> None:
     case = AttentionCase("nan", _decode([20, 300], [(range(2), 100)]))
     spans = case.spans()

@@ -103,6 +103,9 @@ def _hopper_jobs() -> Iterator[Job]:
             own = {"FOLD": fold, "STAGES": tiles.small_stages, "IS_FIRST": is_first}
             rows = hopper_small.rows_of_box(fold, page_size)
             yield _gluon_job(hopper_small._small_units_kernel, constants | own, rows, hopper_small)
+        merge = {"HEADS": 32, "HEAD_DIM": head_dim, "DIM": head_dim, "IS_ORDERED": False,
+                 "HAS_LSE": True, "IS_PACKED": True, "OVERLAPS": True}  # fmt: skip
+        yield Job(_merge_parts_kernel, merge, {"partial_ptr": "*fp16"})
 
 
 def _gluon_job(
@@ -110,7 +113,8 @@ def _gluon_job(
 ) -> Job:
     box = f"tensordesc<bf16[{rows}, 64],{PANELS!r}>"
     options = {"num_warps": module.NUM_WARPS, "maxnreg": module.MAX_REGISTERS}
-    return Job(kernel, constants, {"k_desc": box, "v_desc": box}, options, GluonASTSource)
+    types = {"k_desc": box, "v_desc": box, "partial_ptr": "*fp16"}
+    return Job(kernel, constants, types, options, GluonASTSource)
 
 
 def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
@@ -119,7 +123,7 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     heads = {"HEADS": 32, "HEAD_LANES": 32, "KV_HEADS": 8, "KV_LANES": 8}
     yield Job(_span_kernel, _span_constants(tiles), options={"num_warps": tiles.num_warps})
     for is_ordered in (False, True):
-        merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True}
+        merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True, "IS_PACKED": False}
         yield Job(_merge_parts_kernel, {**HEAD, **merge, **overlaps})
     yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps})
     yield Job(_rerotate_kernel, {**HEAD, **half})

@@ -282,7 +282,7 @@ def _consume(
             acc, weights = warpgroup_mma_wait(0, deps=(summing, weights))
             release(v_empty, (tile + num_tiles - 1) % STAGES)
             write_rows(
-                acc * share[:, None], lse, token, slot, head, is_row, is_whole, stretch,
+                acc, share, lse, token, slot, head, is_row, is_whole, stretch,
                 out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
                 KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
             )  # fmt: skip

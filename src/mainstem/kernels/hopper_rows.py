@@ -21,6 +21,23 @@ PANEL = gl.constexpr(64)  # dims of a row that lie together in shared memory: 12
 PANELS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 TILES = gl.constexpr(PANELS)
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as they are copied
+LEAST_PEAK = gl.constexpr(1e-30)
+
+
+def _packed(head_dim: int) -> gl.DistributedLinearLayout:
+    """64 packed rows: who has what does not change by packing, but 8 that a thread has are
+    neighbours, 16 bytes to write at once, and so are the 32 of the four threads of a row.
+    """
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *[[0, 32], [0, 64]][: head_dim // 64]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, head_dim],
+    )
+
+
+PACKED_64, PACKED_128 = gl.constexpr(_packed(64)), gl.constexpr(_packed(128))
 # Names that differ between Triton 3.6 and 3.9.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -148,22 +165,37 @@ def find_rows(
 
 @gluon.jit
 def write_rows(
-    acc, lse, token, slot, head, is_row, is_whole, stretch,
+    acc, share, lse, token, slot, head, is_row, is_whole, stretch,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Rows to `out` where they are whole, to their slots where they are Partials."""
-    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
+    """Rows, times their share, to `out` where they are whole; packed to their slots where they are
+    Partials.
+
+    A packed row is in fp16, over its largest magnitude: half of the bytes to write and to read, and
+    nothing overflows. Beside its lse stands what to multiply it by. Its dims stand in the order in
+    which threads have them; `parts.py` puts them back.
+    """
     if is_whole:
+        dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
         offset = token.to(gl.int64) * stride_out_token + head * stride_out_head
         gl.store(
             out_ptr + offset[:, None] + dims[None, :],
-            acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None],
+            (acc * share[:, None]).to(out_ptr.dtype.element_ty), mask=is_row[:, None],
         )  # fmt: skip
         if HAS_LSE:
             gl.store(lse_ptr + token * HEADS + head, lse * LN_2, mask=is_row)
     else:
+        PACKED: gl.constexpr = PACKED_128 if HEAD_DIM == 128 else PACKED_64
+        ROWS: gl.constexpr = gl.SliceLayout(1, PACKED)
         place = (slot + stretch) * HEADS + head
-        offset = place.to(gl.int64) * HEAD_DIM
-        gl.store(partial_ptr + offset[:, None] + dims[None, :], acc, mask=is_row[:, None])
-        gl.store(partial_lse_ptr + place, lse, mask=is_row)
+        peak = gl.maximum(gl.max(gl.abs(acc), 1), LEAST_PEAK)
+        gl.store(partial_lse_ptr + 2 * place, lse, mask=is_row)
+        gl.store(partial_lse_ptr + 2 * place + 1, peak * share, mask=is_row)
+        rows = (acc * (1.0 / peak)[:, None]).to(gl.float16)
+        rows = rows.reshape([64, HEAD_DIM // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4))
+        rows = gl.convert_layout(rows.reshape([64, HEAD_DIM]), PACKED)
+        columns = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, PACKED))
+        first = gl.convert_layout(place, ROWS).to(gl.int64) * HEAD_DIM
+        mask = gl.convert_layout(is_row, ROWS)[:, None]
+        gl.store(partial_ptr + first[:, None] + columns[None, :], rows, mask=mask)

@@ -365,7 +365,7 @@ def _consume(
         )  # fmt: skip
         acc = gl.convert_layout(acc.reshape([64, HEAD_DIM]), O_LAYOUT)
         write_rows(
-            acc * share[:, None], lse, token, slot, head, is_row, is_whole, stretch,
+            acc, share, lse, token, slot, head, is_row, is_whole, stretch,
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
             KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
         )  # fmt: skip
