@@ -59,26 +59,14 @@ class Shape:
     # Rows of the small tile: those of one token in all heads of a unit, as a power of two, unless
     # the tiles have a number of their own.
     small_q: int = field(init=False)
-
-    @property
-    def small_rows(self) -> int:
-        """Rows of each KV head up to which a span is small in any case: one token's, and more where
-        the least tile has room for them.
-        """
-        return min(max(self.group, LEAST_ROWS // self.fold), self.most_small_rows)
-
-    @property
-    def most_small_rows(self) -> int:
-        """Rows that a small unit has of each of its KV heads, at most."""
-        return self.small_q // self.fold
-
-    @property
-    def num_large_programs(self) -> int:
-        """Those that large units are shared out to: programs, or multiprocessors where large units
-        take them whole.
-        """
-        tiles = self.tiles
-        return self.num_programs // (tiles.programs_per_sm if tiles.is_split else 1)
+    # Rows that a small unit has of each of its KV heads, at most.
+    most_small_rows: int = field(init=False)
+    # Rows of each KV head up to which a span is small in any case: one token's, and more where the
+    # least tile has room for them.
+    small_rows: int = field(init=False)
+    # Those that large units are shared out to: programs, or multiprocessors where large units take
+    # them whole.
+    num_large_programs: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.tiles.is_split and self.num_programs % self.tiles.programs_per_sm:
@@ -98,8 +86,16 @@ class Shape:
         small_q = self.tiles.small_q or LEAST_ROWS
         while small_q < min(self.group * fold, MOST_SMALL_ROWS):
             small_q *= 2
-        object.__setattr__(self, "fold", fold)
-        object.__setattr__(self, "small_q", small_q)
+        most_small_rows = small_q // fold
+        per_sm = self.tiles.programs_per_sm if self.tiles.is_split else 1
+        for name, value in (
+            ("fold", fold),
+            ("small_q", small_q),
+            ("most_small_rows", most_small_rows),
+            ("small_rows", min(max(self.group, LEAST_ROWS // fold), most_small_rows)),
+            ("num_large_programs", self.num_programs // per_sm),
+        ):
+            object.__setattr__(self, name, value)
 
 
 class Cut(NamedTuple):
@@ -149,17 +145,20 @@ def first_to_end(options: list[Option], shape: Shape) -> Option:
         most = float(shape.max_partials * shape.group * shape.kv_heads)
         most = max(most, min(option.rows for option in options))
         options = [option for option in options if option.rows <= most]
+    if len(options) == 1:
+        return options[0]
     card = Card(
         shape.num_programs, shape.num_programs // shape.num_large_programs, shape.tiles.pace
     )
-    us: list[float] = []
+    found: list[tuple[float, Option]] = []
     best = math.inf
     for option in options:
         large, small = option.large.work, option.small.work
-        is_late = least_us(large, small, card) > INDIFFERENT * best  # so it need not be computed
-        us.append(math.inf if is_late else step_us(large, small, option.sms, card))
-        best = min(best, us[-1])
-    return next(o for o, took in zip(options, us, strict=True) if took <= INDIFFERENT * best)
+        if least_us(large, small, card) <= INDIFFERENT * best:  # else it need not be computed
+            us = step_us(large, small, option.sms, card)
+            found.append((us, option))
+            best = min(best, us)
+    return next(option for us, option in found if us <= INDIFFERENT * best)
 
 
 def cut_spans(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Cut:
@@ -224,7 +223,10 @@ def unit_us(keys: Floats, is_large: bool, shape: Shape) -> Floats:
     pace, tiles = shape.tiles.pace, shape.tiles
     step = tiles.large_k if is_large else SMALL_TILE_KEYS // shape.fold
     per_key = pace.large_key_us if is_large else pace.small_key_us * shape.fold
-    return np.ceil(keys / step) * (step * per_key) + (pace.large_us if is_large else pace.small_us)
+    us: Floats = np.ceil(keys / step)
+    us *= step * per_key
+    us += pace.large_us if is_large else pace.small_us
+    return us
 
 
 def least_stretch(shape: Shape) -> int:
@@ -393,13 +395,11 @@ def _options(kinds: _Kinds, shape: Shape) -> list[Option]:
         return [Option(kinds, NOTHING, way, sms) for way in _small_ways(small, shape)]
     each = small.cut([float(programs)], shape)[0]
     shares, places = _large_shares(sms)
-    found: dict[tuple[float, int], Option] = {}
+    found: dict[tuple[float, float], _Way] = {}
     for way, count in zip(large.cut(shares, shape, places), places, strict=True):
         units = way.work.units
-        used = int(min(count, units))
-        if (units, used) not in found:
-            found[units, used] = Option(kinds, way, each, used)
-    options = list(found.values())
+        found.setdefault((units, min(count, units)), way)
+    options = [Option(kinds, way, each, int(used)) for (_, used), way in found.items()]
     if each.work.units > small.num_copies:  # cut, and could be cut less: for who begins at once
         early = [programs - programs // sms * option.sms for option in options]
         fewer = small.cut([max(count, 1.0) for count in early], shape)

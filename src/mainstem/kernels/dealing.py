@@ -50,8 +50,9 @@ class Seats:
         if self.count == programs:
             before[seats] = load
         else:
+            load.sort()
             each = programs // self.count
-            before[programs - each * len(load) :] = np.sort(load).repeat(each)
+            before[programs - each * len(load) :] = load.repeat(each)
         return before
 
 

@@ -20,6 +20,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -85,23 +86,25 @@ class _Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._is_pinned = device.type != "cpu"
-        self._ints = torch.empty(0, dtype=torch.int32)
+        self._make(0)
         self._copied = torch.cuda.Event() if self._is_pinned else None  # type: ignore[no-untyped-call]
 
     def send(self, plan: Schedule, target: Tensor) -> None:
-        """Copy to the device on the current stream; waits for its own earlier copy only."""
+        """Copy to a row on the device, on the current stream; waits for its own last copy only."""
         if self._copied is not None:
             self._copied.synchronize()
         count = plan.num_ints
-        if count > len(self._ints):
-            self._ints = torch.empty(
-                min(2 * count, len(target)), dtype=torch.int32, pin_memory=self._is_pinned
-            )
-        staged = self._ints[:count]
-        plan.write(staged.numpy())
-        move_words(target[None, :count], staged[None])
+        if count > len(self._host):
+            self._make(min(2 * count, target.shape[1]))
+        plan.write(self._host[:count])
+        move_words(target[:, :count], self._ints[:, :count])
         if self._copied is not None:
             self._copied.record()
+
+    def _make(self, count: int) -> None:
+        is_pinned = self._is_pinned and count > 0
+        self._ints = torch.empty((1, count), dtype=torch.int32, pin_memory=is_pinned)
+        self._host = self._ints.numpy()[0]  # the same memory, as plans are written
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,7 @@ class SpanAttention:
             + 5 * limits.entries() + limits.max_pages + PIECE_FIELDS + 2
         )  # fmt: skip
         self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)
+        self._plan_row = self._plan[None]
         rows = limits.partials() * self._heads
         is_packed = self._hopper is not None
         dtype = torch.float16 if is_packed else torch.float32
@@ -314,11 +318,11 @@ class SpanAttention:
         pages = spans.page_starts[1:] - spans.page_starts[:-1]
         if len(queries) != len(spans) or len(pages) != len(spans):
             raise LayoutError("query_starts, page_starts: must have one entry more than key_tokens")
-        if len(spans) and (queries.min() < 0 or pages.min() < 0 or spans.key_tokens.min() < 0):
+        if np.count_nonzero((queries | pages | spans.key_tokens) < 0):  # the sign of any
             raise LayoutError("query_starts, page_starts, key_tokens: a span of negative length")
-        if (spans.key_tokens > pages * self._page_size).any():
+        if np.count_nonzero(spans.key_tokens > pages * self._page_size):
             raise LayoutError("a span has more key_tokens than slots in its pages")
-        if (spans.is_causal & (queries > spans.key_tokens)).any():
+        if np.count_nonzero(spans.is_causal & (queries > spans.key_tokens)):
             raise LayoutError("a causal span has more queries than key_tokens")
 
     def _send(self, plan: Schedule) -> None:
@@ -331,7 +335,7 @@ class SpanAttention:
             raise PlanTooLarge(
                 f"{plan.num_slots} Partials, Limits.max_partials is {self._limits.partials()}"
             )
-        self._staging[self._next_staging].send(plan, self._plan)
+        self._staging[self._next_staging].send(plan, self._plan_row)
         self._next_staging = (self._next_staging + 1) % len(self._staging)
 
     def run(

@@ -80,7 +80,7 @@ class Schedule(NamedTuple):
     step's own. `num_ints` and `num_slots` Partials must fit the buffers.
     """
 
-    parts: list[Int32s | Int64s]
+    parts: tuple[Int32s | Int64s, ...]
     num_ints: int
     num_pieces: int
     num_slots: int
@@ -95,7 +95,7 @@ class Schedule(NamedTuple):
 
     def write(self, ints: Int32s) -> None:
         """Put the parts together there."""
-        np.concatenate(self.parts, out=ints, casting="same_kind")
+        np.concatenate(self.parts, axis=None, out=ints, casting="same_kind")
 
 
 class _Bounds(NamedTuple):
@@ -142,11 +142,14 @@ class _Partials(NamedTuple):
 
 
 def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
-    counts = (cut.parts * cut.row_tiles).astype(np.int64)
-    span, rows, place = cut.spans, cut.rows, None
-    if np.count_nonzero(counts == 1) < len(counts):  # else each span is a piece
+    num_pieces = cut.parts * cut.row_tiles
+    span, rows, num_large = cut.spans, cut.rows, cut.num_large_spans
+    is_cut = np.count_nonzero(num_pieces == 1.0) < len(num_pieces)  # else each span is a piece
+    if is_cut:
+        counts = num_pieces.astype(np.int64)
         place = np.arange(len(counts)).repeat(counts)
         span, rows = place if isinstance(span, slice) else span[place], rows[place]
+        num_large = int(counts[:num_large].sum())
     table = np.zeros((len(rows), PIECE_FIELDS), np.int32)
     starts = spans.query_starts.astype(np.int64)
     entries = starts[span]
@@ -157,9 +160,8 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
     if has_gaps is not None:
         table[has_gaps[span], PIECE_TOKEN] = -1
     bounds = None
-    if place is not None:
+    if is_cut:
         bounds = _tell_apart(table, place, counts, spans.is_causal[span], cut, shape)
-    num_large = int(counts[: cut.num_large_spans].sum())
     pieces = _Pieces(table, num_large, span, bounds)
     pieces.tell_keys(table, spans)
     return pieces
@@ -226,20 +228,22 @@ def _place_partials(spans: Spans, cut: Cut) -> _Partials:
     is_split = token_parts > 1
     num_split = np.count_nonzero(is_split)
     entries = np.empty((2, len(tokens)), np.int32)
-    entries[0] = tokens
-    entries[1] = -1
+    entries[0] = spans.query_rows
     if not num_split:
+        entries[1] = -1
         return _Partials(entries, np.empty((3, 0), np.int32), 0)
-    by_token = tokens.argsort(kind="stable")
+    by_token, split = tokens.argsort(kind="stable"), np.arange(len(is_split))
     if num_split < len(is_split):
+        entries[1] = -1
         is_split = _split_tokens(tokens, queries, is_split)
         by_token = by_token[is_split[tokens[by_token]]]
+        split = is_split.nonzero()[0]
+        token_parts = token_parts[split]
     if entry_parts is None:
         entries[1][by_token] = np.arange(len(by_token), dtype=np.int32)
     else:
         entries[1][by_token] = _starts(entry_parts[by_token].astype(np.int64))
-    split = is_split.nonzero()[0]
-    counts = token_parts[split].astype(np.int64)
+    counts = token_parts.astype(np.int64, copy=False)
     merges = np.empty((3, len(split)), np.int32)
     merges[0], merges[1], merges[2] = split, _starts(counts), counts
     return _Partials(entries, merges, int(merges[1, -1] + merges[2, -1]))
@@ -347,14 +351,14 @@ class Frame(NamedTuple):
         # A program looks at what would come next before it knows that there is none.
         pool_table = self.pooled.told(pieces) if len(self.pooled.pieces) else NO_PIECE
         large_order, small_order = self.orders
-        tables = (
+        parts = (
             self.header, shares, pool_table, large_order,
             small_order if len(small_order) else NO_UNIT,
             pieces, self.partials.entries, self.partials.merges, page_ids, NO_PAGE,
         )  # fmt: skip
         num_slots = self.partials.num_slots
         return Schedule(
-            [table.ravel() for table in tables],
+            parts,
             num_ints=int(self.header[H_PAGES]) + len(page_ids) + len(NO_PAGE),
             num_pieces=len(pieces),
             num_slots=num_slots,

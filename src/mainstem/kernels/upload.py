@@ -38,11 +38,12 @@ def move_words(target: Tensor, source: Tensor) -> None:
     if target.device.type == source.device.type:
         target.copy_(source)
         return
-    target, source = target.view(torch.int32), source.view(torch.int32)
+    if target.dtype != torch.int32:
+        target, source = target.view(torch.int32), source.view(torch.int32)
     rows, words = target.shape
     if words == 0:
         return
-    blocks = min(triton.cdiv(words, BLOCK_WORDS), MOST_BLOCKS)
+    blocks = min(-(-words // BLOCK_WORDS), MOST_BLOCKS)
     _move_kernel[(rows, blocks)](
         target, source, target.stride(0), source.stride(0), words, BLOCK=BLOCK_WORDS, num_warps=4
     )
