@@ -59,6 +59,16 @@ def test_both_take_less_than_one_after_the_other() -> None:
     assert step_us(large(64, sms=64), small(2000), 64, CARD) < 0.95 * apart
 
 
+def test_a_long_small_unit_waits_for_large_ones_unless_somebody_has_none() -> None:
+    """Of 264 units one takes 100 us: behind large ones of 30 us on all multiprocessors, or beside
+    them on all but two.
+    """
+    uneven = small(264, steps=4)._replace(longest_us=100.0, last_us=100.0)
+    behind = step_us(large(132), uneven, 132, CARD)
+    beside = step_us(large(130, sms=130), uneven, 130, CARD)
+    assert behind > beside + 30.0
+
+
 def test_partials_cost() -> None:
     more = small(264)._replace(rows=1e5)
     assert step_us(NOTHING, more, 132, CARD) > step_us(NOTHING, small(264), 132, CARD)
