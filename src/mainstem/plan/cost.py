@@ -117,7 +117,7 @@ class Heads:
 
     @property
     def partial_bytes(self) -> int:
-        """A query token's fp32 Partial, written and read again."""
+        """A query token's Partial, written and read again; in fp32, though Hopper packs it."""
         return 2 * 4 * self.heads * (self.head_dim + 1)
 
 

@@ -19,7 +19,7 @@ DETERMINISTIC_KEYS = 512  # between the cuts of a span, the same for every batch
 _MEMORY_SHARE = 0.9  # of the card, for weights and pages
 _RESERVE = 1 << 30  # graphs, library workspaces
 _SAMPLING_ROWS = 1024  # whose logits may be held in fp32, with copies
-_MAX_SPAN_LEVELS = 4  # each costs a token a Partial, 16 KB in a model of 32 heads of 128
+_MAX_SPAN_LEVELS = 4  # each costs a token a Partial, 8 or 16 KB with 32 heads of 128
 _SPAN_PAGES = 1 << 22  # page ids over all spans of a step
 
 
