@@ -235,12 +235,15 @@ def test_scores_that_rise_from_key_to_key_agree(rise: float) -> None:
 @pytest.mark.parametrize("magnitude", [1e9, 1e-9])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_values_far_outside_of_fp16_are_merged(magnitude: float, head_dim: int) -> None:
-    """Partials of large and of small units, of rows that differ by 2^40."""
+    """Heads of a token differ by 2^40."""
+    torch.manual_seed(0)
     case = AttentionCase("far", _decode([500] * 64, [(range(64), 4000)]), head_dim=head_dim)
     spans = case.spans()
     shape = (int(spans.page_ids.max()) + 1, case.kv_heads, case.page_size, case.head_dim)
     k_pages, v_pages = (torch.randn(shape, device="cuda") for _ in range(2))
-    v_pages *= magnitude * 2.0 ** (40 * torch.rand(1, case.kv_heads, 1, 1, device="cuda"))
+    v_pages *= (
+        magnitude * torch.logspace(0, 40, case.kv_heads, base=2.0, device="cuda")[:, None, None]
+    )
     q = torch.randn(64, case.heads, case.head_dim, device="cuda")
     q, k_pages, v_pages = (x.bfloat16() for x in (q, k_pages, v_pages))
     attention = SpanAttention(

@@ -37,7 +37,7 @@ from mainstem.kernels.sample import (
 )
 from mainstem.kernels.span import _span_kernel
 from mainstem.kernels.transfer import _spread_kernel
-from mainstem.kernels.tuning import FALLBACK, HOPPER, HOPPER_SPLIT, Tiles
+from mainstem.kernels.tuning import FALLBACK, HOPPER, HOPPER_SPLIT, SPLIT_HEAD_DIMS, Tiles
 from mainstem.kernels.upload import _move_kernel
 
 TARGETS = {
@@ -103,6 +103,7 @@ def _hopper_jobs() -> Iterator[Job]:
             own = {"FOLD": fold, "STAGES": tiles.small_stages, "IS_FIRST": is_first}
             rows = hopper_small.rows_of_box(fold, page_size)
             yield _gluon_job(hopper_small._small_units_kernel, constants | own, rows, hopper_small)
+    for head_dim in SPLIT_HEAD_DIMS:
         merge = {"HEADS": 32, "HEAD_DIM": head_dim, "DIM": head_dim, "IS_ORDERED": False,
                  "HAS_LSE": True, "IS_PACKED": True, "OVERLAPS": True}  # fmt: skip
         yield Job(_merge_parts_kernel, merge, {"partial_ptr": "*fp16"})

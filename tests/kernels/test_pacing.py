@@ -63,7 +63,7 @@ def test_a_long_small_unit_waits_for_large_ones_unless_somebody_has_none() -> No
     """Of 264 units one takes 100 us: behind large ones of 30 us on all multiprocessors, or beside
     them on all but two.
     """
-    uneven = small(264, steps=4)._replace(longest_us=100.0, last_us=100.0)
+    uneven = small(264, steps=4)._replace(longest_us=100.0)
     behind = step_us(large(132), uneven, 132, CARD)
     beside = step_us(large(130, sms=130), uneven, 130, CARD)
     assert behind > beside + 30.0

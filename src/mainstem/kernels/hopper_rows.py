@@ -21,7 +21,7 @@ PANEL = gl.constexpr(64)  # dims of a row that lie together in shared memory: 12
 PANELS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 TILES = gl.constexpr(PANELS)
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as they are copied
-LEAST_PEAK = gl.constexpr(1e-30)
+LEAST_PEAK = gl.constexpr(1e-30)  # of a row, so that one of zeros can be divided by it
 
 
 def _packed(head_dim: int) -> gl.DistributedLinearLayout:
@@ -173,8 +173,8 @@ def write_rows(
     Partials.
 
     A packed row is in fp16, over its largest magnitude: half of the bytes to write and to read, and
-    nothing overflows. Beside its lse stands what to multiply it by. Its dims stand in the order in
-    which threads have them; `parts.py` puts them back.
+    nothing overflows; if that is infinite, no dim of the row is a number. Beside its lse stands
+    what to multiply it by. Its dims stand in the order in which threads have them (`parts.py`).
     """
     if is_whole:
         dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))

@@ -249,10 +249,12 @@ class SpanAttention:
         self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)
         self._plan_row = self._plan[None]
         rows = limits.partials() * self._heads
-        is_packed = self._hopper is not None
-        dtype = torch.float16 if is_packed else torch.float32
+        self._is_packed = (
+            self._hopper is not None
+        )  # Partials are: fp16, and a factor beside the lse
+        dtype, scales = (torch.float16, 2) if self._is_packed else (torch.float32, 1)
         self._partial = torch.empty((rows, self._dim), dtype=dtype, device=device)
-        self._partial_lse = torch.empty((rows, 1 + is_packed), dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty((rows, scales), dtype=torch.float32, device=device)
         self._tickets = torch.zeros(1, dtype=torch.int32, device=device)  # for pooled units
         self._staging = [
             _Staging(device) for _ in range(1 if self._is_interpreted else NUM_STAGING)
@@ -430,7 +432,7 @@ class SpanAttention:
             self._plan, self._partial, self._partial_lse, out.stride(0), out.stride(1),
             HEADS=self._heads, HEAD_DIM=self._head_dim, DIM=self._dim,
             IS_ORDERED=self._shape.fixed_stretch is not None,
-            HAS_LSE=lse is not None, IS_PACKED=self._hopper is not None, OVERLAPS=self._overlaps,
+            HAS_LSE=lse is not None, IS_PACKED=self._is_packed, OVERLAPS=self._overlaps,
             num_warps=4, **options,
         )  # fmt: skip
 

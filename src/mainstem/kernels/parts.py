@@ -7,7 +7,9 @@ attention is still running. Its programs come in as those of attention end, fetc
 what to merge, and wait for the last Partial there.
 
 Partials are rows of fp32 with an lse each, or packed (`hopper_rows.py`): rows of fp16 with an lse
-and a factor each, and in every 32 dims an order of their own.
+and a factor each, and in every 32 dims another order:
+
+    place 8 b + 2 a + c  |  dim 8 a + 2 b + c, where a and b are 0 to 3, c is 0 or 1
 """
 
 import triton
@@ -54,6 +56,7 @@ def _write(
     out_ptr, lse_ptr, stride_out_token, stride_out_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_LSE: tl.constexpr, IS_PACKED: tl.constexpr,
 ):  # fmt: skip
+    """Finished rows, dims in order."""
     if IS_PACKED:
         ROWS: tl.constexpr = merged.shape[0]
         WIDTH: tl.constexpr = merged.shape[1]

@@ -232,8 +232,10 @@ def _place_partials(spans: Spans, cut: Cut) -> _Partials:
     if not num_split:
         entries[1] = -1
         return _Partials(entries, np.empty((3, 0), np.int32), 0)
-    by_token, split = tokens.argsort(kind="stable"), np.arange(len(is_split))
-    if num_split < len(is_split):
+    by_token = tokens.argsort(kind="stable")
+    if num_split == len(is_split):
+        split = np.arange(num_split)
+    else:
         entries[1] = -1
         is_split = _split_tokens(tokens, queries, is_split)
         by_token = by_token[is_split[tokens[by_token]]]
