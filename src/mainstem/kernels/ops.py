@@ -249,9 +249,8 @@ class SpanAttention:
         self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)
         self._plan_row = self._plan[None]
         rows = limits.partials() * self._heads
-        self._is_packed = (
-            self._hopper is not None
-        )  # Partials are: fp16, and a factor beside the lse
+        # Partials in fp16, with a factor beside the lse.
+        self._is_packed = self._hopper is not None
         dtype, scales = (torch.float16, 2) if self._is_packed else (torch.float32, 1)
         self._partial = torch.empty((rows, self._dim), dtype=dtype, device=device)
         self._partial_lse = torch.empty((rows, scales), dtype=torch.float32, device=device)
