@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mainstem.apps.hub import resolve_model
+from mainstem.checkpoints.hub import resolve_model
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import sys
 
-from mainstem.apps.cli import main
+from mainstem.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

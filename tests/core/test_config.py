@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mainstem.apps.flags import add_engine_flags, engine_config
+from mainstem.cli.flags import add_engine_flags, engine_config
 from mainstem.core.config import (
     CacheConfig,
     Fetch,

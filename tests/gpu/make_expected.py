@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from mainstem import LLM, SamplingParams
-from mainstem.apps.text import Tokenizer
 from mainstem.core.request import TokenLogprobs
+from mainstem.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent.parent / "data" / "prompts50.jsonl"
 NEW_TOKENS = 64

@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mainstem.apps.bench.workloads import AttentionCase, Run
 from mainstem.kernels import Limits, SpanAttention, fused
 from mainstem.kernels.append import rope_append
 from mainstem.kernels.schedule import ALL_LAUNCHES
 from mainstem.kernels.tuning import can_overlap
+from mainstem_bench.workloads import AttentionCase, Run
 from tests.gpu.bench_fused import some
 
 pytestmark = [

@@ -10,7 +10,6 @@ if not torch.cuda.is_available():
     # Before the kernels are imported: other tests want them under the interpreter.
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from mainstem.apps.bench.workloads import AttentionCase, Run, mixed_cases
 from mainstem.core.step import Spans
 from mainstem.kernels import LayoutError, Limits, SpanAttention, reference
 from mainstem.kernels import schedule as plans
@@ -18,6 +17,7 @@ from mainstem.kernels.append import rope_append
 from mainstem.kernels.cutting import Option, Shape
 from mainstem.kernels.merge import merge
 from mainstem.kernels.rotate import rerotate
+from mainstem_bench.workloads import AttentionCase, Run, mixed_cases
 
 pytestmark = pytest.mark.gpu
 

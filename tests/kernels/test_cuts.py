@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mainstem.apps.bench.cuts import main, random_step, summary
+from mainstem_bench.cuts import main, random_step, summary
 
 pytestmark = pytest.mark.torch
 

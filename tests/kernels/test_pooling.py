@@ -6,11 +6,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mainstem.apps.bench.workloads import AttentionCase, Run
 from mainstem.kernels import schedule as plans
 from mainstem.kernels.cutting import Cut, Shape, cut_spans, unit_us
 from mainstem.kernels.pooling import pool
 from mainstem.kernels.tuning import HOPPER_SPLIT
+from mainstem_bench.workloads import AttentionCase, Run
 
 pytestmark = pytest.mark.torch
 

@@ -10,14 +10,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mainstem.apps.bench.cuts import random_step
-from mainstem.apps.bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases
 from mainstem.core.step import Spans
 from mainstem.kernels import Limits
 from mainstem.kernels import schedule as plans
 from mainstem.kernels.cutting import SMALL_TILE_KEYS, Option, Pick, Shape, first_to_end
 from mainstem.kernels.tuning import HOPPER, HOPPER_SPLIT, Tiles
 from mainstem.kernels.unshare import unshare
+from mainstem_bench.cuts import random_step
+from mainstem_bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases
 
 pytestmark = pytest.mark.torch
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mainstem import LLM, SamplingParams
-from mainstem.apps.text import Tokenizer
+from mainstem.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent.parent / "data" / "prompts50.jsonl"
 NEW_TOKENS = 64

@@ -60,7 +60,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # top tokens beside each chosen one; 0: the chosen one only
     prompt_logprobs: int | None = None
-    grammar: str | None = None  # the form of the answer, as apps/grammar.py writes it
+    grammar: str | None = None  # the form of the answer, as text/grammar.py writes it
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 

@@ -54,7 +54,7 @@ UNKNOWN_GPU = (0.6e12, 100e12, 60)
 
 
 def cards_path() -> Path:
-    """Where `mainstem bench calibrate` keeps what it measured, by device name."""
+    """Where `mainstem calibrate` keeps what it measured, by device name."""
     return cache_dir() / "cards.json"
 
 
@@ -91,8 +91,7 @@ def _read_cards(path: Path) -> dict[str, Card]:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path}: not a file of `mainstem bench calibrate` ({error}); remove it or calibrate "
-            "again"
+            f"{path}: not a file of `mainstem calibrate` ({error}); remove it or calibrate again"
         ) from error
 
 

@@ -4,12 +4,12 @@ import torch
 
 from mainstem.core.config import CacheConfig, DType, EngineConfig, Quantize
 from mainstem.core.errors import ConfigError
-from mainstem.kernels.device import available_bytes
 from mainstem.models.decoder import make_decoder, pack
 from mainstem.models.quantize import quantize_decoder
 from mainstem.models.weights import compute_dtype
 from mainstem.runner import runner as cpu
 from mainstem.runner.facts import RunnerFacts
+from mainstem.runner.machine import available_bytes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.runner import CpuRunner

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s, Runner
-from mainstem.kernels.device import available_bytes
 from mainstem.kv.transfer import LoadId, PageCopier
 from mainstem.models.decoder import Gate
+from mainstem.runner.machine import available_bytes
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.runner import CpuRunner
 from mainstem.runner.slab import HostSlab, slot_bytes

@@ -1,0 +1,218 @@
+"""The loop of a batch job: keep the engine fed in planned order, append each answer at once."""
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from time import time
+
+from mainstem.batch.ahead import Ahead
+from mainstem.batch.answer_file import AnswerFile
+from mainstem.batch.bar import JobBar
+from mainstem.batch.ordering import LengthEstimate, PlannedWindow, certain_output
+from mainstem.batch.replies import Answers, answer_row, error_row
+from mainstem.batch.rows import Row, RowError
+from mainstem.batch.summary import Summary
+from mainstem.batch.supply import Supply
+from mainstem.batch.windows import Failure
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.request import Delivery, SamplingParams
+from mainstem.text.text_engine import TextEngine, TextOutput
+
+OTHER_MODELS = 100  # different names that are counted
+
+
+@dataclass(frozen=True, slots=True)
+class JobConfig:
+    """How a job is run."""
+
+    model_name: str  # as answers tell it
+    seed: int = 0  # from which rows that bring none get theirs
+
+
+@dataclass(slots=True)
+class _Open:
+    """A row that is being answered, and the rows that get the same answer."""
+
+    row: Row
+    copies: list[Row]
+    template: int
+    answers: Answers
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """A row that is ready to be submitted."""
+
+    row: Row
+    copies: list[Row]
+    prompt_ids: "array[int]"
+    template: int
+    plan_place: int | None
+    new_tokens: int  # likely to be computed
+
+
+class Job:
+    """Answers windows of rows. `should_stop` is asked between steps."""
+
+    def __init__(
+        self,
+        engine: TextEngine,
+        out: AnswerFile,
+        config: JobConfig,
+        summary: Summary,
+        should_stop: Callable[[], bool],
+        bar: JobBar,
+    ) -> None:
+        self._engine = engine
+        self._out = out
+        self._config = config
+        self._summary = summary
+        self._should_stop = should_stop
+        self._bar = bar
+        self._estimate = LengthEstimate()
+        self._open: dict[str, _Open] = {}
+        summary.counters.attach(engine.engine.bus)
+        self._supply = Supply(engine.engine.step_tokens)
+
+    def run(self, windows: Ahead[PlannedWindow]) -> None:
+        """Until everything is answered or `should_stop`; raises what ended `windows` early."""
+        ready: Iterator[_Next] = iter(())
+        upcoming = next(ready, None)
+        while not self._should_stop():
+            if upcoming is None and not windows.is_ended:
+                is_idle = not self._engine.has_work
+                window = windows.wait(self._should_stop) if is_idle else windows.poll()
+                if window is not None:
+                    ready = self._take(window)
+                    upcoming = next(ready, None)
+                    continue
+            self._supply.begin_step()
+            while upcoming is not None and self._supply.has_room(self._num_waiting):
+                self._submit(upcoming)
+                upcoming = next(ready, None)
+            if self._engine.has_work:
+                for output in self._engine.step():
+                    self._hear(output)
+            elif upcoming is None and windows.is_ended:
+                if windows.fault is not None:
+                    raise windows.fault
+                self._summary.is_complete = True
+                return
+
+    # --- rows to the engine ---------------------------------------------------------------------
+
+    def _take(self, planned: PlannedWindow) -> Iterator[_Next]:
+        """Write the failures of a window and hand out its rows in order."""
+        window, summary = planned.window, self._summary
+        summary.windows += 1
+        summary.plan_s += planned.plan_s
+        summary.rows = window.num_rows_read
+        summary.skipped += window.num_skipped
+        self._bar.show_window(window.num_rows_read, window.num_skipped, window.progress)
+        for failure in window.failures:
+            self._fail(failure)
+        for row in window.rows:
+            if row.model not in (None, self._config.model_name):
+                self._note_model(str(row.model))
+        return self._in_order(planned)
+
+    def _in_order(self, planned: PlannedWindow) -> Iterator[_Next]:
+        rows, prompts = planned.window.rows, planned.window.prompts
+        for stretch in planned.stretches(self._estimate):
+            first: int | None = None
+            if stretch.shared_with_next is not None:
+                first = self._engine.expect(stretch.shared_with_next)
+            parts = (stretch.row_indices, stretch.templates, stretch.new_tokens)
+            places = zip(*(part.tolist() for part in parts), strict=True)
+            for offset, (index, template, new_tokens) in enumerate(places):
+                ids = array("i")
+                ids.frombytes(prompts[index].tobytes())
+                place = None if first is None else first + offset
+                equals = [rows[copy] for copy in planned.copies[index]]
+                yield _Next(rows[index], equals, ids, template, place, new_tokens)
+
+    @property
+    def _num_waiting(self) -> int:
+        return self._engine.engine.num_waiting
+
+    def _submit(self, item: _Next) -> None:
+        row = item.row
+        request_id = str(row.line)
+        expected = certain_output(row.sampling)
+        if expected is None:
+            expected = self._estimate.expect(item.template, row.sampling.max_tokens)
+        try:
+            self._engine.submit(
+                request_id,
+                item.prompt_ids,
+                seeded(row, self._config.seed),
+                Delivery.AT_END,
+                salt=row.salt,
+                priority=row.priority,
+                plan_place=item.plan_place,
+                expected_tokens=expected,
+            )
+        except InvalidRequest as error:
+            fault = RowError("invalid_value", str(error), error.field)
+            for failed in (row, *item.copies):
+                self._fail(Failure(failed.line, failed.custom_id, fault))
+            return
+        answers = Answers(len(item.prompt_ids), row.sampling)
+        self._open[request_id] = _Open(row, item.copies, item.template, answers)
+        self._supply.note(item.new_tokens, row.sampling.n)
+
+    # --- answers to the file --------------------------------------------------------------------
+
+    def _hear(self, output: TextOutput) -> None:
+        opened = self._open.get(output.request_id)
+        if opened is None:
+            return  # the other answers to a row that failed
+        if output.fault is not None:
+            self._give_up(output.request_id, opened, output.fault)
+            return
+        answers = opened.answers
+        answers.add(output)
+        if not answers.is_finished:
+            return
+        del self._open[output.request_id]
+        for answer in answers.answers:
+            self._estimate.observe(opened.template, len(answer.token_ids))
+        self._answer(opened.row, answers)
+        answers.cached_tokens = answers.prompt_tokens  # a copy computes nothing
+        for row in opened.copies:
+            self._answer(row, answers)
+            self._summary.deduplicated += 1
+            self._summary.deduplicated_tokens += answers.prompt_tokens * row.sampling.n
+
+    def _give_up(self, request_id: str, opened: _Open, reason: str) -> None:
+        """Steps failed over a row whenever it was tried: it and its copies are error rows."""
+        del self._open[request_id]
+        self._engine.abort(request_id)
+        fault = RowError("engine_failed", f"steps failed over this row: {reason}")
+        for row in (opened.row, *opened.copies):
+            self._fail(Failure(row.line, row.custom_id, fault))
+
+    def _answer(self, row: Row, answers: Answers) -> None:
+        name, tokenizer = self._config.model_name, self._engine.tokenizer
+        self._out.append(answer_row(row, answers, name, tokenizer, int(time())))
+        self._summary.answered += 1
+        self._bar.show_row()
+
+    def _fail(self, failure: Failure) -> None:
+        self._out.append(error_row(failure.line, failure.custom_id, failure.error))
+        self._summary.failed += 1
+        self._summary.errors[failure.error.code] += 1
+        self._bar.show_row()
+
+    def _note_model(self, name: str) -> None:
+        counted = self._summary.other_models
+        counted[name if name in counted or len(counted) < OTHER_MODELS else "..."] += 1
+
+
+def seeded(row: Row, seed: int) -> SamplingParams:
+    """A row without a seed gets one from its id, so that a resumed job says the same."""
+    if row.sampling.is_greedy or row.sampling.seed is not None:
+        return row.sampling
+    digest = blake2b(f"{seed} {row.custom_id}".encode(), digest_size=8).digest()
+    return replace(row.sampling, seed=int.from_bytes(digest, "little", signed=True))

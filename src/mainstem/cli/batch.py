@@ -1,0 +1,195 @@
+"""`mainstem batch IN -o OUT`: answers a file of requests, one JSON line each, resumable.
+
+IN is OpenAI's batch format (/v1/chat/completions, /v1/completions), or lines with a "prompt" (text
+or token ids) or "messages" and sampling fields beside it. Files may end in .gz or .zst; - is
+standard input or output. Each answer is appended as soon as it is known; a line that cannot be
+answered becomes an error row, and the others go on.
+
+Exit status: 0 all rows answered, 1 some failed or the job broke off, 2 the call was wrong,
+130 stopped by Ctrl-C (go on with --resume).
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from pathlib import Path
+from time import perf_counter
+
+from mainstem.batch.ahead import Ahead
+from mainstem.batch.answer_file import AnswerFile, Existing
+from mainstem.batch.bar import JobBar
+from mainstem.batch.files import FileFault, InputFile
+from mainstem.batch.job import Job, JobConfig
+from mainstem.batch.ordering import PlannedWindow, WindowPlanner
+from mainstem.batch.rows import RowParser
+from mainstem.batch.summary import Summary
+from mainstem.batch.windows import WindowReader
+from mainstem.cli.flags import (
+    DRAW_FLAGS,
+    add_draw_flags,
+    add_engine_flags,
+    add_generation_flag,
+    engine_config,
+    model_defaults,
+)
+from mainstem.cli.stop_signals import StopSignals
+from mainstem.core.config import EngineConfig
+from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.plan.planner import PlanConfig
+from mainstem.text.text_engine import TextEngine
+
+MIB = 1 << 20
+LARGEST_WINDOW_MIB = 2048
+DEFAULT_FLAGS = ["max_tokens", *DRAW_FLAGS, "stop", "ignore_eos"]  # fields of SamplingParams
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "mainstem batch",
+        usage="%(prog)s IN -o OUT [--resume | --overwrite] [flags]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("input", metavar="IN", help="JSON lines, also .gz or .zst; -: standard input")
+    made.add_argument("-o", "--output", required=True, metavar="OUT", help="-: standard output")
+    existing = made.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="go on with an OUT that is there")
+    existing.add_argument("--overwrite", action="store_true", help="replace an OUT that is there")
+    made.add_argument("--no-plan", action="store_true", help="keep the input's order")
+    made.add_argument("--no-dedupe", action="store_true", help="answer equal greedy rows each")
+    made.add_argument(
+        "--levels", type=int, default=PlanConfig().levels, metavar="N",
+        help="of shared prefixes; 1: BatchLLM's single level (%(default)s)",
+    )  # fmt: skip
+    made.add_argument(
+        "--window-mib", type=int, metavar="N",
+        help="memory for rows that are planned together (an eighth of what is free)",
+    )  # fmt: skip
+    made.add_argument("--summary-json", type=Path, metavar="FILE", help="also write the summary")
+    made.add_argument("--no-progress", action="store_true", help="no progress bar")
+    _add_default_flags(made)
+    add_engine_flags(made)
+    return made
+
+
+def _add_default_flags(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("for rows that do not say")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help="(16 for prompts, the context for chats)"
+    )
+    add_draw_flags(group, {})
+    add_generation_flag(group)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before it; repeatable")
+    group.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="go on to --max-tokens"
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N",
+        help="a row's own seed is made of this and its custom_id (%(default)s)",
+    )  # fmt: skip
+
+
+def open_engine(config: EngineConfig) -> TextEngine:
+    """The model's engine, as LLM makes it."""
+    from mainstem.llm import LLM  # noqa: PLC0415  # brings torch; wrong calls end before
+
+    return LLM.from_config(config).text_engine
+
+
+def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engine) -> int:
+    """Exit status as above; what is wrong with the call is raised as a MainstemError."""
+    args = parser().parse_args(argv)
+    config = engine_config(args)
+    defaults = _defaults(args)
+    RowParser(defaults)  # raises if they are not valid
+    plan_config = PlanConfig(levels=args.levels)
+    planner = WindowPlanner(None if args.no_plan else plan_config, not args.no_dedupe)
+    window_bytes = _window_bytes(args.window_mib)
+    if args.summary_json is not None:
+        _try_summary(args.summary_json)
+    summary = Summary(args.input, args.output, config.model.model)
+    stop = StopSignals()
+    with closing(InputFile(args.input)) as source:
+        if source.is_same_file(args.output):
+            raise InvalidRequest("-o", "is the input itself")
+        with AnswerFile(args.output, _existing(args)) as out:
+            summary.failed_before = out.done.num_failed
+            engine = load(config)
+            limit = engine.engine.max_model_len
+            tokenizer = engine.tokenizer
+            row_parser = RowParser(model_defaults(args, tokenizer) | defaults)
+            reader = WindowReader(source, tokenizer, row_parser, out.done, limit, window_bytes)
+            with closing(engine.engine), JobBar(summary, not args.no_progress) as bar:
+                job_config = JobConfig(config.model.model, args.seed)
+                job = Job(engine, out, job_config, summary, stop.is_set, bar)
+                fault = _run(job, map(planner.plan, reader), out, summary, stop)
+    print(summary.to_text(), file=sys.stderr)
+    if fault is not None:
+        print(f"mainstem batch: {fault}", file=sys.stderr)
+    if args.summary_json is not None:
+        said = json.dumps(summary.to_json(), indent=1) + "\n"
+        args.summary_json.write_text(said, encoding="utf-8")
+    if stop.received is not None:
+        return 128 + stop.received
+    has_failed = fault is not None or summary.failed or summary.failed_before
+    return 1 if has_failed else 0
+
+
+def _run(
+    job: Job,
+    planned: Iterable[PlannedWindow],
+    out: AnswerFile,
+    summary: Summary,
+    stop: StopSignals,
+) -> FileFault | None:
+    """Run the job; a file that fails ends it and is returned, since the summary is still owed."""
+    began_s = perf_counter()
+    windows: Ahead[PlannedWindow] | None = None
+    try:
+        with stop.caught():
+            out.start()
+            windows = Ahead(planned)
+            job.run(windows)
+            out.finish()
+    except FileFault as fault:
+        summary.is_complete = False
+        return fault
+    finally:
+        summary.seconds = perf_counter() - began_s
+        if windows is not None:
+            windows.close()
+    return None
+
+
+def _existing(args: argparse.Namespace) -> Existing:
+    if args.resume:
+        return Existing.RESUME
+    return Existing.OVERWRITE if args.overwrite else Existing.REFUSE
+
+
+def _defaults(args: argparse.Namespace) -> dict[str, object]:
+    """Sampling fields that were given as flags."""
+    values = {name: getattr(args, name) for name in DEFAULT_FLAGS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _window_bytes(window_mib: int | None) -> int:
+    if window_mib is None:
+        from mainstem.runner.machine import describe_cpu  # noqa: PLC0415  # brings torch
+
+        free_mib = describe_cpu().free_bytes // MIB
+        return MIB * min(LARGEST_WINDOW_MIB, max(32, free_mib // 8))
+    if window_mib < 1:
+        raise ConfigError(f"--window-mib must be at least 1, got {window_mib}")
+    return MIB * window_mib
+
+
+def _try_summary(path: Path) -> None:
+    """Raise InvalidRequest where no summary can be written, before the job and not after it."""
+    if not path.parent.is_dir():
+        raise InvalidRequest("--summary-json", f"{path.parent} does not exist")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InvalidRequest("--summary-json", f"{path} cannot be written")

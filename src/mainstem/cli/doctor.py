@@ -1,0 +1,159 @@
+"""`mainstem doctor`: what this machine has, and what will be used and why."""
+
+import argparse
+import json
+import platform
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from mainstem import __version__
+from mainstem.checkpoints.hub import ModelRecord, ModelState, list_models
+from mainstem.core.config import Device, StoreConfig, cache_dir
+from mainstem.core.tables import gigabytes
+from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_devices, describe_torch
+
+Section = dict[str, object]
+
+CONVERSION_BYTES = 1_000_000_000  # free disk that fetching and converting the default needs
+
+
+def report() -> dict[str, object]:
+    """Everything doctor knows, as JSON values: system, devices, torch, cache, use, warnings."""
+    devices, libraries, models = describe_devices(), describe_torch(), list_models()
+    free_bytes = shutil.disk_usage(_existing(cache_dir())).free
+    return {
+        "mainstem": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "devices": [asdict(device) for device in devices],
+        "torch": asdict(libraries),
+        "cache": _cache(models, free_bytes),
+        "use": plan_use(devices, libraries),
+        "warnings": find_warnings(devices[-1], models[0], free_bytes),
+    }
+
+
+def plan_use(devices: list[DeviceFacts], libraries: TorchFacts) -> Section:
+    """What the engine will take by default on these devices: device, dtype, attention, reasons."""
+    usable = {device.value for device in Device}
+    device = next(device for device in devices if device.kind in usable)
+    if device.has_fast_bf16:
+        dtype, why_dtype = "the checkpoint's own", f"{device.name} has fast bf16"
+    elif device.kind == "cuda":
+        dtype, why_dtype = "float16", f"{device.name} has no fast bf16"
+    else:
+        dtype = "float32"
+        why_dtype = (
+            f"{device.name} has no bf16 instructions, and torch's 16-bit GEMMs then run 100 to 270 "
+            "times slower than fp32 (measured on Neoverse-N1); 16-bit checkpoints are upcast"
+        )
+    if device.kind == "cuda" and libraries.can_compile_triton:
+        attention = "spans in one Triton launch per layer"
+    else:
+        attention = "spans through torch's CPU flash attention, merged by log-sum-exp in fp32"
+    idle = [other.name for other in devices if other.kind not in usable]
+    return {
+        "device": device.kind,
+        "why_device": f"{', '.join(idle)} found, not used by this version" if idle else device.name,
+        "dtype": dtype,
+        "why_dtype": why_dtype,
+        "attention": attention,
+        "threads": libraries.num_threads,
+        "store": _store_words(StoreConfig(), devices[-1].free_bytes),
+    }
+
+
+def _store_words(config: StoreConfig, free_bytes: int) -> str:
+    """Where pages go that the device has no room for, and how to have more."""
+    policy = f"{config.policy.value} policy, fetch {config.fetch.value}, preload {config.preload}"
+    if config.host_bytes == 0:
+        return (
+            f"pages on the device only; --host-gb (of {gigabytes(free_bytes)}) and --disk-dir "
+            f"(at most --disk-gb {config.disk_gb:g}) keep more: {policy}"
+        )
+    return f"{gigabytes(config.host_bytes)} of host memory, disk {config.disk_dir}: {policy}"
+
+
+def find_warnings(cpu: DeviceFacts, default: ModelRecord, free_disk_bytes: int) -> list[str]:
+    """What a user should know before the first run."""
+    warnings = []
+    if default.state is not ModelState.READY and free_disk_bytes < CONVERSION_BYTES:
+        warnings.append(
+            f"{cache_dir()} has {gigabytes(free_disk_bytes)} free; {default.name} needs "
+            f"{gigabytes(CONVERSION_BYTES)} while it is converted (MAINSTEM_CACHE moves the cache)"
+        )
+    if default.state is ModelState.DAMAGED:
+        warnings.append(f"the cached {default.name} is damaged and will be rebuilt at the next use")
+    if 0 < cpu.free_bytes < 2_000_000_000:
+        warnings.append(f"only {gigabytes(cpu.free_bytes)} of memory is available")
+    return warnings
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("mainstem doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    found = report()
+    print(json.dumps(found, indent=2) if args.json else as_text(found))
+    return 0
+
+
+def as_text(found: dict[str, object]) -> str:
+    """The report for people: facts first, then what will be used and why."""
+    devices, libraries, cache, use = (found[key] for key in ("devices", "torch", "cache", "use"))
+    assert isinstance(devices, list)
+    assert isinstance(libraries, dict)
+    assert isinstance(cache, dict)
+    assert isinstance(use, dict)
+    lines = [("mainstem", f"{found['mainstem']}, Python {found['python']}, {found['system']}")]
+    for device in devices:
+        units = "cores" if device["kind"] == "cpu" else "SMs"
+        flags = " ".join(device["features"]) or "no features of note"
+        lines.append((device["kind"], f"{device['name']}, {device['num_units']} {units}, {flags}"))
+        memory = f"{gigabytes(device['memory_bytes'])}, {gigabytes(device['free_bytes'])} available"
+        lines.append(("  memory", memory))
+    cuda = f"CUDA {libraries['cuda_version']}" if libraries["cuda_version"] else "CPU build"
+    lines.append(("torch", f"{libraries['version']}, {cuda}, {libraries['num_threads']} threads"))
+    lines.append(("triton", _triton_words(libraries)))
+    lines.append(("cache", f"{cache['path']}, {gigabytes(cache['free_bytes'])} free on disk"))
+    for model in cache["models"]:
+        words = f"{model['name']}: {model['state']}, {gigabytes(model['bytes'])}, {model['origin']}"
+        lines.append(("  model", words))
+    lines.append(("", ""))
+    lines.append(("will use", f"{use['device']} ({use['why_device']}), {use['threads']} threads"))
+    lines.append(("  dtype", f"{use['dtype']}: {use['why_dtype']}"))
+    lines.append(("  attention", str(use["attention"])))
+    lines.append(("  store", str(use["store"])))
+    warnings = found["warnings"]
+    assert isinstance(warnings, list)
+    lines += [("warning", str(warning)) for warning in warnings]
+    return "\n".join(f"{name:<12}{words}".rstrip() for name, words in lines)
+
+
+def _triton_words(libraries: Section) -> str:
+    if libraries["triton_version"] is None:
+        return "not installed"
+    if libraries["can_compile_triton"]:
+        return f"{libraries['triton_version']}, compiles for the GPU"
+    return f"{libraries['triton_version']}, no GPU: interpreter only, for tests"
+
+
+def _cache(models: list[ModelRecord], free_bytes: int) -> Section:
+    """Where converted models live, what is there, and how much more fits."""
+    entries = [
+        {
+            "name": record.name,
+            "path": str(record.path) if record.path else None,
+            "bytes": record.num_bytes,
+            "state": record.state.value,
+            "origin": record.origin,
+        }
+        for record in models
+    ]
+    return {"path": str(cache_dir()), "free_bytes": free_bytes, "models": entries}
+
+
+def _existing(path: Path) -> Path:
+    """The path, or its nearest ancestor that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())

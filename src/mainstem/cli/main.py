@@ -1,0 +1,101 @@
+"""The `mainstem` command: finds the subcommand, which parses its own flags."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from io import TextIOWrapper
+
+from mainstem import __version__
+from mainstem.core.errors import MainstemError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Where a command's `main(argv) -> exit status` is; imported when it is called."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "generate": Command("mainstem.cli.generate", "answer one prompt, streaming"),
+    "chat": Command("mainstem.cli.chat", "talk with a model in the terminal"),
+    "demo": Command("mainstem.cli.demo", "questions over shared documents, sharing on and off"),
+    "serve": Command("mainstem.cli.serve", "an OpenAI-compatible server with a page"),
+    "batch": Command("mainstem.cli.batch", "answer a file of requests, planned and resumable"),
+    "plan": Command("mainstem.cli.plan", "what a batch of prompts shares, and the best order"),
+    "bench": Command("mainstem_bench.cli", "measure the parts and the whole"),
+    "simulate": Command("mainstem.cli.simulate", "what a tiered KV store would save on a trace"),
+    "capacity": Command("mainstem.cli.capacity", "storage that a hit rate needs"),
+    "calibrate": Command("mainstem.cli.calibrate", "measure this device for the cost model"),
+    "cache": Command("mainstem.cli.cache", "saved pages on disk: what is there, is it sound"),
+    "models": Command("mainstem.cli.models", "the embedded model and what is cached"),
+    "doctor": Command("mainstem.cli.doctor", "what this machine has and what will be used"),
+}
+
+
+# package that may be missing -> the extra that brings it
+EXTRAS = {"starlette": "server", "uvicorn": "server", "matplotlib": "plot", "gguf": "smollm2"}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: mainstem COMMAND [flags]",
+            "",
+            "LLM inference for work whose context is shared.",
+            "",
+            *lines,
+            "",
+            "`mainstem COMMAND --help` tells a command's flags; `mainstem --version` the version.",
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point: exit status 0 done, 1 the work failed, 2 the call was wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack what a model says
+        sys.stdout.reconfigure(errors="replace")
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version"):
+        print(f"mainstem {__version__}")
+        return 0
+    command = COMMANDS.get(argv[0])
+    if command is None:
+        print(f"mainstem: no command {argv[0]!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    return run(argv[0], command, argv[1:])
+
+
+def run(name: str, command: Command, argv: list[str]) -> int:
+    """The command's exit status; what it raises on purpose, or the system did, in a sentence."""
+    try:
+        call: Callable[[list[str]], int] = import_module(command.module).main
+        return call(argv)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get(error.name or "")
+        if extra is None:
+            raise
+        print(f"mainstem {name} needs more: pip install 'mainstem[{extra}]'", file=sys.stderr)
+        return 2
+    except MainstemError as error:
+        print(f"mainstem {name}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader left; Python would complain again at exit
+        return 1
+    except OSError as error:  # a full disk, a lost mount: nothing that a traceback explains
+        print(f"mainstem {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

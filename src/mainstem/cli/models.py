@@ -1,0 +1,53 @@
+"""`mainstem models`: the embedded default, what is cached, and how large it is."""
+
+import argparse
+import json
+
+from mainstem.checkpoints.embedded import SMOLLM2, Check
+from mainstem.checkpoints.hub import list_models, resolve_model
+from mainstem.checkpoints.progress import StageBar
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.tables import gigabytes, table
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser("mainstem models", description=__doc__)
+    made.add_argument("--json", action="store_true", help="one JSON object a line")
+    made.add_argument("--fetch", metavar="MODEL", help="fetch (and convert) a model now")
+    made.add_argument(
+        "--verify",
+        metavar="MODEL",
+        help=f"check every byte of {SMOLLM2.name}, and make it anew if one is wrong",
+    )
+    return made
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    if args.verify not in (None, SMOLLM2.name):
+        raise InvalidRequest("--verify", f"only {SMOLLM2.name} comes with sums to compare with")
+    if args.fetch or args.verify:
+        check = Check.HASHES if args.verify else Check.SIZES
+        with StageBar() as bar:
+            folder = resolve_model(args.fetch or args.verify, bar, check)
+        print(folder)
+        return 0
+    records = list_models()
+    if args.json:
+        for record in records:
+            entry = {
+                "name": record.name,
+                "path": str(record.path) if record.path else None,
+                "bytes": record.num_bytes,
+                "state": record.state.value,
+                "origin": record.origin,
+            }
+            print(json.dumps(entry))
+        return 0
+    rows = [
+        [r.name, r.state.value, gigabytes(r.num_bytes), r.origin, str(r.path or "")]
+        for r in records
+    ]
+    print(table(["model", "state", "size", "origin", "folder"], rows))
+    print("\nAny folder in Hugging Face layout or hub id (owner/name) works as --model too.")
+    return 0

@@ -1,0 +1,317 @@
+"""`mainstem serve`: an OpenAI-compatible server; see docs/serve.md."""
+
+import argparse
+import asyncio
+import logging
+import re
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from time import time
+
+import uvicorn
+
+from mainstem.cli.batch import open_engine
+from mainstem.cli.flag_types import not_negative, positive, positive_count
+from mainstem.cli.flags import (
+    add_engine_flags,
+    add_generation_flag,
+    engine_config,
+    model_defaults,
+)
+from mainstem.core.config import EngineConfig
+from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.server.apps_registry import App, AppRegistry
+from mainstem.server.auth import Access, KeyRing
+from mainstem.server.connection import guarded_by
+from mainstem.server.file_shelf import lock_folder
+from mainstem.server.gateway import Gateway, ServedModel
+from mainstem.server.limits import Limits
+from mainstem.server.live import Live
+from mainstem.server.logs import LEVELS, set_up_logs
+from mainstem.server.metrics import ServerMetrics
+from mainstem.server.routes import make_app
+from mainstem.server.store_log import StoreLog
+from mainstem.server.worker import Worker, WorkerState
+from mainstem.text.session_file import SessionFile
+from mainstem.text.sessions import SessionLimits, Sessions, tokenizer_identity
+from mainstem.text.text_engine import TextEngine
+
+MIB = 1 << 20
+GIB = 1 << 30
+GRACE_S = 5.0  # after the deadline, for last words to be sent
+SESSIONS_FILE = "sessions.sqlite"
+SWITCH_S = 0.001  # the engine gives the interpreter up so often while HTTP waits for it
+BACKLOG = 2048  # connections that wait to be accepted
+
+log = logging.getLogger("mainstem.server")
+
+
+def origin(text: str) -> str:
+    """A site as browsers name it: scheme and host in small letters, a port unless it goes without
+    saying. Another spelling would never be met."""
+    site = re.fullmatch(r"(https?)://([\w.-]+|\[[\da-f:.]+\])(:\d+)?", text.lower(), re.ASCII)
+    if text != "*" and site is None:
+        raise argparse.ArgumentTypeError(f"must be like https://example.com, or *, got {text}")
+    return text.lower().removesuffix(":443" if site and site[1] == "https" else ":80")
+
+
+def parser() -> argparse.ArgumentParser:
+    defaults = Limits()
+    made = argparse.ArgumentParser("mainstem serve", usage="%(prog)s [flags]", description=__doc__)
+    made.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    made.add_argument("--port", type=int, default=8000, metavar="N", help="0: any free one (8000)")
+    made.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="what clients call it (--model)"
+    )
+    made.add_argument(
+        "--app",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="a system prompt, computed at start; repeatable",
+    )
+    made.add_argument(
+        "--allowed-origins",
+        type=origin,
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="sites whose pages may call the server from a browser; *: any (none)",
+    )
+    made.add_argument("--api-key-file", type=Path, metavar="FILE", help="lines of name:key")
+    made.add_argument("--admin-key-file", type=Path, metavar="FILE", help="opens /admin/")
+    made.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="keeps files, batches and sessions; without it, /v1/files and /v1/batches are closed",
+    )
+    made.add_argument(
+        "--shutdown-s",
+        type=not_negative,
+        default=30.0,
+        metavar="S",
+        help="time to finish answers (30)",
+    )
+    add_generation_flag(made)
+    made.add_argument("--log-level", choices=LEVELS, default="info", help="(info)")
+    limits = made.add_argument_group("limits")
+    limits.add_argument(
+        "--max-queue",
+        type=positive_count,
+        default=defaults.open_answers,
+        metavar="N",
+        help=f"answers running and waiting; more get 429 ({defaults.open_answers})",
+    )
+    limits.add_argument(
+        "--rate-limit",
+        type=positive_count,
+        metavar="N",
+        help="requests per minute of a key (no limit)",
+    )
+    limits.add_argument(
+        "--max-concurrent",
+        type=positive_count,
+        metavar="N",
+        help="open requests of a key (no limit)",
+    )
+    kept = SessionLimits()
+    limits.add_argument(
+        "--max-sessions",
+        type=positive_count,
+        default=kept.max_sessions,
+        metavar="N",
+        help=f"conversations remembered ({kept.max_sessions})",
+    )
+    limits.add_argument(
+        "--session-ttl-s",
+        type=positive,
+        default=kept.ttl_s,
+        metavar="S",
+        help=f"unused ones are forgotten after so long ({kept.ttl_s:g})",
+    )
+    limits.add_argument(
+        "--max-upload-mib",
+        type=positive_count,
+        default=defaults.upload_bytes // MIB,
+        metavar="N",
+        help="size of an uploaded file (%(default)s)",
+    )
+    limits.add_argument(
+        "--max-body-mib",
+        type=positive_count,
+        default=defaults.body_bytes // MIB,
+        metavar="N",
+        help="size of any other request (%(default)s)",
+    )
+    limits.add_argument(
+        "--max-stored-gib",
+        type=positive,
+        default=defaults.stored_bytes / GIB,
+        metavar="N",
+        help="files of a key together, answers of its batches included (%(default)g)",
+    )
+    limits.add_argument(
+        "--max-files",
+        type=positive_count,
+        default=defaults.stored_files,
+        metavar="N",
+        help="files of a key (%(default)s)",
+    )
+    limits.add_argument(
+        "--file-ttl-s",
+        type=positive,
+        default=defaults.file_ttl_s,
+        metavar="S",
+        help=f"files and ended batches are removed after so long ({defaults.file_ttl_s:.0f})",
+    )
+    add_engine_flags(made)
+    return made
+
+
+def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = open_engine) -> int:
+    """Serve until SIGTERM or SIGINT: 0 then, 1 when the engine was lost.
+
+    What is wrong with the flags is found before the model is loaded.
+    """
+    args = parser().parse_args(argv)
+    config = engine_config(args)
+    limits = Limits(
+        body_bytes=args.max_body_mib * MIB,
+        upload_bytes=args.max_upload_mib * MIB,
+        open_answers=args.max_queue,
+        requests_per_minute=args.rate_limit,
+        open_requests=args.max_concurrent,
+        stored_bytes=int(args.max_stored_gib * GIB),
+        stored_files=args.max_files,
+        file_ttl_s=args.file_ttl_s,
+    )
+    apps = AppRegistry([App.from_flag(flag) for flag in args.app])
+    keys = None if args.api_key_file is None else KeyRing.load(args.api_key_file)
+    admin_keys = None if args.admin_key_file is None else KeyRing.load(args.admin_key_file)
+    sessions = Sessions(SessionLimits(args.session_ttl_s, args.max_sessions))
+    folder = _data_folder(args.data_dir, config.store.disk_dir)
+    names = tuple(args.served_model_name or [Path(config.model.model).name])
+    with _bind(args.host, args.port) as listener:
+        set_up_logs(args.log_level)
+        sys.setswitchinterval(SWITCH_S)
+        if keys is None and not _is_loopback(args.host):
+            log.warning("anybody who reaches this address may use it; see --api-key-file")
+        log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes
+        engine = make_engine(config)
+        metrics = ServerMetrics(engine.engine.bus, names[0])
+        StoreLog(engine.engine.bus)
+        gateway = Gateway(
+            Worker(engine),
+            ServedModel(names, int(time()), model_defaults(args, engine.tokenizer)),
+            Access(keys, admin_keys),
+            apps,
+            limits,
+            Live(names[0], metrics.counters),
+            metrics,
+            sessions,
+        )
+        if args.data_dir is not None:
+            gateway.open_desk(args.data_dir)
+        if folder is not None:
+            identity = tokenizer_identity(engine.tokenizer)
+            gateway.keep_sessions(SessionFile(folder / SESSIONS_FILE, identity))
+        _check_apps(gateway)
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.info("listening", extra={"facts": {"url": url, "model": names[0]}})
+        Server(gateway, args.shutdown_s, args.allowed_origins).run(sockets=[listener])
+    return 1 if gateway.worker.state is WorkerState.FAILED else 0
+
+
+def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:
+    """Where to keep what outlives the process, made if need be; None: nowhere."""
+    folder = given if given is not None or disk_dir is None else Path(disk_dir)
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--data-dir {folder}: {error.strerror}") from None
+    if given is not None:
+        lock_folder(given).close()  # for good once the model is there; this one fails sooner
+    return folder
+
+
+def _check_apps(gateway: Gateway) -> None:
+    """Raise ConfigError if an app's prompt leaves no room for an answer."""
+    for name in gateway.apps.names:
+        app = gateway.apps.find(name)
+        assert app is not None
+        try:
+            gateway.filler.prefixes(app)
+        except InvalidRequest as error:
+            raise ConfigError(f"--app {name}: {error}") from None
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that listens; raises ConfigError.
+
+    Whoever connects while the model is loaded waits for it, and a second server on the same port
+    hears at once that it is taken, not when its own model is there.
+    """
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"port must be between 0 and 65535, got {port}")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
+    return bound
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with a deadline for open answers and without dying of the signal that ends it."""
+
+    def __init__(self, gateway: Gateway, shutdown_s: float, origins: Sequence[str] = ()) -> None:
+        config = uvicorn.Config(
+            make_app(gateway, origins),
+            loop="uvloop",
+            http=guarded_by(gateway.limits),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=int(shutdown_s + GRACE_S),
+        )
+        super().__init__(config)
+        self.gateway = gateway
+        self._shutdown_s = shutdown_s
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """The first signal lets answers finish, the second does not."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        gateway = self.gateway
+        gateway.is_draining = True
+        log.info("going down", extra={"facts": {"open_requests": gateway.worker.num_open}})
+        late = "the server is going down"
+        asyncio.get_running_loop().call_later(self._shutdown_s, gateway.worker.fail_open, late)
+        await super().shutdown(sockets)

@@ -1,0 +1,181 @@
+"""`mainstem simulate TRACE`: what a tiered KV store would save on this workload, and what it costs.
+
+Replays a trace through the policy that the engine's store uses. With several policies or sizes
+(comma lists) each combination is one line of the answer and one bar of the plot.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from mainstem.cli.flag_types import (
+    comma_list,
+    member_of,
+    not_negative,
+    not_negative_count,
+    positive,
+    positive_count,
+)
+from mainstem.cli.trace_flags import add_trace_flags, read_options, warn_if_nothing_is_shared
+from mainstem.core.errors import ConfigError
+from mainstem.core.tables import table
+from mainstem.kv.policy import HEADROOM, PolicyKind
+from mainstem.simulate.plots import plot_reports, require_matplotlib
+from mainstem.simulate.service import Prices, ServiceRates
+from mainstem.simulate.simulator import Queue, Report, SimulationConfig, simulate
+from mainstem.simulate.traces import Trace, read_trace
+
+
+def parser() -> argparse.ArgumentParser:
+    rates, prices = ServiceRates(), Prices()
+    made = argparse.ArgumentParser(
+        prog="mainstem simulate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_trace_flags(made)
+    store = made.add_argument_group("store")
+    store.add_argument(
+        "--policy",
+        type=comma_list(member_of(PolicyKind)),
+        default=[PolicyKind.LOOKAHEAD],
+        metavar="KIND",
+        help="lookahead, lru, fifo or belady (lookahead)",
+    )
+    sizes = comma_list(not_negative)
+    store.add_argument("--host-gb", type=sizes, required=True, metavar="GB", help="host memory")
+    store.add_argument("--disk-gb", type=sizes, default=[0.0], metavar="GB", help="disk (0)")
+    store.add_argument(
+        "--lookahead",
+        type=not_negative_count,
+        metavar="N",
+        help="waiting requests known ((host + disk) / mean size of a request; belady: all)",
+    )
+    store.add_argument(
+        "--headroom",
+        type=not_negative,
+        default=HEADROOM,
+        metavar="X",
+        help=f"share of the host kept free, where there is a disk ({HEADROOM})",
+    )
+    world = made.add_argument_group("service")
+    world.add_argument(
+        "--queue",
+        choices=[member.value for member in Queue],
+        default=Queue.SATURATED.value,
+        help="saturated: requests always wait; arrivals: as the trace says (saturated)",
+    )
+    world.add_argument(
+        "--warmup", type=not_negative_count, default=0, metavar="N", help="requests not counted"
+    )
+    for name, flag, unit in (
+        ("prefill_tokens_per_s", "--prefill-rate", "tokens/s"),
+        ("decode_tokens_per_s", "--decode-rate", "tokens/s, all requests together"),
+        ("host_gb_per_s", "--host-bandwidth", "GB/s to the device"),
+        ("disk_gb_per_s", "--disk-bandwidth", "GB/s to host memory"),
+    ):
+        default = getattr(rates, name)
+        world.add_argument(
+            flag, dest=name, type=positive, default=default, help=f"{unit} ({default:g})"
+        )
+    money = made.add_argument_group("prices, an hour")
+    money.add_argument("--gpu-price", type=not_negative, default=prices.gpu, help=f"({prices.gpu})")
+    money.add_argument(
+        "--dram-price", type=not_negative, default=prices.dram_gb, help=f"a GB ({prices.dram_gb})"
+    )
+    money.add_argument(
+        "--disk-price", type=not_negative, default=prices.disk_gb, help=f"a GB ({prices.disk_gb})"
+    )
+    money.add_argument("--gpus", type=positive_count, default=prices.num_gpus, help="(1)")
+    made.add_argument("--json", action="store_true", help="one JSON object a line")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="hit rates and device time")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.plot is not None:
+        require_matplotlib()
+    trace = read_trace(args.trace, read_options(args))
+    warn_if_nothing_is_shared(trace)
+    if args.warmup >= len(trace.requests):
+        raise ConfigError(f"--warmup {args.warmup} leaves none of {len(trace.requests)} requests")
+    reports = []
+    for config in configs(args):
+        report = simulate(trace, config)
+        reports.append(report)
+        if args.json:
+            print(json.dumps(as_json(report, trace)), flush=True)
+    if not args.json:
+        print(as_table(reports))
+    if args.plot is not None:
+        plot_reports(reports, args.plot)
+    return 0
+
+
+def configs(args: argparse.Namespace) -> list[SimulationConfig]:
+    """One simulation for every pair of sizes and every policy."""
+    hosts, disks = args.host_gb, args.disk_gb
+    num_sizes = max(len(hosts), len(disks))
+    if not {len(hosts), len(disks)} <= {1, num_sizes}:
+        raise ConfigError(f"{len(hosts)} values of --host-gb and {len(disks)} of --disk-gb")
+    pairs = zip(hosts * (num_sizes // len(hosts)), disks * (num_sizes // len(disks)), strict=True)
+    rates = ServiceRates(
+        args.prefill_tokens_per_s,
+        args.decode_tokens_per_s,
+        args.host_gb_per_s,
+        args.disk_gb_per_s,
+    )
+    return [
+        SimulationConfig(
+            kv_bytes_per_token=args.kv_bytes_per_token,
+            host_gb=host_gb,
+            disk_gb=disk_gb,
+            policy=policy,
+            lookahead=args.lookahead,
+            queue=Queue(args.queue),
+            ttl_s=args.ttl,
+            warmup=args.warmup,
+            headroom=args.headroom,
+            rates=rates,
+            prices=Prices(args.gpu_price, args.dram_price, args.disk_price, args.gpus),
+        )
+        for host_gb, disk_gb in pairs
+        for policy in args.policy
+    ]
+
+
+def as_json(report: Report, trace: Trace) -> dict[str, object]:
+    values = {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in asdict(report).items()
+    }
+    return {"format": trace.format.value, "can_share": trace.can_share, **values}
+
+
+def as_table(reports: Sequence[Report]) -> str:
+    header = (
+        "policy", "known", "host GB", "disk GB", "hit rate", "DRAM", "disk", "unbounded",
+        "TTFT s", "prefill tokens", "device s", "cost", "seconds",
+    )  # fmt: skip
+    rows = [
+        (
+            report.policy,
+            f"{report.lookahead:,}",
+            f"{report.host_gb:g}",
+            f"{report.disk_gb:g}",
+            f"{report.hit_rate:.4f}",
+            f"{report.hit_rate_dram:.4f}",
+            f"{report.hit_rate_disk:.4f}",
+            f"{report.hit_rate_unbounded:.4f}",
+            f"{report.mean_ttft_s:.3f}",
+            f"{report.prefill_tokens:,}",
+            f"{report.device_s:,.0f}",
+            f"{report.cost:.2f}",
+            f"{report.seconds:.1f}",
+        )
+        for report in reports
+    ]
+    return table(header, rows)

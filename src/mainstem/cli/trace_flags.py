@@ -1,0 +1,67 @@
+"""Flags that `mainstem simulate` and `mainstem capacity` share."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from mainstem.cli.flag_types import positive, positive_count
+from mainstem.simulate.traces import ReadOptions, Trace, TraceFormat
+
+
+def add_trace_flags(parser: argparse.ArgumentParser) -> None:
+    """What to read, and how."""
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="a trace, plain or gzip")
+    parser.add_argument(
+        "--kv-bytes-per-token",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="K and V of all layers: 131072 for Llama-3-8B in 16 bits",
+    )
+    group = parser.add_argument_group("trace")
+    group.add_argument(
+        "--format",
+        choices=[member.value for member in TraceFormat],
+        help="format of the trace (told by its first line)",
+    )
+    group.add_argument(
+        "--page-tokens",
+        type=positive_count,
+        metavar="N",
+        help="tokens of a page: mooncake 512, qwen 16, others 128",
+    )
+    group.add_argument(
+        "--rate",
+        type=positive,
+        metavar="R",
+        help="sessions: starts a second (1); others: requests a second (as recorded)",
+    )
+    group.add_argument(
+        "--context-tokens",
+        type=positive_count,
+        metavar="N",
+        help="leave out what is longer, and the rest of its session (no limit)",
+    )
+    group.add_argument("--limit", type=positive_count, metavar="N", help="read N requests (all)")
+    group.add_argument(
+        "--think-times", type=Path, metavar="FILE", help="gaps between turns (the shipped table)"
+    )
+    group.add_argument("--seed", type=int, default=0, help="of the drawn arrivals (0)")
+    parser.add_argument("--ttl", type=positive, metavar="S", help="drop what is unused so long")
+
+
+def read_options(args: argparse.Namespace) -> ReadOptions:
+    return ReadOptions(
+        format=None if args.format is None else TraceFormat(args.format),
+        page_tokens=args.page_tokens,
+        rate=args.rate,
+        context_tokens=args.context_tokens,
+        limit=args.limit,
+        seed=args.seed,
+        think_times=args.think_times,
+    )
+
+
+def warn_if_nothing_is_shared(trace: Trace) -> None:
+    if not trace.can_share:
+        print("this trace has lengths only: nothing in it can be shared", file=sys.stderr)

@@ -1,0 +1,270 @@
+"""`/v1/files` and `/v1/batches`, as in OpenAI's API."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from time import time
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from mainstem.batch.rows import Kind
+from mainstem.server.batch_shelf import WINDOW, Batch
+from mainstem.server.body import Json, read_json
+from mainstem.server.faults import ApiError, busy, unavailable
+from mainstem.server.file_shelf import StoredFile
+from mainstem.server.gateway import BatchDesk, Gateway
+from mainstem.server.turns import owner_of
+from mainstem.server.upload import expected_bytes, receive_form
+
+PURPOSE = "batch"
+MAX_LISTED = 100
+MAX_METADATA = 16  # pairs, as in OpenAI's API ...
+MAX_NAME = 64  # ... and characters of each name
+MAX_TEXT = 512  # ... and of each text
+BATCH_FIELDS = frozenset({"completion_window", "endpoint", "input_file_id", "metadata"})
+
+log = logging.getLogger("mainstem.server")
+
+
+class BatchRoutes:
+    """The handlers, over one Gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._arriving: Counter[str] = Counter()  # bytes of uploads in progress, by owner ...
+        self._num_arriving: Counter[str] = Counter()  # ... and how many these are
+
+    def listed(self) -> list[Route]:
+        return [
+            Route("/v1/files", self.upload, methods=["POST"]),
+            Route("/v1/files", self.list_files, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.file, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.delete_file, methods=["DELETE"]),
+            Route("/v1/files/{file_id}/content", self.content, methods=["GET"]),
+            Route("/v1/batches", self.create, methods=["POST"]),
+            Route("/v1/batches", self.list_batches, methods=["GET"]),
+            Route("/v1/batches/{batch_id}", self.batch, methods=["GET"]),
+            Route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    # --- files ----------------------------------------------------------------------------------
+
+    async def upload(self, request: Request) -> Response:
+        """Take a file in; it is there when the answer is."""
+        self._desk()
+        owner, limits = _owner(request), self._gateway.limits
+        self._gateway.gate.allow(request.state.tenant)
+        if self._gateway.is_draining:
+            raise unavailable("the server is going down")
+        async with self._room(owner, expected_bytes(request, limits)):
+            with _disk_is_needed():
+                made = await self._receive(request)
+        return JSONResponse(self._shown(made))
+
+    @asynccontextmanager
+    async def _room(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
+        """Room for one more file of an owner; raises ApiError 413 where there is none.
+
+        Counted before files are listed: one that is complete meanwhile is counted twice rather
+        than not at all. So are the answers of a batch while its files are made.
+        """
+        limits = self._gateway.limits
+        self._arriving[owner] += num_bytes
+        self._num_arriving[owner] += 1
+        arriving_bytes, num_arriving = self._arriving[owner], self._num_arriving[owner]
+        try:
+            work_bytes = self._desk().batches.work_bytes(owner)
+            stored = await asyncio.to_thread(self._desk().files.listed, owner)
+            stored_bytes = work_bytes + sum(item.num_bytes for item in stored)
+            if stored_bytes + arriving_bytes > limits.stored_bytes:
+                raise _too_much(f"the files of this key may have {limits.stored_bytes} bytes")
+            if len(stored) + num_arriving > limits.stored_files:
+                raise _too_much(f"this key may have {limits.stored_files} files")
+            yield
+        finally:
+            self._arriving[owner] -= num_bytes
+            self._num_arriving[owner] -= 1
+
+    async def _receive(self, request: Request) -> StoredFile:
+        desk, owner, limits = self._desk(), _owner(request), self._gateway.limits
+        with desk.files.writing(owner) as (file_id, path):
+            form = await receive_form(request, path, limits)
+            purpose = form.fields.get("purpose", b"").decode(errors="replace")
+            if purpose != PURPOSE:
+                message = f"purpose: must be {PURPOSE!r}, got {purpose!r}"
+                raise ApiError(400, message, "purpose", "invalid_value")
+            name = form.filename or ""
+            return await asyncio.to_thread(desk.files.put, owner, file_id, name, purpose)
+
+    async def list_files(self, request: Request) -> Response:
+        files = await asyncio.to_thread(self._desk().files.listed, _owner(request))
+        purpose = request.query_params.get("purpose")
+        chosen = [item for item in files if purpose in (None, item.purpose)]
+        return _page(request, [(item.file_id, self._shown(item)) for item in chosen])
+
+    async def file(self, request: Request) -> Response:
+        return JSONResponse(self._shown(await self._found_file(request)))
+
+    async def content(self, request: Request) -> Response:
+        stored = await self._found_file(request)
+        path = self._desk().files.path(_owner(request), stored.file_id)
+        headers = {"x-content-type-options": "nosniff"}
+        return FileResponse(path, media_type="application/octet-stream", headers=headers)
+
+    async def delete_file(self, request: Request) -> Response:
+        stored = await self._found_file(request)
+        await asyncio.to_thread(self._desk().files.remove, _owner(request), stored.file_id)
+        return JSONResponse({"id": stored.file_id, "object": "file", "deleted": True})
+
+    def _shown(self, stored: StoredFile) -> dict[str, object]:
+        return stored.to_json(self._gateway.limits.file_ttl_s)
+
+    async def _found_file(self, request: Request) -> StoredFile:
+        return await self._file_of(request, request.path_params["file_id"], 404)
+
+    async def _file_of(self, request: Request, file_id: str, status: int) -> StoredFile:
+        found = await asyncio.to_thread(self._desk().files.find, _owner(request), file_id)
+        if found is None:
+            message = f"there is no file {file_id!r}"
+            raise ApiError(status, message, "input_file_id", "file_not_found")
+        return found
+
+    # --- batches --------------------------------------------------------------------------------
+
+    async def create(self, request: Request) -> Response:
+        desk, owner, limits = self._desk(), _owner(request), self._gateway.limits
+        self._gateway.gate.allow(request.state.tenant)
+        body = await read_json(request, limits)
+        endpoint, metadata = _checked(body)
+        stored = await self._file_of(request, str(body.get("input_file_id")), 400)
+        await self._forget_one(owner)
+        async with self._room(owner, 0):  # its answers will be a file
+            batch = self._created(owner, stored, endpoint, metadata)
+        desk.runner.wake()
+        return JSONResponse(batch.to_json())
+
+    def _created(
+        self, owner: str, stored: StoredFile, endpoint: str, metadata: dict[str, str] | None
+    ) -> Batch:
+        desk, limits = self._desk(), self._gateway.limits
+        if time() >= stored.created + limits.file_ttl_s:  # it may go at any moment
+            message = f"the file {stored.file_id!r} is past its time"
+            raise ApiError(400, message, "input_file_id", "file_expired")
+        if sum(not batch.is_ended for batch in desk.batches.listed(owner)) >= limits.open_batches:
+            raise busy(f"this key may have {limits.open_batches} batches open", 60)
+        with _disk_is_needed():
+            return desk.batches.create(owner, endpoint, stored.file_id, metadata)
+
+    async def _forget_one(self, owner: str) -> None:
+        """Make room for one more batch of an owner; raises ApiError 413 where there is none.
+
+        A batch is forgotten before its time only when there is nothing left to fetch of it.
+        """
+        desk, limits = self._desk(), self._gateway.limits
+        if len(desk.batches.listed(owner)) < limits.kept_batches:
+            return
+        stored = {item.file_id for item in await asyncio.to_thread(desk.files.listed, owner)}
+        for batch in reversed(desk.batches.listed(owner)):
+            if batch.is_ended and not stored & {batch.output_file_id, batch.error_file_id}:
+                with _disk_is_needed():
+                    desk.batches.remove(batch)
+                return
+        message = f"this key may have {limits.kept_batches} batches: delete files of ended ones"
+        raise ApiError(413, message, "input_file_id", "storage_full")
+
+    async def list_batches(self, request: Request) -> Response:
+        batches = self._desk().batches.listed(_owner(request))
+        return _page(request, [(batch.batch_id, batch.to_json()) for batch in batches])
+
+    async def batch(self, request: Request) -> Response:
+        return JSONResponse(self._found_batch(request).to_json())
+
+    async def cancel(self, request: Request) -> Response:
+        return JSONResponse(self._desk().runner.cancel(self._found_batch(request)).to_json())
+
+    def _found_batch(self, request: Request) -> Batch:
+        batch_id = request.path_params["batch_id"]
+        found = self._desk().batches.find(_owner(request), batch_id)
+        if found is None:
+            raise ApiError(404, f"there is no batch {batch_id!r}", "batch_id", "batch_not_found")
+        return found
+
+    def _desk(self) -> BatchDesk:
+        if self._gateway.desk is None:
+            message = "this server keeps no files: it was started without --data-dir"
+            raise ApiError(404, message, code="not_enabled")
+        return self._gateway.desk
+
+
+@contextmanager
+def _disk_is_needed() -> Iterator[None]:
+    """What cannot be written down is refused: 507 instead of an internal error."""
+    try:
+        yield
+    except OSError as error:
+        log.error("the disk takes nothing", extra={"facts": {"reason": str(error)}})
+        message = f"the server cannot store this: {error.strerror or 'its disk fails'}"
+        raise ApiError(507, message, code="storage_failed", kind="server_error") from None
+
+
+def _too_much(message: str) -> ApiError:
+    return ApiError(413, f"{message}: delete some", "file", "storage_full")
+
+
+def _owner(request: Request) -> str:
+    return owner_of(request.state.tenant)
+
+
+def _checked(body: Json) -> tuple[str, dict[str, str] | None]:
+    """The endpoint and the metadata of a batch to be."""
+    for name in body:
+        if name not in BATCH_FIELDS:
+            raise ApiError(400, f"the field {name!r} is not supported", name, "unknown_field")
+    endpoints = [kind.value for kind in Kind]
+    endpoint = body.get("endpoint")
+    if endpoint not in endpoints:
+        message = f"endpoint: must be one of {endpoints}"
+        raise ApiError(400, message, "endpoint", "invalid_value")
+    if body.get("completion_window") != WINDOW:
+        message = f"completion_window: must be {WINDOW!r}"
+        raise ApiError(400, message, "completion_window", "invalid_value")
+    return str(endpoint), _metadata(body.get("metadata"))
+
+
+def _metadata(value: object) -> dict[str, str] | None:
+    if value is None:
+        return None
+    given = value if isinstance(value, dict) and len(value) <= MAX_METADATA else {"": None}
+    pairs = {name: text for name, text in given.items() if isinstance(text, str)}
+    is_short = all(len(name) <= MAX_NAME and len(text) <= MAX_TEXT for name, text in pairs.items())
+    if len(pairs) < len(given) or not is_short:
+        message = f"metadata: must be an object of at most {MAX_METADATA} short texts"
+        raise ApiError(400, message, "metadata", "invalid_value")
+    return pairs
+
+
+def _page(request: Request, items: Sequence[tuple[str, dict[str, object]]]) -> Response:
+    """Items by id, the latest first, from after `after` on, at most `limit`."""
+    text = request.query_params.get("limit", "20")
+    limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
+    if limit < 1:
+        raise ApiError(400, "limit: must be a whole number from 1 on", "limit", "invalid_value")
+    after = request.query_params.get("after")
+    ids = [item_id for item_id, _ in items]
+    if after is not None and after not in ids:
+        raise ApiError(400, "after: is none of these", "after", "invalid_value")
+    start = 0 if after is None else ids.index(after) + 1
+    shown = items[start : start + min(limit, MAX_LISTED)]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": [item for _, item in shown],
+            "first_id": shown[0][0] if shown else None,
+            "last_id": shown[-1][0] if shown else None,
+            "has_more": start + len(shown) < len(items),
+        }
+    )

@@ -1,0 +1,422 @@
+"""Runs batches beside interactive requests, one of each tenant at a time, and gives way to them.
+
+Rows are read, planned and written by the parts of `mainstem batch`; they run at a lower priority,
+and no new row is started while clients are many. Answers are appended to a file as they come, and
+nothing but that file says what is done: after a restart or a kill a batch goes on where it was.
+"""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from time import time
+
+from mainstem.batch.answer_file import AnswerFile, Existing
+from mainstem.batch.files import FileFault, InputFile
+from mainstem.batch.job import seeded
+from mainstem.batch.ordering import LengthEstimate, PlannedWindow, WindowPlanner
+from mainstem.batch.replies import Answers, answer_row, error_row
+from mainstem.batch.rows import Row, RowError, RowParser
+from mainstem.batch.windows import Failure, WindowReader
+from mainstem.core.errors import InvalidRequest
+from mainstem.plan.planner import PlanConfig
+from mainstem.server.auth import Tenant
+from mainstem.server.batch_shelf import Batch, BatchShelf, BatchStatus
+from mainstem.server.file_shelf import FileShelf
+from mainstem.server.limits import Gate
+from mainstem.server.turns import owner_of
+from mainstem.server.worker import (
+    EngineFault,
+    EngineRequest,
+    RequestFault,
+    Worker,
+    WorkerState,
+)
+
+PRIORITY = 1 << 20  # behind interactive requests
+MAX_BATCHES = 8  # at once
+MAX_ROWS = 1024  # open at once, of all batches
+MAX_WAITING = 32  # no row is started behind so many that wait: the queue is everybody's
+BUSY_ANSWERS = 8  # with more interactive answers open, no row is started
+LOOK_S = 0.02  # how often the runner looks whether it may go on
+WINDOW_BYTES = 64 << 20  # of rows that are planned together
+MAX_TRIES = 5  # of a row while the engine fails
+RETRY_S = 1.0  # after the disk failed; doubled each time ...
+MAX_RETRY_S = 60.0  # ... up to this
+
+log = logging.getLogger("mainstem.server")
+
+
+class BatchRunner:
+    """Owns one task of the event loop. What a batch needs of the server, and no more."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        gate: Gate,
+        tenants: Sequence[Tenant],
+        model_names: Sequence[str],
+        sampling: Mapping[str, object],
+        files: FileShelf,
+        batches: BatchShelf,
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._worker = worker
+        self._gate = gate
+        self._tenants = {owner_of(tenant): tenant for tenant in tenants}
+        self._model_names = model_names
+        self._sampling = sampling
+        self._files = files
+        self._batches = batches
+        self._is_draining = is_draining
+        self._wake = asyncio.Event()
+        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # by batch: owner, task
+        self._loop: asyncio.Task[None] | None = None
+        self._is_closing = False
+        self._num_open = 0  # rows, of all batches
+        self._seen = worker.snapshot
+        self._num_since = 0  # rows started since then
+
+    def start(self) -> None:
+        self._loop = asyncio.ensure_future(self._run())
+
+    def wake(self) -> None:
+        """There is a new batch, or room for one."""
+        self._wake.set()
+
+    def cancel(self, batch: Batch) -> Batch:
+        """End a batch early; what is answered by then is kept.
+
+        On a disk that takes nothing it stops all the same, and is written down when that is over;
+        only a kill before then lets it go on.
+        """
+        if batch.is_ended or batch.status is BatchStatus.CANCELLING:
+            return batch
+        cancelling = batch.moved(BatchStatus.CANCELLING)
+        try:
+            self._batches.put(cancelling)
+        except OSError as error:
+            facts = {"batch": batch.batch_id, "reason": str(error)}
+            log.error("a cancelled batch is not written down", extra={"facts": facts})
+            self._batches.note(cancelling)
+        if batch.batch_id in self._running:
+            self._running[batch.batch_id][1].cancel()
+        self.wake()
+        return cancelling
+
+    async def close(self) -> None:
+        """Stop where it is; a later process goes on."""
+        self._is_closing = True
+        tasks = [task for _, task in self._running.values()]
+        if self._loop is not None:
+            tasks.append(self._loop)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        """Start batches as they come: one of each owner, so that nobody waits for another's."""
+        while True:
+            self._wake.clear()
+            for batch in self._batches.opened():
+                owners = {owner for owner, _ in self._running.values()}
+                is_next = batch.owner not in owners and len(owners) < MAX_BATCHES
+                is_leaving = batch.status is BatchStatus.CANCELLING
+                if batch.batch_id not in self._running and (is_next or is_leaving):
+                    task = asyncio.ensure_future(self._care_for(batch))
+                    self._running[batch.batch_id] = (batch.owner, task)
+            await self._wake.wait()
+
+    async def _care_for(self, batch: Batch) -> None:
+        """Work on a batch until it has ended; while the disk fails, again and ever more rarely."""
+        wait_s = RETRY_S
+        try:
+            while not self._latest(batch).is_ended:
+                try:
+                    await self._attempt(self._latest(batch))
+                except OSError as error:
+                    facts = {"batch": batch.batch_id, "reason": str(error), "retry_s": wait_s}
+                    log.error("a batch waits for the disk", extra={"facts": facts})
+                    await self._sleep(wait_s)
+                    wait_s = min(2 * wait_s, MAX_RETRY_S)
+        finally:
+            del self._running[batch.batch_id]
+            self.wake()
+
+    async def _attempt(self, batch: Batch) -> None:
+        """Bring a batch to its end, whichever; raises OSError when the disk does not let it."""
+        try:
+            await self._work(batch)
+        except asyncio.CancelledError:
+            if self._is_closing:
+                raise
+            await self._finish(self._latest(batch), BatchStatus.CANCELLED)
+        except Exception as group:  # of this batch; the others go on
+            error = _first(group)
+            if (fault := _disk_fault(error)) is not None:
+                raise fault from None
+            await self._give_up(self._latest(batch), error)
+
+    async def _sleep(self, seconds: float) -> None:
+        """Until then, or until the batch is cancelled."""
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            if self._is_closing:
+                raise
+
+    async def _give_up(self, batch: Batch, error: Exception) -> None:
+        """End a batch that cannot go on; what is answered by then is kept, if it can be read."""
+        log.error("a batch failed", exc_info=error)
+        is_known = isinstance(error, FileFault | InvalidRequest)
+        failed = replace(batch, fault=str(error) if is_known else "internal error")
+        try:
+            await self._finish(failed, BatchStatus.FAILED)
+        except (ValueError, LookupError, TypeError):  # its answers are what is damaged
+            self._batches.put(failed.moved(BatchStatus.FAILED))
+
+    def _latest(self, batch: Batch) -> Batch:
+        found = self._batches.find(batch.owner, batch.batch_id)
+        assert found is not None
+        return found
+
+    # --- one batch ------------------------------------------------------------------------------
+
+    async def _work(self, batch: Batch) -> None:
+        """From wherever it was left to its end."""
+        if batch.status is BatchStatus.CANCELLING:
+            await self._finish(batch, BatchStatus.CANCELLED)
+            return
+        tenant = self._tenants.get(batch.owner)
+        if tenant is None:
+            raise InvalidRequest("key", "the key that this batch belongs to is gone")
+        if await asyncio.to_thread(self._files.find, batch.owner, batch.input_file_id) is None:
+            raise InvalidRequest("input_file_id", "the file is gone")
+        if batch.status is not BatchStatus.IN_PROGRESS:
+            batch = batch.moved(BatchStatus.IN_PROGRESS)
+            self._batches.put(batch)
+        path = self._files.path(batch.owner, batch.input_file_id)
+        work = str(self._batches.work_path(batch))
+        out = await asyncio.to_thread(AnswerFile, work, Existing.RESUME)
+        with out, closing(InputFile(str(path))) as source:
+            out.start()
+            run = _BatchRun(self, batch, tenant, out)
+            run.note_done()
+            stored = await asyncio.to_thread(self._files.listed, batch.owner)
+            room_bytes = self._gate.limits.stored_bytes - sum(file.num_bytes for file in stored)
+            status = await run.answer_all(source, room_bytes)
+        latest = self._latest(batch)
+        if status is BatchStatus.FAILED:
+            latest = replace(latest, fault="its answers exceed what the files of a key may have")
+        await self._finish(latest, status)
+
+    async def _finish(self, batch: Batch, status: BatchStatus) -> None:
+        """Part answers from errors, and make files of them."""
+        finalizing = batch.moved(BatchStatus.FINALIZING)
+        work = self._batches.work_path(batch)
+        ids = await _parted(self._files, batch, work)
+        ended = replace(finalizing, output_file_id=ids[0], error_file_id=ids[1]).moved(status)
+        self._batches.put(ended)
+        work.unlink(missing_ok=True)
+        facts = {"batch": batch.batch_id, "status": status.value, "rows": batch.total}
+        log.info("batch ended", extra={"facts": facts})
+
+    # --- what rows need -------------------------------------------------------------------------
+
+    def may_start(self) -> bool:
+        """Whether another row may be started."""
+        snapshot = self._worker.snapshot
+        if snapshot is not self._seen:
+            self._seen, self._num_since = snapshot, 0
+        num_new = min(self._num_since, self._num_open)  # some may have ended already
+        has_room = snapshot.num_waiting + num_new < MAX_WAITING
+        is_busy = self._gate.open_answers > BUSY_ANSWERS or self._is_draining()
+        is_running = self._worker.state is WorkerState.RUNNING
+        return has_room and self._num_open < MAX_ROWS and not is_busy and is_running
+
+    def note_row(self, change: int) -> None:
+        """A row was started (1) or has ended (-1)."""
+        self._num_open += change
+        self._num_since += max(0, change)
+
+    def reader(self, batch: Batch, source: InputFile, out: AnswerFile) -> Iterator[PlannedWindow]:
+        """The rows that are left, planned; runs on a thread."""
+        worker = self._worker
+        parser = RowParser(self._sampling)
+        limit = worker.max_model_len
+        windows = WindowReader(source, worker.tokenizer, parser, out.done, limit, WINDOW_BYTES)
+        return map(WindowPlanner(PlanConfig(), has_dedupe=False).plan, windows)
+
+    def note(self, batch: Batch) -> None:
+        """Tell others how far a batch has come."""
+        latest = self._latest(batch)
+        counted = replace(latest, total=batch.total, completed=batch.completed, failed=batch.failed)
+        self._batches.note(counted)
+
+    async def answer(self, batch: Batch, row: Row, ids: Sequence[int], salt: bytes) -> Answers:
+        """A row's answers; raises RowError. While the engine is away, it is tried again."""
+        self._check_row(batch, row)
+        try:
+            grammar = await self._worker.compile(row.sampling)
+            request = EngineRequest(
+                f"{batch.batch_id}-{row.line}",
+                ids,
+                seeded(row, 0),
+                salt=salt,
+                priority=PRIORITY + max(-PRIORITY // 2, min(row.priority, PRIORITY)),
+                grammar=grammar,
+            )
+            for attempt in range(MAX_TRIES):
+                try:
+                    return await self._answer(request)
+                except RequestFault as fault:
+                    raise RowError("engine_failed", str(fault)) from None
+                except EngineFault:
+                    await asyncio.sleep(0.5 * 2**attempt)
+        except InvalidRequest as error:
+            raise RowError("invalid_value", str(error), error.field) from None
+        raise RowError("engine_failed", f"the engine failed {MAX_TRIES} times over it")
+
+    async def _answer(self, request: EngineRequest) -> Answers:
+        answers = Answers(len(request.prompt_ids), request.sampling)
+        answering = await self._worker.submit([request])
+        try:
+            async for news in answering:
+                for _, output in news:
+                    answers.add(output)
+        finally:
+            self._worker.abandon(answering)
+        return answers
+
+    def _check_row(self, batch: Batch, row: Row) -> None:
+        if row.kind.value != batch.endpoint:
+            message = f"url: is {row.kind.value}, but the batch is for {batch.endpoint}"
+            raise RowError("mismatched_url", message, "url")
+        if row.model is not None and row.model not in self._model_names:
+            raise RowError("model_not_found", f"there is no model {row.model!r}", "model")
+
+    def line(self, row: Row, answers: Answers) -> dict[str, object]:
+        name = row.model or self._model_names[0]
+        return answer_row(row, answers, name, self._worker.tokenizer, int(time()))
+
+
+class _BatchRun:
+    """A batch at work: its rows on their way, and its counts."""
+
+    def __init__(self, runner: BatchRunner, batch: Batch, tenant: Tenant, out: AnswerFile) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._tenant = tenant
+        self._out = out
+
+    def note_done(self) -> None:
+        """Count what an earlier process has written."""
+        done = self._out.done
+        self._count(total=0, completed=done.num_answered, failed=done.num_failed)
+
+    async def answer_all(self, source: InputFile, room_bytes: int) -> BatchStatus:
+        """Every row that is left; how it ended: completed, or out of time, or out of room."""
+        windows = self._runner.reader(self._batch, source, self._out)
+        async with asyncio.TaskGroup() as group:
+            while (planned := await asyncio.to_thread(next, windows, None)) is not None:
+                window = planned.window
+                self._count(total=window.num_rows_read)
+                for failure in window.failures:
+                    if self._num_bytes >= room_bytes:
+                        return BatchStatus.FAILED
+                    self._fail(failure)
+                    await asyncio.sleep(0)  # there may be many thousands
+                for index in _in_order(planned):
+                    while not self._runner.may_start():
+                        await asyncio.sleep(LOOK_S)
+                    if time() > self._batch.times["expires_at"]:
+                        return BatchStatus.EXPIRED
+                    if self._num_bytes >= room_bytes:
+                        return BatchStatus.FAILED
+                    self._runner.note_row(1)
+                    ids = window.prompts[index].tolist()
+                    task = group.create_task(self._answer(window.rows[index], ids))
+                    task.add_done_callback(lambda _: self._runner.note_row(-1))
+        return BatchStatus.COMPLETED
+
+    @property
+    def _num_bytes(self) -> int:
+        """What is written so far, by earlier processes too."""
+        return os.stat(self._out.name).st_size
+
+    async def _answer(self, row: Row, ids: Sequence[int]) -> None:
+        try:
+            salt = self._tenant.page_salt(row.salt)
+            answers = await self._runner.answer(self._batch, row, ids, salt)
+        except RowError as error:
+            self._fail(Failure(row.line, row.custom_id, error))
+        else:
+            self._out.append(self._runner.line(row, answers))
+            self._count(completed=self._batch.completed + 1)
+
+    def _fail(self, failure: Failure) -> None:
+        self._out.append(error_row(failure.line, failure.custom_id, failure.error))
+        self._count(failed=self._batch.failed + 1)
+
+    def _count(self, **counts: int) -> None:
+        self._batch = replace(self._batch, **counts)  # type: ignore[arg-type]  # its own fields
+        self._runner.note(self._batch)
+
+
+def _first(error: Exception) -> Exception:
+    """The error that ended a group of tasks."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _disk_fault(error: Exception) -> OSError | None:
+    """The operating system's error behind an error of a file; it may be over when tried again."""
+    is_of_file = isinstance(error, FileFault | InvalidRequest)
+    root = error.__context__ if is_of_file else error
+    return root if isinstance(root, OSError) else None
+
+
+def _in_order(planned: PlannedWindow) -> Iterator[int]:
+    """Rows of a window, those that share a prefix together."""
+    for stretch in planned.stretches(LengthEstimate()):
+        yield from stretch.row_indices.tolist()
+
+
+async def _parted(files: FileShelf, batch: Batch, work: Path) -> tuple[str | None, str | None]:
+    """As _part. Nothing stops its thread: who is cancelled meanwhile waits for it all the same, so
+    that no second one writes the same files.
+    """
+    parting = asyncio.ensure_future(asyncio.to_thread(_part, files, batch, work))
+    try:
+        return await asyncio.shield(parting)
+    except asyncio.CancelledError:
+        await asyncio.gather(parting, return_exceptions=True)
+        raise
+
+
+def _part(files: FileShelf, batch: Batch, work: Path) -> tuple[str | None, str | None]:
+    """Ids of the files of answers and of errors; None where there are none. Runs on a thread."""
+    if not work.exists():
+        return None, None
+    ids: list[str | None] = []
+    for is_wanted, name in zip((True, False), batch.answer_names, strict=True):
+        with files.writing(batch.owner, name) as (file_id, path):
+            num_lines = 0
+            with work.open("rb") as lines, path.open("wb") as target:
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        break  # torn by a kill
+                    is_answer = json.loads(line)["response"] is not None
+                    if is_answer is is_wanted:
+                        target.write(line)
+                        num_lines += 1
+            if num_lines:
+                filename = f"{name.replace(' ', '_')}.jsonl"
+                files.put(batch.owner, file_id, filename, "batch_output")
+            ids.append(file_id if num_lines else None)
+    return ids[0], ids[1]

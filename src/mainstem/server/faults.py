@@ -1,0 +1,86 @@
+"""What a client hears when something is refused: OpenAI's error object and its HTTP status."""
+
+from starlette.responses import JSONResponse
+
+from mainstem.batch.rows import RowError
+from mainstem.core.errors import InvalidRequest
+from mainstem.server.worker import EngineFault, RequestFault
+
+MAX_MESSAGE_CHARS = 500  # a message may quote what the client sent
+
+INVALID = "invalid_request_error"
+
+
+class ApiError(Exception):
+    """A request ends here; `status` is HTTP's, the rest is OpenAI's error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = INVALID,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, object]:
+        """The error object, its message cut to a bounded length and made valid Unicode."""
+        message = self.message
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = f"{message[:MAX_MESSAGE_CHARS]}..."
+        return {
+            "error": {
+                "message": _clean(message),
+                "type": self.kind,
+                "param": None if self.param is None else _clean(self.param[:MAX_MESSAGE_CHARS]),
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(self.retry_after_s)
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def _clean(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
+def from_invalid(error: InvalidRequest) -> ApiError:
+    """The caller's fault, found by the engine."""
+    return ApiError(400, str(error), error.field, "invalid_value")
+
+
+def from_row(error: RowError) -> ApiError:
+    """The caller's fault, found while its fields were read."""
+    return ApiError(400, error.message, error.param, error.code)
+
+
+def busy(message: str, retry_after_s: int) -> ApiError:
+    """Too much at once; the client may come back."""
+    code, kind = "rate_limit_exceeded", "rate_limit_error"
+    return ApiError(429, message, code=code, kind=kind, retry_after_s=retry_after_s)
+
+
+def from_fault(fault: EngineFault) -> ApiError:
+    """Not the caller's fault; whether it is worth coming back depends on whose it was."""
+    if isinstance(fault, RequestFault):
+        return ApiError(500, str(fault), code="step_failed", kind="server_error")
+    return unavailable(str(fault))
+
+
+def unavailable(message: str) -> ApiError:
+    """The server cannot answer anybody now."""
+    return ApiError(503, message, code="unavailable", kind="server_error", retry_after_s=5)

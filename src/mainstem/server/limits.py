@@ -1,0 +1,103 @@
+"""How much a client may ask for at once: sizes, times, and requests in progress."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import ceil
+from time import monotonic
+
+from mainstem.core.errors import ConfigError
+from mainstem.server.auth import Tenant
+from mainstem.server.faults import busy
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Checked before anything is allocated for a request."""
+
+    body_bytes: int = 8 << 20
+    header_bytes: int = 32 << 10
+    header_s: float = 10.0  # from the first byte, or the connection, to the end of the headers
+    body_s: float = 30.0  # from the headers to the end of the body
+    upload_bytes: int = 256 << 20  # a file sent to /v1/files
+    upload_s: float = 3600.0  # for all of it; each piece of it within `body_s`
+    stored_bytes: int = 4 << 30  # files of a key together, answers of its batches included
+    stored_files: int = 10_000  # of a key; each costs an entry in a folder, however small
+    file_ttl_s: float = 30 * 86_400.0  # of a file since it was made, of a batch since it ended
+    open_batches: int = 32  # of a key, not ended
+    kept_batches: int = 10_000  # of a key; beyond it those with no file left go, the oldest first
+    write_s: float = 60.0  # a reader that takes nothing for so long is given up
+    max_depth: int = 32  # nesting of JSON
+    max_prompts: int = 128  # prompts of one request
+    max_answers: int = 128  # prompts times n
+    max_stop_chars: int = 4096  # of all stop strings together
+    open_answers: int = 2048  # running and waiting, of all clients; beyond it 429
+    requests_per_minute: int | None = None  # per key
+    open_requests: int | None = None  # per key
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be above 0, got {value}")
+
+
+@dataclass(slots=True)
+class _Use:
+    """What one tenant has in progress, and the requests it may still start."""
+
+    tokens: float
+    refilled_s: float
+    open_requests: int = 0
+
+
+@dataclass(slots=True)
+class Gate:
+    """Counts requests in and out. Used on the event loop only."""
+
+    limits: Limits
+    clock: Callable[[], float] = monotonic
+    open_answers: int = 0
+    _uses: dict[str, _Use] = field(default_factory=dict)
+
+    def allow(self, tenant: Tenant) -> None:
+        """Take one from the tenant's rate, or raise ApiError 429."""
+        rate = self.limits.requests_per_minute
+        if rate is None:
+            return
+        use = self._use(tenant)
+        now_s = self.clock()
+        use.tokens = min(float(rate), use.tokens + (now_s - use.refilled_s) * rate / 60.0)
+        use.refilled_s = now_s
+        if use.tokens < 1.0:
+            wait_s = ceil((1.0 - use.tokens) * 60.0 / rate)
+            raise busy(f"this key may send {rate} requests per minute", wait_s)
+        use.tokens -= 1.0
+
+    @contextmanager
+    def enter(self, tenant: Tenant, num_answers: int) -> Iterator[None]:
+        """Hold a place for a request's answers; raises ApiError 429 when there is none."""
+        use, limits = self._use(tenant), self.limits
+        if limits.open_requests is not None and use.open_requests >= limits.open_requests:
+            raise busy(f"this key may have {limits.open_requests} requests open", 1)
+        if self.open_answers + num_answers > limits.open_answers:
+            raise busy("the queue is full", 1 + self.open_answers // 256)
+        use.open_requests += 1
+        self.open_answers += num_answers
+        try:
+            yield
+        finally:
+            use.open_requests -= 1
+            self.open_answers -= num_answers
+
+    def _use(self, tenant: Tenant) -> _Use:
+        use = self._uses.get(tenant.name)
+        if use is None:
+            rate = self.limits.requests_per_minute or 0
+            use = self._uses[tenant.name] = _Use(float(rate), self.clock())
+        return use
+
+    def check(self) -> None:
+        """Raise if a place was lost; for when nothing is in progress."""
+        assert self.open_answers == 0, "an answer still holds a place"
+        assert all(use.open_requests == 0 for use in self._uses.values()), "a request is open"

@@ -1,0 +1,132 @@
+"""What the server is doing now, for its page: totals, shared runs, the last requests."""
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from time import monotonic
+
+from mainstem.core.metrics import Counters
+from mainstem.core.snapshot import EngineSnapshot
+from mainstem.server.auth import Tenant
+from mainstem.server.worker import Ticket
+
+NUM_RECENT = 20
+RATE_S = 10.0  # tokens per second are counted over so long
+
+Json = dict[str, object]
+
+
+class RequestState(Enum):
+    OPEN = "open"  # shown as waiting or running
+    FINISHED = "finished"
+    ABORTED = "aborted"  # its client left
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Record:
+    """A request as the page shows it."""
+
+    request_id: str
+    tenant: Tenant
+    app: str | None
+    ticket: Ticket
+    state: RequestState = RequestState.OPEN
+
+    def view(self) -> Json:
+        ticket = self.ticket
+        state = self.state.value
+        if self.state is RequestState.OPEN:
+            state = "waiting" if ticket.admitted_s is None else "running"
+        first_s = ticket.token_s[0] - ticket.began_s if ticket.token_s else None
+        return {
+            "id": self.request_id,
+            "app": self.app,
+            "prompt_tokens": len(ticket.request.prompt_ids),
+            "cached_tokens": ticket.num_cached_tokens,
+            "output_tokens": ticket.num_output_tokens,
+            "ttft_ms": None if first_s is None else round(first_s * 1e3, 1),
+            "state": state,
+        }
+
+
+class TokenRate:
+    """Tokens per second over the last RATE_S seconds."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[float, int]] = deque()
+        self._total = 0
+
+    def add(self, num_tokens: int) -> None:
+        self._counts.append((monotonic(), num_tokens))
+        self._total += num_tokens
+        self._forget()
+
+    def per_s(self) -> float:
+        self._forget()
+        return self._total / RATE_S
+
+    def _forget(self) -> None:
+        oldest_s = monotonic() - RATE_S
+        while self._counts and self._counts[0][0] < oldest_s:
+            self._total -= self._counts.popleft()[1]
+
+
+class Live:
+    """Collects for the page. Used on the event loop only; `counters` are written by the engine."""
+
+    def __init__(self, model: str, counters: Counters) -> None:
+        self._model = model
+        self._counters = counters
+        self._began_s = monotonic()
+        self._recent: deque[Record] = deque(maxlen=NUM_RECENT)
+        self.rate = TokenRate()
+
+    def begin(self, record: Record) -> None:
+        self._recent.append(record)
+
+    def view(self, snapshot: EngineSnapshot, apps: list[str], tenant: Tenant) -> Json:
+        """The object of `/live`; a tenant sees its own requests, an admin all."""
+        counters = self._counters
+        recent = [
+            record.view()
+            for record in self._recent
+            if tenant.is_admin or record.tenant.name == tenant.name
+        ]
+        return {
+            "model": self._model,
+            "uptime_s": round(monotonic() - self._began_s, 1),
+            "running": snapshot.num_running,
+            "waiting": snapshot.num_waiting,
+            "pages": {
+                "total": snapshot.num_pages,
+                "held": snapshot.num_held_pages,
+                "cached": snapshot.num_cached_pages,
+                "host": snapshot.num_host_pages,
+                "disk": snapshot.num_disk_pages,
+                "page_size": snapshot.page_size,
+            },
+            "stems": [
+                {
+                    "id": stem.stem_id,
+                    "parent": stem.parent_id,
+                    "tokens": stem.num_tokens,
+                    "sequences": stem.num_sequences,
+                }
+                for stem in snapshot.stems
+            ],
+            "totals": {
+                "prompt_tokens": counters.prompt_tokens,
+                "cached_tokens": counters.cached_tokens,
+                "computed_tokens": counters.computed_tokens,
+                "generated_tokens": counters.generated_tokens,
+                "saving_ratio": counters.saving_ratio,
+                "read_ratio": counters.read_ratio,
+                "preemptions": counters.preemptions,
+                "truncated_prompts": counters.truncated_prompts,
+                "loaded_pages": dict(counters.loaded_pages),
+            },
+            "tokens_per_s": round(self.rate.per_s(), 2),
+            "apps": apps,
+            "recent": recent,
+        }

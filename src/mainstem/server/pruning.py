@@ -1,0 +1,70 @@
+"""Removes what was kept long enough: files, and batches that have ended.
+
+file     made  --- ttl ---> gone, unless a batch that has not ended needs it
+batch    ended --- ttl ---> gone; until then it can be asked for, however old it is
+"""
+
+import asyncio
+import logging
+from time import time
+
+from mainstem.server.batch_shelf import BatchShelf
+from mainstem.server.file_shelf import FileShelf, named_id
+
+PRUNE_S = 600.0  # so much longer than its time a file may stay
+
+log = logging.getLogger("mainstem.server")
+
+
+class Pruner:
+    """Owns one task of the event loop."""
+
+    def __init__(self, files: FileShelf, batches: BatchShelf, ttl_s: float) -> None:
+        self._files = files
+        self._batches = batches
+        self._ttl_s = ttl_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.ensure_future(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.prune()
+            except OSError as error:
+                log.error("old files are not removed", extra={"facts": {"reason": str(error)}})
+            await asyncio.sleep(PRUNE_S)
+
+    async def prune(self) -> None:
+        """Remove what is past its time.
+
+        What is needed is settled before files are listed: a batch made meanwhile cannot name a file
+        that is past its time, and one that ends meanwhile keeps the files it has just made.
+        """
+        before_s = time() - self._ttl_s
+        needed = self._needed()
+        num_batches = num_files = 0
+        for batch in self._batches.ended_before(before_s):
+            self._batches.remove(batch)
+            num_batches += 1
+            await asyncio.sleep(0)  # others have their turn
+        for owner, stored in await asyncio.to_thread(self._files.made_before, before_s):
+            if (owner, stored.file_id) not in needed:
+                num_files += await asyncio.to_thread(self._files.remove, owner, stored.file_id)
+        if num_batches or num_files:
+            facts = {"batches": num_batches, "files": num_files}
+            log.info("old files removed", extra={"facts": facts})
+
+    def _needed(self) -> set[tuple[str, str]]:
+        """Owners and ids of the files that open batches read, or are about to make."""
+        return {
+            (batch.owner, file_id)
+            for batch in self._batches.opened()
+            for file_id in (batch.input_file_id, *map(named_id, batch.answer_names))
+        }

@@ -1,0 +1,366 @@
+"""Paths and what they answer."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from mimetypes import guess_type
+from time import perf_counter
+from typing import TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mainstem import __version__
+from mainstem.batch.rows import Kind
+from mainstem.core.errors import InvalidRequest
+from mainstem.server.apps_registry import App
+from mainstem.server.batch_routes import BatchRoutes
+from mainstem.server.body import read_json
+from mainstem.server.faults import ApiError, from_invalid, unavailable
+from mainstem.server.gateway import Gateway
+from mainstem.server.ids import unique_ids
+from mainstem.server.metrics import CONTENT_TYPE
+from mainstem.server.openapi import document
+from mainstem.server.turns import owner_of
+from mainstem.server.worker import EngineFault, WorkerState
+from mainstem.text.sessions import Session
+
+PAGE = files("mainstem.server") / "page"
+
+log = logging.getLogger("mainstem.server")
+T = TypeVar("T")
+
+
+class Routes:
+    """The handlers, over one Gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def listed(self) -> list[Route]:
+        return [
+            Route("/", self.page, methods=["GET"]),
+            Route("/page/{name}", self.asset, methods=["GET"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/sessions", self.list_sessions, methods=["GET"]),
+            Route("/v1/sessions/{session_id}", self.delete_session, methods=["DELETE"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/live", self.live, methods=["GET"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route("/admin/apps", self.list_apps, methods=["GET"]),
+            Route("/admin/apps/{name}", self.put_app, methods=["PUT"]),
+            Route("/admin/apps/{name}", self.delete_app, methods=["DELETE"]),
+            Route("/admin/reset_prefix_cache", self.reset_cache, methods=["POST"]),
+        ]
+
+    # --- OpenAI's -------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        return await self._gateway.answer(request, Kind.CHAT)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._gateway.answer(request, Kind.COMPLETION)
+
+    async def models(self, request: Request) -> Response:
+        names = self._model_names()
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._model_names():
+            message = f"the model {name!r} does not exist"
+            raise ApiError(404, message, "model", "model_not_found")
+        return JSONResponse(self._model(name))
+
+    def _model_names(self) -> list[str]:
+        """The model by its names, then with each of the apps."""
+        names = self._gateway.model.names
+        return [*names, *(f"{names[0]}:{app}" for app in self._gateway.apps.names)]
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._gateway.model.created,
+            "owned_by": "mainstem",
+            "max_model_len": self._gateway.worker.max_model_len,
+        }
+
+    async def tokenize(self, request: Request) -> Response:
+        gateway = self._gateway
+        gateway.gate.allow(request.state.tenant)
+        return JSONResponse(await gateway.tokenize(await read_json(request, gateway.limits)))
+
+    async def detokenize(self, request: Request) -> Response:
+        gateway = self._gateway
+        gateway.gate.allow(request.state.tenant)
+        return JSONResponse(gateway.detokenize(await read_json(request, gateway.limits)))
+
+    # --- sessions -------------------------------------------------------------------------------
+
+    async def list_sessions(self, request: Request) -> Response:
+        sessions = self._gateway.sessions.listed(owner_of(request.state.tenant))
+        return JSONResponse({"object": "list", "data": [_session(item) for item in sessions]})
+
+    async def delete_session(self, request: Request) -> Response:
+        """Forget a conversation's ids; its pages go when room is needed."""
+        session_id = request.path_params["session_id"]
+        owner = owner_of(request.state.tenant)
+        if self._gateway.sessions.remove(owner, session_id) is None:
+            message = f"there is no session {session_id!r}"
+            raise ApiError(404, message, "session_id", "session_not_found")
+        return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
+
+    # --- how it is ------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        """200 while the engine can answer; for whoever restarts the process otherwise."""
+        if self._gateway.worker.state is WorkerState.FAILED:
+            raise unavailable("the engine failed")
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """200 from when the apps are filled until the server goes down; for load balancers."""
+        gateway = self._gateway
+        is_running = gateway.worker.state is WorkerState.RUNNING
+        if not gateway.is_ready or gateway.is_draining or not is_running:
+            raise unavailable("not ready")
+        return JSONResponse({"status": "ready"})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        metrics = self._gateway.metrics
+        metrics.observe_snapshot(self._gateway.worker.snapshot)
+        sessions = self._gateway.sessions
+        metrics.observe_sessions(len(sessions), sessions.num_tokens)
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    async def live(self, request: Request) -> Response:
+        gateway = self._gateway
+        snapshot, apps = gateway.worker.snapshot, gateway.apps.names
+        return JSONResponse(gateway.live.view(snapshot, apps, request.state.tenant))
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(document())
+
+    # --- admin ----------------------------------------------------------------------------------
+
+    async def list_apps(self, request: Request) -> Response:
+        return JSONResponse({"apps": self._gateway.apps.names})
+
+    async def put_app(self, request: Request) -> Response:
+        """Add an app, or give it another prompt; answers when its prefix is computed."""
+        body = await read_json(request, self._gateway.limits)
+        for name in body:
+            if name != "prompt":
+                raise ApiError(400, f"the field {name!r} is not supported", name, "unknown_field")
+        prompt = body.get("prompt")
+        if not isinstance(prompt, str):
+            raise ApiError(400, "prompt: must be a text", "prompt", "invalid_value")
+        try:
+            app = App(request.path_params["name"], prompt)
+            num_tokens = await self._gateway.filler.fill(app)
+            self._gateway.apps.add(app)
+        except InvalidRequest as error:
+            raise from_invalid(error) from None
+        except EngineFault as fault:
+            raise unavailable(str(fault)) from None
+        return JSONResponse({"name": app.name, "prefix_tokens": num_tokens})
+
+    async def delete_app(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if not self._gateway.apps.remove(name):
+            raise ApiError(404, f"there is no app {name!r}", "name", "app_not_found")
+        await self._on_engine(self._gateway.filler.forget(name))
+        return JSONResponse({"name": name, "deleted": True})
+
+    async def reset_cache(self, request: Request) -> Response:
+        """Forget every cached page that no sequence holds, then compute the apps' again."""
+        gateway = self._gateway
+        call = gateway.worker.call(lambda engine: engine.engine.clear_cache())
+        count = await self._on_engine(call)
+        await gateway.filler.fill_all()
+        return JSONResponse({"forgotten_pages": count})
+
+    async def _on_engine(self, work: Awaitable[T]) -> T:
+        """What the engine's thread answers; 503 when it cannot."""
+        try:
+            return await work
+        except EngineFault as fault:
+            raise unavailable(str(fault)) from None
+
+    # --- the page -------------------------------------------------------------------------------
+
+    async def page(self, request: Request) -> Response:
+        return _file("index.html")
+
+    async def asset(self, request: Request) -> Response:
+        return _file(request.path_params["name"])
+
+
+def _session(session: Session) -> dict[str, object]:
+    return {
+        "id": session.session_id,
+        "object": "session",
+        "created": int(session.created_s),
+        "last_used": int(session.used_s),
+        "turns": session.num_turns,
+        "tokens": len(session.token_ids),
+    }
+
+
+def _file(name: str) -> Response:
+    """A file of the page's folder; only names that are there, so no path leads out of it."""
+    for entry in PAGE.iterdir():
+        if entry.name == name and entry.is_file() and not name.startswith(("_", ".")):
+            kind = guess_type(name)[0] or "application/octet-stream"
+            headers = {"cache-control": "no-cache", "x-content-type-options": "nosniff"}
+            return Response(entry.read_bytes(), media_type=kind, headers=headers)
+    return PlainTextResponse("not found", 404)
+
+
+# --- around all routes ---------------------------------------------------------------------------
+
+
+class Door:
+    """Lets in who may, gives every request an id, and logs and counts what became of it."""
+
+    def __init__(self, inside: ASGIApp, gateway: Gateway, origins: Sequence[str]) -> None:
+        self._inside = inside
+        self._gateway = gateway
+        self._origins = frozenset(origins)
+        self._ids = unique_ids()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._inside(scope, receive, send)
+            return
+        began_s = perf_counter()
+        request_id = next(self._ids)
+        facts: dict[str, object] = {}
+        status = 500
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id.encode()),
+                ]
+            await send(message)
+
+        tenant = self._gateway.access.admit(scope["path"], scope["headers"])
+        try:
+            if self._is_foreign(scope):
+                await _FOREIGN.response()(scope, receive, send_marked)
+                return
+            if tenant is None:
+                await _no_key(scope["path"]).response()(scope, receive, send_marked)
+                return
+            scope.setdefault("state", {}).update(tenant=tenant, facts=facts)
+            await self._inside(scope, receive, send_marked)
+        finally:
+            self._gateway.metrics.observe_response(status)
+            facts |= {
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "ms": round((perf_counter() - began_s) * 1e3, 1),
+                "tenant": None if tenant is None else tenant.name,
+            }
+            is_quiet = scope["path"] in ("/health", "/ready", "/live", "/metrics")
+            log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra={"facts": facts})
+
+    def _is_foreign(self, scope: Scope) -> bool:
+        """Whether a browser sends it for a page of a site that was not named. Of most such calls it
+        asks first and lets none through, but not of forms and of bodies without a type. Browsers
+        tell it to https and localhost only; elsewhere a page's bodies need their type."""
+        headers = dict(scope["headers"])
+        relation = headers.get(b"sec-fetch-site", b"none")  # other clients do not say
+        if scope["method"] in ("GET", "HEAD") or relation in (b"none", b"same-origin"):
+            return False
+        return not self._origins & {"*", headers.get(b"origin", b"").decode("latin-1")}
+
+
+_FOREIGN = ApiError(403, "pages of this site may not call the server: --allowed-origins")
+
+
+def _no_key(path: str) -> ApiError:
+    if path.startswith("/admin/"):
+        message = "an admin key is needed: Authorization: Bearer KEY, and --admin-key-file"
+    else:
+        message = "an API key is needed: Authorization: Bearer KEY"
+    return ApiError(401, message, code="invalid_api_key", kind="authentication_error")
+
+
+Handler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """No such path or method."""
+    assert isinstance(error, HTTPException)
+    response = ApiError(error.status_code, str(error.detail)).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return ApiError(500, "internal error", kind="server_error").response()
+
+
+def make_app(gateway: Gateway, origins: Sequence[str] = ()) -> ASGIApp:
+    """The server as an ASGI application; its lifespan is that of the engine's thread.
+
+    Pages of `origins` may call it from a browser ("*": any page), as its own page always may.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        starting = asyncio.ensure_future(gateway.start())
+        try:
+            yield
+        finally:
+            await gateway.close()
+            await asyncio.gather(starting, return_exceptions=True)
+
+    handlers: dict[int | type[Exception], Handler] = {
+        ApiError: _api_error,
+        HTTPException: _http_error,
+        Exception: _bug,
+    }
+    routes = [*Routes(gateway).listed(), *BatchRoutes(gateway).listed()]
+    starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    door = Door(starlette, gateway, origins)
+    if not origins:
+        return door
+    return CORSMiddleware(
+        door,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )

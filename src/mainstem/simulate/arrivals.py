@@ -1,0 +1,64 @@
+"""When the turns of a conversation arrive, where the data has lengths only.
+
+Sessions start as a Poisson process (AttentionStore 4.1: one a second). A user answers after the
+time that people really took in a chat: the shipped table has 1,000 think times of equal probability
+(`think_times.json`, from ChitChat), and a file in that data set's own format can take its place.
+"""
+
+import gzip
+import json
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+from mainstem.core.errors import InvalidRequest
+
+ANSWER_S_PER_TOKEN = 0.02  # a user cannot write while the answer is still being written
+
+
+class ArrivalProcess:
+    """Draws session starts and think times; the same seed draws the same."""
+
+    def __init__(self, rate: float, seed: int, think_times: Path | None) -> None:
+        self._rate = rate
+        self._starts = Random(f"starts {seed}")
+        self._thinks = Random(f"thinks {seed}")
+        self._think_s = load_think_times(think_times)
+        self._now_s = 0.0
+
+    def next_start(self) -> float:
+        """When the next session starts."""
+        self._now_s += self._starts.expovariate(self._rate)
+        return self._now_s
+
+    def think_s(self) -> float:
+        """From the end of an answer to the next prompt."""
+        return self._thinks.choice(self._think_s)
+
+    def answer_s(self, output_tokens: int) -> float:
+        return output_tokens * ANSWER_S_PER_TOKEN
+
+
+def load_think_times(path: Path | None) -> list[float]:
+    """The shipped times, or the gaps between turns in a file of {"turns": [[first_s, last_s]]}."""
+    if path is None:
+        table = json.loads((files("mainstem") / "data" / "think_times.json").read_text())
+        return [float(value) for value in table["think_s"]]
+    gaps: list[float] = []
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InvalidRequest(str(path), str(error)) from None
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            turns = json.loads(line)["turns"]
+            gaps += [
+                max(0.0, float(after[0]) - float(before[1])) for before, after in pairwise(turns)
+            ]
+        except (ValueError, LookupError, TypeError) as error:
+            raise InvalidRequest(f"{path}:{number}", f"not a line of turns: {error!r}") from None
+    if not gaps:
+        raise InvalidRequest(str(path), "no two turns follow one another")
+    return gaps

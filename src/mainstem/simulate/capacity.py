@@ -1,0 +1,172 @@
+"""The storage that a hit rate needs (AttentionStore 4.3.5); `mainstem capacity` prints it.
+
+    DSpUT   most distinct sessions in a time of TTL
+    CCpS    what one session can take: the context window, in bytes of K and V
+    CCpUT   DSpUT * CCpS: enough for everything that does not expire, whatever the sessions do
+
+Real sessions rarely fill their context and die at different times, so a share of CCpUT is enough.
+How much, is searched for by replaying the trace through the engine's policy. Time is the trace's
+own here. The hit rate is that of `mainstem simulate`: prompt tokens saved of all prompt tokens.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from math import log, log2, sqrt
+
+from mainstem.kv.policy import PolicyConfig, PolicyKind, TierPolicy
+from mainstem.simulate.plots import CapacityPoint
+from mainstem.simulate.service import GB, ServiceRates
+from mainstem.simulate.simulator import without_garbage_collection
+from mainstem.simulate.traces import Trace, TraceRequest
+
+PRECISION = 1.03  # the capacity found is at most so many times the least one
+PLOTTED_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
+DEFAULT_TTL_S = 3600.0
+
+Progress = Callable[[str, float], None]
+"""Called with a stage and how much of it is done, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityReport:
+    """What a workload could ask of a store by the paper's formula, and what it needs."""
+
+    format: str
+    policy: str
+    requests: int
+    sessions: int
+    ttl_s: float
+    context_tokens: int
+    dsput: int
+    ccps_gb: float
+    ccput_gb: float
+    hit_rate_unbounded: float  # within the TTL
+    target_hit_rate: float
+    capacity_gb: float | None  # None: no capacity reaches the target
+    capacity_share: float | None  # of CCpUT
+    hit_rate: float | None  # at that capacity
+
+
+class Replay:
+    """Hit rates of one trace at any capacity; the clock is the trace's own."""
+
+    def __init__(self, trace: Trace, config: PolicyConfig, lookahead: int | None) -> None:
+        self._trace = trace
+        self._config = config  # its capacity is replaced by the one tried
+        self._lookahead = lookahead
+        self.all_pages = len({key for request in trace.requests for key in request.kept})
+        self.prompt_tokens = sum(request.input_tokens for request in trace.requests)
+
+    def hit_rate(self, num_pages: int) -> float:
+        """Prompt tokens saved by a store of `num_pages`, of all."""
+        config = replace(self._config, host_pages=num_pages)
+        window = self._lookahead
+        if window is None:
+            window = config.window_length(self._trace.mean_chain_pages)
+        policy: TierPolicy[int] = TierPolicy(config)
+        requests, page_tokens = self._trace.requests, self._trace.page_tokens
+        hits = num_known = 0
+        with without_garbage_collection():
+            for index, request in enumerate(requests):
+                known_to = min(index + 1 + window, len(requests))
+                for ahead in range(num_known, known_to):
+                    policy.expect(ahead, requests[ahead].keys)
+                num_known = max(num_known, known_to)
+                policy.expire(request.arrival_s)
+                tokens = policy.match(request.keys) * page_tokens
+                hits += min(tokens, max(0, request.input_tokens - 1))
+                policy.finish(index, request.kept, request.arrival_s)
+        return hits / max(1, self.prompt_tokens)
+
+    def least_pages(self, target: float, progress: Progress) -> int:
+        """The least capacity, to PRECISION, with a hit rate of `target`, which all pages reach."""
+        high = self.all_pages
+        low = max(1, high // 1024)
+        if self.hit_rate(low) >= target:
+            return low
+        num_tries = max(1, round(log2(log(high / low) / log(PRECISION) + 1)))
+        for tried in count():
+            if high - low <= 1 or high <= low * PRECISION:
+                return high
+            progress("replaying", min(1.0, tried / num_tries))
+            middle = round(sqrt(low * high))
+            if self.hit_rate(middle) >= target:
+                high = middle
+            else:
+                low = middle
+        raise AssertionError
+
+
+def most_sessions(requests: Sequence[TraceRequest], ttl_s: float) -> int:
+    """DSpUT: the most distinct sessions that came within a time of `ttl_s`."""
+    active: Counter[int] = Counter()
+    most = first = 0
+    for request in requests:
+        active[request.session] += 1
+        while requests[first].arrival_s <= request.arrival_s - ttl_s:
+            left = requests[first].session
+            active[left] -= 1
+            if not active[left]:
+                del active[left]
+            first += 1
+        most = max(most, len(active))
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityQuestion:
+    """Which hit rate is wanted, under which policy, for a model whose K and V take so much."""
+
+    target_hit_rate: float
+    policy: PolicyKind
+    kv_bytes_per_token: float
+    ttl_s: float = DEFAULT_TTL_S
+    context_tokens: int | None = None  # None: the longest of the trace
+    lookahead: int | None = None  # requests known ahead; None: by capacity
+
+
+def plan_capacity(
+    trace: Trace, asked: CapacityQuestion, progress: Progress
+) -> tuple[CapacityReport, Replay]:
+    """The paper's three numbers, and the search for the target."""
+    requests, ttl_s, target = trace.requests, asked.ttl_s, asked.target_hit_rate
+    replay = Replay(trace, PolicyConfig(0, kind=asked.policy, ttl_s=ttl_s), asked.lookahead)
+    longest = max(r.input_tokens + r.output_tokens for r in requests)
+    context_tokens = asked.context_tokens or longest
+    page_gb = trace.page_tokens * asked.kv_bytes_per_token / GB
+    dsput = most_sessions(requests, ttl_s)
+    ccps_gb = context_tokens * asked.kv_bytes_per_token / GB
+    unbounded = replay.hit_rate(replay.all_pages)
+    pages = replay.least_pages(target, progress) if unbounded >= target else None
+    capacity_gb = None if pages is None else pages * page_gb
+    report = CapacityReport(
+        format=trace.format.value,
+        policy=asked.policy.value,
+        requests=len(requests),
+        sessions=len({request.session for request in requests}),
+        ttl_s=ttl_s,
+        context_tokens=context_tokens,
+        dsput=dsput,
+        ccps_gb=ccps_gb,
+        ccput_gb=dsput * ccps_gb,
+        hit_rate_unbounded=unbounded,
+        target_hit_rate=target,
+        capacity_gb=capacity_gb,
+        capacity_share=None if capacity_gb is None else capacity_gb / (dsput * ccps_gb),
+        hit_rate=None if pages is None else replay.hit_rate(pages),
+    )
+    return report, replay
+
+
+def curve(trace: Trace, replay: Replay, ccput_pages: float) -> list[CapacityPoint]:
+    """Hit rate and throughput at shares of CCpUT (the paper's figure 23)."""
+    rates, points = ServiceRates(), []
+    decode_s = rates.decode_s(sum(request.output_tokens for request in trace.requests))
+    for share in PLOTTED_SHARES:
+        hit_rate = replay.hit_rate(max(1, round(share * ccput_pages)))
+        prefill_s = rates.prefill_s(round((1 - hit_rate) * replay.prompt_tokens))
+        per_s = replay.prompt_tokens / (prefill_s + decode_s)
+        points.append(CapacityPoint(share, hit_rate, per_s))
+    return points

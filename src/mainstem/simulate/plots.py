@@ -1,0 +1,110 @@
+"""Pictures of simulations, in the manner of the paper's figures 21 and 23."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.simulate.simulator import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {"lookahead": "#1f5fa8", "lru": "#c8702a", "fifo": "#5b8c3e", "belady": "#777777"}
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPoint:
+    """One capacity tried."""
+
+    share: float  # of CCpUT
+    hit_rate: float
+    prompt_tokens_per_s: float  # of device time
+
+
+def plot_reports(reports: Sequence[Report], path: Path) -> None:
+    """Fig. 21: hit rate by policy and storage, split into DRAM and disk, and the device time."""
+    figure = _figure(11, 4)
+    hits, times = figure.subplots(1, 2)
+    sizes = list(dict.fromkeys((report.host_gb, report.disk_gb) for report in reports))
+    policies = list(dict.fromkeys(report.policy for report in reports))
+    width = 0.8 / len(policies)
+    for report in reports:
+        place = sizes.index((report.host_gb, report.disk_gb))
+        x = place + (policies.index(report.policy) - (len(policies) - 1) / 2) * width
+        colour = COLOURS[report.policy]
+        is_first = place == 0
+        hits.bar(
+            x, report.hit_rate_dram, 0.92 * width, color=colour,
+            label=f"{report.policy}, from DRAM" if is_first else None,
+        )  # fmt: skip
+        hits.bar(
+            x, report.hit_rate_disk, 0.92 * width, bottom=report.hit_rate_dram,
+            color=colour, alpha=0.4, hatch="//", edgecolor="white",
+        )  # fmt: skip
+        times.bar(
+            x, report.device_s / 3600, 0.92 * width, color=colour,
+            label=report.policy if is_first else None,
+        )  # fmt: skip
+    unbounded = max(report.hit_rate_unbounded for report in reports)
+    hits.axhline(unbounded, color="black", linewidth=0.8, linestyle=":")
+    hits.text(-0.45, unbounded, "unbounded", va="bottom", fontsize=8)
+    hits.set_ylim(0, max(unbounded * 1.35, 0.01))
+    names = [f"{host:g} / {disk:g}" for host, disk in sizes]
+    for axes, title in ((hits, "hit rate (hatched: from disk)"), (times, "device time, hours")):
+        axes.set_xticks(range(len(sizes)), names)
+        axes.set_xlabel("host / disk, GB")
+        axes.set_title(title)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, ncols=2, loc="upper left", frameon=False)
+    times.set_ylim(0, times.get_ylim()[1] * 1.25)
+    _save(figure, path)
+
+
+def plot_capacity(points: Sequence[CapacityPoint], unbounded: float, path: Path) -> None:
+    """Fig. 23: hit rate and throughput against capacity as a share of CCpUT."""
+    figure = _figure(10, 3.6)
+    hits, speed = figure.subplots(1, 2)
+    shares = [point.share for point in points]
+    hits.plot(shares, [point.hit_rate for point in points], "o-", color=COLOURS["lookahead"])
+    hits.axhline(unbounded, color="black", linewidth=0.8, linestyle=":")
+    hits.text(min(shares), unbounded, "unbounded", va="bottom", fontsize=8)
+    hits.set_ylim(0, max(unbounded * 1.12, 0.01))
+    per_s = [point.prompt_tokens_per_s / 1000 for point in points]
+    speed.plot(shares, per_s, "o-", color=COLOURS["lookahead"])
+    speed.set_ylim(0, max(per_s) * 1.12)
+    titles = ("hit rate", "prompt tokens a second of device time, thousands")
+    for axes, title in zip((hits, speed), titles, strict=True):
+        axes.set_xlabel("capacity / CCpUT")
+        axes.set_title(title)
+        axes.spines[["top", "right"]].set_visible(False)
+        _log_ticks(axes, shares)
+    _save(figure, path)
+
+
+def _log_ticks(axes: "Axes", shares: Sequence[float]) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(list(shares), [f"{share:g}" for share in shares], fontsize=8)
+    axes.minorticks_off()
+
+
+def require_matplotlib() -> None:
+    """Complain before the work is done, not after it."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'mainstem[plot]'")
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise InvalidRequest("--plot", str(error)) from None

@@ -1,0 +1,341 @@
+"""Replays a trace through the engine's own tier policy, in virtual time.
+
+    queue   who is served next, and what the policy may know of it
+              saturated: always full; the next N requests of the trace wait (N: the look-ahead)
+              arrivals:  requests come when the trace says, a turn not before its answer
+    serve   look up, load, prefill, decode; pages are admitted when the request is done
+    links   the disk reads one page after another; a page in the host may still be on its way
+
+Hits are prompt tokens that need no prefill. A hit counts for the DRAM if its page was in host
+memory when the request started, else for the disk.
+"""
+
+import gc
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from heapq import heapify, heappop, heappush
+from time import perf_counter
+
+from mainstem.core.errors import ConfigError
+from mainstem.kv.policy import HEADROOM, PolicyConfig, PolicyKind, TierPolicy
+from mainstem.simulate.service import GB, Prices, ServiceRates
+from mainstem.simulate.traces import Trace, TraceRequest
+
+READ_AHEAD_S = 1.0  # prefetches are handed to the disk so far ahead of it, not further
+
+
+class Queue(Enum):
+    SATURATED = "saturated"
+    ARRIVALS = "arrivals"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationConfig:
+    """One simulation: a policy, two tiers, and what the world around them is like."""
+
+    kv_bytes_per_token: float
+    host_gb: float
+    disk_gb: float = 0.0
+    policy: PolicyKind = PolicyKind.LOOKAHEAD
+    lookahead: int | None = None  # requests known ahead; None: the paper's window, belady: all
+    queue: Queue = Queue.SATURATED
+    ttl_s: float | None = None
+    warmup: int = 0  # first requests that are served and not counted
+    headroom: float = HEADROOM
+    rates: ServiceRates = field(default_factory=ServiceRates)
+    prices: Prices = field(default_factory=Prices)
+
+    def __post_init__(self) -> None:
+        if not self.kv_bytes_per_token > 0:
+            raise ConfigError(f"kv_bytes_per_token must be above 0, got {self.kv_bytes_per_token}")
+        if self.host_gb < 0 or self.disk_gb < 0:
+            raise ConfigError(f"sizes must not be negative: {self.host_gb}, {self.disk_gb} GB")
+        if self.lookahead is not None and self.lookahead < 0:
+            raise ConfigError(f"lookahead must not be negative, got {self.lookahead}")
+        if self.warmup < 0:
+            raise ConfigError(f"warmup must not be negative, got {self.warmup}")
+
+    def policy_config(self, page_tokens: int) -> PolicyConfig:
+        page_gb = page_tokens * self.kv_bytes_per_token / GB
+        return PolicyConfig(
+            host_pages=int(self.host_gb / page_gb),
+            disk_pages=int(self.disk_gb / page_gb),
+            kind=self.policy,
+            headroom=self.headroom,
+            ttl_s=self.ttl_s,
+        )
+
+    def window(self, trace: Trace) -> int:
+        """How many waiting requests the policy knows."""
+        if self.lookahead is not None:
+            return self.lookahead
+        if self.policy is PolicyKind.BELADY:
+            return len(trace.requests)
+        return self.policy_config(trace.page_tokens).window_length(trace.mean_chain_pages)
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of it. Tokens, pages and times are of the requests after the warm-up."""
+
+    policy: str
+    lookahead: int
+    host_gb: float
+    disk_gb: float
+    host_pages: int
+    disk_pages: int
+    page_tokens: int
+    warmup: int
+    requests: int = 0
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0
+    hit_rate: float = 0.0
+    hit_rate_dram: float = 0.0
+    hit_rate_disk: float = 0.0
+    hit_rate_unbounded: float = 0.0
+    mean_ttft_s: float = 0.0
+    p95_ttft_s: float = 0.0
+    device_s: float = 0.0
+    virtual_s: float = 0.0
+    cost: float = 0.0
+    cost_storage: float = 0.0
+    disk_read_gb: float = 0.0
+    disk_written_gb: float = 0.0
+    pages_dropped: int = 0
+    page_events: int = 0
+    seconds: float = 0.0
+
+
+def simulate(trace: Trace, config: SimulationConfig) -> Report:
+    """Serve the whole trace; `seconds` of the report is what that took here."""
+    with without_garbage_collection():
+        return _Simulation(trace, config).run()
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Millions of small objects without cycles: looking for some would take a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _DiskLink:
+    """The disk's way to host memory: one page after another, in the order they were asked for."""
+
+    def __init__(self, page_s: float) -> None:
+        self._page_s = page_s
+        self._free_s = 0.0
+        self._ready_s: dict[int, float] = {}  # pages on their way, and when they are there
+
+    def room(self, now: float) -> int:
+        """Pages that may be asked for without queueing far ahead."""
+        return max(0, int((now + READ_AHEAD_S - max(self._free_s, now)) / self._page_s) + 1)
+
+    def is_busy(self, now: float) -> bool:
+        return self._free_s > now
+
+    def load(self, keys: list[int], now: float) -> None:
+        if not self.is_busy(now):
+            self._ready_s.clear()
+        free_s = max(self._free_s, now)
+        for key in keys:
+            free_s += self._page_s
+            self._ready_s[key] = free_s
+        self._free_s = free_s
+
+    def wait_s(self, key: int, now: float) -> float:
+        """How long until a page in the host is really there."""
+        return max(0.0, self._ready_s.get(key, now) - now)
+
+    def read_now(self, num_pages: int, now: float) -> float:
+        """Read for a request that cannot wait: it goes before the prefetches. Seconds it takes."""
+        self._free_s = max(self._free_s, now) + num_pages * self._page_s
+        return num_pages * self._page_s
+
+
+class _Simulation:
+    """One run: the policy, the clock, the queue, and the sums."""
+
+    def __init__(self, trace: Trace, config: SimulationConfig) -> None:
+        self._trace = trace
+        self._config = config
+        policy_config = config.policy_config(trace.page_tokens)
+        self._policy: TierPolicy[int] = TierPolicy(policy_config)
+        self._window = config.window(trace)
+        self._page_bytes = trace.page_tokens * config.kv_bytes_per_token
+        self._disk = _DiskLink(config.rates.disk_read_s(self._page_bytes))
+        self._now = 0.0
+        self._seen: set[int] = set()
+        self._num_served = 0
+        self._hits = [0, 0]  # tokens from DRAM, from disk
+        self._hits_unbounded = 0
+        self._ttfts: list[float] = []
+        self._pages_read = 0
+        self._pages_written = 0
+        self._counted_from_s = 0.0
+        self._report = Report(
+            policy=config.policy.value,
+            lookahead=self._window,
+            host_gb=config.host_gb,
+            disk_gb=config.disk_gb,
+            host_pages=policy_config.host_pages,
+            disk_pages=policy_config.disk_pages,
+            page_tokens=trace.page_tokens,
+            warmup=config.warmup,
+        )
+
+    def run(self) -> Report:
+        started = perf_counter()
+        if self._config.queue is Queue.SATURATED:
+            self._run_saturated()
+        else:
+            self._run_arrivals()
+        self._policy.check()
+        return self._finish(perf_counter() - started)
+
+    # -- who is next ---------------------------------------------------------------------------
+
+    def _run_saturated(self) -> None:
+        """Requests in the order of the trace, back to back; the next `window` are known."""
+        requests, num_known = self._trace.requests, 0
+        for index, request in enumerate(requests):
+            known_to = min(index + 1 + self._window, len(requests))
+            for ahead in range(num_known, known_to):
+                self._policy.expect(ahead, requests[ahead].keys)
+            num_known = max(num_known, known_to)
+            self._serve(index, request, waited_s=0.0)
+
+    def _run_arrivals(self) -> None:
+        """Requests in the order they come; those that wait are known, up to `window` of them."""
+        requests = self._trace.requests
+        followers = {request.previous: index for index, request in enumerate(requests)}
+        coming = [(r.arrival_s, i) for i, r in enumerate(requests) if r.previous is None]
+        heapify(coming)
+        queue: deque[tuple[float, int]] = deque()
+        while coming or queue:
+            if not queue:
+                self._now = max(self._now, coming[0][0])
+            while coming and coming[0][0] <= self._now:
+                arrived_s, index = heappop(coming)
+                queue.append((arrived_s, index))
+                if len(queue) <= self._window + 1:
+                    self._policy.expect(index, requests[index].keys)
+                    self._prefetch(arrived_s)
+            arrived_s, index = queue.popleft()
+            if len(queue) > self._window:
+                ahead = queue[self._window][1]
+                self._policy.expect(ahead, requests[ahead].keys)
+            self._serve(index, requests[index], waited_s=self._now - arrived_s)
+            follower = followers.get(index)
+            if follower is not None:
+                heappush(coming, (self._now + requests[follower].think_s, follower))
+
+    # -- one request ---------------------------------------------------------------------------
+
+    def _serve(self, ticket: int, request: TraceRequest, waited_s: float) -> None:
+        policy, rates = self._policy, self._config.rates
+        start = self._now
+        if self._config.ttl_s is not None:
+            policy.expire(start)
+        self._prefetch(start)
+        from_host, from_disk, wait_s = self._look_up(request, start)
+        if self._num_served == self._config.warmup:
+            self._counted_from_s = start
+        hit_tokens = self._count_hits(request, from_host, from_disk)
+        new_tokens = request.input_tokens - hit_tokens
+        host_s = rates.host_load_s((from_host + from_disk) * self._page_bytes)
+        first_token_s = max(rates.prefill_s(new_tokens), host_s, wait_s)
+        self._now = start + first_token_s + rates.decode_s(request.output_tokens)
+        moves = policy.finish(ticket, request.kept, self._now)
+        spilled = policy.make_headroom()
+        if self._num_served >= self._config.warmup:
+            report = self._report
+            self._ttfts.append(waited_s + first_token_s)
+            report.prompt_tokens += request.input_tokens
+            report.prefill_tokens += new_tokens
+            report.device_s += self._now - start
+            report.page_events += len(request.kept)
+            report.pages_dropped += len(moves.drop) + len(spilled.drop)
+            self._pages_written += len(moves.write) + len(spilled.write)
+        self._num_served += 1
+
+    def _look_up(self, request: TraceRequest, now: float) -> tuple[int, int, float]:
+        """Hit pages in host memory, hit pages on disk, and the wait for the latter."""
+        disk, is_in_host = self._disk, self._policy.find(request.keys)
+        num_hits = len(is_in_host)
+        from_host = sum(is_in_host)
+        to_read, wait_s = num_hits - from_host, 0.0
+        if from_host and disk.is_busy(now):  # some of them may still be on their way
+            waits = [disk.wait_s(key, now) for key in request.keys[:num_hits]]
+            late = [
+                wait for wait, is_here in zip(waits, is_in_host, strict=True) if is_here and wait
+            ]
+            from_host -= len(late)
+            wait_s = max(late, default=0.0)
+        if to_read:
+            wait_s = max(wait_s, disk.read_now(to_read, now))
+            self._pages_read += to_read if self._num_served >= self._config.warmup else 0
+        return from_host, num_hits - from_host, wait_s
+
+    def _count_hits(self, request: TraceRequest, from_host: int, from_disk: int) -> int:
+        """Prompt tokens that need no prefill; the last token is always computed."""
+        most = max(0, request.input_tokens - 1)
+        page_tokens = self._trace.page_tokens
+        hit_tokens = min((from_host + from_disk) * page_tokens, most)
+        if self._num_served >= self._config.warmup:
+            disk_tokens = min(from_disk * page_tokens, hit_tokens)
+            self._hits[0] += hit_tokens - disk_tokens
+            self._hits[1] += disk_tokens
+            known = _known_prefix(request.keys, self._seen)
+            self._hits_unbounded += min(known * page_tokens, most)
+        self._seen.update(request.kept)
+        return hit_tokens
+
+    def _prefetch(self, now: float) -> None:
+        room = self._disk.room(now)
+        if room:
+            moves = self._policy.choose_prefetch(room)
+            if moves.load:
+                self._disk.load(moves.load, now)
+            if self._num_served >= self._config.warmup:
+                self._pages_read += len(moves.load)
+                self._pages_written += len(moves.write)
+                self._report.pages_dropped += len(moves.drop)
+
+    # -- sums ----------------------------------------------------------------------------------
+
+    def _finish(self, seconds: float) -> Report:
+        report, prices = self._report, self._config.prices
+        report.requests = len(self._ttfts)
+        tokens = max(1, report.prompt_tokens)
+        report.hit_rate_dram, report.hit_rate_disk = (hits / tokens for hits in self._hits)
+        report.hit_rate = sum(self._hits) / tokens
+        report.hit_rate_unbounded = self._hits_unbounded / tokens
+        if self._ttfts:
+            report.mean_ttft_s = sum(self._ttfts) / len(self._ttfts)
+            report.p95_ttft_s = sorted(self._ttfts)[int(0.95 * (len(self._ttfts) - 1))]
+        report.virtual_s = self._now - self._counted_from_s
+        report.cost_storage = prices.storage_cost(
+            self._config.host_gb, self._config.disk_gb, report.virtual_s
+        )
+        report.cost = prices.device_cost(report.device_s) + report.cost_storage
+        report.disk_read_gb = self._pages_read * self._page_bytes / GB
+        report.disk_written_gb = self._pages_written * self._page_bytes / GB
+        report.seconds = seconds
+        return report
+
+
+def _known_prefix(keys: Sequence[int], seen: set[int]) -> int:
+    """Leading pages that were ever kept."""
+    for index, key in enumerate(keys):
+        if key not in seen:
+            return index
+    return len(keys)

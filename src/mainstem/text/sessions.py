@@ -1,0 +1,157 @@
+"""Conversations that return: a session keeps the token ids of what was said.
+
+A client sends its whole conversation each turn, as text. Encoding the model's own answer again may
+give other ids than the model produced, and the cached pages would not be found. So a session
+remembers the ids and the text they stand for: a turn that begins with this text extends the ids.
+
+Ids only; the pages are the store's business, and without them a turn is computed like any other.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from time import time
+
+from mainstem.core.errors import ConfigError
+from mainstem.core.step import Int32s
+from mainstem.text.tokenizer import Tokenizer
+
+MAX_SESSION_TOKENS = 1 << 20  # a longer conversation is not kept
+
+Key = tuple[str, str]  # owner, session id
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A conversation as far as it has come. Times are seconds since 1970."""
+
+    session_id: str
+    token_ids: Int32s
+    text: str  # what the ids say, special tokens written out
+    num_turns: int
+    created_s: float
+    used_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """How much is remembered; beyond it the sessions unused for longest are forgotten."""
+
+    ttl_s: float = 86_400.0
+    max_sessions: int = 10_000
+    max_tokens: int = 1 << 26  # of all sessions
+
+    def __post_init__(self) -> None:
+        if self.ttl_s <= 0 or self.max_sessions < 1 or self.max_tokens < 1:
+            raise ConfigError("the limits of sessions must be above 0")
+
+
+class Sessions:
+    """All sessions, by owner. One thread uses it.
+
+    An owner is whatever tells tenants apart and cannot be guessed; nobody finds another's session.
+    """
+
+    def __init__(self, limits: SessionLimits, clock: Callable[[], float] = time) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._sessions: dict[Key, Session] = {}  # least recently used first
+        self._num_tokens = 0
+        self._changed: set[Key] = set()  # since `take_changes`
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def find(self, owner: str, session_id: str) -> Session | None:
+        self._forget_old()
+        return self._sessions.get((owner, session_id))
+
+    def listed(self, owner: str) -> list[Session]:
+        """An owner's sessions, the latest used first."""
+        self._forget_old()
+        own = [session for key, session in self._sessions.items() if key[0] == owner]
+        return own[::-1]
+
+    def keep(self, owner: str, session_id: str, token_ids: Int32s, text: str) -> None:
+        """A turn has ended: this is the whole conversation now."""
+        before = self.remove(owner, session_id)
+        if len(token_ids) > MAX_SESSION_TOKENS:
+            return
+        now_s = self._clock()
+        num_turns = 1 if before is None else before.num_turns + 1
+        created_s = now_s if before is None else before.created_s
+        session = Session(session_id, token_ids, text, num_turns, created_s, now_s)
+        self._changed.add((owner, session_id))
+        self._add((owner, session_id), session)
+
+    def remove(self, owner: str, session_id: str) -> Session | None:
+        """Forget a session; returns it if there was one."""
+        session = self._sessions.pop((owner, session_id), None)
+        if session is not None:
+            self._num_tokens -= len(session.token_ids)
+            self._changed.add((owner, session_id))
+        return session
+
+    def _add(self, key: Key, session: Session) -> None:
+        self._sessions[key] = session
+        self._num_tokens += len(session.token_ids)
+        limits = self._limits
+        while len(self._sessions) > limits.max_sessions or self._num_tokens > limits.max_tokens:
+            self.remove(*next(iter(self._sessions)))
+
+    def _forget_old(self) -> None:
+        oldest_s = self._clock() - self._limits.ttl_s
+        while self._sessions:
+            key, session = next(iter(self._sessions.items()))
+            if session.used_s >= oldest_s:
+                return
+            self.remove(*key)
+
+    # --- on disk --------------------------------------------------------------------------------
+
+    def restore(self, saved: Mapping[Key, Session]) -> None:
+        """Take in what an earlier process saved, the least recently used first."""
+        for key, session in saved.items():
+            self._add(key, session)
+        self._forget_old()
+
+    def take_changes(self) -> dict[Key, Session | None]:
+        """Sessions as they are since they were last taken; None: forgotten."""
+        self._forget_old()
+        changes = {key: self._sessions.get(key) for key in self._changed}
+        self._changed = set()
+        return changes
+
+    def put_back(self, changes: Iterable[Key]) -> None:
+        """What was taken could not be saved."""
+        self._changed.update(changes)
+
+    def check(self) -> None:
+        """Raise if tokens are counted wrong or the order is."""
+        sessions = list(self._sessions.values())
+        assert self._num_tokens == sum(len(session.token_ids) for session in sessions)
+        used_s = [session.used_s for session in sessions]
+        assert used_s == sorted(used_s), "the least recently used is not the first"
+
+
+def tokenizer_identity(tokenizer: Tokenizer) -> str:
+    """Equal for tokenizers that give the same ids."""
+    return sha256(tokenizer.to_json().encode()).hexdigest()
+
+
+def continued_ids(session: Session | None, text: str, tokenizer: Tokenizer) -> list[int] | None:
+    """The ids of `text` as an extension of a session; None where it is not one."""
+    if session is None or not tokenizer.can_continue or not text.startswith(session.text):
+        return None
+    return [*session.token_ids.tolist(), *tokenizer.encode_plain(text[len(session.text) :])]
+
+
+def spoken_text(prompt_text: str, output_ids: list[int], tokenizer: Tokenizer) -> str:
+    """The text of a turn: its prompt and all that the model said, special tokens written out."""
+    speller = tokenizer.speller(())
+    pieces = [speller.push(token_id) for token_id in output_ids]
+    return "".join([prompt_text, *pieces, speller.finish()])

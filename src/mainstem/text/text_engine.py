@@ -1,0 +1,172 @@
+"""Text on top of the engine: prompts in, pieces of answers out, stop strings obeyed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mainstem.core.ids import RequestId, SessionId
+from mainstem.core.request import (
+    Delivery,
+    FinishReason,
+    Grammar,
+    Output,
+    Overflow,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
+from mainstem.core.step import Int32s
+from mainstem.engine.engine import Engine
+from mainstem.text.answer_stream import TextStream
+from mainstem.text.grammar import Grammars
+from mainstem.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextOutput:
+    """News of one answer: text that is certain, and the tokens that came with it."""
+
+    request_id: RequestId
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None  # the stop string or token that ended it
+    num_cached_tokens: int
+    num_dropped_tokens: int = 0  # of the prompt, because it was longer than the context window
+    fault: str | None = None  # what failed, where that ended it (FinishReason.ERROR)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request whose answers are not all finished."""
+
+    request: Request
+    streams: dict[int, TextStream] = field(default_factory=dict)
+
+
+class TextEngine:
+    """Joins an Engine with its model's tokenizer. One owner calls it, as with the Engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.grammars = Grammars(tokenizer)
+        self._open: dict[RequestId, _Open] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+    def expect(self, shared_with_next: Int32s) -> int:
+        """Announce prompts in the order they will be submitted: how many leading tokens each
+        shares with the next. Returns the first `plan_place`."""
+        return self.engine.expect(shared_with_next)
+
+    def submit(  # noqa: PLR0913  # what a caller may say of a request, mostly by keyword
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        delivery: Delivery = Delivery.EACH_STEP,
+        *,
+        salt: bytes = b"",
+        priority: int = 0,
+        plan_place: int | None = None,
+        expected_tokens: int | None = None,
+        public_tokens: int = 0,
+        session: str | None = None,
+        overflow: Overflow | None = None,
+        keep_tokens: int = 0,
+        grammar: Grammar | None = None,
+    ) -> None:
+        """Queue a prompt; raises InvalidRequest if it can never run.
+
+        `overflow` says what becomes of a prompt that is longer than the context window; by default
+        that of a `session` is truncated, all but its first `keep_tokens`, and any other refused.
+        `grammar` is the form that `sampling` names, for who has compiled it elsewhere.
+        """
+        if grammar is None and sampling.grammar is not None:
+            grammar = self.grammars.compile(sampling.grammar)
+        if sampling.stop_strings:
+            delivery = Delivery.EACH_STEP  # each token may complete a stop string
+        request = Request(
+            request_id=RequestId(request_id),
+            prompt_ids=np.asarray(prompt_ids),
+            sampling=sampling,
+            eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
+            grammar=grammar,
+            salt=salt,
+            public_tokens=public_tokens,
+            priority=priority,
+            delivery=delivery,
+            plan_place=plan_place,
+            expected_tokens=expected_tokens,
+            session=None if session is None else SessionId(session),
+            overflow=overflow,
+            keep_tokens=keep_tokens,
+        )
+        self.engine.submit(request)
+        streams = {
+            index: TextStream(self.tokenizer, sampling, request.prompt_ids[-64:].tolist())
+            for index in range(sampling.n)
+        }
+        self._open[request.request_id] = _Open(request, streams)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; its last news comes with the next step."""
+        self.engine.abort(RequestId(request_id))
+
+    def step(self) -> list[TextOutput]:
+        """Advance the engine by one step."""
+        news = [self._read(output) for output in self.engine.step()]
+        return [output for output in news if output is not None]
+
+    def _read(self, output: Output) -> TextOutput | None:
+        opened = self._open.get(output.request_id)
+        stream = opened.streams.get(output.index) if opened is not None else None
+        if opened is None or stream is None:
+            return None  # a stop string ended it before the engine knew
+        text: list[str] = []
+        stop: str | int | None = None
+        for token_id in output.token_ids:
+            piece = stream.push(token_id)
+            text.append(piece.text)
+            if piece.stop is not None:
+                stop = piece.stop
+                break
+        reason = output.finish_reason
+        if stop is None and reason is not None:
+            piece = stream.finish()
+            text.append(piece.text)
+            stop = piece.stop
+        if stop is not None:
+            if reason is None:
+                self.engine.stop(output.request_id, output.index)
+            reason = FinishReason.STOP
+        elif reason is FinishReason.STOP and output.token_ids:
+            stop = self._stop_token(opened.request, output.token_ids[-1])
+        if reason is not None:
+            del opened.streams[output.index]
+            if not opened.streams:
+                del self._open[output.request_id]
+        return TextOutput(
+            request_id=output.request_id,
+            index=output.index,
+            text="".join(text),
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            finish_reason=reason,
+            stop_reason=stop,
+            num_cached_tokens=output.num_cached_tokens,
+            num_dropped_tokens=output.num_dropped_tokens,
+            fault=output.fault,
+        )
+
+    def _stop_token(self, request: Request, token_id: int) -> int | None:
+        """The stop token's id if the caller named it; None for the model's own end token."""
+        return token_id if token_id in request.sampling.stop_token_ids else None

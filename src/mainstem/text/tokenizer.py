@@ -1,0 +1,248 @@
+"""Text <-> token ids, as the model's folder says.
+
+messages --chat_template--> text --encode--> ids ... ids --text_stream--> text
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from mainstem.core.errors import InvalidRequest, ModelNotFound
+from mainstem.text.chat_template import ChatTemplate, Json, Message
+from mainstem.text.incremental import ByteSpeller, Speller, TokenAlphabet, WindowSpeller
+
+GENERATION_FILE = "generation_config.json"
+# in it; the others are set by who asks, or are Hugging Face's own
+ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+class Tokenizer:
+    """The tokenizer and chat template of one model folder; immutable, safe between threads.
+
+    Ids and texts equal those of Hugging Face's tokenizer for the same folder, except that decoding
+    never "cleans up" spaces (which cannot be done in a stream).
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        eos_ids: frozenset[int] = frozenset(),
+        special_tokens: Mapping[str, str] | None = None,
+        templates: Mapping[str, str] | None = None,
+        sampling_defaults: Json | None = None,
+    ) -> None:
+        """`special_tokens`: role ("bos_token") -> text; `templates`: name -> chat template;
+        `sampling_defaults`: how the model's makers advise to draw tokens, unchecked."""
+        self._backend = backend
+        self._templates = {
+            name: ChatTemplate(source, special_tokens or {})
+            for name, source in (templates or {}).items()
+        }
+        self.eos_ids = eos_ids
+        self.sampling_defaults = dict(sampling_defaults or {})
+        self.special_tokens = dict(special_tokens or {})
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._alphabet = TokenAlphabet(backend)
+
+    @classmethod
+    def load(cls, folder: Path, template: str | None = None) -> "Tokenizer":
+        """Read a model folder; chats go through the file `template` if one is named.
+
+        Raises ModelNotFound when there is no usable tokenizer.json, or a template is none.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelNotFound(f"{folder} has no tokenizer.json, the only tokenizer format read")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust side raises plain Exception
+            raise ModelNotFound(f"{path} cannot be read: {error}") from error
+        backend.no_padding()  # files in the wild carry training-time settings
+        backend.no_truncation()
+        settings = _read_json(folder / "tokenizer_config.json")
+        special = _special_tokens(settings, _read_json(folder / "special_tokens_map.json"))
+        return cls(
+            backend,
+            _eos_ids(folder, backend, special),
+            special,
+            _templates(folder, settings) if template is None else _own_template(Path(template)),
+            _advice(folder),
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with the begin and end tokens that tokenizer.json puts around one.
+
+        add_bos_token in tokenizer_config.json has no say, as in Hugging Face's loader.
+        """
+        _check_unicode("prompt", text)
+        return self._backend.encode(text).ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of the text alone; special tokens written out in it still become their ids."""
+        _check_unicode("prompt", text)
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` for many prompts, on all cores."""
+        for text in texts:
+            _check_unicode("prompt", text)
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts))]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Json] | None = None,
+        add_generation_prompt: bool = True,
+        template_args: Json | None = None,
+    ) -> list[int]:
+        """Ids of a conversation; see `render_chat`."""
+        text = self.render_chat(messages, tools, add_generation_prompt, template_args)
+        _check_unicode("messages", text)
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Json] | None = None,
+        add_generation_prompt: bool = True,
+        template_args: Json | None = None,
+    ) -> str:
+        """The conversation as the model was trained to read it.
+
+        `template_args` are further variables of the template (Qwen3: enable_thinking). Raises
+        InvalidRequest("messages") when the template refuses them or there is no template.
+        """
+        if not self._templates:
+            reason = "this model has no chat template; send a prompt, or name a --chat-template"
+            raise InvalidRequest("messages", reason)
+        template = self._template("tool_use" if tools else "default")
+        return template.render(messages, tools, add_generation_prompt, template_args or {})
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the template that chats with tools go through; None: it has no tools."""
+        template = self._template("tool_use") if self._templates else None
+        return template.source if template is not None and template.reads_tools else None
+
+    def _template(self, name: str) -> ChatTemplate:
+        """The template of this name, else the default one, else the first."""
+        templates = self._templates
+        return templates.get(name) or templates.get("default") or next(iter(templates.values()))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; ids that the vocabulary lacks give nothing."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for, special tokens by name; for logprobs."""
+        return self._alphabet.token_bytes(token_id)
+
+    def speller(self, context: Sequence[int]) -> Speller:
+        """A fresh incremental decoder for ids that follow `context`."""
+        if self._alphabet.is_byte_level:
+            return ByteSpeller(self._alphabet.token_bytes)
+        return WindowSpeller(self.decode_all, self._alphabet.is_byte, context)
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether the ids of a text and of what follows it may be encoded one after the other."""
+        return self._alphabet.is_byte_level and self.decode_all(self.encode_plain("x")) == "x"
+
+    def to_json(self) -> str:
+        """The tokenizer as tokenizer.json says it, for libraries that read that format."""
+        return self._backend.to_str()
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+
+def _check_unicode(field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(field, "is not valid Unicode (lone surrogates)") from error
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    """A JSON object, or an empty one when the file is absent."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelNotFound(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelNotFound(f"{path} does not hold a JSON object")
+    return value
+
+
+def _special_tokens(settings: Json, special_map: Json) -> dict[str, str]:
+    """Role ("eos_token") -> text; the value is a string or an object with its content."""
+    special = {}
+    for role in (f"{short}_token" for short in SPECIAL_ROLES):
+        value = settings.get(role, special_map.get(role))
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            special[role] = value
+    return special
+
+
+def _eos_ids(
+    folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]
+) -> frozenset[int]:
+    """What generation_config (else config) names, one id or a list, and the tokenizer's own.
+
+    The union, because fine-tuned chat models often set only one of the two.
+    """
+    ids: set[int] = set()
+    for name in (GENERATION_FILE, "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        listed = value if isinstance(value, list) else [value]
+        ids.update(token_id for token_id in listed if isinstance(token_id, int))
+        if ids:
+            break
+    if (eos := special.get("eos_token")) is not None:
+        token_id = backend.token_to_id(eos)
+        ids.update(() if token_id is None else (token_id,))
+    return frozenset(ids)
+
+
+def _advice(folder: Path) -> dict[str, object]:
+    """Fields of SamplingParams that generation_config.json names."""
+    advice = _read_json(folder / GENERATION_FILE)
+    return {name: advice[name] for name in ADVISED if advice.get(name) is not None}
+
+
+def _own_template(path: Path) -> dict[str, str]:
+    """A file that holds one template, for all chats."""
+    try:
+        return {"default": path.read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelNotFound(f"the chat template {path} cannot be read: {error}") from None
+
+
+def _templates(folder: Path, settings: Json) -> dict[str, str]:
+    """Chat templates by name; chat_template.jinja wins over tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return _own_template(path)
+    value = settings.get("chat_template")
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        return {str(entry["name"]): str(entry["template"]) for entry in value}
+    return {}

@@ -1,0 +1,99 @@
+"""Requests that arrive one by one, in process: what latency a rate of arrivals costs.
+
+No prompt is known before it arrives, so nothing is planned. A request's clock starts at the moment
+it was due, also where the engine was too busy to take it at once.
+"""
+
+import random
+from dataclasses import dataclass, field
+from time import perf_counter, sleep
+
+import numpy as np
+
+from mainstem.core.ids import RequestId
+from mainstem.core.metrics import Counters
+from mainstem.core.plan import Prompts
+from mainstem.core.request import Request, SamplingParams
+from mainstem.engine.engine import Engine
+from mainstem_bench.profile import ProfileWindow
+from mainstem_bench.report import spread
+
+
+@dataclass(slots=True)
+class Answer:
+    """When a request was due and when its tokens came, in seconds since the start."""
+
+    due_s: float
+    token_s: list[float] = field(default_factory=list)
+
+    @property
+    def first_token_s(self) -> float:
+        return self.token_s[0] - self.due_s
+
+    @property
+    def total_s(self) -> float:
+        return self.token_s[-1] - self.due_s
+
+
+def arrival_times(count: int, rate: float, seed: int = 0) -> list[float]:
+    """A Poisson process: seconds at which `count` requests are due, `rate` per second."""
+    rng = random.Random(seed)
+    times, now_s = [], 0.0
+    for _ in range(count):
+        now_s += rng.expovariate(rate)
+        times.append(now_s)
+    return times
+
+
+def run_arrivals(
+    engine: Engine,
+    prompts: Prompts,
+    output: int,
+    rate: float,
+    window: ProfileWindow | None = None,
+) -> dict[str, object]:
+    """Latencies of all prompts arriving at `rate`; every one gets `output` tokens."""
+    counters = Counters().attach(engine.bus)
+    after_step = None if window is None else window.watch(len(prompts) * output)
+    answers = [Answer(due_s) for due_s in arrival_times(len(prompts), rate)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    num_submitted = 0
+    began_s = perf_counter()
+    while num_submitted < len(answers) or engine.has_work:
+        now_s = perf_counter() - began_s
+        while num_submitted < len(answers) and answers[num_submitted].due_s <= now_s:
+            name = RequestId(str(num_submitted))
+            engine.submit(Request(name, prompts[num_submitted], sampling, expected_tokens=output))
+            num_submitted += 1
+        if not engine.has_work:
+            sleep(answers[num_submitted].due_s - now_s)
+            continue
+        outputs = engine.step()
+        now_s = perf_counter() - began_s
+        for news in outputs:
+            answers[int(news.request_id)].token_s += [now_s] * len(news.token_ids)
+        if after_step is not None:
+            after_step(counters)
+    seconds = perf_counter() - began_s
+    return summary(answers, output, seconds) | {
+        "arrivals_per_s": rate,
+        "saving_ratio": round(counters.saving_ratio, 4),
+        "preemptions": counters.preemptions,
+        "steps": counters.steps,
+    }
+
+
+def summary(answers: list[Answer], output: int, seconds: float) -> dict[str, object]:
+    """Spreads over requests; of the time between tokens over all gaps. Names as `bench serve`."""
+    done = [answer for answer in answers if len(answer.token_s) == output]
+    gaps = [gap for answer in done for gap in np.diff(answer.token_s).tolist()]
+    return {
+        "requests": len(answers),
+        "completed": len(done),
+        "seconds": round(seconds, 3),
+        "requests_per_s": round(len(done) / seconds, 3),
+        **spread("ttft_ms", [answer.first_token_s for answer in done]),
+        **spread("itl_ms", gaps),
+        **spread("e2e_ms", [answer.total_s for answer in done]),
+        **spread("norm_ms", [answer.total_s / output for answer in done]),
+    }

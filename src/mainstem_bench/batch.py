@@ -1,0 +1,175 @@
+"""`mainstem batch` against itself with sharing and planning off, on questions over documents.
+
+--input takes one JSON object a line, also .gz: {"doc": text, "items": [{"q": question}, ...]}; the
+documents of `mainstem demo` by default. Greedy, a fixed number of tokens out. Both runs answer the
+same file in one process, each with a fresh engine; loading is outside the clock, reading and
+tokenising are inside. Answers are compared before a speed is told.
+"""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import process_time
+
+from mainstem.batch.files import InputFile
+from mainstem.cli import batch
+from mainstem.cli.flag_types import positive_count
+from mainstem.cli.flags import (
+    CACHE_FLAGS,
+    MODEL_FLAGS,
+    SCHED_FLAGS,
+    STORE_FLAGS,
+    add_engine_flags,
+)
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.tables import table
+from mainstem_bench.report import line, load_average
+
+PLANNED: tuple[str, ...] = ()
+PLAIN = ("--share", "none", "--no-plan", "--no-dedupe")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One pass over all questions."""
+
+    name: str
+    seconds: float
+    cpu_seconds: float  # of all threads, loading included: less shaken by other work
+    requests_per_s: float
+    computed_prompt_tokens: int
+    saving_ratio: float
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "mainstem bench batch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    made.add_argument("--input", type=Path, metavar="FILE", help="documents and questions")
+    made.add_argument("--requests", type=positive_count, default=200, metavar="N")
+    made.add_argument(
+        "--output", type=positive_count, default=32, metavar="N", help="tokens per answer (32)"
+    )
+    made.add_argument("--json", action="store_true")
+    add_engine_flags(made)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0 if both runs gave the same answers."""
+    args = parser().parse_args(argv)
+    prompts = read_prompts(args.input)[: args.requests]
+    if not prompts:
+        raise InvalidRequest("--input", "holds no question")
+    load = load_average()
+    with TemporaryDirectory() as folder:
+        source = Path(folder) / "in.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows(prompts, args.output)))
+        flags = engine_flags(args)
+        planned, ours = run("planned", source, [*flags, *PLANNED])
+        plain, theirs = run("plain", source, [*flags, *PLAIN])
+    same = sum(ours[name] == theirs[name] for name in ours)
+    speedup = plain.seconds / planned.seconds
+    if args.json:
+        values = {
+            "requests": len(prompts),
+            "output_tokens": args.output,
+            "speedup": round(speedup, 3),
+            "cpu_speedup": round(plain.cpu_seconds / planned.cpu_seconds, 3),
+            "same_answers": same,
+            "load_average": load,
+            "runs": [asdict(planned), asdict(plain)],
+        }
+        print(line("batch", values))
+    else:
+        print(report(len(prompts), [planned, plain]))
+        print(f"\n{speedup:.2f}x; {same} of {len(prompts)} answers are the same")
+    return 0 if same == len(prompts) else 1
+
+
+def read_prompts(path: Path | None) -> list[str]:
+    """A prompt per question, in file order: the document first, since that is what they share."""
+    name = str(path or files("mainstem") / "data" / "demo_docs.jsonl")
+    source = InputFile(name)
+    prompts: list[str] = []
+    for entry in source:
+        try:
+            row = json.loads(entry.data or b"")
+            for item in row["items"]:
+                question = str(item["q"])
+                if not question.startswith("\n"):
+                    question = f"\n\nQuestion: {question}\nAnswer:"
+                prompts.append(str(row["doc"]) + question)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequest(name, f"line {entry.number}: {error!r}") from error
+    source.close()
+    return prompts
+
+
+def rows(prompts: list[str], output_tokens: int) -> list[dict[str, object]]:
+    """The batch: one row a prompt."""
+    fixed = {"temperature": 0, "max_tokens": output_tokens, "ignore_eos": True}
+    return [
+        {"custom_id": str(number), "prompt": prompt, **fixed}
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def engine_flags(args: argparse.Namespace) -> list[str]:
+    """The engine's flags as they were given, for the runs."""
+    if args.share is not None:
+        raise InvalidRequest("--share", "one run has all of it, the other none")
+    flags = ["--generation-config", "none"]  # nothing is drawn, and nothing penalised
+    for name in [*MODEL_FLAGS, *CACHE_FLAGS, *SCHED_FLAGS, *STORE_FLAGS, "config"]:
+        value = getattr(args, name)
+        if value is not None:
+            shown = "gpu_memory_utilization" if name == "memory_share" else name
+            flags.append(f"--{shown.replace('_', '-')}")
+            flags += [] if value is True else [str(value)]
+    return flags
+
+
+def run(name: str, source: Path, flags: list[str]) -> tuple[Run, dict[str, str]]:
+    """Answer the file once; returns what it took and the text of every answer."""
+    out, summary_file = source.with_name(f"{name}.jsonl"), source.with_name(f"{name}.json")
+    began_s = process_time()
+    argv = [str(source), "-o", str(out), "--summary-json", str(summary_file), *flags]
+    status = batch.main(argv)
+    if status >= 128:
+        raise KeyboardInterrupt  # a signal stopped the run
+    if status != 0:
+        raise InvalidRequest("--input", "some questions could not be answered; see above")
+    cpu_seconds = process_time() - began_s
+    summary = json.loads(summary_file.read_text())
+    answers: dict[str, str] = {}
+    for text in out.read_text().splitlines():
+        row = json.loads(text)
+        answers[row["custom_id"]] = row["response"]["body"]["choices"][0]["text"]
+    done = Run(
+        name,
+        summary["seconds"],
+        round(cpu_seconds, 3),
+        summary["requests_per_s"],
+        summary["computed_prompt_tokens"],
+        summary["saving_ratio"],
+    )
+    return done, answers
+
+
+def report(num_requests: int, runs: list[Run]) -> str:
+    header = ["batch", "seconds", "CPU seconds", "requests/s", "prompt tokens computed", "saved"]
+    lines = [
+        [
+            done.name,
+            f"{done.seconds:.1f}",
+            f"{done.cpu_seconds:.1f}",
+            f"{done.requests_per_s:.2f}",
+            f"{done.computed_prompt_tokens:,}",
+            f"{done.saving_ratio:.1%}",
+        ]
+        for done in runs
+    ]
+    return f"{num_requests} requests\n{table(header, lines)}"

@@ -1,0 +1,249 @@
+"""Real conversations of a real model that come back turn by turn; see `mainstem bench sessions`.
+
+    first process     turns 1 .. n-k, each session away in between; ends as the first --end says
+    k more            one turn each, from the disk alone; all but the last end as --end says
+
+Every batch is asked of an engine with a store and then, in the same process, of one without, so
+that both meet the machine in the same state; times and tokens are compared.
+"""
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import numpy as np
+
+from mainstem.checkpoints.hub import resolve_model
+from mainstem.core.config import EngineConfig, StoreConfig
+from mainstem.core.errors import ConfigError
+from mainstem.core.events import EventBus
+from mainstem.core.ids import RequestId
+from mainstem.core.metrics import Counters
+from mainstem.core.request import Request, SamplingParams
+from mainstem.engine.build import build_engine
+from mainstem.engine.engine import Engine
+from mainstem.text.tokenizer import Tokenizer
+from mainstem_bench.conversations import Conversation, from_file
+
+Ids = list[int]
+Todo = list[tuple[int, int, Ids]]  # session, turn, prompt
+KILLED = -signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class ChatWork:
+    """Which conversations, and how they come back."""
+
+    files: tuple[str, ...]
+    sessions: int
+    turns: int  # of each, at most
+    output: int  # tokens of an answer
+    at_once: int
+    ends: tuple[str, ...]  # close or kill: how the process ends before each of the last turns
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One turn of one session."""
+
+    session: int
+    turn: int
+    prompt: Ids
+    answer: Ids
+    first_s: float
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one process asks, and how it ends."""
+
+    turns: range
+    end: str
+    where: str  # its histories are
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A turn of all sessions, with a store and without."""
+
+    turn: int
+    pairs: list[tuple[Asked, Asked]]
+    loaded: dict[str, int]  # pages since the process began, by tier
+
+
+def measure_chats(work: ChatWork, config: EngineConfig) -> Iterator[dict[str, object]]:
+    """A line a turn as soon as it is there: its time to the first token with a store and without;
+    then one over all turns but the first."""
+    later: list[tuple[Asked, Asked]] = []
+    _choose(work)  # what is wrong with the files is said here, not by a process that ends
+    with TemporaryDirectory(prefix="mainstem-chats-") as folder:
+        store = replace(config.store, disk_dir=config.store.disk_dir or folder)
+        before: list[Asked] = []
+        for stage in stages(work):
+            for told in _in_process(work, stage, replace(config, store=store), before):
+                before = [stored for stored, _ in told.pairs]
+                later += told.pairs if told.turn > 1 else []
+                about = {"turn": told.turn, "where": stage.where, "loaded_pages": told.loaded}
+                yield about | _result(told.pairs)
+    yield {"turn": "later", "where": "all"} | _result(later)
+
+
+def stages(work: ChatWork) -> list[Stage]:
+    """The processes, one after the other."""
+    first_alone = work.turns - len(work.ends) + 1
+    found = [Stage(range(1, first_alone), work.ends[0], "running")]
+    nexts = (*work.ends[1:], "close")
+    for turn, past, end in zip(range(first_alone, work.turns + 1), work.ends, nexts, strict=True):
+        found.append(Stage(range(turn, turn + 1), end, f"after {past}"))
+    return found
+
+
+def _result(pairs: Sequence[tuple[Asked, Asked]]) -> dict[str, object]:
+    stored_ms = 1e3 * np.array([with_store.first_s for with_store, _ in pairs])
+    computed_ms = 1e3 * np.array([without.first_s for _, without in pairs])
+    return {
+        "part": "chats",
+        "sessions": len({stored.session for stored, _ in pairs}),
+        "requests": len(pairs),
+        "prompt_tokens": round(float(np.mean([len(pair[0].prompt) for pair in pairs])), 1),
+        "cached_tokens": round(float(np.mean([pair[0].cached for pair in pairs])), 1),
+        "mean_ttft_ms": round(float(stored_ms.mean()), 1),
+        "p95_ttft_ms": round(float(np.percentile(stored_ms, 95)), 1),
+        "recomputed_mean_ttft_ms": round(float(computed_ms.mean()), 1),
+        "ratio": round(float(stored_ms.mean() / computed_ms.mean()), 4),
+        "same_answers": sum(a.answer == b.answer for a, b in pairs),
+    }
+
+
+def _in_process(
+    work: ChatWork, stage: Stage, config: EngineConfig, before: list[Asked]
+) -> Iterator[Told]:
+    """The turns of a stage as they come, asked by a process that lives no longer than that."""
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_ask_stage, args=(work, stage, config, before, sender))
+    child.start()
+    sender.close()  # the child has its own: when it is gone, so is the pipe
+    num_told = 0
+    try:
+        while True:
+            yield receiver.recv()
+            num_told += 1
+    except EOFError:
+        child.join()
+    expected = KILLED if stage.end == "kill" else 0
+    if child.exitcode != expected or num_told != len(stage.turns):
+        raise RuntimeError(f"a process that asks ended with {child.exitcode} after {num_told}")
+
+
+def _ask_stage(
+    work: ChatWork, stage: Stage, config: EngineConfig, before: list[Asked], sender: Connection
+) -> None:
+    """On the process of its own."""
+    stored = Chats(work, config)
+    plain = Chats(work, replace(config, store=StoreConfig()))
+    for chats in (stored, plain):
+        chats.warm_up()
+    for turn in stage.turns:
+        pairs: list[tuple[Asked, Asked]] = []
+        for batch in stored.batches(turn, before):
+            asked = stored.ask(batch)
+            stored.engine.flush()  # nothing of it goes on while the other is timed
+            plain.engine.clear_cache()
+            pairs += zip(asked, plain.ask(batch), strict=True)
+        before = [asked for asked, _ in pairs]
+        loaded = stored.counters.loaded_pages | {"prefetched": stored.counters.prefetched_pages}
+        sender.send(Told(turn, pairs, loaded))
+    stored.engine.check()
+    if stage.end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    stored.engine.close()
+    plain.engine.close()
+
+
+class Chats:
+    """An engine and the conversations it is asked."""
+
+    def __init__(self, work: ChatWork, config: EngineConfig) -> None:
+        folder = resolve_model(config.model.model)
+        self._tokenizer = Tokenizer.load(folder, config.model.chat_template)
+        bus = EventBus()
+        self.counters = Counters().attach(bus)
+        self.engine: Engine = build_engine(folder, config, bus)
+        self._work = work
+        self._chats = _choose(work)
+        self._num_asked = 0
+
+    def batches(self, turn: int, before: Sequence[Asked]) -> Iterator[Todo]:
+        """What the sessions that have this turn ask, so many at once; the others are away."""
+        past = {each.session: each for each in before}
+        todo = []
+        for session, chat in enumerate(self._chats):
+            if len(chat.questions) >= turn:
+                todo.append((session, turn, self._prompt(chat, turn, past.get(session))))
+        for first in range(0, len(todo), self._work.at_once):
+            yield todo[first : first + self._work.at_once]
+
+    def warm_up(self) -> None:
+        """What a process does for the first time is not to be timed."""
+        words = [{"role": "user", "content": "Tell me about the tides of the sea. " * 4}]
+        self.ask([(0, 0, self._tokenizer.encode_chat(words))])
+
+    def ask(self, todo: Todo) -> list[Asked]:
+        """All at once; first tokens are timed from before the first is submitted."""
+        count = len(todo)
+        sampling = SamplingParams(temperature=0.0, max_tokens=self._work.output, ignore_eos=True)
+        answers: list[Ids] = [[] for _ in range(count)]
+        first_s, cached = [0.0] * count, [0] * count
+        first, self._num_asked = self._num_asked, self._num_asked + count
+        began_s = perf_counter()
+        for index, (_, _, prompt) in enumerate(todo):
+            name = RequestId(str(first + index))
+            self.engine.submit(Request(name, np.array(prompt, np.int32), sampling))
+        while self.engine.has_work:
+            for news in self.engine.step():
+                index = int(news.request_id) - first
+                if not answers[index]:
+                    first_s[index] = perf_counter() - began_s
+                    cached[index] = news.num_cached_tokens
+                answers[index] += news.token_ids
+        return [
+            Asked(session, turn, prompt, answers[i], first_s[i], cached[i])
+            for i, (session, turn, prompt) in enumerate(todo)
+        ]
+
+    def _prompt(self, chat: Conversation, turn: int, before: Asked | None) -> Ids:
+        """What was said, ids as they were, and the next question in the model's own form."""
+        question = {"role": "user", "content": chat.questions[turn - 1]}
+        if before is None:
+            return self._tokenizer.encode_chat([*chat.opening, question])
+        # the text that the template puts between an answer and what the model is to say next
+        mark = "mainstem-mark"
+        said = {"role": "assistant", "content": mark}
+        opening = [{"role": "user", "content": "x"}, said, question]
+        rest = self._tokenizer.render_chat(opening).split(mark, 1)[1]
+        return [*before.prompt, *before.answer, *self._tokenizer.encode_plain(rest)]
+
+
+def _choose(work: ChatWork) -> list[Conversation]:
+    """So many from all files in turn, with questions for every turn."""
+    files = [
+        [chat for chat in from_file(Path(file)) if len(chat.questions) >= work.turns]
+        for file in work.files
+    ]
+    found = []
+    for index in range(max(map(len, files))):
+        found += [chats[index] for chats in files if index < len(chats)]
+    if len(found) < work.sessions:
+        raise ConfigError(
+            f"--conversations: {len(found)} have {work.turns} turns, {work.sessions} wanted"
+        )
+    chosen = found[: work.sessions]
+    return [replace(chat, questions=chat.questions[: work.turns]) for chat in chosen]

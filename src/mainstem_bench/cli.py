@@ -1,0 +1,38 @@
+"""`mainstem bench NAME`: every number in the docs comes from one of these."""
+
+import sys
+from importlib import import_module
+
+BENCHES = {
+    "host": ("mainstem_bench.host", "scheduler time per step at 1,000 sequences"),
+    "cpu": ("mainstem_bench.cpu", "64 requests over one prefix, beside installed rivals"),
+    "attention": ("mainstem_bench.attention", "CPU decode attention over a shared prefix"),
+    "batch": ("mainstem_bench.batch", "a batch over shared documents, planned and not"),
+    "plan": ("mainstem_bench.plan", "seconds and memory of planning up to 1M prompts"),
+    "serve": ("mainstem_bench.serve", "load on any OpenAI-compatible server"),
+    "valleys": ("mainstem_bench.valleys", "tokens per step over a job, planner off and on"),
+    "offline": ("mainstem_bench.offline", "a whole job on random weights against the limit"),
+    "decode": ("mainstem_bench.decode", "milliseconds a decode step on random weights"),
+    "soak": (
+        "mainstem_bench.soak",
+        "random requests, aborts, preemptions: nothing is lost",
+    ),
+    "sessions": ("mainstem_bench.sessions", "conversations that come back, by tier"),
+    "truncation": (
+        "mainstem_bench.truncation",
+        "reading on after a conversation was cut to the window",
+    ),
+    "kernel": ("mainstem_bench.kernel", "span attention on a GPU against its floor"),
+    "cuts": ("mainstem_bench.cuts", "random steps of attention, cut in all ways there are"),
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] not in BENCHES:
+        print("usage: mainstem bench NAME [flags]\n", file=sys.stderr)
+        for name, (_, summary) in BENCHES.items():
+            print(f"  {name:<10} {summary}", file=sys.stderr)
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    module, _ = BENCHES[argv[0]]
+    status: int = import_module(module).main(argv[1:])
+    return status

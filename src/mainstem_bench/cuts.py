@@ -1,0 +1,161 @@
+"""`mainstem bench cuts`: how well the planner of span attention chooses, on random steps.
+
+A step is a batch of decodes, prefixes of one or two levels, prompts beside them, on one of seven
+head shapes. Every way to cut it that the planner compares is timed as `mainstem bench kernel` does
+it, and the one that it takes once more.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import numpy as np
+import torch
+
+from mainstem.cli.flag_types import positive_count
+from mainstem.kernels.cutting import Option, Shape, first_to_end
+from mainstem.kernels.schedule import Launches
+from mainstem_bench.kernel import DTYPE, Bench, fingerprint, make_attention
+from mainstem_bench.workloads import AttentionCase, Run
+
+HEADS = ((32, 8), (32, 8), (32, 8), (32, 32), (28, 4), (64, 8), (16, 2), (40, 8))
+BATCHES = (4, 8, 16, 32, 48, 64, 100, 128, 200, 256, 400, 640)
+KINDS = ("own", "one", "groups", "groups", "two levels", "unequal", "mixed", "mixed", "prompts")
+PROMPTS = (64, 256, 512, 700)
+OWN, SHORT_OWN = (40, 128, 200, 300, 600, 1500), (20, 40, 128, 200)
+MANY_HEADS = 4000  # sequences x KV heads from which contexts are short, or they would not fit
+MAX_BYTES = 40 << 30  # from which on pages of all head shapes are given back
+
+
+def random_step(rng: random.Random) -> AttentionCase:
+    """Equal states of `rng` give equal steps."""
+    heads, kv_heads = rng.choice(HEADS)
+    batch, kind = rng.choice(BATCHES), rng.choice(KINDS)
+    own = rng.choice(OWN if batch * kv_heads < MANY_HEADS else SHORT_OWN)
+    is_ragged = rng.random() < 0.5
+    if kind == "prompts":
+        batch = 0
+    runs = [Run((row,), rng.randint(1, 2 * own) if is_ragged else own) for row in range(batch)]
+    runs += _prefixes(rng, kind, batch)
+    if kind in ("mixed", "prompts"):
+        runs += _prompts(rng, batch)
+    name = f"{heads}/{kv_heads} B{batch} {kind} own {own}{' ragged' if is_ragged else ''}"
+    return AttentionCase(name, tuple(runs), heads, kv_heads)
+
+
+def _prefixes(rng: random.Random, kind: str, batch: int) -> Iterator[Run]:
+    if kind in ("one", "two levels"):
+        yield Run(tuple(range(batch)), rng.choice((100, 300, 1000, 2000, 4000, 12000)))
+    if kind in ("groups", "two levels", "mixed"):
+        groups = min(rng.choice((1, 2, 4, 8, 16, 32, 64)), batch)
+        for i in range(groups):
+            rows = tuple(range(batch * i // groups, batch * (i + 1) // groups))
+            yield Run(rows, rng.choice((200, 500, 1500, 3000, 8000)))
+    first = 0
+    while kind == "unequal" and first < batch:
+        rows = tuple(range(first, min(first + rng.randint(1, 50), batch)))
+        yield Run(rows, rng.randint(100, 6000))
+        first += len(rows)
+
+
+def _prompts(rng: random.Random, first: int) -> Iterator[Run]:
+    for _ in range(rng.randint(1, 6)):
+        rows = tuple(range(first, first + rng.choice(PROMPTS)))
+        yield Run(rows, len(rows), is_causal=True)
+        if rng.random() < 0.6:
+            yield Run(rows, rng.choice((500, 2000, 6000)))
+        first += len(rows)
+
+
+class _Ways:
+    """All ways to cut a step that fit its buffers, taken one after the other."""
+
+    def __init__(self) -> None:
+        self.taken: Option | None = None
+        self._left: list[Option] | None = None
+
+    def __call__(self, options: list[Option], shape: Shape) -> Option:
+        if self._left is None:
+            most = math.inf if shape.max_partials is None else shape.max_partials
+            most *= shape.group * shape.kv_heads
+            self._left = [option for option in options if option.rows <= most]
+        self.taken = self._left.pop() if self._left else None
+        return self.taken or options[0]
+
+
+def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
+    """Times of all ways to cut a step, and of that which the planner takes."""
+    spans = case.spans()
+    k_pages, v_pages = bench.pages_of(case, int(spans.page_ids.max()) + 1)
+    q = torch.randn(case.num_tokens, case.heads, case.head_dim, dtype=DTYPE, device="cuda")
+    attention, out = make_attention(case, spans), torch.empty_like(q)
+
+    @cache
+    def replay(launches: Launches) -> Callable[[], None]:
+        attention.run(q, k_pages, v_pages, out=out, launches=launches)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attention.run(q, k_pages, v_pages, out=out, launches=launches)
+        return graph.replay
+
+    bench.time_us(replay(attention.plan(spans)))  # until clocks are up
+    us: dict[tuple[int, int, int], float] = {}
+    ways = _Ways()
+    launches = attention.plan(spans, ways)
+    while ways.taken is not None:
+        units = int(ways.taken.large.work.units), int(ways.taken.small.work.units)
+        if (*units, ways.taken.sms) not in us:
+            us[*units, ways.taken.sms] = bench.time_us(replay(launches))
+        launches = attention.plan(spans, ways)
+    return summary(case.name, us, bench.time_us(replay(attention.plan(spans, first_to_end))))
+
+
+def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -> dict[str, object]:
+    """Times by large units, small ones and multiprocessors; none where no way fits the buffers, so
+    that the planner had to share less.
+    """
+    best_us = min([*us.values(), taken_us])
+    return {
+        "step": step,
+        "us": round(taken_us, 1),
+        "best_us": round(best_us, 1),
+        "over_best": round(taken_us / best_us, 3),
+        "ways": [
+            {"large": large, "small": small, "sms": sms, "us": round(took, 1)}
+            for (large, small, sms), took in us.items()
+        ],
+    }
+
+
+def main(args: list[str]) -> int:
+    """Print a line a step, and one over all of them."""
+    parser = argparse.ArgumentParser(prog="mainstem bench cuts")
+    parser.add_argument(
+        "--steps", type=positive_count, default=40, help="random steps (default: 40)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="one JSON line a step")
+    chosen = parser.parse_args(args)
+    if not torch.cuda.is_available():
+        print("mainstem bench cuts: needs a CUDA device", file=sys.stderr)
+        return 2
+    bench, rng, over = Bench(), random.Random(chosen.seed), []
+    for _ in range(chosen.steps):
+        line = step_line(bench, random_step(rng))
+        over.append(float(str(line["over_best"])))
+        if chosen.json:
+            print(json.dumps({**line, **fingerprint()}), flush=True)
+        else:
+            print(f"{line['us']:>8} us, best {line['best_us']:>8}  {line['step']}", flush=True)
+        if torch.cuda.memory_allocated() > MAX_BYTES:
+            bench.free_pages()
+    mean = float(np.exp(np.mean(np.log(over))))
+    if chosen.json:
+        print(json.dumps({"steps": len(over), "over_best": round(mean, 3), "worst": max(over)}))
+    else:
+        print(f"{len(over)} steps: {mean:.3f} times the best way, at worst {max(over):.3f}")
+    return 0

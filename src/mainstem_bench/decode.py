@@ -1,0 +1,119 @@
+"""Milliseconds of a decode step on random weights: some sequences, perhaps over common prefixes.
+
+All sequences are prefilled first; then steps are timed in which each gets a token. Twice, and the
+faster one counts: what another process does to the host is not the engine's.
+"""
+
+import argparse
+from dataclasses import replace
+from time import perf_counter
+
+from mainstem.cli.flag_types import comma_list, not_negative_count, positive_count
+from mainstem.cli.flags import add_engine_flags
+from mainstem.core.errors import ConfigError
+from mainstem.core.metrics import Counters
+from mainstem.core.shapes import SHAPES
+from mainstem.core.tables import table
+from mainstem.engine.build import build_random_engine
+from mainstem.engine.engine import Engine
+from mainstem_bench.feed import submit_all
+from mainstem_bench.machine import Machine
+from mainstem_bench.report import line, load_average
+from mainstem_bench.settings import random_config, settings
+from mainstem_bench.workloads import shared
+
+NUM_RUNS = 2
+WARM_STEPS = 20  # that decode all sequences, before the clock starts
+LEAST_CHUNK = 128  # prompt tokens that a step computes at least, where there are as many
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser("mainstem bench decode", description=__doc__)
+    made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")
+    made.add_argument(
+        "--seqs", type=comma_list(positive_count), default=[1, 8, 32], metavar="N,N",
+        help="sequences at once; a line each (1,8,32)",
+    )  # fmt: skip
+    made.add_argument("--own", type=positive_count, default=300, help="tokens (%(default)s)")
+    made.add_argument(
+        "--prefix", type=not_negative_count, default=0, help="tokens before them (%(default)s)"
+    )
+    made.add_argument(
+        "--degree", type=positive_count, help="sequences that have a prefix in common (all)"
+    )
+    made.add_argument("--steps", type=positive_count, default=100, help="timed (%(default)s)")
+    made.add_argument("--json", action="store_true", help="one line for each of --seqs")
+    add_engine_flags(made)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    for seqs in args.seqs:
+        if seqs % (args.degree or seqs):
+            raise ConfigError(f"--seqs {seqs} is not a multiple of --degree {args.degree}")
+    tokens = max(
+        seqs * (args.prefix + args.own + _num_outputs(args, seqs) + 64) for seqs in args.seqs
+    )
+    config = random_config(args, args.model_shape, tokens)
+    load, machine = load_average(), Machine.of(config)
+    begin = perf_counter()
+    engine = build_random_engine(SHAPES[args.model_shape], config)
+    start_s = round(perf_counter() - begin, 2)
+    rows, counters = [], Counters().attach(engine.bus)
+    for seqs in args.seqs:
+        runs = [_decode(engine, counters, args, seqs, seed) for seed in range(NUM_RUNS)]
+        result = min(runs, key=lambda run: run["ms_per_step"])
+        rows.append([str(seqs), *(str(value) for value in result.values())])
+        if args.json:
+            about = {"model_shape": args.model_shape, "seqs": seqs, "prefix": args.prefix}
+            about |= {"degree": args.degree or seqs, "own": args.own, "steps": args.steps}
+            where = {"start_s": start_s, "device": machine.name, "load_before": load}
+            print(line("decode", about | result | where | {"settings": settings(config)}))
+    engine.close()
+    if not args.json:
+        print(table(["sequences", "ms a step", "of the host", "of the device", "tokens/s"], rows))
+    return 0
+
+
+def _num_outputs(args: argparse.Namespace, seqs: int) -> int:
+    """Enough that who is prefilled first still decodes when the last step is timed."""
+    num_prompt_tokens = seqs * (args.prefix + args.own)
+    return int(args.steps) + 2 * WARM_STEPS + int(num_prompt_tokens) // LEAST_CHUNK
+
+
+def _submit(engine: Engine, args: argparse.Namespace, seqs: int, seed: int) -> None:
+    degree, output = args.degree or seqs, _num_outputs(args, seqs)
+    most = min(SHAPES[args.model_shape].vocab, 30_000)
+    prompts = shared(seqs // degree, degree, args.prefix, args.own, seed, most)
+    submit_all(engine, "decode", prompts, [output] * seqs)
+
+
+def _decode(
+    engine: Engine, counters: Counters, args: argparse.Namespace, seqs: int, seed: int
+) -> dict[str, float]:
+    """Prefill, then time steps that decode all sequences."""
+    _submit(engine, args, seqs, seed)
+    decoded = -seqs
+    while engine.has_work and counters.decoded_tokens - decoded != seqs:  # until all decode
+        decoded = counters.decoded_tokens
+        engine.step()
+    for _ in range(WARM_STEPS):
+        engine.step()
+    before = replace(counters)
+    begin = perf_counter()
+    while engine.has_work and counters.steps - before.steps < args.steps:
+        engine.step()
+    seconds, after = perf_counter() - begin, replace(counters)
+    while engine.has_work:
+        engine.step()
+    engine.clear_cache()
+    steps = after.steps - before.steps
+    if after.decoded_tokens - before.decoded_tokens != seqs * steps or not steps:
+        raise ConfigError(f"{seqs} sequences do not decode at once: more --kv-tokens")
+    return {
+        "ms_per_step": round(1e3 * seconds / steps, 3),
+        "host_ms_per_step": round(1e3 * (after.host_s - before.host_s) / steps, 3),
+        "device_ms_per_step": round(1e3 * (after.device_s - before.device_s) / steps, 3),
+        "tokens_per_s": round(seqs * steps / seconds, 1),
+    }

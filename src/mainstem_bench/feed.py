@@ -1,0 +1,185 @@
+"""Drives an engine through prompts that are all known: planned, announced, fed a little ahead."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+
+from mainstem.batch.ordering import new_tokens, shared_with_next
+from mainstem.batch.supply import Supply
+from mainstem.core.events import StepFinished
+from mainstem.core.ids import RequestId
+from mainstem.core.metrics import Counters
+from mainstem.core.plan import Int32s, Int64s, Prompts
+from mainstem.core.request import Delivery, FinishReason, Request, SamplingParams
+from mainstem.engine.engine import Engine
+from mainstem.plan.planner import plan_prompts
+
+
+def submit_all(engine: Engine, name: str, prompts: list[list[int]], outputs: list[int]) -> None:
+    """Greedy requests of so many tokens each, at once and in this order."""
+    for index, (ids, output) in enumerate(zip(prompts, outputs, strict=True)):
+        engine.submit(
+            Request(
+                RequestId(f"{name}-{index}"),
+                np.array(ids, np.int32),
+                SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True),
+                delivery=Delivery.AT_END,
+                expected_tokens=output,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The prompts of a job in the order they are submitted."""
+
+    members: Int64s  # prompt indices
+    shared_with_next: Int32s | None  # leading tokens; None: nothing was planned
+
+    @classmethod
+    def as_given(cls, prompts: Prompts) -> "Order":
+        return cls(np.arange(len(prompts)), None)
+
+    @classmethod
+    def planned(cls, prompts: Prompts, outputs: Int64s) -> "Order":
+        """`outputs` [prompts]: tokens that each will be answered with."""
+        plan = plan_prompts(prompts, max_tokens=outputs)
+        return cls(plan.members.astype(np.int64), shared_with_next(plan))
+
+    def new_tokens(self, prompts: Prompts) -> Int64s:
+        """[places] tokens of each prompt that are likely to be computed."""
+        return new_tokens(prompts.num_tokens[self.members], self.shared_with_next)
+
+
+class Submits(Protocol):
+    """What takes requests: an Engine, or a Scheduler alone."""
+
+    @property
+    def step_tokens(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    def expect(self, shared_with_next: Int32s) -> int: ...
+    def submit(self, request: Request) -> None: ...
+
+
+class Feed:
+    """Submits a job's prompts in order, when its Supply says so."""
+
+    def __init__(self, engine: Submits, prompts: Prompts, order: Order, outputs: Int64s) -> None:
+        """`outputs` [prompts]: tokens that each is answered with."""
+        self._engine = engine
+        self._prompts = prompts
+        self._order = order.members.tolist()
+        self._outputs = outputs
+        self._expected = round(float(outputs.mean()))
+        self._new_tokens = order.new_tokens(prompts).tolist()
+        self._first_place: int | None = None
+        if order.shared_with_next is not None:
+            self._first_place = engine.expect(order.shared_with_next)
+        self._num_submitted = 0
+        self._supply = Supply(engine.step_tokens)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._num_submitted == len(self._order)
+
+    def top_up(self) -> None:
+        """Submit what should be there before the next step."""
+        self._supply.begin_step()
+        while not self.is_empty and self._supply.has_room(self._engine.num_waiting):
+            self._submit_next()
+
+    def _submit_next(self) -> None:
+        place = self._num_submitted
+        index = self._order[place]
+        output = int(self._outputs[index])
+        self._engine.submit(
+            Request(
+                RequestId(str(index)),
+                self._prompts[index],
+                SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True),
+                delivery=Delivery.AT_END,
+                plan_place=None if self._first_place is None else self._first_place + place,
+                expected_tokens=self._expected,
+            )
+        )
+        self._num_submitted += 1
+        self._supply.note(self._new_tokens[place])
+
+
+@dataclass(slots=True)
+class StepLog:
+    """What the steps of a job took; attach it when the job begins."""
+
+    began_s: float = 0.0
+    ended_s: float = 0.0  # of the last step that was committed
+    device_s: float = 0.0
+    host_s: float = 0.0
+    num_steps: int = 0
+    largest_step_tokens: int = 0
+
+    @classmethod
+    def attach(cls, engine: Engine) -> "StepLog":
+        log = cls(began_s=perf_counter())
+        engine.bus.subscribe(StepFinished, log._add)
+        return log
+
+    @property
+    def busy(self) -> float:
+        """The part of the time from the first step to the last in which the device computed."""
+        wall_s = self.ended_s - self.began_s
+        return min(1.0, self.device_s / wall_s) if wall_s > 0 else 0.0
+
+    def _add(self, event: StepFinished) -> None:
+        self.ended_s = perf_counter()
+        self.device_s += event.device_s
+        self.host_s += event.host_s
+        self.num_steps += 1
+        self.largest_step_tokens = max(self.largest_step_tokens, event.num_tokens)
+
+
+@dataclass(slots=True)
+class JobRun:
+    """A job that has run."""
+
+    seconds: float = 0.0
+    plan_s: float = 0.0
+    submit_s: float = 0.0
+    answers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by prompt index
+    counters: Counters = field(default_factory=Counters)
+    steps: StepLog = field(default_factory=StepLog)
+
+
+def run_job(
+    engine: Engine,
+    prompts: Prompts,
+    output: int,
+    is_planned: bool,
+    after_step: Callable[[Counters], None] = lambda _: None,
+) -> JobRun:
+    """Answer every prompt with `output` tokens, greedily. Planning and submitting are in the time.
+
+    Raises AssertionError if an answer is missing or short.
+    """
+    counters = Counters().attach(engine.bus)
+    began_s = perf_counter()
+    outputs = np.full(len(prompts), output)
+    order = Order.planned(prompts, outputs) if is_planned else Order.as_given(prompts)
+    feed = Feed(engine, prompts, order, outputs)
+    run = JobRun(plan_s=perf_counter() - began_s, counters=counters)
+    run.steps = StepLog.attach(engine)
+    while not feed.is_empty or engine.has_work:
+        submitting_s = perf_counter()
+        feed.top_up()
+        run.submit_s += perf_counter() - submitting_s
+        for news in engine.step():
+            assert news.finish_reason is FinishReason.LENGTH, f"{news.request_id} ended early"
+            run.answers[int(news.request_id)] = news.token_ids
+        after_step(counters)
+    run.seconds = perf_counter() - began_s
+    assert len(run.answers) == len(prompts), "an answer is missing"
+    assert all(len(tokens) == output for tokens in run.answers.values()), "an answer is short"
+    return run

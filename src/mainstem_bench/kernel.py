@@ -1,0 +1,388 @@
+"""`mainstem bench kernel`: span attention on a GPU, each case checked before it is timed.
+
+A time is the median of CUDA graph replays of one `run`, the L2 cache filled with other data before
+each. The floor reads every K and V byte once at the card's copy bandwidth, or does the arithmetic
+at its sustained rate, whichever takes longer.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from mainstem.core.step import Spans
+from mainstem.kernels import Limits, SpanAttention, reference
+from mainstem.kernels.cutting import first_to_end
+from mainstem.plan.cost import H200, relay_speedup, span_floor_s, span_flops
+from mainstem_bench.workloads import (
+    AttentionCase,
+    kernel_cases,
+    mixed_cases,
+    prefill_cases,
+    relay_case,
+)
+
+DTYPE = torch.bfloat16
+# Largest error over largest value: bf16 keeps 8 bits of the weights and of the output.
+TOLERANCE = 0.02
+FIXED_US = 8.0  # launch and ends of a kernel, allowed beside the floor
+NUM_TIMED = 20  # hundreds would draw more power than a card may have for long
+WARM_UPS = 20  # not timed: the first ones of a process are slower, even the fill of the cache is
+PLANS = 50  # that are timed; the first ones find a host that has slept
+FLUSH_BYTES = 512 << 20
+CHECKED_TOKENS = 4
+PREFILL_TFLOPS = 350.0  # what prompts must reach
+# FlashInfer 0.6.12, plain decode over the whole context, 32 heads of 128, batch 32, context 128:
+# microseconds by length of the system prompt.
+FLASHINFER_US = {256: 35.6, 2048: 126.6}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    us: float
+    plan_us: float
+    max_error: float
+
+
+class Bench:
+    """Owns the data of one card. Cases of a shape have pages of one pool, as an engine's steps."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda")
+        self._flush = torch.ones(FLUSH_BYTES // 4, device=self._device)
+        self._pages: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+
+    def measure(self, case: AttentionCase) -> Measured:
+        """Check a case against the reference on some tokens, then time it."""
+        spans = case.spans()
+        k_pages, v_pages = self.pages_of(case, int(spans.page_ids.max()) + 1)
+        q = torch.randn(case.num_tokens, case.heads, case.head_dim, dtype=DTYPE, device="cuda")
+        attention = make_attention(case, spans)
+        launches = attention.plan(spans)
+        out = torch.full_like(q, float("nan"))
+        attention.run(q, k_pages, v_pages, out=out, launches=launches)
+        max_error = error_of(out, q, k_pages, v_pages, spans)
+        if not max_error < TOLERANCE:
+            raise AssertionError(f"{case.name}: error {max_error} of {TOLERANCE}")
+        plan_us = 1e6 * float(np.median([_plan_seconds(attention, spans) for _ in range(PLANS)]))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attention.run(q, k_pages, v_pages, out=out, launches=launches)
+        return Measured(self.time_us(graph.replay), plan_us, max_error)
+
+    def sdpa_us(self, case: AttentionCase) -> float | None:
+        """torch's own attention over contiguous K and V, where all sequences have one length."""
+        lengths = {run.key_tokens for run in case.runs}
+        if len(lengths) > 1 or any(len(run.rows) > 1 for run in case.runs):
+            return None
+        batch, length = len(case.runs), lengths.pop()
+        shape = (batch, case.kv_heads, length, case.head_dim)
+        k, v = (torch.randn(shape, dtype=DTYPE, device="cuda") for _ in range(2))
+        q = torch.randn(batch, case.heads, 1, case.head_dim, dtype=DTYPE, device="cuda")
+        return self.time_us(
+            lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        )
+
+    def time_us(self, call: Callable[[], object]) -> float:
+        """Median over calls with a cold L2 cache; other data was read, so nothing is left to write
+        back.
+        """
+        events = []
+        for _ in range(WARM_UPS + NUM_TIMED):
+            self._flush.sum()
+            begin, end = (
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            )
+            begin.record()
+            call()
+            end.record()
+            events.append((begin, end))
+        torch.cuda.synchronize()
+        return float(np.median([begin.elapsed_time(end) * 1e3 for begin, end in events[WARM_UPS:]]))
+
+    def free_pages(self) -> None:
+        self._pages.clear()
+
+    def make_pools(self, cases: Iterable[AttentionCase]) -> None:
+        """Pages for each of these cases."""
+        spans = ((case, int(case.spans().page_ids.max()) + 1) for case in cases)
+        for case, count in sorted(spans, key=lambda pair: -pair[1]):
+            self.pages_of(case, count)
+
+    def pages_of(self, case: AttentionCase, count: int) -> tuple[Tensor, Tensor]:
+        """K and V for a case of so many pages."""
+        key = (case.kv_heads, case.page_size, case.head_dim)
+        if key not in self._pages or len(self._pages[key][0]) < count:
+            self._pages.pop(key, None)
+            shape = (count, *key)
+            self._pages[key] = (
+                torch.randn(shape, dtype=DTYPE, device="cuda"),
+                torch.randn(shape, dtype=DTYPE, device="cuda"),
+            )
+        k_pages, v_pages = self._pages[key]
+        return k_pages[:count], v_pages[:count]
+
+
+def make_attention(case: AttentionCase, spans: Spans) -> SpanAttention:
+    """Buffers that fit the case."""
+    return SpanAttention(
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        page_size=case.page_size,
+        dtype=DTYPE,
+        device=torch.device("cuda"),
+        limits=Limits(max_tokens=case.num_tokens, max_pages=len(spans.page_ids)),
+    )
+
+
+def error_of(out: Tensor, q: Tensor, k_pages: Tensor, v_pages: Tensor, spans: Spans) -> float:
+    """Largest error over largest value on some tokens; NaN anywhere is an infinite error."""
+    if torch.isnan(out).any():
+        return float("inf")
+    tokens = np.unique(np.linspace(0, len(q) - 1, CHECKED_TOKENS).astype(np.int64))
+    index = torch.from_numpy(tokens).to(q.device)
+    right, _ = reference.span_attention(
+        q[index].float(), k_pages, v_pages, _seen_by(spans, tokens), q.shape[-1] ** -0.5
+    )
+    return float((out[index].float() - right).abs().max() / right.abs().max())
+
+
+def _seen_by(spans: Spans, tokens: np.ndarray) -> Spans:
+    """Plain spans of what some tokens see, the tokens numbered anew."""
+    span_of = np.repeat(np.arange(len(spans)), np.diff(spans.query_starts))
+    entries = np.flatnonzero(np.isin(spans.query_rows, tokens))
+    span = span_of[entries]
+    place = entries - spans.query_starts[span]
+    num_queries = np.diff(spans.query_starts)[span]
+    hidden = np.where(spans.is_causal[span], num_queries - 1 - place, 0)
+    runs = [spans.page_ids[spans.page_starts[s] : spans.page_starts[s + 1]] for s in span]
+    return Spans(
+        query_starts=np.arange(len(entries) + 1, dtype=np.int32),
+        query_rows=np.searchsorted(tokens, spans.query_rows[entries]).astype(np.int32),
+        page_starts=np.cumsum([0] + [len(run) for run in runs]).astype(np.int32),
+        page_ids=np.concatenate(runs),
+        key_tokens=(spans.key_tokens[span] - hidden).astype(np.int32),
+        is_causal=np.zeros(len(entries), np.bool_),
+    )
+
+
+def _plan_seconds(attention: SpanAttention, spans: Spans) -> float:
+    """Host time of one plan, made anew; the device is idle, so that no staging buffer has to be
+    waited for.
+    """
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    attention.plan(spans, first_to_end)
+    return time.perf_counter() - begin
+
+
+def _floor_us(case: AttentionCase) -> float:
+    return 1e6 * span_floor_s(
+        H200, case.spans(), heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim
+    )
+
+
+def case_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
+    """One case as a JSON line."""
+    measured, floor_us = bench.measure(case), _floor_us(case)
+    bar_us = case.allowed_over_floor * floor_us + FIXED_US
+    line: dict[str, object] = {
+        "case": case.name,
+        "floor_us": round(floor_us, 1),
+        "us": round(measured.us, 1),
+        "over_floor": round(measured.us / floor_us, 2),
+        "plan_us": round(measured.plan_us),
+        "max_error": float(f"{measured.max_error:.2g}"),
+        "bar_us": round(bar_us, 1),
+        "is_within_bar": measured.us <= bar_us,
+    }
+    if case.rival_us is not None:
+        line["rival_us"] = case.rival_us
+        line["times_faster"] = round(case.rival_us / measured.us, 2)
+    sdpa_us = bench.sdpa_us(case)
+    torch.cuda.empty_cache()  # what the next case takes must not lie where torch's K and V did
+    if sdpa_us is not None:
+        line["sdpa_us"] = round(sdpa_us, 1)
+    return line
+
+
+def mixed_line(bench: Bench) -> dict[str, object]:
+    """Prefill chunks and decodes in one launch against one launch each.
+
+    The lesser of two times of each, taken in turns: a card that is hot runs slower.
+    """
+    turns = [[bench.measure(case) for case in mixed_cases()] for _ in range(2)]
+    mixed, prefill, decode = (min(pair, key=lambda m: m.us) for pair in zip(*turns, strict=True))
+    case = mixed_cases()[0]
+    return {
+        "case": case.name,
+        "floor_us": round(_floor_us(case), 1),
+        "us": round(mixed.us, 1),
+        "over_floor": round(mixed.us / _floor_us(case), 2),
+        "plan_us": round(mixed.plan_us),
+        "max_error": float(f"{mixed.max_error:.2g}"),
+        "apart_us": round(prefill.us + decode.us, 1),
+        "is_within_bar": mixed.us < prefill.us + decode.us,
+    }
+
+
+def prefill_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
+    """A step of prompts: bound by arithmetic."""
+    measured, floor_us = bench.measure(case), _floor_us(case)
+    flops = span_flops(case.spans(), heads=case.heads, head_dim=case.head_dim)
+    tflops = flops / measured.us / 1e6
+    return {
+        "case": case.name,
+        "floor_us": round(floor_us, 1),
+        "us": round(measured.us, 1),
+        "over_floor": round(measured.us / floor_us, 2),
+        "plan_us": round(measured.plan_us),
+        "max_error": float(f"{measured.max_error:.2g}"),
+        "tflops": round(tflops),
+        "is_within_bar": tflops >= PREFILL_TFLOPS,
+    }
+
+
+def relay_lines(bench: Bench) -> list[dict[str, object]]:
+    """RelayAttention's Fig. 1 and 6 on this card: reading once against storing once."""
+    lines: list[dict[str, object]] = []
+    for context in (128, 256):
+        for batch in (4, 8, 16, 32):
+            for system in (64, 128, 256, 512, 1024, 2048, 4096):
+                once = bench.measure(relay_case(batch, context, system, is_shared=True))
+                each = bench.measure(relay_case(batch, context, system, is_shared=False))
+                lines.append(
+                    {
+                        "case": f"relay B{batch} c{context} s{system}",
+                        "batch": batch,
+                        "context": context,
+                        "system": system,
+                        "reads_us": round(once.us, 1),
+                        "storage_us": round(each.us, 1),
+                        "speedup": round(each.us / once.us, 2),
+                        "theory": round(relay_speedup(system, context, batch), 2),
+                    }
+                )
+    return lines
+
+
+def _flashinfer_points(kernel_lines: list[dict[str, object]]) -> tuple[list[int], list[float]]:
+    """Speed-up over FlashInfer's plain decode where that is known: batch 32, context 128."""
+    us_of = {line["case"]: float(str(line["us"])) for line in kernel_lines}
+    known = [s for s in FLASHINFER_US if f"mha32 B32 1x{s}+128" in us_of]
+    return known, [FLASHINFER_US[s] / us_of[f"mha32 B32 1x{s}+128"] for s in known]
+
+
+def plot_relay(
+    lines: list[dict[str, object]], kernel_lines: list[dict[str, object]], path: Path
+) -> None:
+    """The figure: measured speed-up and Eq. 10 against the length of the system prompt."""
+    import matplotlib  # noqa: PLC0415  # an extra, and only for this flag
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axis, context in zip(axes, (128, 256), strict=True):
+        for index, batch in enumerate((4, 8, 16, 32)):
+            points = [p for p in lines if (p["batch"], p["context"]) == (batch, context)]
+            x = [p["system"] for p in points]
+            color = f"C{index}"
+            axis.plot(x, [p["speedup"] for p in points], "o-", color=color, label=f"batch {batch}")
+            axis.plot(x, [p["theory"] for p in points], ":", color=color)
+        if context == 128 and kernel_lines:
+            label = "batch 32, 32 heads, over FlashInfer decode"
+            axis.plot(*_flashinfer_points(kernel_lines), "k*", markersize=11, label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("system prompt, tokens")
+        axis.set_title(f"context {context}; dotted: RelayAttention Eq. 10")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("speed-up over reading it per sequence")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _read_lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def fingerprint() -> dict[str, object]:
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "dtype": str(DTYPE).removeprefix("torch."),
+    }
+
+
+def main(args: list[str]) -> int:
+    """Print one line a case; 1 if a case misses its bar."""
+    parser = argparse.ArgumentParser(prog="mainstem bench kernel")
+    parser.add_argument("--case", help="only the cases whose name contains this")
+    parser.add_argument("--json", action="store_true", help="one JSON line a case")
+    parser.add_argument("--figure", choices=["relay"], help="the data of a figure instead")
+    parser.add_argument("--plot", type=Path, help="write the figure, from measured or --from lines")
+    parser.add_argument("--from", dest="lines", type=Path, help="JSON lines measured before")
+    parser.add_argument("--beside", type=Path, help="JSON lines of the cases, for rivals' points")
+    parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])
+    chosen = parser.parse_args(args)
+    beside = _read_lines(chosen.beside) if chosen.beside is not None else []
+    if chosen.lines is not None and chosen.plot is not None:
+        plot_relay(_read_lines(chosen.lines), beside, chosen.plot)
+        return 0
+    if not torch.cuda.is_available():
+        print("mainstem bench kernel: needs a CUDA device", file=sys.stderr)
+        return 2
+    bench = Bench()
+    if chosen.figure == "relay":
+        lines = relay_lines(bench)
+        for line in lines:
+            print(json.dumps({**line, **fingerprint()}), flush=True)
+        if chosen.plot is not None:
+            plot_relay(lines, beside, chosen.plot)
+        return 0
+    status = 0
+    cases = [replace(case, page_size=chosen.page_size) for case in kernel_cases()]
+    cases = [case for case in cases if chosen.case is None or chosen.case in case.name]
+    bench.make_pools(cases)
+    for case in cases:
+        line = case_line(bench, case)
+        status |= not line["is_within_bar"]
+        _show(line, chosen.json)
+    if chosen.case is None or chosen.case in mixed_cases()[0].name:
+        line = mixed_line(bench)
+        status |= not line["is_within_bar"]
+        _show(line, chosen.json)
+    for case in prefill_cases():
+        if chosen.case is None or chosen.case in case.name:
+            line = prefill_line(bench, replace(case, page_size=chosen.page_size))
+            status |= not line["is_within_bar"]
+            _show(line, chosen.json)
+    return status
+
+
+def _show(line: dict[str, object], is_json: bool) -> None:
+    if is_json:
+        print(json.dumps({**line, **fingerprint()}), flush=True)
+        return
+    mark = "ok  " if line["is_within_bar"] else "over"
+    print(
+        f"{mark} {line['case']:<46} {line['us']:>8} us  floor {line['floor_us']:>7}  "
+        f"x{line['over_floor']}  plan {line['plan_us']} us",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

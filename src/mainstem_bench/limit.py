@@ -1,0 +1,102 @@
+"""The least time a card needs for an offline job, nothing overlapped.
+
+    GEMM         every computed token through the layers, every answer token through the LM head
+    attention    prompts by arithmetic; decodes by bytes, or arithmetic where that takes longer
+    elementwise  norms, rope, activations, residuals
+
+A group's prefix is computed once and read once in each step that its members decode in.
+"""
+
+from dataclasses import dataclass
+
+from mainstem.core.shapes import ModelShape
+from mainstem.plan.cost import LLAMA_8B, Card, Heads, ModelSize
+from mainstem_bench.workloads import OfflineJob
+
+# numbers that norms, rope, activations and residuals move per layer and hidden unit of a token
+ELEMENTWISE_MOVES = LLAMA_8B.elementwise_bytes_per_token / (32 * 4096 * 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Seconds of a whole job, by what they are spent on."""
+
+    gemm_s: float
+    prompt_attention_s: float
+    decode_attention_s: float
+    elementwise_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.gemm_s + self.prompt_attention_s + self.decode_attention_s + self.elementwise_s
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """What the floor needs to know of a model."""
+
+    size: ModelSize
+    heads: Heads  # of one layer
+    num_layers: int
+    gemm_flops_per_s: float | None = None  # None: the card's own; weights may be in a faster form
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, element_bytes: int, gemm_flops_per_s: float | None = None
+    ) -> "ModelCost":
+        """Of a shape computed in elements of so many bytes."""
+        heads = Heads(shape.heads, shape.kv_heads, shape.head_dim, element_bytes)
+        size = ModelSize(
+            num_params=shape.layer_params,
+            num_head_params=shape.head_params,
+            kv_bytes_per_token=shape.layers * heads.key_bytes,
+            bytes_per_param=element_bytes,
+            elementwise_bytes_per_token=ELEMENTWISE_MOVES
+            * shape.layers
+            * shape.hidden
+            * element_bytes,
+        )
+        return cls(size, heads, shape.layers, gemm_flops_per_s)
+
+
+def job_floor(card: Card, model: ModelCost, job: OfflineJob, kv_tokens: int) -> Floor:
+    """What `job` costs at least with KV memory for `kv_tokens`."""
+    sizes = job.group_sizes()
+    num_requests, num_groups = sum(sizes), len(sizes)
+    computed = num_groups * job.prefix + num_requests * (job.distinct + job.output)
+    flops = 2 * model.size.num_params * computed
+    flops += 2 * model.size.num_head_params * num_requests * job.output
+    return Floor(
+        gemm_s=flops / (model.gemm_flops_per_s or card.flops_per_s),
+        prompt_attention_s=_prompt_pairs(job, num_groups, num_requests) * _pair_s(card, model),
+        decode_attention_s=_decode_attention_s(card, model, job, kv_tokens),
+        elementwise_s=computed * model.size.elementwise_bytes_per_token / card.bytes_per_s,
+    )
+
+
+def _pair_s(card: Card, model: ModelCost) -> float:
+    """One query token against one key token, in all layers."""
+    return model.num_layers * model.heads.pair_flops / card.flops_per_s
+
+
+def _prompt_pairs(job: OfflineJob, num_groups: int, num_requests: int) -> float:
+    own = job.distinct * job.prefix + job.distinct**2 / 2
+    return num_groups * job.prefix**2 / 2 + num_requests * own
+
+
+def _decode_attention_s(card: Card, model: ModelCost, job: OfflineJob, kv_tokens: int) -> float:
+    """A prefix is read once a step for all its members that memory holds at a time."""
+    key_s = model.size.kv_bytes_per_token / card.bytes_per_s
+    pair_s = _pair_s(card, model)
+    own_pairs = job.output * (job.distinct + job.output / 2)
+    at_once = max(1.0, (kv_tokens - job.prefix) / max(1, job.distinct + job.output))
+    total_s = 0.0
+    for members in job.group_sizes():
+        if members > 1:
+            reads = job.output * max(1.0, members / at_once)
+            pairs = members * job.output * job.prefix
+            total_s += max(reads * job.prefix * key_s, pairs * pair_s)
+            total_s += members * own_pairs * max(key_s, pair_s)
+        else:
+            total_s += (own_pairs + job.output * job.prefix) * max(key_s, pair_s)
+    return total_s

@@ -1,0 +1,230 @@
+"""Requests per second of a whole job on random weights, against the limit of the card.
+
+The workloads are those that rivals were measured with: equal prompts, lengths and KV memory.
+Building the engine and warming it up are outside the clock; planning and submitting are in it.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from mainstem.cli.flag_types import positive_count
+from mainstem.cli.flags import add_engine_flags
+from mainstem.core.config import DType, EngineConfig, Quantize, Share
+from mainstem.core.errors import ConfigError
+from mainstem.core.plan import Prompts
+from mainstem.core.shapes import SHAPES
+from mainstem.core.tables import table
+from mainstem.engine.build import build_random_engine
+from mainstem.engine.engine import Engine
+from mainstem_bench.arrivals import run_arrivals
+from mainstem_bench.feed import JobRun, Order, run_job, submit_all
+from mainstem_bench.limit import ModelCost, job_floor
+from mainstem_bench.machine import Machine
+from mainstem_bench.profile import ProfileWindow
+from mainstem_bench.report import line, load_average
+from mainstem_bench.settings import random_config, settings
+from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shared, shuffled
+
+FP8_FLOPS_PER_S = 1297e12  # GEMM on an H200, sustained
+WARM_SEED = 99  # prompts of the warm-up are none of the job's
+WARM_TOKENS = 50_000  # computed in mixed steps
+WARM_SEQS = 512  # decoding at once
+CHECKED_TOKENS = 8
+NESTED = ("settings", "profile")  # only in JSON; the profile has tables of its own
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "mainstem bench offline", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="b2000-sd16")
+    made.add_argument("--model-shape", choices=list(SHAPES), help="(the workload's own)")
+    made.add_argument("--groups", type=positive_count, metavar="N", help="(the workload's own)")
+    made.add_argument("--requests", type=positive_count, metavar="N", help="only the first so many")
+    made.add_argument(
+        "--output", type=positive_count, metavar="N", help="tokens out (the workload's own)"
+    )
+    made.add_argument("--order", choices=["shuffled", "sorted"], default="shuffled")
+    made.add_argument("--no-plan", action="store_true", help="run prompts in the order given")
+    made.add_argument(
+        "--arrivals", type=float, metavar="RATE",
+        help="requests arrive one by one, so many per second (Poisson): latencies",
+    )  # fmt: skip
+    made.add_argument(
+        "--profile", type=Path, metavar="FILE.json",
+        help="write a trace of some steps, and print where the device's time went; slower",
+    )  # fmt: skip
+    made.add_argument(
+        "--profile-steps", type=positive_count, default=20, metavar="N", help="(%(default)s)"
+    )
+    made.add_argument("--json", action="store_true", help="one line")
+    add_engine_flags(made)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    job = chosen_job(args)
+    config = random_config(args, job.model_shape, job.kv_tokens)
+    job = replace(job, kv_tokens=config.cache.kv_tokens or job.kv_tokens)
+    result = measure(args, job, config)
+    if args.json:
+        print(line("offline", result))
+    else:
+        rows = [[name, str(value)] for name, value in result.items() if name not in NESTED]
+        print(table(["", job.name], rows))
+    return 0
+
+
+def chosen_job(args: argparse.Namespace) -> OfflineJob:
+    """The workload with the sizes that were asked for."""
+    job = OFFLINE_JOBS[args.workload]
+    if args.arrivals is not None and not args.arrivals > 0:
+        raise ConfigError(f"--arrivals must be above 0, got {args.arrivals}")
+    if args.profile is not None and not args.profile.parent.is_dir():
+        raise ConfigError(f"--profile: the folder {args.profile.parent} does not exist")
+    return replace(
+        job,
+        model_shape=args.model_shape or job.model_shape,
+        groups=args.groups or job.groups,
+        output=args.output or job.output,
+        num_requests=args.requests,
+    )
+
+
+def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> dict[str, object]:
+    """One result: what was asked for, how fast it was, how near to the limit."""
+    load, machine = load_average(), Machine.of(config)
+    shape = SHAPES[job.model_shape]
+    given = job.prompts(shape.vocab)
+    if args.order == "shuffled":
+        given = shuffled(given)
+    prompts = Prompts.from_lists(given)
+    if job.model_shape == "tiny":
+        check_sharing(job, config)
+    engine = build_random_engine(shape, config)
+    # a CPU has nothing to compile for batch sizes
+    warm_up(engine, job, shape.vocab, WARM_SEQS if machine.has_gpu else 16)
+    window = None if args.profile is None else ProfileWindow(args.profile, args.profile_steps)
+    about: dict[str, object] = {"workload": job.name, "model_shape": job.model_shape}
+    if args.arrivals is not None:
+        result = run_arrivals(engine, prompts, job.output, args.arrivals, window)
+    else:
+        total = len(prompts) * job.output
+        run = run_job(
+            engine,
+            prompts,
+            job.output,
+            is_planned=not args.no_plan,
+            after_step=window.watch(total) if window else lambda _: None,
+        )
+        result = _speed(run, job, prompts) | _against_limit(run, job, config)
+    if window is not None:
+        window.close()
+        print(window.report(), file=sys.stderr)
+        result["profile"] = window.shares()
+    engine.check()
+    engine.close()
+    return (
+        about
+        | result
+        | {
+            "peak_gb": round(machine.peak_bytes() / 1e9, 2),
+            "order": args.order,
+            "planned": not args.no_plan and args.arrivals is None,
+            "device": machine.name,
+            "settings": settings(config),
+            "load_before": load,
+        }
+    )
+
+
+def _speed(run: JobRun, job: OfflineJob, prompts: Prompts) -> dict[str, object]:
+    counters, steps = run.counters, run.steps
+    num_tokens = len(prompts.token_ids) + len(prompts) * job.output
+    processed = counters.computed_tokens + counters.decoded_tokens
+    return {
+        "requests": len(prompts),
+        "groups": len(job.group_sizes()),
+        "seconds": round(run.seconds, 3),
+        "requests_per_s": round(len(prompts) / run.seconds, 3),
+        "tokens_per_s": round(num_tokens / run.seconds, 1),
+        "us_per_token": round(1e6 * run.seconds / processed, 3),
+        "saving_ratio": round(counters.saving_ratio, 4),
+        "read_ratio": round(counters.read_ratio, 4),
+        "gpu_busy": round(steps.busy, 4),
+        "host_ms_per_step": round(1e3 * (steps.host_s + run.submit_s) / steps.num_steps, 3),
+        "device_ms_per_step": round(1e3 * steps.device_s / steps.num_steps, 3),
+        "steps": steps.num_steps,
+        "largest_step_tokens": steps.largest_step_tokens,
+        "plan_s": round(run.plan_s, 3),
+        "submit_s": round(run.submit_s, 3),
+        "preemptions": counters.preemptions,
+        "evicted_pages": counters.evicted_pages,
+    }
+
+
+def _against_limit(run: JobRun, job: OfflineJob, config: EngineConfig) -> dict[str, object]:
+    """The job's time over the least it can take on this card; nothing where the card is unknown."""
+    machine = Machine.of(config)
+    card = machine.card
+    if card is None:
+        return {"share_of_limit": None, "limit_requests_per_s": None}
+    limit_s = job_floor(card, model_cost(config, machine.has_gpu), job, job.kv_tokens).total_s
+    return {
+        "share_of_limit": round(limit_s / run.seconds, 4),
+        "limit_requests_per_s": round(len(run.answers) / limit_s, 2),
+    }
+
+
+def model_cost(config: EngineConfig, has_gpu: bool) -> ModelCost:
+    """What the limit counts for a config whose `model` is the name of a shape."""
+    model = config.model
+    is_fp32 = model.dtype is DType.FP32 or (model.dtype is DType.AUTO and not has_gpu)
+    gemm_flops_per_s = FP8_FLOPS_PER_S if model.quantize is Quantize.FP8 else None
+    return ModelCost.of(SHAPES[model.model], 4 if is_fp32 else 2, gemm_flops_per_s)
+
+
+def check_sharing(job: OfflineJob, config: EngineConfig) -> None:
+    """Raise AssertionError unless planned and shared prompts get the answers they get alone.
+
+    In fp32: in 16 bits rounding decides between the logits of random weights.
+    """
+    shape = SHAPES[job.model_shape]
+    prompts = Prompts.from_lists(shuffled(replace(job, num_requests=8).prompts(shape.vocab)))
+    exact = replace(config, model=replace(config.model, dtype=DType.FP32, quantize=Quantize.NONE))
+    alone = replace(exact, sched=replace(exact.sched, share=Share.NONE))
+    answers = []
+    for each, is_planned in ((exact, True), (alone, False)):
+        engine = build_random_engine(shape, each)
+        answers.append(run_job(engine, prompts, CHECKED_TOKENS, is_planned).answers)
+        engine.close()
+    assert answers[0] == answers[1], "sharing changed an answer"
+
+
+def warm_up(engine: Engine, job: OfflineJob, vocab: int, most_seqs: int) -> None:
+    """Steps of every kind the job will have, so that nothing is compiled or captured in the clock.
+
+    Mixed steps over the job's own shape, then decodes of every batch size from `most_seqs` down.
+    """
+    sizes = job.group_sizes()
+    degree = min(max(sizes), max(1, WARM_TOKENS // max(1, job.distinct)))
+    groups = min(len(sizes), max(1, WARM_TOKENS // (job.prefix + degree * job.distinct)))
+    mixed = replace(job, groups=groups, degree=degree, num_requests=None)
+    prompts = mixed.prompts(vocab, WARM_SEED)
+    Order.planned(Prompts.from_lists(prompts), np.full(len(prompts), 4))
+    _answer(engine, prompts, [4] * len(prompts))
+    num_seqs = min(most_seqs, max(1, job.kv_tokens // 256))
+    short = shared(num_seqs, 1, 8, 0, WARM_SEED, min(vocab, 30_000))
+    _answer(engine, short, [2 + i // 8 + max(0, i + 8 - num_seqs) for i in range(num_seqs)])
+    engine.clear_cache()
+
+
+def _answer(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> None:
+    submit_all(engine, "warm", prompts, outputs)
+    while engine.has_work:
+        engine.step()

@@ -1,0 +1,191 @@
+"""Questions on a document after the text before it was cut away (AttentionStore, Table 2)."""
+
+import gzip
+import json
+import math
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from mainstem.core.config import EngineConfig
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.events import EventBus
+from mainstem.core.metrics import Counters
+from mainstem.core.request import SamplingParams
+from mainstem.core.step import Runner
+from mainstem.engine.build import build_engine
+from mainstem.text.text_engine import TextEngine
+from mainstem.text.tokenizer import Tokenizer
+from mainstem_bench.ways import WatchedRunner, Way, way_config
+
+ANSWER_TOKENS = 16
+SPARE_TOKENS = 8  # of the window that reading leaves: any question then makes it overflow
+QUESTION_TOKENS = 64  # about what question, answer and what is said between them take
+READ = {"role": "assistant", "content": "I have read it. What do you want to know?"}
+ARTICLES = {"a", "an", "the"}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    text: str
+    questions: tuple[tuple[str, str], ...]  # question, answer
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one way answered."""
+
+    way: str
+    questions: int
+    accuracy: float  # percent of answers that hold the wanted words
+    f1: float  # percent, words of answer and wanted answer compared
+    computed_tokens: int
+    moved_pages: int
+    seconds: float
+    answers: tuple["Answer", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How good one answer is, in points."""
+
+    document: int
+    right: float  # 100 if it holds the wanted words
+    f1: float
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """By how many points one way answers better than another, question by question.
+
+    `margin` is half of the 95 % interval of the mean; questions on one document are not
+    independent, so documents are what is drawn.
+    """
+
+    mean: float
+    margin: float
+
+
+def read_documents(path: Path) -> list[Document]:
+    """Raises InvalidRequest, naming the line, where a row has not the form."""
+    raw = path.read_bytes()
+    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    documents: list[Document] = []
+    for number, row in enumerate(text.splitlines(), start=1):
+        try:
+            found = json.loads(row)
+            items = tuple((_bare(str(item["q"])), str(item["a"])) for item in found["items"])
+            documents.append(Document(str(found["doc"]), items))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequest(str(path), f"line {number}: {error!r}") from error
+    return documents
+
+
+def _bare(question: str) -> str:
+    """Without the words of a completion prompt."""
+    return question.strip().removeprefix("Question:").removesuffix("Answer:").strip()
+
+
+def ask(
+    folder: Path,
+    config: EngineConfig,
+    way: Way,
+    filler_ids: Sequence[int],
+    documents: Sequence[Document],
+) -> Score:
+    """Fill the window with other text and a document at its end; then ask."""
+    config = way_config(config, way)
+    window = config.sched.max_model_len
+    assert window is not None
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    nothing = np.empty(0, np.int32)
+
+    def watch(runner: Runner) -> Runner:
+        return WatchedRunner(runner, nothing, 0, way.is_naive)
+
+    tokenizer = Tokenizer.load(folder, config.model.chat_template)
+    engine = TextEngine(build_engine(folder, config, bus, around=watch), tokenizer)
+    greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    scores: list[Answer] = []
+    began_s = perf_counter()
+    for number, document in enumerate(documents):
+        num_filler = window - SPARE_TOKENS - len(tokenizer.encode_chat([_user(document.text)]))
+        if num_filler < window // 2 + QUESTION_TOKENS:
+            continue  # the cut would reach into the document
+        filler = tokenizer.decode(filler_ids[:num_filler])
+        told = _user(f"{filler}\n\n{document.text}")
+        session = f"document-{number}"
+        _answers(engine, {session: tokenizer.encode_chat([told])}, one, session, way)
+        prompts = {q: tokenizer.encode_chat([told, READ, _user(q)]) for q, _ in document.questions}
+        answers = _answers(engine, prompts, greedy, session, way)
+        scores += [_score(number, answers[q], wanted) for q, wanted in document.questions]
+    seconds = perf_counter() - began_s
+    engine.engine.check()
+    engine.engine.close()
+    if not scores:
+        raise InvalidRequest("--questions", f"no document is short enough for a window of {window}")
+    return Score(
+        way=way.name,
+        questions=len(scores),
+        accuracy=sum(score.right for score in scores) / len(scores),
+        f1=sum(score.f1 for score in scores) / len(scores),
+        computed_tokens=counters.computed_tokens,
+        moved_pages=counters.moved_pages,
+        seconds=round(seconds, 1),
+        answers=tuple(scores),
+    )
+
+
+def _user(said: str) -> dict[str, str]:
+    return {"role": "user", "content": said}
+
+
+def _answers(
+    engine: TextEngine,
+    prompts: dict[str, list[int]],
+    sampling: SamplingParams,
+    session: str,
+    way: Way,
+) -> dict[str, str]:
+    for name, ids in prompts.items():
+        engine.submit(name, ids, sampling, session=session, overflow=way.overflow)
+    answers = dict.fromkeys(prompts, "")
+    while engine.has_work:
+        for output in engine.step():
+            answers[output.request_id] += output.text
+    return answers
+
+
+def _score(document: int, answer: str, wanted: str) -> Answer:
+    """Whether the answer holds the wanted words, and the harmonic mean of precision and recall."""
+    said, right = _words(answer), _words(wanted)
+    common = sum((Counter(said) & Counter(right)).values())
+    f1 = 2 * common / (len(said) + len(right)) if said or right else 0.0
+    is_right = f" {' '.join(right)} " in f" {' '.join(said)} "
+    return Answer(document, 100.0 * is_right, 100.0 * f1)
+
+
+def compare(some: Sequence[Answer], others: Sequence[Answer], field: str) -> Difference:
+    """`others` against `some`, which answer the same questions in the same order."""
+    by_document: dict[int, list[float]] = {}
+    for one, other in zip(some, others, strict=True):
+        assert one.document == other.document, "answers to other questions"
+        points = by_document.setdefault(one.document, [])
+        points.append(getattr(other, field) - getattr(one, field))
+    count = sum(map(len, by_document.values()))
+    mean = sum(map(sum, by_document.values())) / count
+    # the sandwich estimate: what the documents add to the sum beyond their part of the mean
+    spread = sum((sum(points) - len(points) * mean) ** 2 for points in by_document.values())
+    return Difference(mean, 1.96 * math.sqrt(spread) / count)
+
+
+def _words(text: str) -> list[str]:
+    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return [word for word in bare.split() if word not in ARTICLES]

@@ -1,0 +1,201 @@
+"""How well a model reads on after its conversation was cut to the window (AttentionStore 4.3.6).
+
+A text is fed as one long conversation, a few tokens a turn. Whenever it fills the window, half of
+it is dropped. Perplexity is that of every token after the first cut:
+
+    recompute   the kept tokens are computed afresh
+    kv          their KV is moved to the new positions; the first page is kept as sink
+    no sink     likewise, without the sink
+    naive       as kv, but keys keep the rotation of their old positions
+
+With --questions FILE, documents are read at the end of a window that other text has filled. The cut
+drops the other text, and the questions are asked: how many answers hold the wanted words? Every
+way is compared with the first, question by question.
+"""
+
+import argparse
+import gzip
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from mainstem.checkpoints.hub import resolve_model
+from mainstem.cli.flag_types import positive_count
+from mainstem.cli.flags import add_engine_flags, engine_config
+from mainstem.core.config import EngineConfig
+from mainstem.core.errors import ConfigError
+from mainstem.core.events import EventBus
+from mainstem.core.ids import RequestId, SessionId
+from mainstem.core.metrics import Counters
+from mainstem.core.request import Request, SamplingParams
+from mainstem.core.step import Runner
+from mainstem.core.tables import table
+from mainstem.engine.build import build_engine
+from mainstem.text.tokenizer import Tokenizer
+from mainstem_bench.report import line
+from mainstem_bench.truncated_questions import Score, ask, compare, read_documents
+from mainstem_bench.ways import WAYS, WatchedRunner, Way, way_config
+
+MIN_CUTS = 2  # a text that is cut less often says little
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one way made of a text."""
+
+    way: str
+    perplexity: float
+    scored_tokens: int
+    computed_tokens: int
+    moved_pages: int
+    dropped_tokens: int
+    seconds: float
+
+
+def read_on(
+    folder: Path, config: EngineConfig, way: Way, text_ids: Sequence[int], turn_tokens: int
+) -> Reading:
+    """Feed the text as a conversation; every turn adds `turn_tokens`."""
+    ids = np.array(text_ids, np.int32)
+    config = way_config(config, way)
+    window = config.sched.max_model_len
+    assert window is not None
+    if turn_tokens >= window:
+        raise ConfigError(f"a turn of {turn_tokens} tokens does not fit a window of {window}")
+    if len(ids) < (1 + MIN_CUTS * config.sched.truncation_ratio) * window:
+        raise ConfigError(f"a text of {len(ids)} tokens is too short for a window of {window}")
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    watched: list[WatchedRunner] = []
+
+    def watch(runner: Runner) -> Runner:
+        watched.append(WatchedRunner(runner, ids, window + 1, way.is_naive))
+        return watched[0]
+
+    engine = build_engine(folder, config, bus, around=watch)
+    page_size = config.cache.page_size
+    sink = page_size if way.sink_tokens is None else way.sink_tokens
+    watched[0].attach(bus, sink)
+    began_s = perf_counter()
+    # the first turn fills the window but for a turn, so that the cut falls between turns
+    ends = list(range(window - turn_tokens, len(ids), turn_tokens))
+    for turn, end in enumerate([*ends, len(ids)]):
+        request = Request(
+            request_id=RequestId(f"turn-{turn}"),
+            prompt_ids=ids[:end],
+            sampling=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
+            session=SessionId("text"),
+            overflow=way.overflow,
+        )
+        engine.submit(request)
+        while engine.has_work:
+            engine.step()
+    seconds = perf_counter() - began_s
+    engine.check()
+    engine.close()
+    logprobs = watched[0].logprobs
+    assert sorted(logprobs) == list(range(window + 1, len(ids))), "a token was not scored"
+    return Reading(
+        way=way.name,
+        perplexity=math.exp(-sum(logprobs.values()) / len(logprobs)),
+        scored_tokens=len(logprobs),
+        computed_tokens=counters.computed_tokens,
+        moved_pages=counters.moved_pages,
+        dropped_tokens=counters.dropped_tokens,
+        seconds=round(seconds, 1),
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "mainstem bench truncation",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    made.add_argument(
+        "--text", type=Path, metavar="FILE", help="what to read, also .gz (the demo's documents)"
+    )
+    made.add_argument(
+        "--tokens", type=positive_count, default=3072, metavar="N", help="of it (3072)"
+    )
+    made.add_argument(
+        "--turn", type=positive_count, default=64, metavar="N", help="tokens a turn (64)"
+    )
+    made.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=list(WAYS), metavar="WAY")
+    made.add_argument(
+        "--questions",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help='ask instead: {"doc": text, "items": [{"q": question, "a": answer}]} a line,\n'
+        "also .gz; any number of files",
+    )
+    made.add_argument(
+        "--documents", type=positive_count, default=40, metavar="N", help="of the file (40)"
+    )
+    made.add_argument("--json", action="store_true")
+    add_engine_flags(made)
+    made.set_defaults(max_model_len=512)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    config = engine_config(args)
+    folder = resolve_model(config.model.model)
+    tokenizer = Tokenizer.load(folder)
+    text_ids = tokenizer.encode(read_text(args.text))
+    documents = None
+    if args.questions is not None:
+        documents = [document for path in args.questions for document in read_documents(path)]
+    results: list[dict[str, object]] = []
+    first: Score | None = None  # that the others are compared with
+    for name in args.ways:
+        if documents is None:
+            ids = text_ids[: args.tokens]
+            result = asdict(read_on(folder, config, WAYS[name], ids, args.turn))
+        else:
+            score = ask(folder, config, WAYS[name], text_ids, documents[: args.documents])
+            first = first or score
+            result = _question_result(score, first)
+        sources = args.questions or [args.text]
+        names = " ".join(source.name if source else "demo" for source in sources)
+        result |= {"text": names, "window": config.sched.max_model_len}
+        results.append(result)
+        if args.json:
+            print(line("truncation", result), flush=True)
+    if not args.json:
+        header = list(dict.fromkeys(name for row in results for name in row))
+        print(table(header, [[_cell(row.get(name, "")) for name in header] for row in results]))
+    return 0
+
+
+def _question_result(score: Score, first: Score) -> dict[str, object]:
+    """With the difference to the first way, in points, and half of its 95 % interval."""
+    result = {name: value for name, value in asdict(score).items() if name != "answers"}
+    if score is not first:
+        result["against"] = first.way
+        for field in ("right", "f1"):
+            found = compare(first.answers, score.answers, field)
+            result[f"{field}_difference"] = round(found.mean, 2)
+            result[f"{field}_margin"] = round(found.margin, 2)
+    return result
+
+
+def read_text(path: Path | None) -> str:
+    """The file's text; without a file the documents of the demo, one after the other."""
+    if path is None:
+        rows = (files("mainstem") / "data" / "demo_docs.jsonl").read_text(encoding="utf-8")
+        return "\n\n".join(json.loads(row)["doc"] for row in rows.splitlines())
+    raw = path.read_bytes()
+    return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,564 @@
+"""`mainstem batch` from file to file, over a model whose answers are known."""
+
+import gzip
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mainstem.batch import windows
+from mainstem.cli.batch import main
+from mainstem.core.config import EngineConfig, Share
+from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
+from mainstem.core.events import RequestSubmitted, StepFinished
+from mainstem.text.text_engine import TextEngine
+from tests.batch.fake_batch import FakeEngines, expected_text
+
+Row = dict[str, Any]
+
+
+class Folder:
+    """A place for one job's files, and a way to run it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.input, self.output = path / "in.jsonl", path / "out.jsonl"
+        self.engines = FakeEngines()
+
+    def write(self, rows: Sequence[Row | str]) -> None:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        self.input.write_text("".join(line + "\n" for line in lines))
+
+    def run(self, *flags: str, output: Path | None = None) -> int:
+        target = output or self.output
+        argv = [str(self.input), "-o", str(target), "--no-progress", *flags]
+        return main(argv, self.engines)
+
+    def rows(self) -> dict[str | None, Row]:
+        found = [json.loads(line) for line in self.output.read_text().splitlines()]
+        assert len({(row["custom_id"], row["error"] is None) for row in found}) == len(found)
+        return {row["custom_id"]: row for row in found}
+
+    def texts(self) -> dict[str | None, str]:
+        """What was answered, by custom_id."""
+        answers = {}
+        for name, row in self.rows().items():
+            if row["response"] is not None:
+                choice = row["response"]["body"]["choices"][0]
+                answers[name] = choice["text"] if "text" in choice else choice["message"]["content"]
+        return answers
+
+    def summary(self) -> Row:
+        summary: Row = json.loads((self.path / "summary.json").read_text())
+        return summary
+
+    def run_with_summary(self, *flags: str) -> Row:
+        self.run("--summary-json", str(self.path / "summary.json"), *flags)
+        return self.summary()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def prompts(count: int, **fields: object) -> list[Row | str]:
+    """Questions over a few documents, each document's apart from the others."""
+    rows: list[Row | str] = []
+    for index in range(count):
+        prompt = f"document number {index % 4}, which is long; question {index}"
+        rows.append({"custom_id": f"q{index}", "prompt": prompt, "temperature": 0, **fields})
+    return rows
+
+
+# --- what rows leave open -------------------------------------------------------------------------
+
+
+def test_a_row_wins_over_the_flags_and_the_flags_over_the_models_advice(folder: Folder) -> None:
+    advice: dict[str, object] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    folder.engines = FakeEngines(sampling_defaults=advice)
+    folder.write([{"prompt": "x", "max_tokens": 2, "temperature": 0.1}])
+    folder.run("--top-p", "0.5")
+    (sampling,) = folder.engines.samplings.values()
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.1, 0.5, 20)
+
+
+def test_the_models_advice_can_be_left_out(folder: Folder) -> None:
+    folder.engines = FakeEngines(sampling_defaults={"temperature": 0.6})
+    folder.write([{"prompt": "x", "max_tokens": 2}])
+    folder.run("--generation-config", "none")
+    (sampling,) = folder.engines.samplings.values()
+    assert sampling.temperature == 1.0
+
+
+def test_advice_that_is_impossible_is_refused_with_its_file(folder: Folder) -> None:
+    folder.engines = FakeEngines(sampling_defaults={"top_p": 7})
+    folder.write([{"prompt": "x", "max_tokens": 2}])
+    with pytest.raises(ConfigError, match=r"generation_config.json: top_p: .*, got 7"):
+        folder.run()
+    assert folder.run("--generation-config", "none") == 0
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def test_an_openai_batch_is_answered_in_openais_form(folder: Folder) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    chat = {"model": "m", "messages": messages, "max_tokens": 6, "temperature": 0}
+    completion = {"prompt": "once upon", "max_tokens": 5, "temperature": 0}
+    folder.write(
+        [
+            {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": chat},
+            {"custom_id": "p", "method": "POST", "url": "/v1/completions", "body": completion},
+        ]
+    )
+    assert folder.run("--model", "fake") == 0
+    rows = folder.rows()
+    row = rows["c"]
+    assert set(row) == {"id", "custom_id", "response", "error"}
+    assert row["error"] is None
+    assert row["response"]["status_code"] == 200
+    assert row["response"]["request_id"]
+    body = row["response"]["body"]
+    text = expected_text("<user>hello\n<assistant>", 6)
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "fake"
+    assert body["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": text,
+        "refusal": None,
+    }
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"] == {
+        "prompt_tokens": 23,
+        "completion_tokens": 6,
+        "total_tokens": 29,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    body = rows["p"]["response"]["body"]
+    assert body["object"] == "text_completion"
+    assert body["choices"][0]["text"] == expected_text("once upon", 5)
+
+
+def test_plain_rows_and_token_ids(folder: Folder) -> None:
+    ids = [ord(letter) - 32 for letter in "abc"]
+    folder.write(
+        [
+            {"prompt": "abc", "temperature": 0, "max_tokens": 7},
+            {"prompt": ids, "temperature": 0, "max_tokens": 7},
+            {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 3},
+        ]
+    )
+    assert folder.run() == 0
+    texts = folder.texts()
+    assert texts["line-1"] == texts["line-2"] == expected_text("abc", 7)
+    assert texts["line-3"] == expected_text("<user>x\n<assistant>", 3)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--no-plan",),
+        ("--share", "none"),
+        ("--share", "storage", "--levels", "1"),
+        ("--share", "none", "--no-plan", "--no-dedupe"),
+    ],
+)
+def test_answers_do_not_depend_on_how_they_are_made(folder: Folder, flags: tuple[str, ...]) -> None:
+    rows = prompts(30, max_tokens=6)
+    folder.write(rows)
+    assert folder.run(*flags) == 0
+    expected = {
+        row["custom_id"]: expected_text(row["prompt"], 6) for row in rows if isinstance(row, dict)
+    }
+    assert folder.texts() == expected
+    share = Share(flags[flags.index("--share") + 1]) if "--share" in flags else Share.READS
+    assert folder.engines.config is not None
+    assert folder.engines.config.sched.share is share
+
+
+def test_planning_and_sharing_save_prompt_tokens(folder: Folder) -> None:
+    folder.write(prompts(40, max_tokens=2))
+    shared = folder.run_with_summary()
+    alone = folder.run_with_summary("--overwrite", "--share", "none", "--no-plan")
+    assert shared["saving_ratio"] > 0.6
+    assert alone["saving_ratio"] == 0
+    assert alone["computed_prompt_tokens"] == alone["prompt_tokens"] == shared["prompt_tokens"]
+    assert shared["computed_prompt_tokens"] < 0.4 * alone["computed_prompt_tokens"]
+
+
+def test_rows_are_submitted_in_planned_order(folder: Folder) -> None:
+    folder.write(prompts(40, max_tokens=2))
+    order: list[int] = []
+    load = folder.engines
+
+    def watched(config: Any) -> Any:
+        engine = load(config)
+        engine.engine.bus.subscribe(
+            RequestSubmitted, lambda event: order.append(int(event.request_id))
+        )
+        return engine
+
+    folder.engines = watched  # type: ignore[assignment]  # called in the same way
+    folder.run()
+    docs = [(line - 1) % 4 for line in order]
+    assert len(order) == 40
+    assert sum(a != b for a, b in pairwise(docs)) == 3
+    order.clear()
+    folder.run("--overwrite", "--no-plan")
+    assert order == list(range(1, 41))
+
+
+def test_flags_are_the_defaults_of_rows(folder: Folder) -> None:
+    folder.write([{"prompt": "abc"}, {"prompt": "abc", "max_tokens": 2}])
+    assert folder.run("--max-tokens", "9", "--temperature", "0", "--ignore-eos") == 0
+    usage = [row["response"]["body"]["usage"] for row in folder.rows().values()]
+    assert sorted(entry["completion_tokens"] for entry in usage) == [2, 9]
+
+
+def test_n_answers_logprobs_and_stops(folder: Folder) -> None:
+    text = expected_text("abc", 12)
+    ask = {"temperature": 0, "max_tokens": 12}
+    chat = [{"role": "user", "content": "x"}]
+    folder.write(
+        [
+            {"custom_id": "n", "prompt": "abc", "n": 3, **ask},
+            {"custom_id": "l", "prompt": "abc", "logprobs": 1, **ask},
+            {"custom_id": "c", "messages": chat, "logprobs": True, **ask},
+            {"custom_id": "s", "prompt": "abc", "stop": text[4:6], **ask},
+            {"custom_id": "p", "prompt": "abc", "prompt_logprobs": 1, **ask},
+        ]
+    )
+    assert folder.run() == 0
+    bodies = {name: row["response"]["body"] for name, row in folder.rows().items()}
+    assert [choice["index"] for choice in bodies["n"]["choices"]] == [0, 1, 2]
+    assert bodies["n"]["usage"]["completion_tokens"] == 36
+    logprobs = bodies["l"]["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == text
+    assert logprobs["text_offset"] == list(range(12))
+    assert logprobs["token_logprobs"] == [-1.0] * 12
+    places = bodies["c"]["choices"][0]["logprobs"]["content"]
+    assert bytes(places[0]["bytes"]).decode() == places[0]["token"]
+    stopped = bodies["s"]["choices"][0]
+    assert stopped["text"] == text[:4]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", text[4:6])
+    assert bodies["p"]["prompt_logprobs"][0] is None
+    assert len(bodies["p"]["prompt_logprobs"]) == 3
+
+
+def test_rows_may_ask_for_a_form(folder: Folder) -> None:
+    form = {"prompt": "x", "temperature": 0, "max_tokens": 20}
+    bad = {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}
+    folder.write(
+        [
+            form | {"custom_id": "a", "guided_choice": ["left", "right"]},
+            form | {"custom_id": "b", "guided_regex": "[0-9]{4}"},
+            form | {"custom_id": "c", "response_format": bad},
+        ]
+    )
+    assert folder.run() == 1
+    texts = folder.texts()
+    assert texts["a"] in ("left", "right")
+    assert texts["b"].isdecimal()
+    assert folder.rows()["c"]["error"]["param"] == "response_format"
+    assert "thing" in folder.rows()["c"]["error"]["message"]
+
+
+def test_equal_greedy_rows_are_answered_once(folder: Folder) -> None:
+    same = {"prompt": "the same", "temperature": 0, "max_tokens": 5}
+    other = {"prompt": "another", "temperature": 0, "max_tokens": 5}
+    folder.write([same, other, same, same])
+    summary = folder.run_with_summary()
+    assert (summary["answered"], summary["deduplicated"]) == (4, 2)
+    assert summary["deduplicated_prompt_tokens"] == 16
+    texts = folder.texts()
+    assert texts["line-1"] == texts["line-3"] == texts["line-4"] == expected_text("the same", 5)
+    summary = folder.run_with_summary("--overwrite", "--no-dedupe")
+    assert (summary["answered"], summary["deduplicated"]) == (4, 0)
+
+
+def test_sampled_rows_depend_on_their_id_alone(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seed comes from custom_id, so neither order nor company changes an answer."""
+    seen: dict[str, set[int | None]] = {}
+    load = folder.engines
+
+    def watched(config: Any) -> Any:
+        engine = load(config)
+        submit = engine.submit
+
+        def noted(request_id: str, ids: Any, sampling: Any, *rest: Any, **named: Any) -> None:
+            seen.setdefault(bytes(letter + 32 for letter in ids).decode(), set()).add(sampling.seed)
+            submit(request_id, ids, sampling, *rest, **named)
+
+        monkeypatch.setattr(engine, "submit", noted)
+        return engine
+
+    folder.engines = watched  # type: ignore[assignment]
+    rows = [{"custom_id": f"id {i}", "prompt": f"prompt {i}", "max_tokens": 2} for i in range(4)]
+    folder.write(list(rows))
+    folder.run()
+    folder.write(list(rows[::-1]))
+    folder.run("--overwrite", "--no-plan")
+    assert all(len(seeds) == 1 for seeds in seen.values())
+    assert len(set.union(*seen.values())) == 4
+    folder.run("--overwrite", "--seed", "1")
+    assert all(len(seeds) == 2 for seeds in seen.values())
+
+
+# --- rows that fail ------------------------------------------------------------------------------
+
+
+def test_a_bad_line_becomes_an_error_row_and_the_rest_goes_on(folder: Folder) -> None:
+    folder.write(
+        [
+            {"custom_id": "a", "prompt": "fine", "max_tokens": 2},
+            "{not json",
+            {"custom_id": "a", "prompt": "twice"},
+            {"custom_id": "b", "prompt": "x", "frobnicate": 1},
+            {"custom_id": "c", "prompt": "x" * 500},
+            {"custom_id": "d", "prompt": "x", "temperature": 1e9},
+            {"custom_id": "e", "prompt": "\u00e9", "max_tokens": 2},  # outside the vocabulary
+            {"custom_id": "f", "prompt": ""},
+            {"custom_id": "g", "prompt": "\ud800"},
+            "",
+            {"custom_id": "z", "prompt": "fine too", "max_tokens": 2},
+        ]
+    )
+    summary_file = folder.path / "summary.json"
+    assert folder.run("--summary-json", str(summary_file)) == 1
+    rows = [json.loads(line) for line in folder.output.read_text().splitlines()]
+    failed = {row["error"]["line"]: row for row in rows if row["error"] is not None}
+    assert {line: row["error"]["code"] for line, row in failed.items()} == {
+        2: "invalid_json",
+        3: "duplicate_custom_id",
+        4: "unknown_field",
+        5: "prompt_too_long",
+        6: "invalid_value",
+        7: "invalid_value",
+        8: "invalid_value",
+        9: "invalid_value",
+    }
+    assert failed[2]["custom_id"] is None
+    assert failed[3]["custom_id"] == "a"
+    assert all(row["response"] is None for row in failed.values())
+    assert "frobnicate" in failed[4]["error"]["message"]
+    assert "500 tokens" in failed[5]["error"]["message"]
+    assert sorted(row["custom_id"] for row in rows if row["error"] is None) == ["a", "z"]
+    summary = folder.summary()
+    assert (summary["rows"], summary["answered"], summary["failed"]) == (10, 2, 8)
+    assert summary["complete"] is True
+    assert summary["errors"]["invalid_value"] == 4
+
+
+def test_an_empty_input_is_an_empty_output(folder: Folder) -> None:
+    folder.write([])
+    assert folder.run() == 0
+    assert folder.output.read_bytes() == b""
+
+
+def test_rows_that_name_another_model_are_answered_and_told(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.write([{"prompt": "a", "model": "gpt-9", "max_tokens": 1}])
+    assert folder.run("--model", "fake") == 0
+    assert "1 rows name another model ('gpt-9'); fake answered" in capsys.readouterr().err
+
+
+# --- wrong calls ---------------------------------------------------------------------------------
+
+
+def test_wrong_calls_are_refused_before_a_model_is_loaded(folder: Folder) -> None:
+    folder.write([{"prompt": "a"}])
+    with pytest.raises(InvalidRequest, match="does not exist"):
+        folder.run(output=folder.path / "no" / "out.jsonl")
+    with pytest.raises(InvalidRequest, match="the input itself"):
+        folder.run("--overwrite", output=folder.input)
+    with pytest.raises(InvalidRequest, match="temperature"):
+        folder.run("--temperature", "-3")
+    with pytest.raises(ConfigError, match="window"):
+        folder.run("--window-mib", "0")
+    with pytest.raises(InvalidRequest, match="does not exist"):
+        folder.run("--summary-json", str(folder.path / "no" / "summary.json"))
+    with pytest.raises(InvalidRequest, match="cannot be written"):
+        folder.run("--summary-json", str(folder.path))
+    with pytest.raises(SystemExit):
+        folder.run("--resume", "--overwrite")
+    assert not folder.output.exists()
+    folder.output.write_text('{"custom_id": "a", "response": {}, "error": null}\n')
+    with pytest.raises(InvalidRequest, match="--resume or --overwrite"):
+        folder.run()
+    folder.input.unlink()
+    with pytest.raises(InvalidRequest, match=r"in\.jsonl"):
+        folder.run("--resume")
+    assert folder.engines.config is None
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_output_as_it_was(folder: Folder) -> None:
+    def missing(config: EngineConfig) -> TextEngine:
+        raise ModelNotFound("no such model")
+
+    folder.write([{"prompt": "a"}])
+    argv = [str(folder.input), "-o", str(folder.output), "--overwrite"]
+    with pytest.raises(ModelNotFound):
+        main(argv, missing)
+    assert not folder.output.exists()
+    folder.output.write_text("mine\n")
+    with pytest.raises(ModelNotFound):
+        main(argv, missing)
+    assert folder.output.read_text() == "mine\n"
+
+
+# --- going on ------------------------------------------------------------------------------------
+
+
+def test_resume_answers_what_is_missing_and_nothing_twice(folder: Folder) -> None:
+    rows = [*prompts(20, max_tokens=4), "broken", {"custom_id": "q3", "prompt": "again"}]
+    folder.write(rows)
+    assert folder.run() == 1
+    whole = folder.output.read_text().splitlines(keepends=True)
+    kept = whole[:9]
+    folder.output.write_text("".join(kept) + whole[9][:25])
+    summary = folder.run_with_summary("--resume")
+    lines = folder.output.read_text().splitlines(keepends=True)
+    assert lines[:9] == kept
+    assert sorted(map(essence, lines)) == sorted(map(essence, whole))
+    assert (summary["skipped"], summary["answered"] + summary["failed"]) == (9, 13)
+    assert folder.run("--resume") == 1, "the broken line is still one of the job's rows"
+    assert folder.output.read_text().splitlines(keepends=True) == lines
+
+
+def essence(line: str) -> str:
+    """A row without what may differ between runs: the clock and what was cached."""
+    row = json.loads(line)
+    if row["response"] is not None:
+        del row["response"]["body"]["created"]
+        del row["response"]["body"]["usage"]["prompt_tokens_details"]
+    return json.dumps(row, sort_keys=True)
+
+
+def test_resume_of_nothing_is_a_first_run(folder: Folder) -> None:
+    folder.write(prompts(3, max_tokens=2))
+    assert folder.run("--resume") == 0
+    assert len(folder.texts()) == 3
+
+
+def test_ctrl_c_stops_between_steps_and_can_be_resumed(folder: Folder) -> None:
+    folder.write(prompts(60, max_tokens=6))
+    folder.engines = FakeEngines(num_pages=40)  # few at a time
+    before = signal.getsignal(signal.SIGINT)  # ignored, where a shell runs this in the background
+
+    def press(event: StepFinished) -> None:
+        if folder.output.read_bytes().count(b"\n") >= 10:
+            folder.engines.at_step = None
+            os.kill(os.getpid(), signal.SIGINT)
+
+    folder.engines.at_step = press
+    assert folder.run("--summary-json", str(folder.path / "summary.json")) == 130
+    assert folder.summary()["complete"] is False
+    done = len(folder.texts())
+    assert 10 <= done < 60
+    assert signal.getsignal(signal.SIGINT) is before
+    assert folder.run("--resume") == 0
+    assert len(folder.texts()) == 60
+
+
+# --- files that fail -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_job_with_a_reason(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.write(prompts(3, max_tokens=2))
+    assert folder.run(output=Path("/dev/full")) == 1
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_an_input_that_breaks_off_is_answered_up_to_there(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in prompts(40, max_tokens=2))
+    folder.input = folder.path / "in.jsonl.gz"
+    folder.input.write_bytes(gzip.compress(lines.encode())[:-60])
+    summary_file = folder.path / "summary.json"
+    assert folder.run("--summary-json", str(summary_file)) == 1
+    assert "ends in the middle" in capsys.readouterr().err
+    texts = folder.texts()
+    assert 0 < len(texts) < 40
+    assert folder.summary()["complete"] is False
+    folder.input.write_bytes(gzip.compress(lines.encode()))
+    assert folder.run("--resume") == 0
+    assert len(folder.texts()) == 40
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+def test_windows_bound_what_is_held_at_once(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same answers, from several plans, and equal rows of different windows run twice."""
+    monkeypatch.setattr(windows, "ROWS_AT_ONCE", 8)
+    monkeypatch.setattr(windows, "ROW_BYTES", 1 << 17)
+    rows = prompts(50, max_tokens=3)
+    folder.write(rows)
+    summary = folder.run_with_summary("--window-mib", "1")
+    assert summary["windows"] == 7
+    assert folder.texts() == {
+        row["custom_id"]: expected_text(row["prompt"], 3) for row in rows if isinstance(row, dict)
+    }
+
+
+def test_gzip_in_and_out_and_resumed(folder: Folder) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in prompts(12, max_tokens=3))
+    folder.input = folder.path / "in.jsonl.gz"
+    folder.input.write_bytes(gzip.compress(lines.encode()))
+    packed = folder.path / "out.jsonl.gz"
+    assert folder.run(output=packed) == 0
+    whole = gzip.decompress(packed.read_bytes()).decode().splitlines()
+    assert len(whole) == 12
+    packed.write_bytes(packed.read_bytes()[:-200])
+    assert folder.run("--resume", output=packed) == 0
+    again = gzip.decompress(packed.read_bytes()).decode().splitlines()
+    assert sorted(map(essence, again)) == sorted(map(essence, whole))
+
+
+def test_standard_input_and_output(folder: Folder, capfd: pytest.CaptureFixture[str]) -> None:
+    folder.write(prompts(3, max_tokens=2))
+    with folder.input.open("rb") as source:
+        saved = os.dup(0)
+        os.dup2(source.fileno(), 0)
+        try:
+            status = main(["-", "-o", "-", "--no-progress"], folder.engines)
+        finally:
+            os.dup2(saved, 0)
+            os.close(saved)
+    assert status == 0
+    captured = capfd.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    assert sorted(row["custom_id"] for row in rows) == ["q0", "q1", "q2"]
+    assert "requests/s" in captured.err
+
+
+def test_the_bar_tells_speed_saving_and_total(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write(prompts(12, max_tokens=2))
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    assert main([str(folder.input), "-o", str(folder.output)], folder.engines) == 0
+    last = shown.getvalue().split("\r")[-1]
+    assert "12/12" in last
+    assert "req/s" in last or "s/req" in last
+    assert "tok/s" in last
+    assert "of prompts saved" in last

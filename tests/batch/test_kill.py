@@ -1,0 +1,76 @@
+"""kill -9 at random points of a job: no answer is lost, none is there twice."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NUM_ROWS = 120
+SOME_FAILED = 1  # the exit status, since the input has bad rows
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_input(path: Path) -> None:
+    """Questions over shared documents, some sampled, some refused, some the same."""
+    rows: list[str] = []
+    for index in range(NUM_ROWS):
+        row: dict[str, object] = {
+            "custom_id": f"row {index}",
+            "prompt": f"document {index % 7} and what is in it; question {index % 100}",
+            "max_tokens": 4 + index % 9,
+            "temperature": index % 2,
+            "ignore_eos": True,
+        }
+        if index % 17 == 3:
+            row["custom_id"] = "row 0"  # used before
+        if index % 19 == 4:
+            row["nonsense"] = True
+        rows.append("{" if index % 23 == 5 else json.dumps(row))
+    path.write_text("".join(f"{row}\n" for row in rows))
+
+
+def run(source: Path, output: Path, kill_at_bytes: int = 0) -> int:
+    """Start or resume the job in a process of its own; 0: it may come to its end."""
+    module = [sys.executable, "-m", "tests.batch.fake_batch", str(kill_at_bytes)]
+    flags = [str(source), "-o", str(output), "--no-progress", "--resume", "--window-mib", "64"]
+    done = subprocess.run([*module, *flags], cwd=ROOT, check=False, stderr=subprocess.DEVNULL)
+    return done.returncode
+
+
+def essences(path: Path) -> list[str]:
+    """The rows as a sorted list, without the clock and what happened to be cached."""
+    found = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row["response"] is not None:
+            del row["response"]["body"]["created"]
+            del row["response"]["body"]["usage"]["prompt_tokens_details"]
+        found.append(json.dumps(row, sort_keys=True))
+    return sorted(found)
+
+
+def check_kills(tmp_path: Path, num_kills: int) -> None:
+    """Kill points are bytes of the output, so most of them tear a line."""
+    source, whole, output = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
+    write_input(source)
+    assert run(source, whole) == SOME_FAILED
+    assert len(essences(whole)) == NUM_ROWS
+    num_bytes = whole.stat().st_size
+    points = random.Random(num_kills).sample(range(1, num_bytes * 9 // 10), num_kills)
+    for point in sorted(points):
+        assert run(source, output, point) == -signal.SIGKILL
+    assert run(source, output) == SOME_FAILED
+    assert essences(output) == essences(whole)
+
+
+def test_three_kills(tmp_path: Path) -> None:
+    check_kills(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_twenty_kills(tmp_path: Path) -> None:
+    check_kills(tmp_path, 20)

@@ -1,0 +1,216 @@
+"""What a line of a batch file asks, and how lines that ask nothing sensible are refused."""
+
+import json
+from array import array
+
+import pytest
+
+from mainstem.batch.files import Line
+from mainstem.batch.rows import (
+    HARMLESS,
+    Chat,
+    Kind,
+    Prompt,
+    Row,
+    RowError,
+    RowParser,
+    custom_id_of,
+    parse_json,
+)
+from mainstem.core.errors import InvalidRequest
+from mainstem.text.grammar import json_form
+
+
+def parsed(row: object, **defaults: object) -> tuple[Row, Prompt]:
+    read = parse_json(Line(7, json.dumps(row).encode()))
+    return RowParser(defaults).parse(read, 7, custom_id_of(read, 7))
+
+
+def refused(row: object) -> RowError:
+    with pytest.raises(RowError) as caught:
+        parsed(row)
+    return caught.value
+
+
+def chat_row(**body: object) -> dict[str, object]:
+    return {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"model": "m", "messages": [{"role": "user", "content": "hi"}], **body},
+    }
+
+
+def test_an_openai_chat_row() -> None:
+    row, prompt = parsed(chat_row(max_completion_tokens=5, temperature=0, stop="x", seed=3))
+    assert (row.line, row.custom_id, row.kind, row.model) == (7, "a", Kind.CHAT, "m")
+    assert prompt == Chat([{"role": "user", "content": "hi"}])
+    assert row.sampling.max_tokens == 5
+    assert row.sampling.is_greedy
+    assert row.sampling.stop == ("x",)
+    assert row.sampling.seed == 3
+
+
+def test_an_openai_completion_row() -> None:
+    body = {"prompt": "once", "logprobs": 2, "logit_bias": {"5": -1}}
+    row, prompt = parsed({"custom_id": "a", "url": "/v1/completions", "body": body})
+    assert (row.kind, prompt) == (Kind.COMPLETION, "once")
+    assert row.sampling.logprobs == 2
+    assert row.sampling.logit_bias == {5: -1.0}
+
+
+def test_plain_rows_hold_everything_beside_the_prompt() -> None:
+    row, prompt = parsed({"prompt": [1, 2, 3], "max_tokens": 4, "top_k": 3, "cache_salt": "s"})
+    assert prompt == array("i", [1, 2, 3])
+    assert (row.custom_id, row.sampling.max_tokens, row.sampling.top_k) == ("line-7", 4, 3)
+    assert row.salt == b"s"
+    row, prompt = parsed({"messages": [{"role": "user", "content": "hi"}], "custom_id": "b"})
+    assert (row.kind, row.custom_id) == (Kind.CHAT, "b")
+
+
+def test_defaults_are_those_of_openai() -> None:
+    chat, _ = parsed(chat_row())
+    completion, _ = parsed({"prompt": "x"})
+    assert (chat.sampling.max_tokens, completion.sampling.max_tokens) == (None, 16)
+    assert (chat.sampling.temperature, completion.sampling.temperature) == (1.0, 1.0)
+
+
+def test_the_jobs_defaults_fill_in_what_a_row_leaves_out() -> None:
+    assert parsed({"prompt": "x"}, max_tokens=3, temperature=0.5)[0].sampling.max_tokens == 3
+    row, _ = parsed({"prompt": "x", "max_tokens": 9}, max_tokens=3, temperature=0.5)
+    assert (row.sampling.max_tokens, row.sampling.temperature) == (9, 0.5)
+
+
+def test_wrong_defaults_are_the_callers_fault() -> None:
+    with pytest.raises(InvalidRequest, match="temperature"):
+        RowParser({"temperature": -1.0})
+
+
+def test_null_is_the_same_as_absent() -> None:
+    row, _ = parsed(chat_row(stop=None, max_tokens=None, tools=None, logprobs=None))
+    assert row.sampling.stop == ()
+    assert row.sampling.max_tokens is None
+
+
+def test_chat_logprobs_are_a_boolean_and_a_count() -> None:
+    assert parsed(chat_row(logprobs=True))[0].sampling.logprobs == 0
+    assert parsed(chat_row(logprobs=True, top_logprobs=4))[0].sampling.logprobs == 4
+    assert parsed(chat_row(logprobs=False))[0].sampling.logprobs is None
+    assert refused(chat_row(top_logprobs=4)).param == "top_logprobs"
+    assert refused(chat_row(logprobs=2)).param == "logprobs"
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    fields = {
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 4,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "stop": ["a", "b"],
+        "stop_token_ids": [9],
+        "max_tokens": 20,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "prompt_logprobs": 1,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+    row, _ = parsed({"prompt": "x", "priority": -3, **fields})
+    for name, value in fields.items():
+        got = getattr(row.sampling, name)
+        assert got == (tuple(value) if isinstance(value, list) else value), name
+    assert row.priority == -3
+
+
+def test_harmless_fields_are_accepted() -> None:
+    values = dict.fromkeys(HARMLESS, "whatever")
+    parsed(chat_row(**values))
+
+
+def test_fields_that_only_say_what_happens_anyway_are_accepted() -> None:
+    row, _ = parsed(chat_row(stream=False, response_format={"type": "text"}))
+    assert row.sampling.grammar is None
+    assert refused(chat_row(stream=True)).param == "stream"
+
+
+def test_a_row_may_ask_for_a_form() -> None:
+    row, _ = parsed(chat_row(response_format={"type": "json_object"}))
+    assert row.sampling.grammar == json_form({"type": "object"})
+    assert refused(chat_row(response_format={"type": "xml"})).param == "response_format"
+
+
+def test_text_parts_become_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    _, prompt = parsed({"messages": [{"role": "user", "content": parts}]})
+    assert prompt == Chat([{"role": "user", "content": "a\nb"}])
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    assert refused({"messages": [{"role": "user", "content": image}]}).param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "param"),
+    [
+        ([1], "invalid_row", None),
+        ({}, "invalid_row", None),
+        ({"prompt": "a", "messages": []}, "invalid_row", None),
+        ({"prompt": "a", "custom_id": 5}, "invalid_value", "custom_id"),
+        ({"prompt": "a", "custom_id": ""}, "invalid_value", "custom_id"),
+        ({"prompt": "a", "custom_id": "\ud800"}, "invalid_value", "custom_id"),
+        ({"prompt": "a", "custom_id": "x" * 513}, "invalid_value", "custom_id"),
+        ({"prompt": "a", "tempreature": 1}, "unknown_field", "tempreature"),
+        ({"prompt": "a", "echo": True}, "unknown_field", "echo"),
+        ({"prompt": "a", "messages": None, "tools": []}, "unknown_field", "tools"),
+        ({"prompt": ["a", "b"]}, "invalid_value", "prompt"),
+        ({"prompt": [1, -2]}, "invalid_value", "prompt"),
+        ({"prompt": [2**31]}, "invalid_value", "prompt"),
+        ({"prompt": [True]}, "invalid_value", "prompt"),
+        ({"prompt": {"a": 1}}, "invalid_value", "prompt"),
+        ({"prompt": "a", "temperature": -1}, "invalid_value", "temperature"),
+        ({"prompt": "a", "temperature": "hot"}, "invalid_value", "temperature"),
+        ({"prompt": "a", "temperature": float("nan")}, "invalid_value", "temperature"),
+        ({"prompt": "a", "max_tokens": 0}, "invalid_value", "max_tokens"),
+        ({"prompt": "a", "max_tokens": True}, "invalid_value", "max_tokens"),
+        ({"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}, "invalid_value", None),
+        ({"prompt": "a", "n": 10**9}, "invalid_value", "n"),
+        ({"prompt": "a", "stop": 5}, "invalid_value", "stop"),
+        ({"prompt": "a", "stop": [5]}, "invalid_value", "stop"),
+        ({"prompt": "a", "stop_token_ids": 5}, "invalid_value", "stop_token_ids"),
+        ({"prompt": "a", "ignore_eos": "yes"}, "invalid_value", "ignore_eos"),
+        ({"prompt": "a", "logit_bias": [1]}, "invalid_value", "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "invalid_value", "logit_bias"),
+        ({"prompt": "a", "cache_salt": 5}, "invalid_value", "cache_salt"),
+        ({"prompt": "a", "priority": "high"}, "invalid_value", "priority"),
+        ({"messages": "hi"}, "invalid_value", "messages"),
+        ({"messages": ["hi"]}, "invalid_value", "messages"),
+        ({"messages": [{"content": "hi"}]}, "invalid_value", "messages"),
+        ({"url": "/v1/embeddings", "body": {}}, "invalid_value", "url"),
+        ({"url": "/v1/completions"}, "invalid_value", "body"),
+        ({"url": "/v1/completions", "body": {"messages": []}}, "invalid_row", "prompt"),
+        ({"url": "/v1/completions", "method": "GET", "body": {}}, "invalid_value", "method"),
+        ({"url": "/v1/completions", "body": {"prompt": ""}, "x": 1}, "unknown_field", "x"),
+    ],
+)
+def test_what_is_refused_names_its_field(row: object, code: str, param: str | None) -> None:
+    error = refused(row)
+    assert error.code == code
+    if param is not None:
+        assert error.param == param
+        assert param in error.message
+
+
+@pytest.mark.parametrize("data", [b"{", b"nonsense", b"\xff\xfe{}", b"[" * 100_000])
+def test_what_is_not_json_is_refused(data: bytes) -> None:
+    with pytest.raises(RowError) as caught:
+        parse_json(Line(1, data))
+    assert caught.value.code == "invalid_json"
+
+
+def test_a_line_that_is_too_long_is_refused() -> None:
+    with pytest.raises(RowError) as caught:
+        parse_json(Line(1, None))
+    assert caught.value.code == "line_too_long"

@@ -1,0 +1,152 @@
+"""`mainstem bench truncation`: what it scores is what another implementation says."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig
+from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
+from mainstem.core.request import Overflow
+from mainstem.sched.truncation import TruncationRules, Truncator
+from mainstem.text.tokenizer import Tokenizer
+from mainstem_bench.chat_sessions import Chats, ChatWork
+from mainstem_bench.truncated_questions import Answer, ask, compare, read_documents
+from mainstem_bench.truncation import main, read_on
+from mainstem_bench.ways import WAYS
+from tests.builders import a_request
+from tests.models.checkpoints import VOCAB, make_checkpoint
+
+pytestmark = pytest.mark.torch
+
+WINDOW, TURN, PAGE = 64, 16, 16
+CONFIG = EngineConfig(model=ModelConfig(threads=1), sched=SchedConfig(max_model_len=WINDOW))
+
+
+@pytest.fixture(scope="module")
+def text_ids(smollm2_folder: Path) -> list[int]:
+    path = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"
+    return Tokenizer.load(smollm2_folder).encode(path.read_text(encoding="utf-8")[:1500])[:136]
+
+
+def perplexity_by_transformers(folder: Path, ids: list[int]) -> float:
+    """The same turns, each as one forward pass over the kept tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    truncator = Truncator(CONFIG.sched, WINDOW, PAGE, TruncationRules())
+    logprobs: dict[int, float] = {}
+    for end in [*range(WINDOW - TURN, len(ids), TURN), len(ids)]:
+        request = a_request(list(range(end)), max_tokens=1, overflow=Overflow.RECOMPUTE)
+        numbers = truncator.fit(request)[0].prompt_ids.tolist()
+        with torch.no_grad():
+            logits = model(torch.tensor([[ids[n] for n in numbers]])).logits[0]
+        scores = torch.log_softmax(logits, dim=-1)
+        for row, number in enumerate(numbers):
+            if WINDOW < number + 1 < len(ids):
+                logprobs.setdefault(number + 1, float(scores[row, ids[number + 1]]))
+    return math.exp(-float(np.mean(list(logprobs.values()))))
+
+
+def test_recompute_scores_as_transformers_does(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    ids = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 160)]
+    reading = read_on(tmp_path, CONFIG, WAYS["recompute"], ids, TURN)
+    assert reading.scored_tokens == len(ids) - WINDOW - 1
+    assert reading.perplexity == pytest.approx(perplexity_by_transformers(tmp_path, ids), rel=1e-3)
+
+
+def test_a_model_of_one_layer_cannot_tell_moved_from_recomputed_keys(tmp_path: Path) -> None:
+    """Its K and V depend on token and position alone, so that `kv` is exact and `naive` is not."""
+    make_checkpoint("llama", tmp_path, num_hidden_layers=1)
+    ids = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 160)]
+    recompute, kv, no_sink, naive = (
+        read_on(tmp_path, CONFIG, WAYS[name], ids, TURN)
+        for name in ("recompute", "kv", "no sink", "naive")
+    )
+    assert kv.perplexity == pytest.approx(recompute.perplexity, rel=1e-4)
+    assert abs(naive.perplexity / recompute.perplexity - 1) > 1e-2
+    assert abs(no_sink.perplexity / recompute.perplexity - 1) > 1e-2
+    assert kv.computed_tokens == len(ids) < recompute.computed_tokens
+    assert kv.moved_pages == naive.moved_pages > 0
+
+
+def test_moved_keys_predict_better_than_misplaced_ones(
+    smollm2_folder: Path, text_ids: list[int]
+) -> None:
+    kv, naive = (
+        read_on(smollm2_folder, CONFIG, WAYS[name], text_ids, TURN) for name in ("kv", "naive")
+    )
+    assert kv.perplexity < naive.perplexity
+
+
+def test_a_text_that_is_hardly_cut_is_refused(smollm2_folder: Path, text_ids: list[int]) -> None:
+    with pytest.raises(ConfigError, match="too short"):
+        read_on(smollm2_folder, CONFIG, WAYS["kv"], text_ids[:100], TURN)
+
+
+def test_questions_are_asked_after_the_cut(
+    smollm2_folder: Path, text_ids: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "questions.jsonl"
+    question = "\n\nQuestion: What is the name of the cat?\nAnswer:"
+    items = [{"q": question, "a": "Tom"}, {"q": question.replace("cat", "dog"), "a": "the Rex"}]
+    row = {"doc": "The cat is called Tom. The dog is called Rex.", "items": items}
+    path.write_text(json.dumps(row) + "\n")
+    config = EngineConfig(model=ModelConfig(threads=1), sched=SchedConfig(max_model_len=256))
+    filler = [*text_ids, *text_ids]
+    score = ask(smollm2_folder, config, WAYS["kv"], filler, read_documents(path))
+    assert score.questions == 2
+    assert score.moved_pages > 0
+    assert score.accuracy == 100.0
+
+
+def test_ways_are_compared_question_by_question() -> None:
+    some = [Answer(n // 2, 100.0 * (n % 2), 50.0) for n in range(40)]
+    same = compare(some, some, "right")
+    assert (same.mean, same.margin) == (0.0, 0.0)
+    better = [Answer(a.document, a.right, 60.0) for a in some]  # by as much everywhere
+    found = compare(some, better, "f1")
+    assert found.mean == pytest.approx(10.0)
+    assert found.margin == pytest.approx(0.0)
+
+
+def test_the_margin_is_that_of_documents_drawn_again() -> None:
+    """A bootstrap over documents, whose questions go together, says the same."""
+    rng = np.random.default_rng(0)
+    points = [(n, float(rng.normal(rng.normal(0, 8), 20))) for n in range(150) for _ in range(5)]
+    zeros = [Answer(n, 0.0, 0.0) for n, _ in points]
+    found = compare(zeros, [Answer(n, 0.0, f1) for n, f1 in points], "f1")
+    sums = np.array([f1 for _, f1 in points]).reshape(150, 5).sum(axis=1)
+    means = [sums[rng.integers(0, 150, 150)].sum() / len(points) for _ in range(2000)]
+    assert found.margin == pytest.approx(1.96 * float(np.std(means)), rel=0.08)
+
+
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"doc": "x", "items": []}\n{"doc": "x"}\n')
+    with pytest.raises(InvalidRequest, match="line 2"):
+        read_documents(path)
+
+
+def test_the_command_prints_a_line_a_way(
+    smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", str(smollm2_folder), "--threads", "1", "--max-model-len", "64"]
+    assert (
+        main([*flags, "--turn", "16", "--tokens", "140", "--ways", "kv", "no sink", "--json"]) == 0
+    )
+    rows = [json.loads(row) for row in capsys.readouterr().out.splitlines()]
+    assert [row["way"] for row in rows] == ["kv", "no sink"]
+    assert all(row["perplexity"] > 1 for row in rows)
+
+
+def test_chats_go_through_the_template_that_is_named(smollm2_folder: Path, tmp_path: Path) -> None:
+    model = ModelConfig(threads=1, chat_template=str(tmp_path / "none.jinja"))
+    config = EngineConfig(model=model, sched=SchedConfig(max_model_len=256))
+    with pytest.raises(ModelNotFound, match=r"none\.jinja"):
+        ask(smollm2_folder, config, WAYS["kv"], [], [])
+    with pytest.raises(ModelNotFound, match=r"none\.jinja"):
+        Chats(ChatWork((), 1, 1, 1, 1, ()), config)

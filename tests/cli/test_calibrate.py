@@ -1,0 +1,28 @@
+"""`mainstem calibrate` measures this machine and `card_for` finds what it kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mainstem.cli import calibrate as command
+from mainstem.plan.cost import card_for, cards_path
+from mainstem.runner import calibrate
+
+pytestmark = pytest.mark.torch
+
+
+def test_a_calibrated_device_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibrate, "NUM_TIMED", 3)
+    assert command.main(["--json", "--dry-run"]) == 0
+    assert not cards_path().exists()
+    assert command.main(["--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    card = card_for(calibrate.present_device().name)
+    assert told["bytes_per_s"] == card.bytes_per_s
+    assert 1e8 < card.bytes_per_s < 1e14
+    assert 1e8 < card.flops_per_s < 1e16
+    assert 0 < card.launch_s < 1

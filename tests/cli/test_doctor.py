@@ -1,0 +1,97 @@
+"""What doctor says about this machine, and about machines that are not here."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mainstem.checkpoints.hub import ModelRecord, ModelState
+from mainstem.cli import doctor
+from mainstem.core.config import Device
+from mainstem.runner.machine import DeviceFacts, TorchFacts
+
+CPU = DeviceFacts("cpu", "Neoverse-N1", 2, 24 << 30, 20 << 30, ("asimddp",), has_fast_bf16=False)
+GPU = DeviceFacts("cuda", "H200", 132, 140 << 30, 139 << 30, ("sm_90",), has_fast_bf16=True)
+TORCH = TorchFacts("2.13.0", 2, None, "3.9.0", can_compile_triton=False)
+ABSENT = ModelRecord("smollm2", None, 0, ModelState.ABSENT, "embedded")
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path / "not" / "there"))
+    return tmp_path
+
+
+def test_the_report_is_json_and_complete(
+    empty_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == set(
+        "mainstem python system devices torch cache use warnings".split()  # noqa: SIM905
+    )
+    assert found["devices"][-1]["kind"] == "cpu"
+    assert found["devices"][-1]["num_units"] == len(os.sched_getaffinity(0))
+    assert 0 < found["devices"][-1]["free_bytes"] <= found["devices"][-1]["memory_bytes"]
+    assert found["torch"]["num_threads"] >= 1
+    assert found["cache"]["free_bytes"] > 0
+    assert found["cache"]["models"][0]["state"] == "not fetched"
+    assert {"device", "dtype", "why_dtype", "attention", "threads"} <= set(found["use"])
+
+
+def test_the_text_says_what_will_be_used(
+    empty_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main([]) == 0
+    text = capsys.readouterr().out
+    for word in ("torch", "triton", "memory", "smollm2: not fetched", "will use", "attention"):
+        assert word in text
+    assert str(empty_cache) in text
+
+
+def test_looking_creates_nothing(empty_cache: Path) -> None:
+    doctor.report()
+    assert list(empty_cache.iterdir()) == []
+
+
+def test_a_cpu_without_bf16_upcasts_and_says_why() -> None:
+    use = doctor.plan_use([CPU], TORCH)
+    assert (use["device"], use["dtype"]) == ("cpu", "float32")
+    assert "no bf16" in str(use["why_dtype"])
+    assert "270" in str(use["why_dtype"])
+
+
+def test_a_cpu_with_bf16_keeps_the_checkpoint() -> None:
+    use = doctor.plan_use([replace(CPU, has_fast_bf16=True)], TORCH)
+    assert use["dtype"] == "the checkpoint's own"
+
+
+def test_a_gpu_is_used_or_named_as_unused() -> None:
+    use = doctor.plan_use([GPU, CPU], replace(TORCH, can_compile_triton=True))
+    if "cuda" in {device.value for device in Device}:
+        assert use["device"] == "cuda"
+        assert "Triton" in str(use["attention"])
+    else:
+        assert use["device"] == "cpu"
+        assert "H200 found, not used" in str(use["why_device"])
+
+
+@pytest.mark.parametrize(
+    ("cpu", "default", "free_bytes", "words"),
+    [
+        (CPU, ABSENT, 1 << 20, "MAINSTEM_CACHE"),
+        (CPU, replace(ABSENT, state=ModelState.DAMAGED), 1 << 40, "rebuilt"),
+        (replace(CPU, free_bytes=1 << 29), ABSENT, 1 << 40, "memory"),
+    ],
+)
+def test_trouble_ahead_is_a_warning(
+    cpu: DeviceFacts, default: ModelRecord, free_bytes: int, words: str
+) -> None:
+    (warning,) = doctor.find_warnings(cpu, default, free_bytes)
+    assert words in warning
+
+
+def test_a_healthy_machine_has_no_warnings() -> None:
+    assert doctor.find_warnings(CPU, ABSENT, 1 << 40) == []

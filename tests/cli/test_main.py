@@ -1,0 +1,73 @@
+"""The `mainstem` command as a shell sees it: sentences and exit statuses, never a traceback."""
+
+import io
+import sys
+
+import pytest
+
+from mainstem.cli import generate, models
+from mainstem.cli import main as cli
+from mainstem.cli import plan as planning
+from mainstem.core.errors import InvalidRequest, ModelNotFound
+from mainstem.text.tokenizer import Tokenizer
+from mainstem_bench import plan
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mainstem doctor` meets a disk that is full."""
+
+    class Module:
+        @staticmethod
+        def main(argv: list[str]) -> int:
+            raise OSError(28, "No space left on device", "out.jsonl")
+
+    monkeypatch.setattr(cli, "import_module", lambda name: Module)
+
+
+@pytest.mark.usefixtures("failing")
+def test_what_the_system_refuses_is_said_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 1
+    said = capsys.readouterr().err
+    assert said == "mainstem doctor: [Errno 28] No space left on device: 'out.jsonl'\n"
+
+
+def test_a_terminal_without_a_character_gets_a_question_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    cli.main(["--version"])
+    print("\u00e9", flush=True)
+    assert terminal.buffer.getvalue().endswith(b"?\n")
+
+
+def test_a_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # as Python leaves it
+    with pytest.raises(ModelNotFound, match="no such folder"):
+        generate.main(["-", "--model", "./nowhere"])
+
+
+def test_a_plan_of_what_is_not_text_names_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_tokenizer(name: str, template: str | None) -> Tokenizer:
+        raise AssertionError("nothing is to be tokenized")
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xe9\n")))
+    with pytest.raises(InvalidRequest, match="-: 'utf-8' codec"):
+        planning.main(["-"], no_tokenizer)
+
+
+@pytest.mark.parametrize("name", ["owner/model", "./folder", "SmolLM2"])
+def test_only_what_has_sums_can_be_verified(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="--verify"):
+        models.main(["--verify", name])
+
+
+def test_a_bench_of_few_prompts_says_nothing_of_growth(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "measure", lambda *_, **__: (1.0, 1.0))
+    assert plan.main(["--most", "100"]) == 0
+    assert capsys.readouterr().out == ""
+    assert plan.main(["--most", "100000"]) == 0
+    assert '"prompts_ratio": 10' in capsys.readouterr().out

@@ -1,0 +1,178 @@
+"""A server over FakeRunner, listening on a loopback port, with its engine at hand."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from threading import Thread
+from time import monotonic, sleep
+from typing import Any, TypeVar
+
+import httpx
+import uvloop
+
+from mainstem.cli.serve import Server
+from mainstem.core.config import EngineConfig
+from mainstem.server.apps_registry import App, AppRegistry
+from mainstem.server.auth import Access, KeyRing
+from mainstem.server.gateway import Gateway, ServedModel
+from mainstem.server.limits import Limits
+from mainstem.server.live import Live
+from mainstem.server.metrics import ServerMetrics
+from mainstem.server.worker import Worker
+from mainstem.text.sessions import SessionLimits, Sessions
+from tests.batch.fake_batch import FakeEngines
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+ALICE, BOB, ADMIN = "alice-key-0123456789", "bob-key-0123456789ab", "admin-key-0123456789"
+
+
+@dataclass
+class Running:
+    """What tests use of a running server."""
+
+    gateway: Gateway
+    engines: FakeEngines
+    server: Server
+    loop: asyncio.AbstractEventLoop
+    thread: Thread
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @cached_property
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, verify=False)
+
+    def send(
+        self, method: str, path: str, body: Json | None = None, key: str | None = None
+    ) -> httpx.Response:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return self.client.request(method, path, json=body, headers=headers)
+
+    def post(self, path: str, body: Json, key: str | None = None) -> httpx.Response:
+        return self.send("POST", path, body, key)
+
+    def get(self, path: str, key: str | None = None) -> httpx.Response:
+        return self.send("GET", path, None, key)
+
+    def raw(self, data: bytes) -> bytes:
+        """Whatever comes back on a connection of its own, until the server closes it."""
+        with socket.create_connection((self.host, self.port), timeout=20) as connection:
+            connection.sendall(data)
+            received = b""
+            while piece := connection.recv(65536):
+                received += piece
+            return received
+
+    def complete(self, prompt: object, key: str | None = None, **fields: object) -> Json:
+        """A completion that must succeed."""
+        body = {"prompt": prompt, "temperature": 0, "ignore_eos": True} | fields
+        response = self.post("/v1/completions", body, key)
+        assert response.status_code == 200, response.text
+        answer: Json = response.json()
+        return answer
+
+    def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+
+    def pause(self, seconds: float) -> None:
+        """From now on every step takes so long."""
+        self.engines.at_step = lambda _: sleep(seconds)
+
+    def settle(self) -> None:
+        """Wait until nothing is open, then check that nothing was lost."""
+        self.engines.at_step = None
+        until(lambda: self.gateway.worker.num_open == 0 and self.gateway.gate.open_answers == 0)
+
+        async def look() -> None:
+            for _ in range(100):
+                has_work = await self.gateway.worker.call(lambda engine: engine.has_work)
+                if not has_work:
+                    break
+                await asyncio.sleep(0.02)
+            await self.gateway.worker.call(lambda engine: engine.engine.check())
+
+        self.on_loop(look())
+        self.gateway.gate.check()
+        assert self.gateway.worker.snapshot.num_held_pages == 0
+
+    def stop(self) -> None:
+        self.client.close()
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive(), "the server did not stop"
+
+
+def until(is_true: Callable[[], bool], within_s: float = 20.0) -> None:
+    """Wait for something that must become true."""
+    deadline_s = monotonic() + within_s
+    while not is_true():
+        assert monotonic() < deadline_s, "it did not happen in time"
+        sleep(0.005)
+
+
+@contextmanager
+def a_server(
+    apps: Sequence[App] = (),
+    limits: Limits | None = None,
+    has_keys: bool = False,
+    engines: FakeEngines | None = None,
+    shutdown_s: float = 5.0,
+    data_dir: Path | None = None,
+    sampling: Mapping[str, object] | None = None,
+    origins: Sequence[str] = (),
+) -> Iterator[Running]:
+    """A server that has become ready; stopped at the end."""
+    engines = engines or FakeEngines(num_pages=512, max_model_len=800)
+    engine = engines(EngineConfig())
+    metrics = ServerMetrics(engine.engine.bus, "fake")
+    keys = KeyRing({"alice": ALICE, "bob": BOB}) if has_keys else None
+    gateway = Gateway(
+        Worker(engine),
+        ServedModel(("fake", "alias"), 1_700_000_000, sampling or {}),
+        Access(keys, KeyRing({"root": ADMIN})),
+        AppRegistry(apps),
+        limits or Limits(),
+        Live("fake", metrics.counters),
+        metrics,
+        Sessions(SessionLimits()),
+    )
+    if data_dir is not None:
+        gateway.open_desk(data_dir)
+    server = Server(gateway, shutdown_s, origins)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    loop = uvloop.new_event_loop()  # as uvicorn makes it
+
+    def serve() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(server.serve(sockets=[listener]))
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+    thread = Thread(target=serve, name="http")
+    thread.start()
+    running = Running(gateway, engines, server, loop, thread, host, port)
+    try:
+        until(lambda: gateway.is_ready and server.started)
+        yield running
+    finally:
+        running.stop()
+
+
+def events(text: str) -> list[str]:
+    """The data of server-sent events."""
+    blocks = text.split("\n\n")
+    assert blocks[-1] == "", "the last event is cut"
+    assert all(block.startswith("data: ") for block in blocks[:-1])
+    return [block.removeprefix("data: ") for block in blocks[:-1]]

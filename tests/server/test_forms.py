@@ -1,0 +1,93 @@
+"""response_format and its relatives over HTTP."""
+
+import json
+import re
+from threading import current_thread
+
+import pytest
+
+from mainstem.text.grammar import MAX_FORM_CHARS, CompiledForm, Grammars
+from tests.server.running import Running, events
+
+CHAT = [{"role": "user", "content": "Give me a number."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 12}},
+    "required": ["number"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+
+
+def test_chats_have_the_form_whole_and_streamed(server: Running) -> None:
+    body = {"messages": CHAT, "response_format": FORMAT, "n": 4, "temperature": 0.7, "seed": 3}
+    whole = server.post("/v1/chat/completions", body).json()
+    texts = [choice["message"]["content"] for choice in whole["choices"]]
+    for text, choice in zip(texts, whole["choices"], strict=True):
+        assert 1 <= json.loads(text)["number"] <= 12
+        assert choice["finish_reason"] == "stop"
+    streamed = server.post("/v1/chat/completions", body | {"stream": True})
+    pieces = [""] * 4
+    for event in events(streamed.text)[:-1]:
+        for choice in json.loads(event)["choices"]:
+            pieces[choice["index"]] += choice["delta"].get("content", "")
+    assert pieces == texts
+
+
+def test_vllms_fields_work_in_completions(server: Running) -> None:
+    body = {"prompt": "x", "max_tokens": 50, "temperature": 0}
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"guided_regex": "[ab]{3}/[0-9]"}, "[ab]{3}/[0-9]"),
+        ({"guided_choice": ["left", "right"]}, "left|right"),
+        ({"guided_json": json.dumps(SCHEMA)}, r'\{"number": \d+\}'),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 2}, r'\{[" }].*|\{\}'),
+    ]
+    for fields, pattern in cases:
+        response = server.post("/v1/completions", body | fields)
+        assert response.status_code == 200, response.text
+        assert re.fullmatch(pattern, response.json()["choices"][0]["text"])
+
+
+def test_the_engine_does_not_wait_for_forms(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    compile_ = Grammars.compile
+
+    def noted(self: Grammars, form: str) -> CompiledForm:
+        threads.append(current_thread().name)
+        return compile_(self, form)
+
+    monkeypatch.setattr(Grammars, "compile", noted)
+    body = {"prompt": "x", "guided_regex": "a form that nobody else asks for [0-9]"}
+    for _ in range(2):
+        assert server.post("/v1/completions", body).status_code == 200
+    assert [name.partition("_")[0] for name in threads] == ["grammar"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+         "response_format", "x"),
+        ({"response_format": {"type": "xml"}}, "response_format", "xml"),
+        ({"response_format": "json"}, "response_format", "type"),
+        ({"guided_json": "{"}, "guided_json", "JSON"),
+        ({"guided_regex": "(a"}, "response_format", "unclosed"),
+        ({"guided_regex": 5}, "guided_regex", "text"),
+        ({"guided_choice": []}, "response_format", "choices"),
+        ({"guided_choice": [5]}, "guided_choice", "texts"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "response_format", "one form"),
+        ({"guided_json": {"enum": ["y" * MAX_FORM_CHARS]}}, "response_format", "characters"),
+        ({"guided_json": {}, "min_tokens": 3}, "min_tokens", "form"),
+        ({"guided_json": {}, "ignore_eos": True}, "ignore_eos", "form"),
+    ],
+)  # fmt: skip
+def test_a_wrong_form_is_refused_by_name(
+    server: Running, fields: dict[str, object], param: str, words: str
+) -> None:
+    response = server.post("/v1/chat/completions", {"messages": CHAT} | fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]

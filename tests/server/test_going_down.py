@@ -1,0 +1,77 @@
+"""Shutdown: answers finish, or end with an error at the deadline; the thread is gone after it."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from threading import Thread
+
+import httpx
+import pytest
+
+from tests.server.running import Json, Running, a_server, events, until
+
+
+def _engine_threads() -> int:
+    return sum(thread.name == "engine" for thread in threading.enumerate())
+
+
+class Background:
+    """A request whose outcome is looked at later."""
+
+    def __init__(self, running: Running, body: Json) -> None:
+        self.response: httpx.Response | None = None
+        self._running = running
+        self._body = body
+        self._thread = Thread(target=self._send)
+        self._thread.start()
+
+    def _send(self) -> None:
+        with httpx.Client(base_url=self._running.url, timeout=30, verify=False) as client:
+            self.response = client.post("/v1/completions", json=self._body)
+
+    def result(self) -> httpx.Response:
+        self._thread.join(30)
+        assert self.response is not None, "no response came"
+        return self.response
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = _engine_threads()
+    yield
+    assert _engine_threads() == before
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_open_answers_finish(is_streaming: bool) -> None:
+    with a_server(shutdown_s=20) as running:
+        running.pause(0.02)
+        body = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "stream": is_streaming}
+        request = Background(running, body)
+        until(lambda: running.gateway.worker.snapshot.num_running == 1)
+        running.server.should_exit = True
+        response = request.result()
+        assert response.status_code == 200
+        if is_streaming:
+            assert events(response.text)[-1] == "[DONE]"
+        else:
+            assert response.json()["usage"]["completion_tokens"] == 30
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_answers_that_take_too_long_end_with_an_error(is_streaming: bool) -> None:
+    with a_server(shutdown_s=0.3) as running:
+        running.pause(0.02)
+        body = {"prompt": "x", "max_tokens": 700, "ignore_eos": True, "stream": is_streaming}
+        request = Background(running, body)
+        until(lambda: running.gateway.worker.snapshot.num_running == 1)
+        began_s = time.monotonic()
+        running.server.should_exit = True
+        response = request.result()
+        assert time.monotonic() - began_s < 4
+        if is_streaming:
+            assert "going down" in json.loads(events(response.text)[-1])["error"]["message"]
+        else:
+            assert response.status_code == 503
+            assert "going down" in response.json()["error"]["message"]

@@ -1,0 +1,238 @@
+"""The stock `openai` client against a real process that serves smollm2."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.server.process import Process, a_process
+from tests.server.running import ADMIN, ALICE
+
+pytestmark = pytest.mark.torch
+
+SYSTEM = (
+    "You are the assistant of a small shop that sells garden tools. Answer in one short sentence. "
+    "Never promise a delivery date. If you do not know something, say so and offer to ask."
+)
+FRANCE = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def process(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "system.txt").write_text(SYSTEM)
+    (folder / "keys").write_text(f"alice:{ALICE}\n")
+    (folder / "admin").write_text(f"root:{ADMIN}\n")
+    flags = ["--model", str(smollm2_folder), "--kv-tokens", "8192", "--served-model-name", "smol"]
+    flags += ["--app", f"shop={folder / 'system.txt'}"]
+    flags += ["--api-key-file", str(folder / "keys"), "--admin-key-file", str(folder / "admin")]
+    with a_process(flags, "real") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(process: Process) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{process.url}/v1", api_key=ALICE, max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["smol", "smol:shop"]
+    assert client.models.retrieve("smol:shop").id == "smol:shop"
+
+
+def test_chat_whole_and_streamed_agree(client: OpenAI) -> None:
+    whole = client.chat.completions.create(
+        model="smol",
+        messages=[{"role": "user", "content": "Name a colour."}],
+        max_completion_tokens=12,
+        temperature=0,
+    )
+    assert whole.choices[0].message.content
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens_details is not None
+    chunks = list(
+        client.chat.completions.create(
+            model="smol",
+            messages=[{"role": "user", "content": "Name a colour."}],
+            max_completion_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens_details is not None
+    assert (chunks[-1].usage.prompt_tokens_details.cached_tokens or 0) > 0
+
+
+def test_an_app_is_cached_before_the_first_request(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="smol:shop",
+        messages=[{"role": "user", "content": "Do you sell rakes?"}],
+        max_tokens=8,
+        temperature=0,
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    cached = answer.usage.prompt_tokens_details.cached_tokens or 0
+    assert answer.usage.prompt_tokens - cached < 16  # less than a page: its own tokens
+
+
+def test_completions_stop_and_echo(client: OpenAI) -> None:
+    plain = client.completions.create(model="smol", prompt=FRANCE, max_tokens=8, temperature=0)
+    assert "Paris" in plain.choices[0].text
+    stopped = client.completions.create(
+        model="smol", prompt=FRANCE, max_tokens=8, temperature=0, stop=["ris"], echo=True
+    )
+    assert stopped.choices[0].text == f"{FRANCE} Pa"
+    assert stopped.choices[0].finish_reason == "stop"
+    streamed = client.completions.create(
+        model="smol", prompt=FRANCE, max_tokens=8, temperature=0, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in streamed) == plain.choices[0].text
+
+
+def test_logprobs_of_chat_and_completions(client: OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="smol",
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=3,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert chat.choices[0].logprobs is not None
+    content = chat.choices[0].logprobs.content
+    assert content is not None
+    assert "".join(entry.token for entry in content) == chat.choices[0].message.content
+    for entry in content:
+        assert entry.logprob <= 0
+        assert entry.top_logprobs[0].token == entry.token
+        assert len(entry.top_logprobs) == 2
+    scored = client.completions.create(
+        model="smol", prompt=FRANCE, max_tokens=1, temperature=0, logprobs=1, echo=True
+    )
+    logprobs = scored.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert "".join(logprobs.tokens) == scored.choices[0].text
+    assert logprobs.token_logprobs is not None
+    assert logprobs.token_logprobs[0] is None
+
+
+def test_n_and_seed(client: OpenAI) -> None:
+    def ask() -> list[str]:
+        reply = client.completions.create(
+            model="smol", prompt="Once upon a time", max_tokens=8, n=3, seed=11, temperature=1.0
+        )
+        return [choice.text for choice in reply.choices]
+
+    first = ask()
+    assert len(set(first)) == 3
+    assert ask() == first
+
+
+def test_answers_have_the_form_that_was_asked_for(client: OpenAI) -> None:
+    schema: dict[str, object] = {
+        "type": "object",
+        "properties": {
+            "capital": {"type": "string", "maxLength": 20},
+            "in_europe": {"type": "boolean"},
+        },
+        "required": ["capital", "in_europe"],
+        "additionalProperties": False,
+    }
+    reply = client.chat.completions.create(
+        model="smol",
+        messages=[{"role": "user", "content": "What is the capital of France? Answer in JSON."}],
+        max_tokens=40,
+        temperature=0,
+        n=2,
+        response_format={"type": "json_schema", "json_schema": {"name": "c", "schema": schema}},
+    )
+    for choice in reply.choices:
+        value = json.loads(choice.message.content or "")
+        assert "Paris" in value["capital"]
+        assert isinstance(value["in_europe"], bool)
+        assert choice.finish_reason == "stop"
+
+
+def test_a_session_finds_every_token_of_its_turns(client: OpenAI) -> None:
+    messages: list[dict[str, str]] = []
+    totals: list[tuple[int, int]] = []
+    for question in ("Tell me about the river Rhine, please.", "And now something else."):
+        messages.append({"role": "user", "content": question})
+        reply = client.chat.completions.create(
+            model="smol",
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=40,
+            temperature=1.5,  # odd words, which are cut into odd tokens
+            seed=5,
+            extra_body={"session_id": "rhine", "top_k": 50},
+        )
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens_details is not None
+        cached = reply.usage.prompt_tokens_details.cached_tokens or 0
+        totals.append((cached, reply.usage.total_tokens))
+    assert totals[1][0] >= totals[0][1] - 16, "the answer's own pages were not found"
+
+
+def test_penalties_bias_and_extra_fields(client: OpenAI) -> None:
+    reply = client.completions.create(
+        model="smol",
+        prompt=[504, 3575, 282],
+        max_tokens=4,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        logit_bias={"100": -100},
+        user="me",
+        extra_body={"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "ignore_eos": True},
+    )
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 4
+
+
+def test_errors_are_the_clients_own(client: OpenAI, process: Process) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model="smol",
+            messages=[{"role": "user", "content": "Hi"}],
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "y"}},
+            },
+        )
+    assert refused.value.param == "response_format"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-4", prompt="x")
+    with (
+        OpenAI(base_url=f"{process.url}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+
+
+def test_the_cache_is_reset_by_an_admin(client: OpenAI, process: Process) -> None:
+    headers = {"authorization": f"Bearer {ADMIN}"}
+    reset = httpx.post(f"{process.url}/admin/reset_prefix_cache", headers=headers)
+    assert reset.json()["forgotten_pages"] > 0
+
+
+def test_sigterm_ends_the_process_with_status_0(client: OpenAI, process: Process) -> None:
+    """The last test of the module: the process is gone after it."""
+    os.kill(process.popen.pid, signal.SIGTERM)
+    assert process.popen.wait(30) == 0
+    events = [line["event"] for line in process.lines]
+    assert "going down" in events
+    assert not [line for line in process.lines if line["level"] == "error"]

@@ -1,0 +1,170 @@
+"""The command itself: what is wrong is said before a model is loaded; logs are JSON lines."""
+
+import json
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+from starlette.middleware.cors import CORSMiddleware
+
+from mainstem.cli.serve import main
+from mainstem.core.config import EngineConfig
+from mainstem.core.errors import ConfigError
+from mainstem.server.file_shelf import lock_folder
+from mainstem.server.logs import JsonLines
+from mainstem.text.text_engine import TextEngine
+from tests.batch.fake_batch import FakeEngines
+
+
+def no_engine(config: EngineConfig) -> TextEngine:
+    raise AssertionError("the model was loaded")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--app", "nofile"],
+        ["--app", "x=/no/such/file"],
+        ["--api-key-file", "/no/such/file"],
+        ["--admin-key-file", "/no/such/file"],
+        ["--config", "/no/such/file.toml"],
+        ["--host", "256.0.0.1"],
+        ["--port", "99999"],
+    ],
+)
+def test_wrong_flags_are_found_before_the_model_is_loaded(flags: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        main(["--port", "0", *flags], no_engine)
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("--max-queue", "0"),
+        ("--rate-limit", "-1"),
+        ("--max-concurrent", "0 many"),
+        ("--max-body-mib", "0"),
+        ("--max-upload-mib", "-1"),
+        ("--max-files", "0"),
+        ("--max-sessions", "0"),
+        ("--session-ttl-s", "0 nan"),
+        ("--shutdown-s", "-1 nan inf"),
+        ("--file-ttl-s", "0 nan inf soon"),
+        ("--max-stored-gib", "0 nan inf much"),
+        ("--allowed-origins", "example.com https://example.com/ ftp://x https://*.x.com"),
+        ("--allowed-origins", "https://a.com,https://b.com https://me@a.com null"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_the_name_of_its_flag(
+    flag: str, values: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in values.split():
+        with pytest.raises(SystemExit):
+            main(["--port", "0", flag, value], no_engine)
+        said = capsys.readouterr().err
+        assert f"argument {flag}: " in said
+        assert value in said
+
+
+def test_a_data_folder_in_use_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with lock_folder(tmp_path), pytest.raises(ConfigError, match="another server is using"):
+        main(["--port", "0", "--data-dir", str(tmp_path)], no_engine)
+
+
+def test_a_data_folder_that_takes_no_file_is_found_before_the_model_is_loaded(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "lock").mkdir()  # stands for a folder without permission, which root always has
+    with pytest.raises(ConfigError, match="cannot write to the folder"):
+        main(["--port", "0", "--data-dir", str(tmp_path)], no_engine)
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            main(["--port", str(taken.getsockname()[1])], no_engine)
+
+
+def test_a_config_file_with_an_unknown_section_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("[server]\nport = 1\n")
+    with pytest.raises(ConfigError, match="unknown section"):
+        main(["--config", str(path)], no_engine)
+
+
+def test_an_app_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("x" * 1000)
+    with pytest.raises(ConfigError, match="1000 tokens leave no room"):
+        main(["--port", "0", "--app", f"long={tmp_path / 'long.txt'}"], FakeEngines())
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], {"temperature": 0.6}), (["--generation-config", "none"], {})]
+)
+def test_the_models_advice_is_served_unless_it_is_not_wanted(
+    flags: list[str], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[object] = []
+    run = "mainstem.cli.serve.Server.run"
+    monkeypatch.setattr(run, lambda server, sockets: served.append(server.gateway.model.sampling))
+    main(["--port", "0", *flags], FakeEngines(sampling_defaults={"temperature": 0.6}))
+    assert served == [expected]
+
+
+def test_what_may_take_long_is_told_before_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    class Seen(Exception):
+        pass
+
+    def loading(_: EngineConfig) -> TextEngine:
+        assert '"event": "loading", "model": "smollm2"' in capsys.readouterr().err
+        raise Seen
+
+    with pytest.raises(Seen):
+        main(["--port", "0"], loading)
+
+
+def test_named_sites_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    apps: list[object] = []
+    run = "mainstem.cli.serve.Server.run"
+    monkeypatch.setattr(run, lambda server, sockets: apps.append(server.config.app))
+    main(["--port", "0", "--allowed-origins", "https://A.com:443", "http://b:8080"], FakeEngines())
+    (app,) = apps
+    assert isinstance(app, CORSMiddleware)
+    assert app.allow_origins == ["https://a.com", "http://b:8080"]
+
+
+def test_a_log_line_is_a_json_object() -> None:
+    record = logging.LogRecord("x", logging.INFO, "f", 1, 'said "%s"\n', ("hé",), None)
+    record.facts = {"status": 200, "path": Path("/x")}
+    line = JsonLines().format(record)
+    assert "\n" not in line
+    found = json.loads(line)
+    assert found["event"] == 'said "hé"\n'
+    assert found["level"] == "info"
+    assert found["status"] == 200
+    assert found["time"].endswith("Z")
+
+
+def test_a_port_is_taken_as_soon_as_a_server_says_so() -> None:
+    """While the first still loads its model: clients can connect, a second server cannot start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    class Seen(Exception):
+        pass
+
+    def never(_: EngineConfig) -> TextEngine:
+        raise AssertionError("the second server has loaded its model")
+
+    def loading(_: EngineConfig) -> TextEngine:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            main(["--port", str(port)], never)
+        raise Seen
+
+    with pytest.raises(Seen):
+        main(["--port", str(port)], loading)

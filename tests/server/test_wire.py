@@ -1,0 +1,405 @@
+"""What goes over the wire, in OpenAI's form; the fake model's answers are known exactly."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mainstem.server.schema import HARMLESS
+from tests.batch.fake_batch import a_tokenizer, expected_text
+from tests.builders import VOCAB
+from tests.fakes import fake_answer
+from tests.server.running import Json, Running, a_server, events
+
+CHAT = [{"role": "user", "content": "Who are you?"}]
+RENDERED = "<user>Who are you?\n<assistant>"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def answer_to(prompt: str, length: int) -> str:
+    tokenizer = a_tokenizer()
+    return tokenizer.decode(fake_answer(tokenizer.encode(prompt), length, VOCAB))
+
+
+def stream(server: Running, path: str, body: Json) -> list[Json]:
+    """The chunks of a stream, its end mark checked."""
+    response = server.post(path, body | {"stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = events(response.text)
+    assert found[-1] == "[DONE]"
+    return [json.loads(data) for data in found[:-1]]
+
+
+def test_a_chat_has_the_form_of_openai(server: Running) -> None:
+    body = {"model": "fake", "messages": CHAT, "max_tokens": 6, "temperature": 0}
+    reply = server.post("/v1/chat/completions", body | {"ignore_eos": True}).json()
+    assert reply["object"] == "chat.completion"
+    assert reply["id"].startswith("chatcmpl-")
+    assert reply["model"] == "fake"
+    [choice] = reply["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"] == answer_to(RENDERED, 6)
+    assert choice["finish_reason"] == "length"
+    assert reply["usage"]["prompt_tokens"] == len(RENDERED)
+    assert reply["usage"]["completion_tokens"] == 6
+    assert reply["usage"]["total_tokens"] == len(RENDERED) + 6
+
+
+def test_a_completion_has_the_form_of_openai(server: Running) -> None:
+    reply = server.complete("Once upon", max_tokens=5)
+    assert reply["object"] == "text_completion"
+    [choice] = reply["choices"]
+    assert choice["text"] == answer_to("Once upon", 5)
+    assert choice["logprobs"] is None
+    assert choice["finish_reason"] == "length"
+
+
+def test_what_a_request_leaves_open_is_as_the_models_makers_advise() -> None:
+    with a_server(sampling={"temperature": 0.25, "top_k": 7}) as server:
+        server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2})
+        server.post("/v1/completions", {"prompt": ["x", "y"], "max_tokens": 2, "top_k": 3})
+        asked = [(s.temperature, s.top_k) for s in server.engines.samplings.values()]
+        assert asked == [(0.25, 7), (0.25, 3), (0.25, 3)]
+
+
+def test_a_completion_has_16_tokens_by_default(server: Running) -> None:
+    assert server.complete("Once upon")["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_streamed_chat_adds_up_to_the_whole_one(server: Running, seed: int) -> None:
+    body = {"messages": CHAT, "max_tokens": 12, "seed": seed, "n": 2, "ignore_eos": True}
+    whole = server.post("/v1/chat/completions", body).json()
+    chunks = stream(server, "/v1/chat/completions", body)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    for index in range(2):
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        text = "".join(choice["delta"].get("content", "") for choice in own)
+        assert text == whole["choices"][index]["message"]["content"]
+        assert [choice["finish_reason"] for choice in own[:-1]] == [None] * (len(own) - 1)
+        assert own[-1]["finish_reason"] == "length"
+        assert own[-1]["delta"] == {}
+
+
+def test_a_stream_tells_usage_at_its_end_when_asked(server: Running) -> None:
+    body = {"prompt": "abc", "max_tokens": 3, "stream_options": {"include_usage": True}}
+    chunks = stream(server, "/v1/completions", body | {"ignore_eos": True})
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+    assert all("usage" not in chunk for chunk in stream(server, "/v1/completions", {"prompt": "a"}))
+
+
+def test_several_prompts_give_choices_in_order(server: Running) -> None:
+    reply = server.complete(["first", "second"], max_tokens=4, n=2)
+    texts = [choice["text"] for choice in reply["choices"]]
+    assert texts == [answer_to("first", 4)] * 2 + [answer_to("second", 4)] * 2
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    assert reply["usage"]["prompt_tokens"] == len("first") + len("second")
+
+
+def test_several_prompts_stream_under_their_numbers(server: Running) -> None:
+    body = {"prompt": ["first", "second"], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    texts = ["", ""]
+    for chunk in stream(server, "/v1/completions", body):
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == [answer_to("first", 4), answer_to("second", 4)]
+
+
+def test_prompts_may_be_token_ids(server: Running) -> None:
+    ids = a_tokenizer().encode("token ids")
+    for prompt in (ids, [ids]):
+        assert server.complete(prompt, max_tokens=4)["choices"][0]["text"] == answer_to(
+            "token ids", 4
+        )
+
+
+def test_echo_puts_the_prompt_before_the_answer(server: Running) -> None:
+    reply = server.complete("say it", max_tokens=3, echo=True)
+    assert reply["choices"][0]["text"] == "say it" + answer_to("say it", 3)
+    chunks = stream(server, "/v1/completions", {"prompt": "say it", "echo": True, "max_tokens": 3})
+    assert "".join(c["choices"][0]["text"] for c in chunks).startswith("say it")
+
+
+def test_echo_of_token_ids_is_their_text(server: Running) -> None:
+    ids = a_tokenizer().encode("as ids")
+    assert server.complete(ids, max_tokens=1, echo=True)["choices"][0]["text"].startswith("as ids")
+
+
+def test_a_prompt_can_be_scored_without_an_answer(server: Running) -> None:
+    reply = server.complete("score", max_tokens=0, echo=True, logprobs=1)
+    [choice] = reply["choices"]
+    assert choice["text"] == "score"
+    assert choice["logprobs"]["tokens"] == list("score")
+    assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -2.0, -2.0, -2.0]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    assert reply["usage"]["completion_tokens"] == 0
+
+
+def test_logprobs_of_a_chat(server: Running) -> None:
+    body = {"messages": CHAT, "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
+    reply = server.post("/v1/chat/completions", body | {"ignore_eos": True}).json()
+    content = reply["choices"][0]["logprobs"]["content"]
+    assert len(content) == 4
+    assert {"token", "logprob", "bytes", "top_logprobs"} == content[0].keys()
+    chunks = stream(server, "/v1/chat/completions", body | {"ignore_eos": True})
+    told = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+    assert sum(len(logprobs["content"]) for logprobs in told) == 4
+
+
+def test_offsets_of_a_streamed_completion_are_those_of_the_whole(server: Running) -> None:
+    body = {"prompt": "offsets", "max_tokens": 9, "temperature": 0, "logprobs": 0, "echo": True}
+    body["ignore_eos"] = True
+    whole = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+    chunks = stream(server, "/v1/completions", body)
+    logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [item for entry in logprobs for item in entry[name]] == whole[name]
+
+
+def test_a_stop_string_ends_the_answer_before_it(server: Running) -> None:
+    text = answer_to("stop here", 12)
+    stop = text[4:6]
+    reply = server.complete("stop here", max_tokens=12, stop=[stop])
+    [choice] = reply["choices"]
+    assert choice["text"] == text[: text.index(stop)]
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == stop
+
+
+def test_an_end_token_ends_the_answer(server: Running) -> None:
+    reply = server.complete("ends", max_tokens=300, ignore_eos=False)
+    assert reply["choices"][0]["text"] == expected_text("ends", 300)
+
+
+def test_a_returning_prompt_is_cached(server: Running) -> None:
+    prompt = "a prompt that is long enough for several pages of four tokens"
+    first = server.complete(prompt, max_tokens=1)["usage"]
+    again = server.complete(prompt, max_tokens=1)["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] < 4
+    assert again["prompt_tokens_details"]["cached_tokens"] > len(prompt) - 8
+
+
+def test_another_cache_salt_shares_nothing(server: Running) -> None:
+    prompt = "another prompt that fills a few pages of four tokens"
+    server.complete(prompt, max_tokens=1, cache_salt="one")
+    for salt, is_cached in (("two", False), ("one", True)):
+        usage = server.complete(prompt, max_tokens=1, cache_salt=salt)["usage"]
+        assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) is is_cached
+
+
+def test_fields_of_sampling_reach_the_engine(server: Running) -> None:
+    fields = {
+        "max_completion_tokens": 3, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1,
+        "presence_penalty": 0.1, "frequency_penalty": 0.1, "min_tokens": 1, "seed": 7,
+        "logit_bias": {"5": 1.5}, "stop_token_ids": [90], "priority": 1, "top_p": 0.9,
+        "skip_special_tokens": False, "include_stop_str_in_output": True,
+    }  # fmt: skip
+    reply = server.post("/v1/completions", {"prompt": "x"} | fields)
+    assert reply.json()["usage"]["completion_tokens"] <= 3
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_a_harmless_field_is_accepted_and_documented(server: Running, name: str) -> None:
+    body = {"prompt": "x", "max_tokens": 1, name: "anything"}
+    assert server.post("/v1/completions", body).status_code == 200
+    assert f"`{name}`" in (ROOT / "docs" / "serve.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("response_format", {"type": "grammar"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
+        ("reasoning_effort", "high"),
+        ("modalities", ["text", "audio"]),
+        ("session_id", "a/b"),
+        ("session_id", 5),
+        ("context_overflow", "kv"),
+        ("context_overflow", "drop"),
+        ("best_of", 2),
+        ("no_such_field", 1),
+        ("echo", True),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused(
+    server: Running, field: str, value: object
+) -> None:
+    response = server.post("/v1/chat/completions", {"messages": CHAT, field: value})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == field
+    assert error["type"] == "invalid_request_error"
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("n", 0),
+        ("n", 10**9),
+        ("max_tokens", 0),
+        ("max_tokens", 2.5),
+        ("logprobs", 10**6),
+        ("stop", [""]),
+        ("stop", {"a": 1}),
+        ("stop_token_ids", [VOCAB]),
+        ("stop_token_ids", [-1]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {str(VOCAB): 1}),
+        ("logit_bias", {"1": 1000}),
+        ("prompt", []),
+        ("prompt", [VOCAB]),
+        ("prompt", [-1]),
+        ("prompt", [2**40]),
+        ("prompt", [1.5]),
+        ("prompt", [True]),
+        ("prompt", {"a": 1}),
+        ("prompt", ["ok", 5]),
+        ("prompt", ""),
+        ("prompt", "x" * 800),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("app", 5),
+        ("echo", 1),
+        ("seed", 2**70),
+        ("cache_salt", 5),
+        ("priority", 2**40),
+        ("ignore_eos", "no"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(
+    server: Running, field: str, value: object
+) -> None:
+    response = server.post("/v1/completions", {"prompt": "x"} | {field: value})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == field
+
+
+def test_a_bad_request_to_stream_is_a_400_and_not_a_stream(server: Running) -> None:
+    response = server.post("/v1/completions", {"prompt": [VOCAB], "stream": True})
+    assert response.status_code == 400
+
+
+def test_an_unknown_model_is_not_found(server: Running) -> None:
+    for model in ("gpt-4", "fake:nobody", "nobody:polite"):
+        response = server.post("/v1/completions", {"prompt": "x", "model": model})
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "model_not_found"
+
+
+def test_models_lists_the_names_and_the_apps(server: Running) -> None:
+    listed = server.get("/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == [
+        "fake", "alias", "fake:pirate", "fake:polite",
+    ]  # fmt: skip
+    assert server.get("/v1/models/alias").json()["id"] == "alias"
+    assert server.get("/v1/models/other").status_code == 404
+
+
+def test_tokenize_and_detokenize_are_inverse(server: Running) -> None:
+    found = server.post("/tokenize", {"prompt": "to and fro"}).json()
+    assert found["count"] == len("to and fro")
+    assert server.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"] == "to and fro"
+    chat = server.post("/tokenize", {"messages": CHAT}).json()
+    assert chat["count"] == len(RENDERED)
+
+
+@pytest.mark.parametrize("tokens", ["x", [10**6], [-1], ["a"], None, [True]])
+def test_detokenize_refuses_what_is_no_token(server: Running, tokens: object) -> None:
+    response = server.post("/detokenize", {"tokens": tokens})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tokens"
+
+
+def test_errors_of_http_have_the_form_of_openai(server: Running) -> None:
+    assert server.get("/nowhere").json()["error"]["type"] == "invalid_request_error"
+    assert server.get("/nowhere").status_code == 404
+    assert server.get("/v1/completions").status_code == 405
+
+
+def test_every_response_has_an_id(server: Running) -> None:
+    ids = {server.get(path).headers["x-request-id"] for path in ("/health", "/nowhere", "/ready")}
+    assert len(ids) == 3
+
+
+def test_live_has_exactly_the_fields_the_page_reads(server: Running) -> None:
+    server.complete("something to show", max_tokens=2)
+    live = server.get("/live").json()
+    assert set(live) == {
+        "model", "uptime_s", "running", "waiting", "pages", "stems", "totals", "tokens_per_s",
+        "apps", "recent",
+    }  # fmt: skip
+    assert set(live["pages"]) == {"total", "held", "cached", "host", "disk", "page_size"}
+    assert set(live["totals"]) == {
+        "prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens", "saving_ratio",
+        "read_ratio", "preemptions", "truncated_prompts", "loaded_pages",
+    }  # fmt: skip
+    last = live["recent"][-1]
+    assert set(last) == {
+        "id", "app", "prompt_tokens", "cached_tokens", "output_tokens", "ttft_ms", "state",
+    }  # fmt: skip
+    assert last["state"] == "finished"
+    assert last["output_tokens"] == 2
+    assert last["prompt_tokens"] == len("something to show")
+    assert live["apps"] == ["pirate", "polite"]
+    assert len(live["recent"]) <= 20
+
+
+def test_metrics_count_requests_and_responses(server: Running) -> None:
+    server.complete("counted", max_tokens=2)
+    response = server.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    assert 'mainstem:http_responses_total{model_name="fake",engine="0",code="200"}' in response.text
+    assert "vllm:time_to_first_token_seconds_count" in response.text
+
+
+def test_the_page_and_its_files_are_served(server: Running) -> None:
+    page = server.get("/")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert server.get("/page/page.js").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/page/..%2fserve.py", "/page/%2e%2e/serve.py", "/page/../serve.py", "/page/nothing.js"],
+)
+def test_no_path_leads_out_of_the_page(server: Running, path: str) -> None:
+    assert server.get(path).status_code == 404
+
+
+def test_health_ready_and_version(server: Running) -> None:
+    assert server.get("/health").status_code == 200
+    assert server.get("/ready").status_code == 200
+    assert server.get("/version").json()["version"]
+
+
+def test_the_openapi_document_names_every_route(server: Running) -> None:
+    paths = server.get("/openapi.json").json()["paths"]
+    for path in ("/v1/chat/completions", "/v1/completions", "/admin/apps/{name}", "/live"):
+        assert path in paths
+
+
+def test_prompt_logprobs_come_in_vllms_form(server: Running) -> None:
+    ids = [5, 6, 7]
+    reply = server.complete(ids, max_tokens=1, prompt_logprobs=0)
+    places = reply["choices"][0]["prompt_logprobs"]
+    assert places[0] is None
+    assert [list(place) for place in places[1:]] == [["6"], ["7"]]
+    assert places[1]["6"] == {"logprob": -2.0, "rank": 1, "decoded_token": "&"}
+    chat = {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}
+    answer = server.post("/v1/chat/completions", chat).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    for fields in ({"stream": True}, {"echo": True, "logprobs": 1}):
+        body = {"prompt": "x", "prompt_logprobs": 1} | fields
+        assert server.post("/v1/completions", body).json()["error"]["param"] == "prompt_logprobs"

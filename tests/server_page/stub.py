@@ -1,0 +1,166 @@
+"""A server that answers what the page asks, with a script instead of a model."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from threading import Event, Thread
+
+CONTENT_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript",
+    "css": "text/css",
+    "svg": "image/svg+xml",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'"
+)
+HOSTILE = "<img src=x onerror=alert(1)><b>bold</b>"
+LIVE = {
+    "model": "tiny",
+    "uptime_s": 7400.0,
+    "running": 5,
+    "waiting": 2,
+    "pages": {"total": 100, "held": 30, "cached": 50, "host": 240, "disk": 0, "page_size": 16},
+    "stems": [
+        {"id": 1, "parent": None, "tokens": 1536, "sequences": 5},
+        {"id": 2, "parent": 1, "tokens": 512, "sequences": 3},
+    ],
+    "totals": {
+        "prompt_tokens": 8000,
+        "cached_tokens": 6000,
+        "computed_tokens": 2000,
+        "generated_tokens": 900,
+        "saving_ratio": 0.75,
+        "read_ratio": 0.4,
+        "preemptions": 0,
+    },
+    "tokens_per_s": 123.4,
+    "apps": ["legal", "support"],
+    "recent": [
+        {
+            "id": "chatcmpl-0123456789",
+            "app": "legal",
+            "prompt_tokens": 1600,
+            "cached_tokens": 1536,
+            "output_tokens": 40,
+            "ttft_ms": 42.0,
+            "state": "finished",
+        },
+        {
+            "id": HOSTILE,
+            "app": None,
+            "prompt_tokens": 10,
+            "cached_tokens": 0,
+            "output_tokens": 0,
+            "ttft_ms": None,
+            "state": "running",
+        },
+    ],
+}
+
+
+class StubServer(ThreadingHTTPServer):
+    """Remembers what it was asked; answers one word per event."""
+
+    daemon_threads = True
+
+    def __init__(self, key: str | None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.key = key
+        self.asked: list[dict[str, object]] = []
+        self.client_left = Event()
+        self.fails_next = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: StubServer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        page = files("mainstem.server") / "page"
+        if self.path == "/":
+            self._send(page.joinpath("index.html").read_bytes(), "html")
+        elif self.path.startswith("/page/"):
+            name = self.path.removeprefix("/page/")
+            self._send(page.joinpath(name).read_bytes(), name.rpartition(".")[2])
+        elif not self._has_key():
+            self._send_json({"error": {"message": "no key"}}, 401)
+        elif self.path == "/live":
+            self._send_json(LIVE)
+        elif self.path == "/v1/models":
+            self._send_json({"object": "list", "data": [{"id": "tiny"}]})
+        else:
+            self._send_json({"error": {"message": "not here"}}, 404)
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self._has_key():
+            self._send_json({"error": {"message": "no key"}}, 401)
+            return
+        self.server.asked.append(asked)
+        if self.server.fails_next:
+            self.server.fails_next = False
+            self._send_json({"error": {"message": "the queue is full"}}, 429)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        is_endless = asked["messages"][-1]["content"] == "endless"
+        words = 10_000 if is_endless else 3
+        try:
+            for index in range(words):
+                self._event({"content": f"{HOSTILE} word{index} "})
+                if is_endless:
+                    self.server.client_left.wait(0.02)
+        except OSError:
+            self.server.client_left.set()
+            return
+        self._event({}, finish_reason="stop")
+        details = {"cached_tokens": 1536}
+        usage = {"prompt_tokens": 1571, "completion_tokens": 3, "prompt_tokens_details": details}
+        self._data(json.dumps({"choices": [], "usage": usage}))
+        self._data("[DONE]")
+
+    def _event(self, delta: dict[str, str], finish_reason: str | None = None) -> None:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+        self._data(json.dumps({"choices": [choice]}))
+
+    def _data(self, payload: str) -> None:
+        self.wfile.write(f"data: {payload}\n\n".encode())
+        self.wfile.flush()
+
+    def _has_key(self) -> bool:
+        key = self.server.key
+        return key is None or self.headers.get("Authorization") == f"Bearer {key}"
+
+    def _send_json(self, body: object, status: int = 200) -> None:
+        self._send(json.dumps(body).encode(), "json", status)
+
+    def _send(self, body: bytes, kind: str, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", CONTENT_TYPES.get(kind, "application/json"))
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", POLICY)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextmanager
+def stub_server(key: str | None = None) -> Iterator[StubServer]:
+    with StubServer(key) as server:
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

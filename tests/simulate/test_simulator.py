@@ -1,0 +1,256 @@
+"""The simulator: hits, times and money, on small made-up traces and on the shipped samples."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.kv.policy import PolicyKind
+from mainstem.cli import simulate as cli
+from mainstem.simulate import plots
+from mainstem.simulate.service import Prices, ServiceRates
+from mainstem.simulate.simulator import Queue, Report, SimulationConfig, simulate
+from mainstem.simulate.traces import ReadOptions, Trace, TraceFormat, TraceRequest, read_trace
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+MOONCAKE = DATA / "mooncake_sample.jsonl.gz"
+SESSIONS = DATA / "sessions_sample.jsonl.gz"
+PAGE = 10  # tokens; a page is 10 MB below, a GB holds 100
+KV_BYTES = 1e6
+
+
+def a_trace(chains: Sequence[Sequence[int]], gap_s: float = 1.0, output: int = 0) -> Trace:
+    requests = [
+        TraceRequest(gap_s * i, PAGE * len(chain) + 5, output, chain, chain, session=i)
+        for i, chain in enumerate(chains)
+    ]
+    return Trace(TraceFormat.MOONCAKE, PAGE, requests)
+
+
+def run(trace: Trace, host_pages: int, disk_pages: int = 0, **more: object) -> Report:
+    gb_per_page = PAGE * KV_BYTES / 1e9
+    sizes = {"host_gb": host_pages * gb_per_page + 1e-6, "disk_gb": disk_pages * gb_per_page + 1e-6}
+    if not disk_pages:
+        sizes["disk_gb"] = 0
+    return simulate(trace, SimulationConfig(KV_BYTES, **sizes, **more))  # type: ignore[arg-type]
+
+
+def test_hits_are_whole_pages_of_the_stored_prefix() -> None:
+    report = run(a_trace([[0, 1, 2], [0, 1, 3], [9]]), 100)
+    assert report.requests == 3
+    assert report.prompt_tokens == 35 + 35 + 15
+    assert report.prefill_tokens == report.prompt_tokens - 20
+    assert report.hit_rate == report.hit_rate_dram == pytest.approx(20 / 85)
+    assert report.hit_rate_unbounded == report.hit_rate
+    assert report.page_events == 7
+
+
+def test_the_last_token_is_always_computed() -> None:
+    request = TraceRequest(0, PAGE, 0, [1], [1], 0)
+    report = run(Trace(TraceFormat.MOONCAKE, PAGE, [request, request]), 100)
+    assert report.prefill_tokens == PAGE + 1
+
+
+def test_warm_up_fills_the_store_and_is_not_counted() -> None:
+    report = run(a_trace([[0, 1], [0, 1]]), 100, warmup=1)
+    assert report.requests == 1
+    assert report.hit_rate == pytest.approx(20 / 25)
+    assert report.page_events == 2
+
+
+def test_nothing_is_stored_without_storage() -> None:
+    report = run(a_trace([[0], [0]]), 0)
+    assert report.hit_rate == 0
+    assert report.hit_rate_unbounded > 0
+
+
+def test_lru_finds_on_disk_what_look_ahead_has_fetched() -> None:
+    chains = [[i, i + 100] for i in range(20)] * 3
+    rates = ServiceRates(prefill_tokens_per_s=100, decode_tokens_per_s=50, disk_gb_per_s=0.2)
+    lru = run(a_trace(chains, output=10), 10, 50, policy=PolicyKind.LRU, rates=rates)
+    ahead = run(a_trace(chains, output=10), 10, 50, rates=rates)
+    assert lru.hit_rate == ahead.hit_rate == ahead.hit_rate_dram > 0
+    assert lru.hit_rate_dram == 0
+    assert ahead.mean_ttft_s < lru.mean_ttft_s
+
+
+def test_a_disk_too_slow_for_the_queue_is_felt() -> None:
+    chains = [[i, i + 100] for i in range(20)] * 3
+    slow_disk = ServiceRates(prefill_tokens_per_s=1e6, disk_gb_per_s=0.01)
+    report = run(a_trace(chains), 10, 50, rates=slow_disk)
+    assert report.hit_rate_disk > 0
+    assert report.disk_read_gb > 0
+
+
+def test_a_request_takes_the_longer_of_loading_and_prefill() -> None:
+    rates = ServiceRates(
+        prefill_tokens_per_s=10, decode_tokens_per_s=2, host_gb_per_s=0.01, disk_gb_per_s=1
+    )
+    report = run(a_trace([[0], [0]], output=4), 10, rates=rates)
+    first = 15 / 10
+    second = max(5 / 10, 0.01 / 0.01)
+    assert report.mean_ttft_s == pytest.approx((first + second) / 2)
+    assert report.device_s == report.virtual_s == pytest.approx(first + second + 2 * 4 / 2)
+
+
+def test_cost_is_device_time_and_storage() -> None:
+    prices = Prices(gpu=3600.0, dram_gb=36.0, disk_gb=3.6, num_gpus=2)
+    report = run(a_trace([[0]]), 100, 100, rates=ServiceRates(15), prices=prices)
+    assert report.cost_storage == pytest.approx((1 * 36 + 1 * 3.6) / 3600, rel=1e-4)
+    assert report.cost == pytest.approx(2 * 1.0 + report.cost_storage)
+
+
+def test_waiting_counts_when_requests_come_as_recorded() -> None:
+    rates = ServiceRates(prefill_tokens_per_s=15)
+    together = run(a_trace([[0], [1], [2]], gap_s=0.0), 0, rates=rates, queue=Queue.ARRIVALS)
+    assert together.mean_ttft_s == pytest.approx((1 + 2 + 3) / 3)
+    apart = run(a_trace([[0], [1], [2]], gap_s=10.0), 0, rates=rates, queue=Queue.ARRIVALS)
+    assert apart.mean_ttft_s == pytest.approx(1)
+    assert apart.device_s == pytest.approx(3)
+    assert apart.virtual_s == pytest.approx(21)
+
+
+def test_a_turn_waits_for_the_answer_before_it() -> None:
+    first = TraceRequest(0, 15, 0, [0], [0], session=0)
+    second = TraceRequest(0.1, 25, 0, [0, 1], [0, 1], session=0, previous=0, think_s=2.0)
+    trace = Trace(TraceFormat.SESSIONS, PAGE, [first, second])
+    rates = ServiceRates(prefill_tokens_per_s=15)
+    report = run(trace, 10, rates=rates, queue=Queue.ARRIVALS)
+    assert report.virtual_s == pytest.approx(1 + 2 + 1)
+    assert report.hit_rate == pytest.approx(10 / 40)
+
+
+def test_pages_expire() -> None:
+    slow = ServiceRates(prefill_tokens_per_s=1)
+    assert run(a_trace([[0], [1], [0]]), 10, rates=slow, ttl_s=100).hit_rate > 0
+    gone = run(a_trace([[0], [1], [0]]), 10, rates=slow, ttl_s=10, lookahead=0)
+    assert gone.hit_rate == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "page_tokens", "sizes"),
+    [(MOONCAKE, None, (40, 80, 160)), (SESSIONS, 512, (30, 60, 120))],
+    ids=["mooncake", "sessions"],
+)
+def test_look_ahead_beats_blind_policies_and_is_near_belady(
+    path: Path, page_tokens: int | None, sizes: tuple[int, ...]
+) -> None:
+    """The first bar of the store, on the shipped samples."""
+    trace = read_trace(path, ReadOptions(page_tokens=page_tokens, limit=700))
+    page_gb = trace.page_tokens * KV_BYTES / 1e9
+    for pages in sizes:
+        rates: dict[str, float] = {}
+        for kind in PolicyKind:
+            config = SimulationConfig(
+                KV_BYTES, 0.3 * pages * page_gb, 0.7 * pages * page_gb, kind, lookahead=30
+            )
+            report = simulate(trace, config)
+            rates[kind.value] = report.hit_rate
+        assert rates["lookahead"] >= max(rates["lru"], rates["fifo"])
+        assert rates["lookahead"] >= 0.97 * rates["belady"]
+        if rates["lru"] < 0.9 * report.hit_rate_unbounded:
+            assert rates["lookahead"] > max(rates["lru"], rates["fifo"])
+        else:
+            assert pages == sizes[-1], "the sizes should be tight, or nothing is compared"
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+FLAGS = ["--kv-bytes-per-token", "1e6"]
+
+
+def test_json_has_what_programs_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([str(MOONCAKE), "--host-gb", "20", "--disk-gb", "50", "--json", *FLAGS]) == 0
+    row = json.loads(capsys.readouterr().out)
+    for name in ("requests", "mean_ttft_s", "prefill_tokens", "device_s", "cost", "seconds"):
+        assert row[name] > 0
+    assert row["hit_rate"] == pytest.approx(row["hit_rate_dram"] + row["hit_rate_disk"], abs=1e-5)
+    assert (row["policy"], row["format"], row["requests"]) == ("lookahead", "mooncake", 400)
+
+
+def test_lists_of_policies_and_sizes_give_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--host-gb", "20", "--disk-gb", "10,50", "--policy", "lookahead,lru"]
+    assert cli.main([str(MOONCAKE), *sizes, "--json", "--lookahead", "9", *FLAGS]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(r["policy"], r["disk_gb"], r["lookahead"]) for r in rows] == [
+        ("lookahead", 10, 9), ("lru", 10, 9), ("lookahead", 50, 9), ("lru", 50, 9),
+    ]  # fmt: skip
+
+
+def test_the_table_names_the_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main([str(MOONCAKE), "--host-gb", "20", "--policy", "belady,fifo", *FLAGS])
+    out = capsys.readouterr().out
+    assert "belady" in out
+    assert "fifo" in out
+
+
+def test_a_trace_of_lengths_says_that_nothing_is_shared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text("timestamp_ms,input_length,output_length\n0,500,10\n5,500,10\n")
+    cli.main([str(path), "--host-gb", "20", "--json", *FLAGS])
+    captured = capsys.readouterr()
+    assert "nothing in it can be shared" in captured.err
+    assert json.loads(captured.out)["hit_rate"] == 0
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "hits.png"
+    cli.main([str(MOONCAKE), "--host-gb", "20", "--plot", str(path), *FLAGS])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InvalidRequest, match="--plot"):
+        cli.main([str(MOONCAKE), "--host-gb", "20", "--plot", str(tmp_path / "no/x.png"), *FLAGS])
+
+
+def test_a_missing_matplotlib_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"mainstem\[plot\]"):
+        cli.main([str(tmp_path / "none"), "--host-gb", "1", "--plot", "x.png", *FLAGS])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--host-gb", "-1"],
+        ["--host-gb", "nan"],
+        ["--host-gb", "1", "--policy", "mru"],
+        ["--host-gb", "1", "--lookahead", "-3"],
+        ["--host-gb", "1", "--disk-bandwidth", "0"],
+        ["--host-gb", "1", "--ttl", "0"],
+        [],
+    ],
+)
+def test_impossible_flags_are_refused(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([str(MOONCAKE), *wrong, *FLAGS])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "complaint"),
+    [
+        ("--host-gb", "1,much", "'much' is not a number"),
+        ("--policy", "mru", "must be one of"),
+    ],
+)
+def test_a_bad_item_of_a_list_is_named(
+    flag: str, value: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([str(MOONCAKE), flag, value, *FLAGS])
+    assert f"argument {flag}: {complaint}" in capsys.readouterr().err
+
+
+def test_a_warmup_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leaves none of 400 requests"):
+        cli.main([str(MOONCAKE), "--host-gb", "1", "--warmup", "400", *FLAGS])
+
+
+def test_sizes_must_pair_up() -> None:
+    with pytest.raises(ConfigError, match="2 values of --host-gb and 3 of --disk-gb"):
+        cli.main([str(MOONCAKE), "--host-gb", "1,2", "--disk-gb", "1,2,3", *FLAGS])

@@ -1,0 +1,182 @@
+"""Traces are read as they are; what is wrong with one is said with the number of its line."""
+
+import gzip
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from mainstem.core.errors import InvalidRequest
+from mainstem.simulate.arrivals import load_think_times
+from mainstem.simulate.traces import ReadOptions, Trace, TraceFormat, read_trace
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+
+
+def read(tmp_path: Path, text: str, options: ReadOptions | None = None) -> Trace:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    return read_trace(path, options)
+
+
+def mooncake(timestamp: float, input_length: int, hash_ids: list[int], **more: object) -> str:
+    row = {"timestamp": timestamp, "input_length": input_length, "output_length": 7}
+    return json.dumps({**row, "hash_ids": hash_ids, **more}) + "\n"
+
+
+def test_mooncake_keeps_whole_pages_in_order_of_arrival(tmp_path: Path) -> None:
+    trace = read(tmp_path, mooncake(2000, 1030, [1, 2, 3]) + mooncake(1000, 1024, [1, 2]))
+    assert (trace.format, trace.page_tokens) == (TraceFormat.MOONCAKE, 512)
+    assert [r.arrival_s for r in trace.requests] == [1.0, 2.0]
+    assert [list(r.keys) for r in trace.requests] == [[1, 2], [1, 2]]
+
+
+def test_a_prompt_that_goes_on_where_another_ended_is_of_its_session(tmp_path: Path) -> None:
+    lines = [
+        mooncake(0, 512 * 4, [0, 1, 2, 3]),
+        mooncake(1, 512 * 2, [0, 9]),
+        mooncake(2, 512 * 6, [0, 1, 2, 3, 4, 5]),
+    ]
+    sessions = [request.session for request in read(tmp_path, "".join(lines)).requests]
+    assert sessions == [0, 1, 0]
+
+
+def test_qwen_sessions_follow_the_parent(tmp_path: Path) -> None:
+    lines = [
+        mooncake(0.5, 33, [1, 2, 3], chat_id=10, parent_chat_id=-1, turn=1),
+        mooncake(1.5, 16, [8], chat_id=11, parent_chat_id=-1, turn=1),
+        mooncake(2.5, 64, [1, 2, 4, 5], chat_id=12, parent_chat_id=10, turn=2),
+    ]
+    trace = read(tmp_path, "".join(lines))
+    assert (trace.format, trace.page_tokens) == (TraceFormat.QWEN, 16)
+    assert [r.session for r in trace.requests] == [0, 1, 0]
+    assert [r.arrival_s for r in trace.requests] == [0.5, 1.5, 2.5]
+    assert list(trace.requests[0].keys) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "timestamp_ms,input_length,output_length\n0.0,374,44\n1500.0,300,4\n",
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:48.1805900,300,4\n",
+    ],
+)
+def test_azure_traces_share_nothing(tmp_path: Path, text: str) -> None:
+    trace = read(tmp_path, text)
+    assert trace.format is TraceFormat.AZURE
+    assert not trace.can_share
+    first, second = trace.requests
+    assert (first.input_tokens, first.output_tokens) == (374, 44)
+    assert second.arrival_s - first.arrival_s == pytest.approx(1.5)
+    assert not set(first.keys) & set(second.keys)
+
+
+def test_turns_of_a_session_extend_one_chain(tmp_path: Path) -> None:
+    text = '{"sid": 0, "turns": [[100, 200], [50, 10]]}\n{"sid": 1, "turns": [[300, 1]]}\n'
+    trace = read(tmp_path, text, ReadOptions(page_tokens=100))
+    first, second = (r for r in trace.requests if r.session == 0)
+    other = next(r for r in trace.requests if r.session == 1)
+    assert (first.input_tokens, second.input_tokens) == (100, 350)
+    assert list(first.kept) == list(second.keys) == [0, 1, 2]
+    assert second.previous == trace.requests.index(first)
+    assert second.arrival_s >= first.arrival_s + second.think_s
+    assert not set(other.kept) & set(second.kept)
+
+
+def test_session_starts_are_poisson_and_repeatable() -> None:
+    path = DATA / "sessions_sample.jsonl.gz"
+    starts = [r.arrival_s for r in read_trace(path).requests if r.previous is None]
+    gaps = [after - before for before, after in pairwise(starts)]
+    assert sum(gaps) / len(gaps) == pytest.approx(1.0, rel=0.25)  # 149 draws: 3 sigma
+    assert read_trace(path) == read_trace(path)
+    assert read_trace(path) != read_trace(path, ReadOptions(seed=1))
+    slower = read_trace(path, ReadOptions(rate=0.5))
+    assert max(r.arrival_s for r in slower.requests if r.previous is None) == pytest.approx(
+        2 * max(starts)
+    )
+
+
+def test_the_context_ends_a_session(tmp_path: Path) -> None:
+    text = '{"turns": [[10, 10], [10, 10], [1, 1]]}\n'
+    trace = read(tmp_path, text, ReadOptions(context_tokens=30))
+    assert [r.input_tokens for r in trace.requests] == [10]
+
+
+def test_a_rate_stretches_recorded_arrivals(tmp_path: Path) -> None:
+    text = "".join(mooncake(1000 * i, 512, [i]) for i in range(11))
+    trace = read(tmp_path, text, ReadOptions(rate=4))
+    assert trace.requests[-1].arrival_s == pytest.approx(10 / 4)
+
+
+def test_samples_are_found_out_by_their_content() -> None:
+    assert read_trace(DATA / "mooncake_sample.jsonl.gz").format is TraceFormat.MOONCAKE
+    assert read_trace(DATA / "sessions_sample.jsonl.gz").format is TraceFormat.SESSIONS
+
+
+GOOD = mooncake(0, 512, [1])
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object"),
+        (mooncake(1, 1024, [1]), "fill 2 pages"),
+        (mooncake(1, 512, ["a"]), "hash_ids"),  # type: ignore[list-item]
+        (mooncake(1, -5, [1]), "input_length"),
+        (mooncake(-1, 512, [1]), "timestamp"),
+        (mooncake(float("nan"), 512, [1]), "timestamp"),
+        ('{"timestamp": 1}', "input_length"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, bad: str, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"trace:3: .*{reason}"):
+        read(tmp_path, f"{GOOD}\n{bad}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("timestamp_ms,input_length,output_length\n0,x,1\n", ":2: lengths"),
+        ("timestamp_ms,input_length,output_length\nnoon,1,1\n", ":2: 'noon'"),
+        ("timestamp_ms,input_length,output_length\n0,1\n", ":2: 2 columns"),
+        ('{"turns": [[1, 2]]}\n{"turns": [[1]]}\n', ":2: turns"),
+        ('{"turns": [[1, 2]]}\n{"turns": [[1, -2]]}\n', ":2: turns"),
+        ("hello\n", ":1: not a trace in a known format"),
+        ("", "not a trace"),
+        ("timestamp_ms,input_length,output_length\n", "holds no request"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        read(tmp_path, text)
+
+
+def test_a_format_can_be_forced(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="chat_id"):
+        read(tmp_path, GOOD, ReadOptions(format=TraceFormat.QWEN, page_tokens=512))
+    with pytest.raises(InvalidRequest, match="turns"):
+        read(tmp_path, GOOD, ReadOptions(format=TraceFormat.SESSIONS))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="nowhere"):
+        read_trace(tmp_path / "nowhere")
+    broken = tmp_path / "broken.gz"
+    broken.write_bytes(gzip.compress(GOOD.encode() * 500)[:-20])
+    with pytest.raises(InvalidRequest, match=r"broken\.gz"):
+        read_trace(broken)
+
+
+def test_think_times_are_those_of_people(tmp_path: Path) -> None:
+    shipped = load_think_times(None)
+    assert len(shipped) == 1000
+    assert sorted(shipped)[500] == 17
+    path = tmp_path / "timing.jsonl"
+    path.write_text('{"turns": [[0, 3, 9], [10, 12, 9], [11, 20, 9]]}\n')
+    assert load_think_times(path) == [7.0, 0.0]
+    path.write_text('{"turns": 5}\n')
+    with pytest.raises(InvalidRequest, match=":1"):
+        load_think_times(path)

@@ -1,0 +1,71 @@
+"""The files in deploy/: they parse, and what they name is there."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mainstem_bench import serve as bench_serve
+
+DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
+ROOT = DEPLOY.parent
+
+
+def test_the_dashboard_is_whole() -> None:
+    board = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24
+        assert not cells & taken, f"{panel['title']} lies on another panel"
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["description"]
+            for target in panel["targets"]:
+                assert target["expr"].count("(") == target["expr"].count(")")
+
+
+def test_compose_parses_and_its_parts_fit() -> None:
+    yaml = pytest.importorskip("yaml")
+    made = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    for name, service in made["services"].items():
+        for kind in ("secrets", "configs"):
+            for used in service.get(kind, []):
+                source = used["source"] if isinstance(used, dict) else used
+                assert source in made[kind], f"{name} uses {source}"
+        for volume in service.get("volumes", []):
+            assert volume.split(":")[0] in made["volumes"]
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), "a port is open to everybody"
+    for config in made["configs"].values():
+        if "file" in config:
+            assert (DEPLOY / config["file"]).is_file()
+        else:
+            assert isinstance(yaml.safe_load(config["content"]), dict)
+    build = made["services"]["mainstem"]["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
+
+
+def test_the_containerfile_copies_what_is_there_and_runs_as_a_user() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    for names in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
+        for name in names.split():
+            assert (ROOT / name).exists(), f"COPY {name}"
+    assert re.search(r"^FROM \S+:(?!latest)\S+$", text, re.MULTILINE)
+    assert re.search(r"^USER (?!root)\w+$", text, re.MULTILINE)
+    assert text.rindex("USER") < text.index("ENTRYPOINT")
+
+
+def test_the_readme_names_flags_that_exist() -> None:
+    text = (DEPLOY / "README.md").read_text()
+    known = set(re.findall(r"--[a-z-]+", bench_serve.parser().format_help()))
+    for line in re.findall(r"^mainstem bench serve (.+)$", text, re.MULTILINE):
+        assert set(re.findall(r"--[a-z-]+", line)) <= known

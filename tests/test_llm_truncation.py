@@ -1,0 +1,93 @@
+"""Conversations longer than the window, through LLM and the chat command, on the real model."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from mainstem import LLM, SamplingParams
+from mainstem.cli import chat
+from mainstem.core.errors import InvalidRequest
+
+pytestmark = pytest.mark.torch
+
+WINDOW = 96
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_folder: Path) -> LLM:
+    return LLM(smollm2_folder, max_model_len=WINDOW, kv_tokens=4 * WINDOW, threads=1)
+
+
+@pytest.fixture(scope="module")
+def text_ids(llm: LLM) -> list[int]:
+    path = Path(__file__).parent / "data" / "wikitext2_head.txt"
+    return llm.tokenizer.encode(path.read_text(encoding="utf-8")[:2000])
+
+
+def test_a_session_goes_on_past_the_window(llm: LLM, text_ids: list[int]) -> None:
+    first = llm.generate(text_ids[:80], GREEDY, use_tqdm=False, sessions=["a"])[0]
+    assert first.num_dropped_tokens == 0
+    second = llm.generate(text_ids[:110], GREEDY, use_tqdm=False, sessions=["a"])[0]
+    assert second.num_dropped_tokens == 32
+    assert second.num_cached_tokens == 48, "the sink and two moved pages"
+    assert len(second.outputs[0].token_ids) == 4
+    assert llm.counters.moved_pages == 2
+    llm.text_engine.engine.check()
+
+
+def test_recompute_needs_no_session(llm: LLM, text_ids: list[int]) -> None:
+    got = llm.generate(text_ids[:110], GREEDY, use_tqdm=False, overflow="recompute")[0]
+    assert got.num_dropped_tokens == 32
+    kept = text_ids[:16] + text_ids[48:110]
+    plain = llm.generate(kept, GREEDY, use_tqdm=False)[0]
+    assert got.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("sessions", "overflow", "field"),
+    [
+        (None, None, "prompt"),
+        (None, "kv", "overflow"),
+        (["a"], "error", "prompt"),
+        (["a", "b"], None, "sessions"),
+        (["a"], "drop", "overflow"),
+    ],
+)
+def test_what_cannot_be_done_is_named(
+    llm: LLM,
+    text_ids: list[int],
+    sessions: list[str] | None,
+    overflow: str | None,
+    field: str,
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate(text_ids[:110], GREEDY, use_tqdm=False, sessions=sessions, overflow=overflow)
+    assert caught.value.field == field
+    assert not llm.text_engine.has_work
+
+
+def test_the_hook_of_a_script_is_asked(smollm2_folder: Path, text_ids: list[int]) -> None:
+    asked: list[tuple[tuple[int, ...], int]] = []
+
+    def keep_last(pages, limit: int) -> list[int]:  # type: ignore[no-untyped-def]
+        asked.append((pages.shape, limit))
+        return [len(pages) - 1][:limit]
+
+    config = {"max_model_len": 256, "kv_tokens": 1024, "threads": 1}
+    with LLM(smollm2_folder, choose_kept=keep_last, **config) as chooser:  # type: ignore[arg-type]
+        got = chooser.generate(text_ids[:270], GREEDY, use_tqdm=False, sessions=["a"])[0]
+    shape, limit = asked[-1]
+    assert limit == 2
+    assert got.num_dropped_tokens == (shape[0] - 1) * 16
+
+
+def test_chat_says_when_it_forgets(
+    smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f"My number {i} is {i * 37}. Say ok." for i in range(6)]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    flags = ["--model", str(smollm2_folder), "--max-model-len", "128", "--kv-tokens", "1024"]
+    assert chat.main([*flags, "--threads", "1", "--max-tokens", "6", "--system", "Be brief."]) == 0
+    assert "out of the window" in capsys.readouterr().out
