@@ -10,7 +10,6 @@ from threading import RLock
 import numpy as np
 from tqdm import tqdm
 
-from mainstem.batch.ordering import shared_with_next
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.checkpoints.progress import StageBar
 from mainstem.core.config import (
@@ -24,14 +23,23 @@ from mainstem.core.config import (
 )
 from mainstem.core.errors import AnswerFailed, ConfigError, InvalidRequest
 from mainstem.core.events import EventBus
+from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
-from mainstem.core.request import ChooseKept, Delivery, Overflow, SamplingParams, TokenLogprobs
+from mainstem.core.request import (
+    ChooseKept,
+    Delivery,
+    Overflow,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
 from mainstem.engine.build import build_engine
+from mainstem.plan.order import shared_with_next
 from mainstem.plan.planner import plan_prompts
 from mainstem.text.prompts import (
     Message,
-    Prompt,
+    ScriptPrompt,
     listed_conversations,
     listed_params,
     listed_prompts,
@@ -164,7 +172,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: ScriptPrompt | Sequence[ScriptPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
@@ -286,15 +294,17 @@ class LLM:
         request_ids = list(results)
         try:
             for index, place in self._order(ids):
-                self.text_engine.submit(
-                    request_ids[index],
-                    ids[index],
+                session = window.sessions[index]
+                request = Request(
+                    RequestId(request_ids[index]),
+                    np.asarray(ids[index]),
                     params[index],
-                    Delivery.AT_END,
+                    delivery=Delivery.AT_END,
                     plan_place=place,
-                    session=window.sessions[index],
+                    session=None if session is None else SessionId(session),
                     overflow=window.overflow,
                 )
+                self.text_engine.submit(request)
             self._drain(results, use_tqdm)
         except BaseException:
             for request_id in results:  # an error or Ctrl-C leaves nothing running

@@ -20,7 +20,7 @@ from mainstem_bench.report import spread
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """When a request was due and when its tokens came, in seconds since the start."""
 
     due_s: float
@@ -55,7 +55,7 @@ def run_arrivals(
     """Latencies of all prompts arriving at `rate`; every one gets `output` tokens."""
     counters = Counters().attach(engine.bus)
     after_step = None if window is None else window.watch(len(prompts) * output)
-    answers = [Answer(due_s) for due_s in arrival_times(len(prompts), rate)]
+    answers = [TimedAnswer(due_s) for due_s in arrival_times(len(prompts), rate)]
     sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     num_submitted = 0
     began_s = perf_counter()
@@ -83,7 +83,7 @@ def run_arrivals(
     }
 
 
-def summary(answers: list[Answer], output: int, seconds: float) -> dict[str, object]:
+def summary(answers: list[TimedAnswer], output: int, seconds: float) -> dict[str, object]:
     """Spreads over requests; of the time between tokens over all gaps. Names as `bench serve`."""
     done = [answer for answer in answers if len(answer.token_s) == output]
     gaps = [gap for answer in done for gap in np.diff(answer.token_s).tolist()]

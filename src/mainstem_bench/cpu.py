@@ -10,11 +10,14 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from time import perf_counter
 
+import numpy as np
+
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
 from mainstem.core.config import EngineConfig
-from mainstem.core.request import SamplingParams
+from mainstem.core.ids import RequestId
+from mainstem.core.request import Request, SamplingParams
 from mainstem.core.tables import table
 from mainstem.llm import LLM
 from mainstem_bench.report import line, load_average
@@ -81,7 +84,9 @@ def ours(config: EngineConfig, prompts: Prompts, output: int) -> dict[str, objec
     first_s = 0.0
     began_s = perf_counter()
     for index, ids in enumerate(prompts):
-        llm.text_engine.submit(f"bench-{index}", ids, _greedy(output))
+        llm.text_engine.submit(
+            Request(RequestId(f"bench-{index}"), np.asarray(ids), _greedy(output))
+        )
     num_tokens = 0
     while llm.text_engine.has_work:
         for news in llm.text_engine.step():

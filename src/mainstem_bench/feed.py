@@ -7,7 +7,6 @@ from typing import Protocol
 
 import numpy as np
 
-from mainstem.batch.ordering import new_tokens, shared_with_next
 from mainstem.batch.supply import Supply
 from mainstem.core.events import StepFinished
 from mainstem.core.ids import RequestId
@@ -15,6 +14,7 @@ from mainstem.core.metrics import Counters
 from mainstem.core.plan import Int32s, Int64s, Prompts
 from mainstem.core.request import Delivery, FinishReason, Request, SamplingParams
 from mainstem.engine.engine import Engine
+from mainstem.plan.order import new_tokens, shared_with_next
 from mainstem.plan.planner import plan_prompts
 
 

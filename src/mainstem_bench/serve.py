@@ -32,9 +32,9 @@ from mainstem.core.tables import table
 from mainstem_bench.conversations import Conversation, Message, Shape, from_file, made_up
 from mainstem_bench.report import line, load_average, spread
 from mainstem_bench.sse_client import (
-    Answer,
     Endpoint,
     ServerRefused,
+    StreamedAnswer,
     find_model,
     stream_chat,
 )
@@ -94,13 +94,13 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LoadLimits:
     """What a request must keep to count for goodput."""
 
     ttft_s: float = math.inf
     itl_s: float = math.inf
 
-    def are_kept(self, answer: Answer) -> bool:
+    def are_kept(self, answer: StreamedAnswer) -> bool:
         gaps = answer.gaps_s
         mean_gap_s = sum(gaps) / len(gaps) if gaps else 0.0
         return answer.first_s <= self.ttft_s and mean_gap_s <= self.itl_s
@@ -155,7 +155,7 @@ async def _measure(
     began_s = perf_counter()
     answers = await run_load(load, take(_source(args), args.requests))
     seconds = perf_counter() - began_s
-    limits = Limits(args.slo_ttft_ms / 1e3, args.slo_itl_ms / 1e3)
+    limits = LoadLimits(args.slo_ttft_ms / 1e3, args.slo_itl_ms / 1e3)
     pace = {"rate": args.rate} if args.rate else {"concurrency": load.concurrency}
     asked = {"url": args.url, "model": model, **pace, "max_tokens": args.max_tokens}
     workload: dict[str, object] = (
@@ -186,14 +186,14 @@ def take(source: Iterator[Conversation], num_requests: int) -> list[Conversation
     return taken
 
 
-async def run_load(load: Load, conversations: Sequence[Conversation]) -> list[Answer]:
+async def run_load(load: Load, conversations: Sequence[Conversation]) -> list[StreamedAnswer]:
     """Every answer, failed ones included; a conversation ends at its first failure."""
     total = sum(len(conversation.questions) for conversation in conversations)
     with tqdm(total=total, unit="req", disable=None, dynamic_ncols=True) as bar:
         if load.rate is None:
             waiting = iter(conversations)
             workers = [_worker(load, waiting, bar.update) for _ in range(load.concurrency)]
-            found: Iterable[list[Answer]] = await asyncio.gather(*workers)
+            found: Iterable[list[StreamedAnswer]] = await asyncio.gather(*workers)
         else:
             found = await _arrive(load, load.rate, conversations, bar.update)
     return list(chain.from_iterable(found))
@@ -201,7 +201,7 @@ async def run_load(load: Load, conversations: Sequence[Conversation]) -> list[An
 
 async def _worker(
     load: Load, waiting: Iterator[Conversation], on_answer: Callable[[], object]
-) -> list[Answer]:
+) -> list[StreamedAnswer]:
     answers = []
     for conversation in waiting:
         answers += await _converse(load, conversation, on_answer)
@@ -210,7 +210,7 @@ async def _worker(
 
 async def _arrive(
     load: Load, rate: float, conversations: Sequence[Conversation], on_answer: Callable[[], object]
-) -> list[list[Answer]]:
+) -> list[list[StreamedAnswer]]:
     """Begin each conversation at its own moment, whatever became of the others."""
     rng = random.Random(load.seed)
     began_s = perf_counter()
@@ -225,9 +225,9 @@ async def _arrive(
 
 async def _converse(
     load: Load, conversation: Conversation, on_answer: Callable[[], object]
-) -> list[Answer]:
+) -> list[StreamedAnswer]:
     messages: list[Message] = list(conversation.opening)
-    answers: list[Answer] = []
+    answers: list[StreamedAnswer] = []
     for question in conversation.questions:
         messages.append({"role": "user", "content": question})
         body = {"model": load.model, "messages": messages, **load.sampling}
@@ -240,7 +240,9 @@ async def _converse(
     return answers
 
 
-def summary(answers: Sequence[Answer], seconds: float, limits: Limits) -> dict[str, object]:
+def summary(
+    answers: Sequence[StreamedAnswer], seconds: float, limits: LoadLimits
+) -> dict[str, object]:
     """The numbers of a run that took `seconds`; failed requests count only as failed."""
     good = [answer for answer in answers if answer.error is None]
     output = sum(answer.num_output for answer in good)

@@ -47,7 +47,7 @@ class Endpoint:
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """What came back for one request; times are of `perf_counter`, in seconds."""
 
     sent_s: float
@@ -89,11 +89,11 @@ async def find_model(endpoint: Endpoint, timeout_s: float) -> str:
     raise ServerRefused("the server lists no model")
 
 
-async def stream_chat(endpoint: Endpoint, body: Json, timeout_s: float) -> Answer:
+async def stream_chat(endpoint: Endpoint, body: Json, timeout_s: float) -> StreamedAnswer:
     """Ask, and listen to the end. What a server or the network does wrong is in `error`."""
     wanted = {**body, "stream": True, "stream_options": {"include_usage": True}}
     payload = json.dumps(wanted).encode()
-    answer = Answer(perf_counter())
+    answer = StreamedAnswer(perf_counter())
     try:
         async with (
             asyncio.timeout(timeout_s),
@@ -110,7 +110,7 @@ async def stream_chat(endpoint: Endpoint, body: Json, timeout_s: float) -> Answe
     return answer
 
 
-async def _listen(answer: Answer, pieces: AsyncIterator[bytes]) -> None:
+async def _listen(answer: StreamedAnswer, pieces: AsyncIterator[bytes]) -> None:
     rest = b""
     async for piece in pieces:
         now_s = perf_counter()
@@ -127,7 +127,7 @@ async def _listen(answer: Answer, pieces: AsyncIterator[bytes]) -> None:
     raise ServerRefused("the stream ended before [DONE]")
 
 
-def _take_event(answer: Answer, event: object, now_s: float) -> None:
+def _take_event(answer: StreamedAnswer, event: object, now_s: float) -> None:
     if not isinstance(event, dict):
         raise ServerRefused("an event is not an object")
     if event.get("error"):

@@ -15,8 +15,9 @@ import numpy as np
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import EventBus
+from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
-from mainstem.core.request import SamplingParams
+from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Runner
 from mainstem.engine.build import build_engine
 from mainstem.text.text_engine import TextEngine
@@ -47,11 +48,11 @@ class Score:
     computed_tokens: int
     moved_pages: int
     seconds: float
-    answers: tuple["Answer", ...]
+    answers: tuple["ScoredAnswer", ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScoredAnswer:
     """How good one answer is, in points."""
 
     document: int
@@ -88,7 +89,7 @@ def read_documents(path: Path) -> list[Document]:
 
 def _bare(question: str) -> str:
     """Without the words of a completion prompt."""
-    return question.strip().removeprefix("Question:").removesuffix("Answer:").strip()
+    return question.strip().removeprefix("Question:").removesuffix("ScoredAnswer:").strip()
 
 
 def ask(
@@ -113,7 +114,7 @@ def ask(
     engine = TextEngine(build_engine(folder, config, bus, around=watch), tokenizer)
     greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
     one = SamplingParams(temperature=0.0, max_tokens=1)
-    scores: list[Answer] = []
+    scores: list[ScoredAnswer] = []
     began_s = perf_counter()
     for number, document in enumerate(documents):
         num_filler = window - SPARE_TOKENS - len(tokenizer.encode_chat([_user(document.text)]))
@@ -121,7 +122,7 @@ def ask(
             continue  # the cut would reach into the document
         filler = tokenizer.decode(filler_ids[:num_filler])
         told = _user(f"{filler}\n\n{document.text}")
-        session = f"document-{number}"
+        session = SessionId(f"document-{number}")
         _answers(engine, {session: tokenizer.encode_chat([told])}, one, session, way)
         prompts = {q: tokenizer.encode_chat([told, READ, _user(q)]) for q, _ in document.questions}
         answers = _answers(engine, prompts, greedy, session, way)
@@ -151,11 +152,15 @@ def _answers(
     engine: TextEngine,
     prompts: dict[str, list[int]],
     sampling: SamplingParams,
-    session: str,
+    session: SessionId,
     way: Way,
 ) -> dict[str, str]:
     for name, ids in prompts.items():
-        engine.submit(name, ids, sampling, session=session, overflow=way.overflow)
+        engine.submit(
+            Request(
+                RequestId(name), np.asarray(ids), sampling, session=session, overflow=way.overflow
+            )
+        )
     answers = dict.fromkeys(prompts, "")
     while engine.has_work:
         for output in engine.step():
@@ -163,16 +168,16 @@ def _answers(
     return answers
 
 
-def _score(document: int, answer: str, wanted: str) -> Answer:
+def _score(document: int, answer: str, wanted: str) -> ScoredAnswer:
     """Whether the answer holds the wanted words, and the harmonic mean of precision and recall."""
     said, right = _words(answer), _words(wanted)
     common = sum((Counter(said) & Counter(right)).values())
     f1 = 2 * common / (len(said) + len(right)) if said or right else 0.0
     is_right = f" {' '.join(right)} " in f" {' '.join(said)} "
-    return Answer(document, 100.0 * is_right, 100.0 * f1)
+    return ScoredAnswer(document, 100.0 * is_right, 100.0 * f1)
 
 
-def compare(some: Sequence[Answer], others: Sequence[Answer], field: str) -> Difference:
+def compare(some: Sequence[ScoredAnswer], others: Sequence[ScoredAnswer], field: str) -> Difference:
     """`others` against `some`, which answer the same questions in the same order."""
     by_document: dict[int, list[float]] = {}
     for one, other in zip(some, others, strict=True):

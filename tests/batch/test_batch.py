@@ -18,8 +18,10 @@ from mainstem.cli.batch import main
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from mainstem.core.events import RequestSubmitted, StepFinished
+from mainstem.core.request import Request
 from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import FakeEngines, expected_text
+from tests.text.test_tools import HERMES, WEATHER
 
 Row = dict[str, Any]
 
@@ -104,6 +106,45 @@ def test_advice_that_is_impossible_is_refused_with_its_file(folder: Folder) -> N
     with pytest.raises(ConfigError, match=r"generation_config.json: top_p: .*, got 7"):
         folder.run()
     assert folder.run("--generation-config", "none") == 0
+
+
+# --- apps and tools ------------------------------------------------------------------------------
+
+
+def test_a_row_whose_model_names_an_app_gets_its_prompt(folder: Folder) -> None:
+    app = folder.path / "polite.txt"
+    app.write_text("Be polite. ")
+    row = {"prompt": "why?", "temperature": 0, "max_tokens": 6}
+    folder.write(
+        [
+            row | {"custom_id": "by model", "model": "m:polite"},
+            row | {"custom_id": "by name", "app": "polite"},
+            row | {"custom_id": "plain", "model": "llama3:8b"},
+            row | {"custom_id": "missing", "app": "rude"},
+        ]
+    )
+    assert folder.run("--app", f"polite={app}") == 1
+    texts = folder.texts()
+    assert texts["by model"] == texts["by name"] == expected_text("Be polite. why?", 6)
+    assert texts["plain"] == expected_text("why?", 6)
+    assert folder.rows()["missing"]["error"]["code"] == "app_not_found"
+
+
+def test_a_row_may_require_a_tool_call(folder: Folder) -> None:
+    folder.engines = FakeEngines(template=HERMES)
+    messages = [{"role": "user", "content": "Will it rain?"}]
+    row = {"messages": messages, "tools": [WEATHER], "tool_choice": "required"}
+    folder.write([row | {"custom_id": "a"}])
+    assert folder.run() == 0
+    (choice,) = folder.rows()["a"]["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+def test_tools_of_a_model_that_was_taught_none_are_an_error_row(folder: Folder) -> None:
+    folder.write([{"messages": [{"role": "user", "content": "x"}], "tools": [WEATHER]}])
+    assert folder.run() == 1
+    assert folder.rows()["line-1"]["error"]["param"] == "tools"
 
 
 # --- answers -------------------------------------------------------------------------------------
@@ -296,9 +337,10 @@ def test_sampled_rows_depend_on_their_id_alone(
         engine = load(config)
         submit = engine.submit
 
-        def noted(request_id: str, ids: Any, sampling: Any, *rest: Any, **named: Any) -> None:
-            seen.setdefault(bytes(letter + 32 for letter in ids).decode(), set()).add(sampling.seed)
-            submit(request_id, ids, sampling, *rest, **named)
+        def noted(request: Request) -> None:
+            prompt = bytes(letter + 32 for letter in request.prompt_ids.tolist()).decode()
+            seen.setdefault(prompt, set()).add(request.sampling.seed)
+            submit(request)
 
         monkeypatch.setattr(engine, "submit", noted)
         return engine

@@ -14,13 +14,14 @@ from mainstem.batch.ordering import (
     Stretch,
     WindowPlanner,
     group_equals,
-    shared_with_next,
 )
-from mainstem.batch.rows import Kind, Row
+from mainstem.batch.rows import Row
 from mainstem.batch.windows import Window
 from mainstem.core.plan import Prompts
 from mainstem.core.request import SamplingParams
+from mainstem.plan.order import shared_with_next
 from mainstem.plan.planner import PlanConfig, plan_prompts
+from mainstem.wire.calls import Call, Kind
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
@@ -30,7 +31,8 @@ workloads = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_si
 def a_row(
     line: int, sampling: SamplingParams = GREEDY, salt: bytes = b"", priority: int = 0
 ) -> Row:
-    return Row(line, f"line-{line}", Kind.COMPLETION, sampling, salt, priority)
+    call = Call(Kind.COMPLETION, sampling, cache_salt=salt, priority=priority)
+    return Row(line, f"line-{line}", call)
 
 
 def common(a: list[int], b: list[int]) -> int:

@@ -6,28 +6,24 @@ from array import array
 import pytest
 
 from mainstem.batch.files import Line
-from mainstem.batch.rows import (
-    HARMLESS,
-    Chat,
-    Kind,
-    Prompt,
-    Row,
-    RowError,
-    RowParser,
-    custom_id_of,
-    parse_json,
-)
+from mainstem.batch.rows import Row, custom_id_of, parse_json, parse_row
 from mainstem.core.errors import InvalidRequest
+from mainstem.text.encoding import Chat, Prompt
 from mainstem.text.grammar import json_form
+from mainstem.text.tools import ToolFormat
+from mainstem.wire.bodies import HARMLESS
+from mainstem.wire.calls import CallParser, Kind
+from mainstem.wire.errors import WireError
 
 
 def parsed(row: object, **defaults: object) -> tuple[Row, Prompt]:
     read = parse_json(Line(7, json.dumps(row).encode()))
-    return RowParser(defaults).parse(read, 7, custom_id_of(read, 7))
+    parser = CallParser(defaults, find_tool_format=lambda: ToolFormat.HERMES)
+    return parse_row(parser, read, 7, custom_id_of(read, 7))
 
 
-def refused(row: object) -> RowError:
-    with pytest.raises(RowError) as caught:
+def refused(row: object) -> WireError:
+    with pytest.raises(WireError) as caught:
         parsed(row)
     return caught.value
 
@@ -43,59 +39,63 @@ def chat_row(**body: object) -> dict[str, object]:
 
 def test_an_openai_chat_row() -> None:
     row, prompt = parsed(chat_row(max_completion_tokens=5, temperature=0, stop="x", seed=3))
-    assert (row.line, row.custom_id, row.kind, row.model) == (7, "a", Kind.CHAT, "m")
+    assert (row.line, row.custom_id, row.call.kind, row.call.model) == (7, "a", Kind.CHAT, "m")
     assert prompt == Chat([{"role": "user", "content": "hi"}])
-    assert row.sampling.max_tokens == 5
-    assert row.sampling.is_greedy
-    assert row.sampling.stop == ("x",)
-    assert row.sampling.seed == 3
+    assert row.call.sampling.max_tokens == 5
+    assert row.call.sampling.is_greedy
+    assert row.call.sampling.stop == ("x",)
+    assert row.call.sampling.seed == 3
 
 
 def test_an_openai_completion_row() -> None:
     body = {"prompt": "once", "logprobs": 2, "logit_bias": {"5": -1}}
     row, prompt = parsed({"custom_id": "a", "url": "/v1/completions", "body": body})
-    assert (row.kind, prompt) == (Kind.COMPLETION, "once")
-    assert row.sampling.logprobs == 2
-    assert row.sampling.logit_bias == {5: -1.0}
+    assert (row.call.kind, prompt) == (Kind.COMPLETION, "once")
+    assert row.call.sampling.logprobs == 2
+    assert row.call.sampling.logit_bias == {5: -1.0}
 
 
 def test_plain_rows_hold_everything_beside_the_prompt() -> None:
     row, prompt = parsed({"prompt": [1, 2, 3], "max_tokens": 4, "top_k": 3, "cache_salt": "s"})
     assert prompt == array("i", [1, 2, 3])
-    assert (row.custom_id, row.sampling.max_tokens, row.sampling.top_k) == ("line-7", 4, 3)
-    assert row.salt == b"s"
+    assert (row.custom_id, row.call.sampling.max_tokens, row.call.sampling.top_k) == (
+        "line-7",
+        4,
+        3,
+    )
+    assert row.call.cache_salt == b"s"
     row, prompt = parsed({"messages": [{"role": "user", "content": "hi"}], "custom_id": "b"})
-    assert (row.kind, row.custom_id) == (Kind.CHAT, "b")
+    assert (row.call.kind, row.custom_id) == (Kind.CHAT, "b")
 
 
 def test_defaults_are_those_of_openai() -> None:
     chat, _ = parsed(chat_row())
     completion, _ = parsed({"prompt": "x"})
-    assert (chat.sampling.max_tokens, completion.sampling.max_tokens) == (None, 16)
-    assert (chat.sampling.temperature, completion.sampling.temperature) == (1.0, 1.0)
+    assert (chat.call.sampling.max_tokens, completion.call.sampling.max_tokens) == (None, 16)
+    assert (chat.call.sampling.temperature, completion.call.sampling.temperature) == (1.0, 1.0)
 
 
 def test_the_jobs_defaults_fill_in_what_a_row_leaves_out() -> None:
-    assert parsed({"prompt": "x"}, max_tokens=3, temperature=0.5)[0].sampling.max_tokens == 3
+    assert parsed({"prompt": "x"}, max_tokens=3, temperature=0.5)[0].call.sampling.max_tokens == 3
     row, _ = parsed({"prompt": "x", "max_tokens": 9}, max_tokens=3, temperature=0.5)
-    assert (row.sampling.max_tokens, row.sampling.temperature) == (9, 0.5)
+    assert (row.call.sampling.max_tokens, row.call.sampling.temperature) == (9, 0.5)
 
 
 def test_wrong_defaults_are_the_callers_fault() -> None:
     with pytest.raises(InvalidRequest, match="temperature"):
-        RowParser({"temperature": -1.0})
+        CallParser({"temperature": -1.0})
 
 
 def test_null_is_the_same_as_absent() -> None:
     row, _ = parsed(chat_row(stop=None, max_tokens=None, tools=None, logprobs=None))
-    assert row.sampling.stop == ()
-    assert row.sampling.max_tokens is None
+    assert row.call.sampling.stop == ()
+    assert row.call.sampling.max_tokens is None
 
 
 def test_chat_logprobs_are_a_boolean_and_a_count() -> None:
-    assert parsed(chat_row(logprobs=True))[0].sampling.logprobs == 0
-    assert parsed(chat_row(logprobs=True, top_logprobs=4))[0].sampling.logprobs == 4
-    assert parsed(chat_row(logprobs=False))[0].sampling.logprobs is None
+    assert parsed(chat_row(logprobs=True))[0].call.sampling.logprobs == 0
+    assert parsed(chat_row(logprobs=True, top_logprobs=4))[0].call.sampling.logprobs == 4
+    assert parsed(chat_row(logprobs=False))[0].call.sampling.logprobs is None
     assert refused(chat_row(top_logprobs=4)).param == "top_logprobs"
     assert refused(chat_row(logprobs=2)).param == "logprobs"
 
@@ -122,9 +122,9 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     }
     row, _ = parsed({"prompt": "x", "priority": -3, **fields})
     for name, value in fields.items():
-        got = getattr(row.sampling, name)
+        got = getattr(row.call.sampling, name)
         assert got == (tuple(value) if isinstance(value, list) else value), name
-    assert row.priority == -3
+    assert row.call.priority == -3
 
 
 def test_harmless_fields_are_accepted() -> None:
@@ -134,14 +134,29 @@ def test_harmless_fields_are_accepted() -> None:
 
 def test_fields_that_only_say_what_happens_anyway_are_accepted() -> None:
     row, _ = parsed(chat_row(stream=False, response_format={"type": "text"}))
-    assert row.sampling.grammar is None
+    assert row.call.sampling.grammar is None
     assert refused(chat_row(stream=True)).param == "stream"
 
 
 def test_a_row_may_ask_for_a_form() -> None:
     row, _ = parsed(chat_row(response_format={"type": "json_object"}))
-    assert row.sampling.grammar == json_form({"type": "object"})
+    assert row.call.sampling.grammar == json_form({"type": "object"})
     assert refused(chat_row(response_format={"type": "xml"})).param == "response_format"
+
+
+def test_a_row_may_bring_tools() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    row, prompt = parsed(chat_row(tools=[tool], tool_choice="required"))
+    assert isinstance(prompt, Chat)
+    assert prompt.tools == (tool,)
+    assert row.call.sampling.grammar is not None
+    assert refused(chat_row(tools=[{"type": "function"}])).param == "tools"
+
+
+@pytest.mark.parametrize("name", ["session_id", "context_overflow", "echo"])
+def test_what_needs_a_client_that_waits_is_refused(name: str) -> None:
+    error = refused({"prompt": "a", name: "x"})
+    assert (error.code, error.param) == ("unknown_field", name)
 
 
 def test_text_parts_become_one_text() -> None:
@@ -205,12 +220,12 @@ def test_what_is_refused_names_its_field(row: object, code: str, param: str | No
 
 @pytest.mark.parametrize("data", [b"{", b"nonsense", b"\xff\xfe{}", b"[" * 100_000])
 def test_what_is_not_json_is_refused(data: bytes) -> None:
-    with pytest.raises(RowError) as caught:
+    with pytest.raises(WireError) as caught:
         parse_json(Line(1, data))
     assert caught.value.code == "invalid_json"
 
 
 def test_a_line_that_is_too_long_is_refused() -> None:
-    with pytest.raises(RowError) as caught:
+    with pytest.raises(WireError) as caught:
         parse_json(Line(1, None))
     assert caught.value.code == "line_too_long"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mainstem.core.plan import Prompts
-from mainstem_bench.arrivals import Answer, arrival_times, run_arrivals, summary
+from mainstem_bench.arrivals import TimedAnswer, arrival_times, run_arrivals, summary
 from mainstem_bench.workloads import shared
 from tests.builders import VOCAB, an_engine
 
@@ -19,7 +19,11 @@ def test_arrivals_are_a_poisson_process_of_the_given_rate() -> None:
 
 
 def test_latencies_count_from_the_moment_a_request_was_due() -> None:
-    answers = [Answer(1.0, [1.5, 1.75, 2.0]), Answer(2.0, [4.5, 4.75, 5.0]), Answer(3.0, [9.0])]
+    answers = [
+        TimedAnswer(1.0, [1.5, 1.75, 2.0]),
+        TimedAnswer(2.0, [4.5, 4.75, 5.0]),
+        TimedAnswer(3.0, [9.0]),
+    ]
     result = summary(answers, output=3, seconds=10.0)
     assert (result["requests"], result["completed"]) == (3, 2)
     assert result["ttft_ms_mean"] == 1500.0

@@ -14,8 +14,8 @@ import pytest
 
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem_bench.conversations import Conversation, Shape, from_file, made_up
-from mainstem_bench.serve import Limits, main, summary, take
-from mainstem_bench.sse_client import Answer, Endpoint
+from mainstem_bench.serve import LoadLimits, main, summary, take
+from mainstem_bench.sse_client import Endpoint, StreamedAnswer
 from tests.server.running import a_server
 
 KEY = "k-123"
@@ -247,16 +247,16 @@ def test_wrong_flags_are_refused(flags: str) -> None:
         main(flags.split())
 
 
-def an_answer(first_s: float, gap_s: float) -> Answer:
+def an_answer(first_s: float, gap_s: float) -> StreamedAnswer:
     pieces = [10 + first_s + gap_s * index for index in range(3)]
-    return Answer(sent_s=10, piece_s=pieces, ended_s=pieces[-1], output_tokens=3)
+    return StreamedAnswer(sent_s=10, piece_s=pieces, ended_s=pieces[-1], output_tokens=3)
 
 
 def test_goodput_counts_requests_that_keep_both_limits() -> None:
     answers = [an_answer(0.1, 0.01), an_answer(0.9, 0.01), an_answer(0.1, 0.5)]
-    assert summary(answers, 2.0, Limits())["goodput_per_s"] == 1.5
-    assert summary(answers, 2.0, Limits(ttft_s=0.5))["goodput_per_s"] == 1.0
-    assert summary(answers, 2.0, Limits(ttft_s=0.5, itl_s=0.1))["goodput_per_s"] == 0.5
+    assert summary(answers, 2.0, LoadLimits())["goodput_per_s"] == 1.5
+    assert summary(answers, 2.0, LoadLimits(ttft_s=0.5))["goodput_per_s"] == 1.0
+    assert summary(answers, 2.0, LoadLimits(ttft_s=0.5, itl_s=0.1))["goodput_per_s"] == 0.5
 
 
 def test_made_up_conversations_are_seeded_and_share_by_group() -> None:

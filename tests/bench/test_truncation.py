@@ -15,7 +15,7 @@ from mainstem.core.request import Overflow
 from mainstem.sched.truncation import TruncationRules, Truncator
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.chat_sessions import Chats, ChatWork
-from mainstem_bench.truncated_questions import Answer, ask, compare, read_documents
+from mainstem_bench.truncated_questions import ScoredAnswer, ask, compare, read_documents
 from mainstem_bench.truncation import main, read_on
 from mainstem_bench.ways import WAYS
 from tests.builders import a_request
@@ -104,10 +104,10 @@ def test_questions_are_asked_after_the_cut(
 
 
 def test_ways_are_compared_question_by_question() -> None:
-    some = [Answer(n // 2, 100.0 * (n % 2), 50.0) for n in range(40)]
+    some = [ScoredAnswer(n // 2, 100.0 * (n % 2), 50.0) for n in range(40)]
     same = compare(some, some, "right")
     assert (same.mean, same.margin) == (0.0, 0.0)
-    better = [Answer(a.document, a.right, 60.0) for a in some]  # by as much everywhere
+    better = [ScoredAnswer(a.document, a.right, 60.0) for a in some]  # by as much everywhere
     found = compare(some, better, "f1")
     assert found.mean == pytest.approx(10.0)
     assert found.margin == pytest.approx(0.0)
@@ -117,8 +117,8 @@ def test_the_margin_is_that_of_documents_drawn_again() -> None:
     """A bootstrap over documents, whose questions go together, says the same."""
     rng = np.random.default_rng(0)
     points = [(n, float(rng.normal(rng.normal(0, 8), 20))) for n in range(150) for _ in range(5)]
-    zeros = [Answer(n, 0.0, 0.0) for n, _ in points]
-    found = compare(zeros, [Answer(n, 0.0, f1) for n, f1 in points], "f1")
+    zeros = [ScoredAnswer(n, 0.0, 0.0) for n, _ in points]
+    found = compare(zeros, [ScoredAnswer(n, 0.0, f1) for n, f1 in points], "f1")
     sums = np.array([f1 for _, f1 in points]).reshape(150, 5).sum(axis=1)
     means = [sums[rng.integers(0, 150, 150)].sum() / len(points) for _ in range(2000)]
     assert found.margin == pytest.approx(1.96 * float(np.std(means)), rel=0.08)

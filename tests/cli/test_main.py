@@ -2,6 +2,7 @@
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,6 @@ from mainstem.cli import generate, models
 from mainstem.cli import main as cli
 from mainstem.cli import plan as planning
 from mainstem.core.errors import InvalidRequest, ModelNotFound
-from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench import plan
 
 
@@ -48,13 +48,13 @@ def test_a_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPa
         generate.main(["-", "--model", "./nowhere"])
 
 
-def test_a_plan_of_what_is_not_text_names_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_tokenizer(name: str, template: str | None) -> Tokenizer:
-        raise AssertionError("nothing is to be tokenized")
-
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xe9\n")))
-    with pytest.raises(InvalidRequest, match="-: 'utf-8' codec"):
-        planning.main(["-"], no_tokenizer)
+def test_a_plan_of_what_is_not_text_names_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xe9\n")
+    assert planning.main([str(path)]) == 0
+    assert "line 1 cannot be answered: not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["owner/model", "./folder", "SmolLM2"])

@@ -3,42 +3,30 @@
 import gzip
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from mainstem.cli.plan import DEFAULT_MAX_TOKENS, main, parse_row, read_batch
-from mainstem.core.errors import ConfigError, InvalidRequest, MainstemError
+from mainstem.batch.files import InputFile
+from mainstem.batch.windows import RowReader
+from mainstem.cli.plan import ReadPrompts, main, read_prompts
+from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.plan import Plan
+from mainstem.text.tokenizer import Tokenizer
+from mainstem.text.tools import ToolFormat
+from mainstem.wire.calls import CallParser
+from tests.batch.fake_batch import a_tokenizer
+from tests.text.test_tools import HERMES
 
 
-class ByteTokenizer:
-    """Bytes as ids; a chat is its contents, each after one byte for the role."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        for text in texts:
-            if "\ud800" in text:
-                raise InvalidRequest("prompt", "is not Unicode text")
-        return [list(text.encode()) for text in texts]
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        tools: Sequence[Mapping[str, object]] | None = None,
-    ) -> list[int]:
-        if messages[0].get("role") == "alien":
-            raise InvalidRequest("messages", "unknown role")
-        said = "".join(f"{str(m['role'])[0]}{m['content']}" for m in messages)
-        return list((json.dumps(tools) if tools else "").encode()) + list(said.encode())
-
-
-def no_tokenizer(model: str, template: str | None) -> ByteTokenizer:
+def no_tokenizer(model: str, template: str | None) -> Tokenizer:
     raise AssertionError(f"the tokenizer of {model} is not needed")
 
 
-def byte_tokenizer(model: str, template: str | None) -> ByteTokenizer:
-    return ByteTokenizer()
+def fake_tokenizer(model: str, template: str | None) -> Tokenizer:
+    return a_tokenizer()
 
 
 def write(path: Path, rows: Sequence[object]) -> Path:
@@ -57,73 +45,99 @@ def batch_row(url: str, body: object, custom_id: str = "a") -> dict[str, object]
 DOCS = [[doc] * 50 + [question] for question in range(3) for doc in (7, 8, 9)]
 
 
-def test_every_form_of_row_becomes_token_ids() -> None:
+def read(path: Path) -> ReadPrompts:
+    parser = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+    with closing(InputFile(str(path))) as source:
+        return read_prompts(source, RowReader(parser, lambda: a_tokenizer(HERMES)))
+
+
+def test_rows_are_read_as_batch_reads_them(tmp_path: Path) -> None:
+    """Tools are accepted, and what a row is expected to answer is what batch expects."""
+    tool = {"type": "function", "function": {"name": "f"}}
+    question = [{"role": "user", "content": "q"}]
     rows = [
         {"prompt": "ab"},
         {"prompt": [1, 2, 3]},
-        {"messages": [{"role": "user", "content": "hi"}]},
-        batch_row("/v1/completions", {"prompt": "xy", "max_tokens": 5}),
-        batch_row("/v1/completions", {"prompt": []}),
-        batch_row(
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "q"}], "max_completion_tokens": 9},
-        ),
-        {"messages": [{"role": "user", "content": "q"}], "tools": [{"type": "function"}]},
+        {"messages": question},
+        batch_row("/v1/completions", {"prompt": "xy", "max_tokens": 5}, "b"),
+        batch_row("/v1/chat/completions", {"messages": question, "max_completion_tokens": 9}, "c"),
+        {"messages": question, "tools": [tool]},
     ]
-    lines = [json.dumps(row) + "\n" for row in rows]
-    lines.insert(2, "\n")
-    batch = read_batch(lines, ByteTokenizer)
-    found = [batch.prompts[index].tolist() for index in range(len(batch.prompts))]
-    assert found[:6] == [[97, 98], [1, 2, 3], list(b"uhi"), [120, 121], [], list(b"uq")]
-    assert found[6] == list(b'[{"type": "function"}]uq')
-    limit = DEFAULT_MAX_TOKENS
-    assert batch.max_tokens.tolist() == [limit, limit, limit, 5, limit, 9, limit]
+    path = write(tmp_path / "in.jsonl", rows)
+    path.write_text("\n" + path.read_text())
+    found = read(path)
+    encode = a_tokenizer(HERMES).encode
+    assert found.prompts[0].tolist() == encode("ab")
+    assert found.prompts[1].tolist() == [1, 2, 3]
+    assert found.prompts[3].tolist() == encode("xy")
+    assert len(found.prompts[5]) > len(found.prompts[2])  # the tools are part of the prompt
+    assert found.max_tokens.tolist() == [16, 16, 512, 5, 9, 512]
+    assert found.lines == [2, 3, 4, 5, 6, 7]
 
 
-def test_prompts_keep_their_order_across_tokenizer_batches() -> None:
-    lines = [json.dumps({"prompt": str(n) if n % 3 else [n]}) for n in range(2500)]
-    batch = read_batch(lines, ByteTokenizer)
-    wanted = [list(str(n).encode()) if n % 3 else [n] for n in range(2500)]
-    assert [batch.prompts[n].tolist() for n in range(2500)] == wanted
+def test_prompts_keep_their_order_across_tokenizer_batches(tmp_path: Path) -> None:
+    rows = [{"prompt": str(n) if n % 3 else [n]} for n in range(2500)]
+    found = read(write(tmp_path / "in.jsonl", rows))
+    encode = a_tokenizer().encode
+    wanted = [encode(str(n)) if n % 3 else [n] for n in range(2500)]
+    assert [found.prompts[n].tolist() for n in range(2500)] == wanted
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{", "not JSON"),
-        ("[1]", "must be a JSON object"),
-        ('{"text": "a"}', "neither"),
-        ('{"prompt": 5}', "token ids"),
-        ('{"prompt": ["a", "b"]}', "token ids"),
-        ('{"prompt": [1.5]}', "token ids"),
-        ('{"prompt": [-1]}', "token ids"),
-        ('{"prompt": [3000000000]}', "token ids"),
-        ('{"prompt": "a", "max_tokens": -3}', "max_tokens"),
-        ('{"prompt": "a", "max_tokens": "many"}', "max_tokens"),
-        ('{"prompt": "a", "max_tokens": 0}', "max_tokens"),
-        ('{"prompt": "a", "max_completion_tokens": true}', "max_completion_tokens"),
-        ('{"messages": "hi"}', "list of objects"),
-        ('{"messages": []}', "empty"),
-        ('{"messages": [{"role": "user"}], "tools": {}}', "tools"),
-        ('{"body": {"prompt": "a"}}', "url"),
-        ('{"url": "/v1/embeddings", "body": {"input": "a"}}', "url"),
-        ('{"url": "/v1/completions", "body": {"messages": []}}', '"prompt"'),
-        ('{"url": "/v1/completions", "body": 3}', '"prompt"'),
-    ],
-)
-def test_a_bad_line_is_named_with_the_reason(line: str, reason: str) -> None:
-    with pytest.raises(InvalidRequest, match="line 12") as caught:
-        parse_row(line, 12)
-    assert reason in str(caught.value)
+BAD_LINES = [
+    ("{", "not JSON"),
+    ("[1]", "must be a JSON object"),
+    ('{"text": "a"}', "a prompt or messages"),
+    ('{"prompt": 5}', "prompt"),
+    ('{"prompt": ["a", "b"]}', "token ids"),
+    ('{"prompt": [1.5]}', "prompt"),
+    ('{"prompt": [3000000000]}', "token ids"),
+    ('{"prompt": "\\ud800"}', "prompt"),
+    ('{"prompt": "a", "max_tokens": -3}', "max_tokens"),
+    ('{"prompt": "a", "max_tokens": "many"}', "max_tokens"),
+    ('{"messages": "hi"}', "messages"),
+    ('{"messages": []}', "messages"),
+    ('{"messages": [{"role": "user"}], "tools": {}}', "tools"),
+    ('{"body": {"prompt": "a"}}', "url"),
+    ('{"url": "/v1/embeddings", "body": {"input": "a"}}', "url"),
+    ('{"url": "/v1/completions", "body": {"messages": []}}', "prompt"),
+    ('{"url": "/v1/completions", "body": 3}', "body"),
+]
 
 
-@pytest.mark.parametrize(
-    "row", [{"prompt": "\ud800"}, {"messages": [{"role": "alien", "content": "a"}]}]
-)
-def test_what_the_tokenizer_refuses_is_named_by_its_line(row: object) -> None:
-    lines = [json.dumps({"prompt": "fine"}), json.dumps(row), json.dumps({"prompt": "fine"})]
-    with pytest.raises(InvalidRequest, match="line 2"):
-        read_batch(lines, ByteTokenizer)
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES)
+def test_a_bad_line_is_reported_with_its_reason(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{line}\n{{"prompt": "fine"}}\n')
+    found = read(path)
+    assert found.lines == [1, 3]
+    (failure,) = found.failures
+    assert failure.line == 2
+    assert reason in failure.error.message
+
+
+def test_bad_lines_are_counted_and_emitted_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": [7, 7, 1]}, {"prompt": "a", "tempreature": 1}, {"prompt": [7, 7, 2]}]
+    path, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert main([str(path), "--json", "--emit-order", str(target)], no_tokenizer) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["failed_lines"] == 1
+    assert "line 2 cannot be answered: the field 'tempreature'" in shown.err
+    assert [json.loads(line) for line in target.read_text().splitlines()] == [
+        rows[0], rows[2], rows[1],
+    ]  # fmt: skip
+
+
+def test_an_app_is_in_front_of_the_rows_that_name_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = tmp_path / "polite.txt"
+    prompt.write_text("Be polite. ")
+    rows = [{"prompt": "x", "model": "m:polite"}, {"prompt": "x", "model": "llama3:8b"}]
+    path = write(tmp_path / "in.jsonl", rows)
+    assert main([str(path), "--json", "--app", f"polite={prompt}"], fake_tokenizer) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"] == len("Be polite. ") + 2
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz"])
@@ -153,9 +167,9 @@ def test_text_is_read_with_the_model_and_the_template_that_were_named(
 ) -> None:
     asked: list[tuple[str, str | None]] = []
 
-    def load(model: str, template: str | None) -> ByteTokenizer:
+    def load(model: str, template: str | None) -> Tokenizer:
         asked.append((model, template))
-        return ByteTokenizer()
+        return a_tokenizer()
 
     path = write(tmp_path / "in.jsonl", [{"prompt": "hello"}, {"prompt": "help"}])
     named = ["--model", "some/model", "--chat-template", "t.jinja"]
@@ -261,12 +275,11 @@ def test_impossible_flags_are_refused(
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    broken, binary, cut = (tmp_path / name for name in ("a.jsonl.gz", "b.jsonl", "c.jsonl.gz"))
+    broken, cut = (tmp_path / name for name in ("a.jsonl.gz", "c.jsonl.gz"))
     broken.write_bytes(b"not gzip")
-    binary.write_bytes(b"\xff\xfe{}\n")
     cut.write_bytes(gzip.compress(b'{"prompt": [1]}\n' * 1000)[:40])
-    for path in (tmp_path / "missing.jsonl", broken, binary, cut):
-        with pytest.raises(InvalidRequest, match=path.name):
+    for path in (tmp_path / "missing.jsonl", broken, cut):
+        with pytest.raises(MainstemError, match=path.name):
             main([str(path)], no_tokenizer)
 
 

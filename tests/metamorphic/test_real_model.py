@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from mainstem import LLM, SamplingParams
 from mainstem.text.tokenizer import Tokenizer
+from tests.builders import a_request
 
 DATA = Path(__file__).parent.parent / "data" / "prompts50.jsonl"
 NEW_TOKENS = 64
@@ -165,7 +166,9 @@ def test_preemption_does_not_change_the_answer(
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     for index, prompt in enumerate(prompts):
         # too low an expectation starts more than memory can hold to the end
-        llm.text_engine.submit(str(index), prompt, params, expected_tokens=1)
+        llm.text_engine.submit(
+            a_request(prompt, sampling=params, name=str(index), expected_tokens=1)
+        )
     got: list[list[int]] = [[] for _ in prompts]
     while llm.text_engine.has_work:
         for output in llm.text_engine.step():

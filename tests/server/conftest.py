@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mainstem.server.apps_registry import App
+from mainstem.text.encoding import App
 from tests.server.running import Running, a_server
 
 POLITE = App("polite", "You answer politely and never lose your patience with anybody. ")

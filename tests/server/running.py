@@ -16,13 +16,15 @@ import uvloop
 
 from mainstem.cli.serve import Server
 from mainstem.core.config import EngineConfig
-from mainstem.server.apps_registry import App, AppRegistry
+from mainstem.server.apps_registry import AppRegistry
 from mainstem.server.auth import Access, KeyRing
-from mainstem.server.gateway import Gateway, ServedModel
-from mainstem.server.limits import Limits
+from mainstem.server.gateway import Gateway
+from mainstem.server.limits import ServerLimits
 from mainstem.server.live import Live
 from mainstem.server.metrics import ServerMetrics
+from mainstem.server.served_model import ServedModel
 from mainstem.server.worker import Worker
+from mainstem.text.encoding import App
 from mainstem.text.sessions import SessionLimits, Sessions
 from tests.batch.fake_batch import FakeEngines
 
@@ -123,7 +125,7 @@ def until(is_true: Callable[[], bool], within_s: float = 20.0) -> None:
 @contextmanager
 def a_server(
     apps: Sequence[App] = (),
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     has_keys: bool = False,
     engines: FakeEngines | None = None,
     shutdown_s: float = 5.0,
@@ -141,13 +143,13 @@ def a_server(
         ServedModel(("fake", "alias"), 1_700_000_000, sampling or {}),
         Access(keys, KeyRing({"root": ADMIN})),
         AppRegistry(apps),
-        limits or Limits(),
+        limits or ServerLimits(),
         Live("fake", metrics.counters),
         metrics,
         Sessions(SessionLimits()),
     )
     if data_dir is not None:
-        gateway.open_desk(data_dir)
+        gateway.open_batches(data_dir)
     server = Server(gateway, shutdown_s, origins)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

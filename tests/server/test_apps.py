@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.server.apps_registry import App, AppRegistry, shared_prefixes
+from mainstem.server.apps_registry import AppRegistry
+from mainstem.text.encoding import App, shared_prefixes
 from tests.batch.fake_batch import FakeEngines, a_tokenizer
 from tests.server.conftest import PIRATE, POLITE
 from tests.server.running import ADMIN, ALICE, BOB, Running, a_server, until

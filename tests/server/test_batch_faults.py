@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from mainstem.server import batch_runner, batch_shelf
-from mainstem.server.batch_shelf import Batch, BatchShelf, BatchStatus
-from mainstem.server.file_shelf import FileShelf, write_whole
+from mainstem.server import batch_runner, batch_store
+from mainstem.server.batch_store import Batch, BatchStatus, BatchStore
+from mainstem.server.file_store import FileStore, write_whole
 from tests.server.running import Running, a_server, until
 from tests.server.test_batches import ENDED, a_client, a_row, answers, lines
 
@@ -45,14 +45,14 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk()
-    put = FileShelf.put
+    put = FileStore.put
 
     class Checked(io.FileIO):
         def write(self, data: Any, /) -> int:
             disk.check("answer")
             return super().write(data)
 
-    def checked_put(shelf: FileShelf, owner: str, *names: str) -> object:
+    def checked_put(shelf: FileStore, owner: str, *names: str) -> object:
         disk.check("file")
         return put(shelf, owner, *names)
 
@@ -61,8 +61,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
         write_whole(path, data)
 
     monkeypatch.setattr(io, "FileIO", Checked)  # what answers are appended with
-    monkeypatch.setattr(FileShelf, "put", checked_put)
-    monkeypatch.setattr(batch_shelf, "write_whole", checked_write)
+    monkeypatch.setattr(FileStore, "put", checked_put)
+    monkeypatch.setattr(batch_store, "write_whole", checked_write)
     monkeypatch.setattr(batch_runner, "RETRY_S", 0.05)
     return disk
 
@@ -137,9 +137,9 @@ def test_a_batch_that_was_killed_before_its_end_was_written_down_ends(tmp_path: 
         batch_id = begin(client, 20)
         until(lambda: client.batches.retrieve(batch_id).status in ENDED)
         said = answers(client, client.batches.retrieve(batch_id).output_file_id)
-    shelf = BatchShelf(tmp_path / "batches")
+    shelf = BatchStore(tmp_path / "batches")
     (batch,) = shelf._batches.values()
-    output = FileShelf(tmp_path / "files").path(batch.owner, str(batch.output_file_id))
+    output = FileStore(tmp_path / "files").path(batch.owner, str(batch.output_file_id))
     shelf.work_path(batch).write_bytes(output.read_bytes())
     shelf.put(replace(batch, status=BatchStatus.IN_PROGRESS, output_file_id=None, total=0))
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
@@ -156,7 +156,7 @@ def test_a_cancelled_batch_with_a_torn_line_keeps_its_answers(tmp_path: Path) ->
         running.pause(0.02)
         batch_id = begin(client, 40)
         until(lambda: num_answered(running, batch_id) > 5)
-    shelf = BatchShelf(tmp_path / "batches")
+    shelf = BatchStore(tmp_path / "batches")
     (batch,) = shelf.opened()
     shelf.put(batch.moved(BatchStatus.CANCELLING))
     work = shelf.work_path(batch)
@@ -180,7 +180,7 @@ def test_a_write_that_fails_or_is_killed_leaves_nothing(
         write_whole(tmp_path / "state.json", b"{}")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "owner").mkdir()
-    for shelf in (FileShelf, BatchShelf):
+    for shelf in (FileStore, BatchStore):
         (tmp_path / "owner" / "state.json.0123abcd.fresh").touch()
         shelf(tmp_path)
         assert list(tmp_path.glob("*/*")) == []
@@ -213,7 +213,7 @@ def test_a_batch_that_is_cancelled_as_its_files_are_made_has_them_made_once_at_a
 ) -> None:
     part, at_it, most_at_it = batch_runner._part, [], []
 
-    def slow_part(files: FileShelf, batch: Batch, work: Path) -> tuple[str | None, str | None]:
+    def slow_part(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str | None]:
         at_it.append(batch.batch_id)
         most_at_it.append(len(at_it))
         sleep(0.5)

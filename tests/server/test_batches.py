@@ -15,7 +15,8 @@ import pytest
 from openai import OpenAI
 
 from mainstem.core.errors import ConfigError
-from mainstem.server.limits import Limits
+from mainstem.server.limits import ServerLimits
+from mainstem.text.encoding import App
 from tests.batch.fake_batch import expected_text
 from tests.server.process import a_process
 from tests.server.running import ALICE, BOB, Json, Running, a_server, until
@@ -34,7 +35,7 @@ def lines(rows: list[Json]) -> bytes:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    limits = Limits(upload_bytes=1 << 20, body_s=2.0)
+    limits = ServerLimits(upload_bytes=1 << 20, body_s=2.0)
     with a_server(data_dir=tmp_path_factory.mktemp("data"), has_keys=True, limits=limits) as made:
         yield made
 
@@ -58,6 +59,26 @@ def answers(client: OpenAI, file_id: str | None) -> dict[str, Json]:
     found = [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
     assert len({row["custom_id"] for row in found}) == len(found)
     return {row["custom_id"]: row for row in found}
+
+
+def test_rows_may_name_the_models_that_are_listed(tmp_path: Path) -> None:
+    """A row to MODEL:APP runs on the app's pinned pages, as an interactive request does."""
+    app = App("polite", "You answer politely and never lose your patience with anybody. ")
+    with a_server([app], data_dir=tmp_path) as server, a_client(server) as client:
+        listed = [model.id for model in client.models.list()]
+        rows = [a_row(name, "why?", model=name) for name in listed]
+        rows.append(a_row("nobody", "why?", model="fake:nobody"))
+        batch = run(client, rows)
+        found = answers(client, batch.output_file_id)
+        assert set(found) == set(listed)
+        body = found["fake:polite"]["response"]["body"]
+        assert body["model"] == "fake:polite"
+        assert body["choices"][0]["text"] == expected_text(app.prompt + "why?", 6)
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] > len(app.prompt) - 8
+        assert body["choices"][0]["text"] != found["fake"]["response"]["body"]["choices"][0]["text"]
+        failed = answers(client, batch.error_file_id)
+        assert failed["nobody"]["error"]["code"] == "model_not_found"
+        server.settle()
 
 
 def test_a_batch_is_answered_as_the_client_expects(shared: Running) -> None:
@@ -234,7 +255,7 @@ def test_uploads_at_once_do_not_exceed_what_may_be_stored(tmp_path: Path) -> Non
     head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     head += b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
     tail = b"\r\n--b--\r\n"
-    limits = Limits(upload_bytes=size + 1000, stored_bytes=3 * (size + 1000))
+    limits = ServerLimits(upload_bytes=size + 1000, stored_bytes=3 * (size + 1000))
     kind = {"content-type": "multipart/form-data; boundary=b"}
     with a_server(data_dir=tmp_path, limits=limits) as running:
         begun = Barrier(num_uploads)
@@ -302,7 +323,7 @@ def test_batches_give_way_to_interactive_requests(shared: Running) -> None:
 
 
 def test_no_row_is_started_while_clients_are_many(shared: Running) -> None:
-    runner = shared.gateway.desk.runner  # type: ignore[union-attr]
+    runner = shared.gateway.batches.runner  # type: ignore[union-attr]
     assert runner.may_start()
     shared.gateway.gate.open_answers += 9
     try:
@@ -342,7 +363,7 @@ def test_without_a_folder_there_are_no_files(server: Running) -> None:
 
 def test_a_key_may_have_so_many_files(tmp_path: Path) -> None:
     form: dict[str, Any] = {"files": {"file": ("in", b"{}")}, "data": {"purpose": "batch"}}
-    with a_server(data_dir=tmp_path, limits=Limits(stored_files=2)) as running:
+    with a_server(data_dir=tmp_path, limits=ServerLimits(stored_files=2)) as running:
         made = [running.client.post("/v1/files", **form) for _ in range(3)]
         assert [reply.status_code for reply in made] == [200, 200, 413]
         assert made[2].json()["error"]["message"] == "this key may have 2 files: delete some"
@@ -354,7 +375,7 @@ def test_a_key_may_have_so_many_files(tmp_path: Path) -> None:
 def test_answers_of_batches_count_as_files(tmp_path: Path, row: Json) -> None:
     """One upload, asked for again and again, fills no disk; nor do many rows in one upload."""
     rows = [row | {"custom_id": f"r{n}"} for n in range(300)]
-    limits = Limits(stored_bytes=len(lines(rows)) + 20_000)
+    limits = ServerLimits(stored_bytes=len(lines(rows)) + 20_000)
     with a_server(data_dir=tmp_path, limits=limits) as running, a_client(running) as client:
         batch = run(client, rows)
         assert batch.status == "failed"
@@ -375,7 +396,7 @@ def test_answers_of_batches_count_as_files(tmp_path: Path, row: Json) -> None:
 
 
 def test_what_a_running_batch_has_written_counts_for_uploads(tmp_path: Path) -> None:
-    limits = Limits(stored_bytes=45_000)
+    limits = ServerLimits(stored_bytes=45_000)
     rows = [a_row(f"r{n}", f"row {n}", max_tokens=3 + n) for n in range(60)]
     form: dict[str, Any] = {"files": {"file": ("in", b"x" * 30_000)}, "data": {"purpose": "batch"}}
     with a_server(data_dir=tmp_path, limits=limits) as running, a_client(running) as client:
@@ -384,7 +405,7 @@ def test_what_a_running_batch_has_written_counts_for_uploads(tmp_path: Path) -> 
         client.batches.create(
             input_file_id=made.id, endpoint="/v1/completions", completion_window="24h"
         )
-        desk = running.gateway.desk
+        desk = running.gateway.batches
         assert desk is not None
         (batch,) = desk.batches.opened()
         until(lambda: desk.batches.work_bytes(batch.owner) > 10_000)

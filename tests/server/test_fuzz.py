@@ -8,7 +8,7 @@ import pytest
 import schemathesis
 from schemathesis.generation import GenerationMode
 
-from mainstem.server.openapi import document
+from mainstem.wire.openapi import document
 from tests.batch.fake_batch import FakeEngines
 from tests.server.running import ADMIN, Running, a_server
 from tests.text.test_tools import HERMES

@@ -13,11 +13,11 @@ import pytest
 from mainstem.core.step import Step
 from mainstem.server.auth import ANYBODY
 from mainstem.server.faults import ApiError
-from mainstem.server.limits import Gate, Limits
+from mainstem.server.limits import Gate, ServerLimits
 from tests.batch.fake_batch import FakeEngines
 from tests.server.running import Running, a_server, until
 
-TIGHT = Limits(
+TIGHT = ServerLimits(
     body_bytes=20_000, header_bytes=4_000, header_s=0.4, body_s=0.4, write_s=0.5, open_answers=6
 )
 
@@ -256,7 +256,7 @@ def test_a_full_queue_answers_429_with_retry_after(tight: Running) -> None:
 
 
 def test_a_key_may_have_so_many_requests_open() -> None:
-    gate = Gate(Limits(open_requests=2))
+    gate = Gate(ServerLimits(open_requests=2))
     refused = pytest.raises(ApiError, match="2 requests open")
     with gate.enter(ANYBODY, 1), gate.enter(ANYBODY, 1), refused, gate.enter(ANYBODY, 1):
         pass
@@ -267,7 +267,7 @@ def test_a_key_may_have_so_many_requests_open() -> None:
 
 def test_a_key_may_send_so_many_requests_a_minute() -> None:
     now = 0.0
-    gate = Gate(Limits(requests_per_minute=3), clock=lambda: now)
+    gate = Gate(ServerLimits(requests_per_minute=3), clock=lambda: now)
     for _ in range(3):
         gate.allow(ANYBODY)
     with pytest.raises(ApiError) as caught:
@@ -281,7 +281,7 @@ def test_a_key_may_send_so_many_requests_a_minute() -> None:
 
 
 def test_the_rate_limit_is_told_to_the_client() -> None:
-    with a_server(limits=Limits(requests_per_minute=1)) as running:
+    with a_server(limits=ServerLimits(requests_per_minute=1)) as running:
         assert running.post("/v1/completions", {"prompt": "x"}).status_code == 200
         refused = running.post("/v1/completions", {"prompt": "x"})
         assert refused.status_code == 429

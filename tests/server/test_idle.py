@@ -6,9 +6,10 @@ from contextlib import closing
 from pathlib import Path
 
 from mainstem.core.request import SamplingParams
-from mainstem.server.worker import EngineRequest, Worker
+from mainstem.server.worker import Worker
 from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import a_tokenizer
+from tests.builders import a_request
 from tests.kv.tiered import a_tiered_engine
 
 NUM_PAGES = 25
@@ -36,7 +37,7 @@ def test_an_idle_engine_saves_its_pages_and_forgets_old_ones(tmp_path: Path) -> 
         worker.start()
         prompt = [token % 90 for token in range(4 * NUM_PAGES + 3)]
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-        answering = await worker.submit([EngineRequest("a", prompt, sampling)])
+        answering = await worker.submit([a_request(prompt, sampling=sampling)])
         async for _ in answering:
             pass
         await become(NUM_PAGES)

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from mainstem.server import pruning
-from mainstem.server.batch_shelf import Batch, BatchShelf, BatchStatus
-from mainstem.server.file_shelf import FileShelf
-from mainstem.server.limits import Limits
+from mainstem.server.batch_store import Batch, BatchStatus, BatchStore
+from mainstem.server.file_store import FileStore
+from mainstem.server.limits import ServerLimits
 from mainstem.server.pruning import Pruner
 from tests.server.running import Json, Running, a_server, until
 from tests.server.test_batch_faults import num_answered
 from tests.server.test_batches import ENDED, a_client, a_row, answers, lines, run
 
-TTL_S = Limits().file_ttl_s
+TTL_S = ServerLimits().file_ttl_s
 LONG_AGO = int(time() - TTL_S - 100)
 
 
 def prune(running: Running) -> None:
-    assert running.gateway.desk is not None
-    running.on_loop(running.gateway.desk.pruner.prune())
+    assert running.gateway.batches is not None
+    running.on_loop(running.gateway.batches.pruner.prune())
 
 
 def age_files(folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_old_files_go_again_and_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_file_tells_when_it_goes(tmp_path: Path) -> None:
-    with a_server(data_dir=tmp_path, limits=Limits(file_ttl_s=500.5)) as running:
+    with a_server(data_dir=tmp_path, limits=ServerLimits(file_ttl_s=500.5)) as running:
         made = upload(running)
         assert made["expires_at"] == made["created_at"] + 500
         assert running.get(f"/v1/files/{made['id']}").json() == made
@@ -110,7 +110,7 @@ def test_no_batch_is_made_of_a_file_that_may_go_at_any_moment(tmp_path: Path) ->
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "file_expired")
 
 
-def a_batch(shelf: BatchShelf, status: BatchStatus) -> Batch:
+def a_batch(shelf: BatchStore, status: BatchStatus) -> Batch:
     made = shelf.create("owner", "/v1/completions", "file-" + "0" * 24, None)
     old = replace(made, times=dict.fromkeys(made.times, LONG_AGO))
     moved = old.moved(status)
@@ -120,15 +120,15 @@ def a_batch(shelf: BatchShelf, status: BatchStatus) -> Batch:
 
 def test_a_long_batch_is_kept_from_its_end_on(tmp_path: Path) -> None:
     """Made long ago, ended now: nobody can have read it before."""
-    batches = BatchShelf(tmp_path / "batches")
+    batches = BatchStore(tmp_path / "batches")
     batch = a_batch(batches, BatchStatus.EXPIRED)
-    asyncio.run(Pruner(FileShelf(tmp_path / "files"), batches, TTL_S).prune())
+    asyncio.run(Pruner(FileStore(tmp_path / "files"), batches, TTL_S).prune())
     assert batches.find("owner", batch.batch_id) == batch
 
 
 def test_files_of_a_batch_that_was_killed_at_its_end_are_kept(tmp_path: Path) -> None:
     """The server was down for long: the files are old, and the batch does not know them yet."""
-    files, batches = FileShelf(tmp_path / "files"), BatchShelf(tmp_path / "batches")
+    files, batches = FileStore(tmp_path / "files"), BatchStore(tmp_path / "batches")
     batch = a_batch(batches, BatchStatus.FINALIZING)
     with files.writing("owner", batch.answer_names[0]) as (file_id, path):
         path.write_bytes(b"{}\n")
@@ -144,7 +144,7 @@ def test_files_of_a_batch_that_was_killed_at_its_end_are_kept(tmp_path: Path) ->
 
 def test_beyond_a_number_batches_with_nothing_to_fetch_go_first(tmp_path: Path) -> None:
     with (
-        a_server(data_dir=tmp_path, limits=Limits(kept_batches=3)) as running,
+        a_server(data_dir=tmp_path, limits=ServerLimits(kept_batches=3)) as running,
         a_client(running) as client,
     ):
         rows = [a_row("a", "x")]
@@ -176,7 +176,7 @@ def test_a_batch_that_fails_keeps_what_is_answered(tmp_path: Path) -> None:
 
 
 def test_a_batch_whose_answers_are_damaged_fails_and_goes_in_its_time(tmp_path: Path) -> None:
-    batches = BatchShelf(tmp_path / "batches")
+    batches = BatchStore(tmp_path / "batches")
     with a_server(data_dir=tmp_path) as running:
         made = upload(running)
     (owner,) = (path.name for path in (tmp_path / "files").iterdir())

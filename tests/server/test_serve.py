@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from mainstem.cli.serve import main
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
-from mainstem.server.file_shelf import lock_folder
+from mainstem.server.file_store import lock_folder
 from mainstem.server.logs import JsonLines
 from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import FakeEngines

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mainstem.server.schema import HARMLESS
+from mainstem.wire.bodies import HARMLESS
 from tests.batch.fake_batch import a_tokenizer, expected_text
 from tests.builders import VOCAB
 from tests.fakes import fake_answer

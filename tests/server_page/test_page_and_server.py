@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mainstem.server.apps_registry import App
+from mainstem.text.encoding import App
 from tests.server.running import ALICE, Running, a_server, until
 from tests.server_page.browser import Page
 

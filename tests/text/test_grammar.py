@@ -20,7 +20,7 @@ from mainstem.text.grammar import (
 )
 from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import a_tokenizer
-from tests.builders import an_engine
+from tests.builders import a_request, an_engine
 
 SCHEMA = {
     "type": "object",
@@ -48,7 +48,8 @@ def answers(
     }
     for place, prompt in enumerate(prompts):
         ids = a_tokenizer().encode(prompt)
-        engine.submit(str(place), ids, sampling, expected_tokens=1)  # so that pages run out
+        # too low an expectation, so that pages run out
+        engine.submit(a_request(ids, sampling=sampling, name=str(place), expected_tokens=1))
     while engine.has_work:
         for output in engine.step():
             texts[output.request_id, output.index] += output.text
@@ -88,8 +89,9 @@ def test_forms_and_free_answers_run_in_one_batch() -> None:
     engine = TextEngine(an_engine(256), a_tokenizer())
     prompt = a_tokenizer().encode("the same prompt")
     free = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    engine.submit("free", prompt, free)
-    engine.submit("bound", prompt, a_form(regex_form("[0-9]{5}")))
+    engine.submit(a_request(prompt, sampling=free, name="free"))
+    bound = a_form(regex_form("[0-9]{5}"))
+    engine.submit(a_request(prompt, sampling=bound, name="bound"))
     texts = {"free": "", "bound": ""}
     while engine.has_work:
         for output in engine.step():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.text.grammar import Grammars
-from mainstem.text.tools import ToolCall, ToolFormat, ToolReader, read_tools, tool_format
+from mainstem.text.tools import ToolCall, ToolFormat, ToolReader, offer_tools, tool_format
 from tests.batch.fake_batch import TEMPLATE, a_tokenizer
 
 HERMES = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}<tool_call>" + TEMPLATE
@@ -105,33 +105,17 @@ def test_the_template_tells_the_format() -> None:
 
 @pytest.mark.parametrize("format", list(ToolFormat))
 def test_a_required_call_has_a_form_that_compiles(format: ToolFormat) -> None:
-    use = read_tools([WEATHER, CLOCK], "required", format)
-    assert use is not None
+    use = offer_tools([WEATHER, CLOCK], ["clock"], format)
     assert use.form is not None
     Grammars(a_tokenizer()).compile(use.form)
 
 
-def test_what_is_wrong_with_tools_is_named() -> None:
-    format = ToolFormat.HERMES
-    for tools in ("x", [5], [{"type": "function"}], [{"type": "f", "function": {"name": "f"}}],
-                  [{"type": "function", "function": {"name": "a b"}}],
-                  [{"type": "function", "function": {"name": "f", "parameters": 5}}],
-                  [CLOCK] * 129):  # fmt: skip
-        with pytest.raises(InvalidRequest, match=r"^tools"):
-            read_tools(tools, None, format)
-    for choice in ("always", {"type": "function", "function": {"name": "other"}}, 5):
-        with pytest.raises(InvalidRequest, match=r"^tool_choice"):
-            read_tools([CLOCK], choice, format)
-    with pytest.raises(InvalidRequest, match=r"^tool_choice"):
-        read_tools([], "required", format)
+def test_a_model_that_was_taught_no_tools_gets_none() -> None:
     with pytest.raises(InvalidRequest, match="chat template"):
-        read_tools([CLOCK], None, None)
+        offer_tools([CLOCK], None, None)
 
 
-def test_no_tools_no_use() -> None:
-    assert read_tools([], "auto", None) is None
-    assert read_tools([CLOCK], "none", None) is None
-    use = read_tools([CLOCK], "auto", ToolFormat.HERMES)
-    assert use is not None
+def test_the_model_decides_whether_to_call() -> None:
+    use = offer_tools([CLOCK], None, ToolFormat.HERMES)
     assert use.form is None
     assert json.dumps(use.tools[0]) == json.dumps(CLOCK)

@@ -1,6 +1,5 @@
 """The loop of a batch job: keep the engine fed in planned order, append each answer at once."""
 
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -10,14 +9,17 @@ from mainstem.batch.ahead import Ahead
 from mainstem.batch.answer_file import AnswerFile
 from mainstem.batch.bar import JobBar
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow, certain_output
-from mainstem.batch.replies import Answers, answer_row, error_row
-from mainstem.batch.rows import Row, RowError
+from mainstem.batch.rows import Row, answer_row, error_row
 from mainstem.batch.summary import Summary
 from mainstem.batch.supply import Supply
 from mainstem.batch.windows import Failure
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.request import Delivery, SamplingParams
+from mainstem.core.ids import RequestId
+from mainstem.core.plan import Int32s
+from mainstem.core.request import Delivery, Request, SamplingParams
 from mainstem.text.text_engine import TextEngine, TextOutput
+from mainstem.wire.errors import WireError, from_invalid
+from mainstem.wire.replies import PromptAnswers
 
 OTHER_MODELS = 100  # different names that are counted
 
@@ -37,7 +39,7 @@ class _Open:
     row: Row
     copies: list[Row]
     template: int
-    answers: Answers
+    answers: PromptAnswers
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class _Next:
 
     row: Row
     copies: list[Row]
-    prompt_ids: "array[int]"
+    prompt_ids: Int32s
     template: int
     plan_place: int | None
     new_tokens: int  # likely to be computed
@@ -113,8 +115,8 @@ class Job:
         for failure in window.failures:
             self._fail(failure)
         for row in window.rows:
-            if row.model not in (None, self._config.model_name):
-                self._note_model(str(row.model))
+            if row.call.model not in (None, self._config.model_name):
+                self._note_model(str(row.call.model))
         return self._in_order(planned)
 
     def _in_order(self, planned: PlannedWindow) -> Iterator[_Next]:
@@ -126,41 +128,39 @@ class Job:
             parts = (stretch.row_indices, stretch.templates, stretch.new_tokens)
             places = zip(*(part.tolist() for part in parts), strict=True)
             for offset, (index, template, new_tokens) in enumerate(places):
-                ids = array("i")
-                ids.frombytes(prompts[index].tobytes())
                 place = None if first is None else first + offset
                 equals = [rows[copy] for copy in planned.copies[index]]
-                yield _Next(rows[index], equals, ids, template, place, new_tokens)
+                yield _Next(rows[index], equals, prompts[index], template, place, new_tokens)
 
     @property
     def _num_waiting(self) -> int:
         return self._engine.engine.num_waiting
 
     def _submit(self, item: _Next) -> None:
-        row = item.row
-        request_id = str(row.line)
-        expected = certain_output(row.sampling)
+        row, sampling = item.row, item.row.call.sampling
+        request_id = RequestId(str(row.line))
+        expected = certain_output(sampling)
         if expected is None:
-            expected = self._estimate.expect(item.template, row.sampling.max_tokens)
+            expected = self._estimate.expect(item.template, sampling.max_tokens)
         try:
-            self._engine.submit(
+            request = Request(
                 request_id,
                 item.prompt_ids,
                 seeded(row, self._config.seed),
-                Delivery.AT_END,
-                salt=row.salt,
-                priority=row.priority,
+                salt=row.call.cache_salt,
+                priority=row.call.priority,
+                delivery=Delivery.AT_END,
                 plan_place=item.plan_place,
                 expected_tokens=expected,
             )
+            self._engine.submit(request)
         except InvalidRequest as error:
-            fault = RowError("invalid_value", str(error), error.field)
             for failed in (row, *item.copies):
-                self._fail(Failure(failed.line, failed.custom_id, fault))
+                self._fail(Failure(failed.line, failed.custom_id, from_invalid(error)))
             return
-        answers = Answers(len(item.prompt_ids), row.sampling)
+        answers = PromptAnswers(len(item.prompt_ids), sampling)
         self._open[request_id] = _Open(row, item.copies, item.template, answers)
-        self._supply.note(item.new_tokens, row.sampling.n)
+        self._supply.note(item.new_tokens, sampling.n)
 
     # --- answers to the file --------------------------------------------------------------------
 
@@ -183,17 +183,17 @@ class Job:
         for row in opened.copies:
             self._answer(row, answers)
             self._summary.deduplicated += 1
-            self._summary.deduplicated_tokens += answers.prompt_tokens * row.sampling.n
+            self._summary.deduplicated_tokens += answers.prompt_tokens * row.call.sampling.n
 
     def _give_up(self, request_id: str, opened: _Open, reason: str) -> None:
         """Steps failed over a row whenever it was tried: it and its copies are error rows."""
         del self._open[request_id]
         self._engine.abort(request_id)
-        fault = RowError("engine_failed", f"steps failed over this row: {reason}")
+        fault = WireError("engine_failed", f"steps failed over this row: {reason}")
         for row in (opened.row, *opened.copies):
             self._fail(Failure(row.line, row.custom_id, fault))
 
-    def _answer(self, row: Row, answers: Answers) -> None:
+    def _answer(self, row: Row, answers: PromptAnswers) -> None:
         name, tokenizer = self._config.model_name, self._engine.tokenizer
         self._out.append(answer_row(row, answers, name, tokenizer, int(time())))
         self._summary.answered += 1
@@ -212,7 +212,8 @@ class Job:
 
 def seeded(row: Row, seed: int) -> SamplingParams:
     """A row without a seed gets one from its id, so that a resumed job says the same."""
-    if row.sampling.is_greedy or row.sampling.seed is not None:
-        return row.sampling
+    sampling = row.call.sampling
+    if sampling.is_greedy or sampling.seed is not None:
+        return sampling
     digest = blake2b(f"{seed} {row.custom_id}".encode(), digest_size=8).digest()
-    return replace(row.sampling, seed=int.from_bytes(digest, "little", signed=True))
+    return replace(sampling, seed=int.from_bytes(digest, "little", signed=True))

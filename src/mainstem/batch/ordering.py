@@ -19,7 +19,13 @@ from mainstem.batch.rows import Row
 from mainstem.batch.windows import Window
 from mainstem.core.plan import Int32s, Int64s, Plan, Prompts
 from mainstem.core.request import SamplingParams
-from mainstem.plan.order import OutputEstimate, reorder, templates_of
+from mainstem.plan.order import (
+    OutputEstimate,
+    new_tokens,
+    reorder,
+    shared_with_next,
+    templates_of,
+)
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
 
@@ -27,7 +33,6 @@ STRETCH_ROWS = 4096  # at least; whole groups, unless the window ends
 TEMPLATE_TOKENS = 64  # of a shared prefix that tell one kind of prompt from another
 MAX_TEMPLATES = 1 << 16
 FEW_ANSWERS = 16  # below this, nothing is concluded from them
-LEAST_NEW_TOKENS = 16  # of a prompt whose prefix may be cached or not
 UNLIMITED_TOKENS = 512  # what a row without max_tokens counts as, until answers were seen
 
 
@@ -40,14 +45,14 @@ def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
     groups: dict[int, list[int]] = {}
     settings: dict[int, bytes] = {}  # rows that say the same share the object
     for index, row in enumerate(rows):
-        if not row.sampling.is_greedy:
+        if not row.call.sampling.is_greedy:
             groups[index] = []
             continue
-        setting = settings.get(id(row.sampling))
+        setting = settings.get(id(row.call.sampling))
         if setting is None:
-            setting = settings[id(row.sampling)] = _setting(row.sampling)
+            setting = settings[id(row.call.sampling)] = _setting(row.call.sampling)
         digest = blake2b(prompts[index].tobytes(), digest_size=16, key=setting)
-        digest.update(row.salt)
+        digest.update(row.call.cache_salt)
         leader = leaders.setdefault(digest.digest(), index)
         if leader == index:
             groups[index] = []
@@ -202,7 +207,7 @@ class WindowPlanner:
         parts: list[PlannedRows] | None = None
         if self._config is not None:
             chosen = np.array(list(copies), dtype=np.int64)
-            priorities = np.array([rows[index].priority for index in copies], dtype=np.int64)
+            priorities = np.array([rows[index].call.priority for index in copies], dtype=np.int64)
             parts = [
                 self._plan_rows(window, chosen[priorities == priority], self._config)
                 for priority in np.unique(priorities)
@@ -213,13 +218,13 @@ class WindowPlanner:
         rows = [window.rows[index] for index in indices.tolist()]
         prompts = _subset(window.prompts, indices)
         tree = build_tree(prompts)
-        limits = _limits(rows)
+        limits = output_limits(rows)
         return PlannedRows(
             row_indices=indices,
             lengths=prompts.num_tokens,
             limits=limits,
             templates=self._templates.of(tree, prompts),
-            salts=_salt_numbers([row.salt for row in rows]),
+            salts=_salt_numbers([row.call.cache_salt for row in rows]),
             plan=plan_tree(tree, config, limits),
         )
 
@@ -232,9 +237,9 @@ def _in_input_order(row_indices: Sequence[int], prompts: Prompts) -> Iterator[St
         yield Stretch(part, np.zeros(len(part), dtype=np.int64), None, to_compute)
 
 
-def _limits(rows: Sequence[Row]) -> Int64s:
+def output_limits(rows: Sequence[Row]) -> Int64s:
     """[rows] most output tokens of each."""
-    limits = [row.sampling.max_tokens or UNLIMITED_TOKENS for row in rows]
+    limits = [row.call.sampling.max_tokens or UNLIMITED_TOKENS for row in rows]
     return np.array(limits, dtype=np.int64)
 
 
@@ -249,28 +254,6 @@ def _subset(prompts: Prompts, indices: Int64s) -> Prompts:
     starts = np.zeros(len(indices) + 1, dtype=np.int64)
     np.cumsum(prompts.num_tokens[indices], out=starts[1:])
     return Prompts(np.concatenate([prompts[index] for index in indices.tolist()]), starts)
-
-
-def shared_with_next(plan: Plan) -> Int32s:
-    """[members] how many leading tokens each member shares with the one after it; 0 at the end."""
-    after = np.arange(1, len(plan.members) + 1)
-    nodes = plan.member_nodes.copy()
-    nodes[-1:] = 0
-    low = np.flatnonzero((plan.node_ends[nodes] <= after) & (nodes > 0))
-    while len(low):  # up to the deepest node that covers both
-        nodes[low] = plan.node_parents[nodes[low]]
-        low = low[(plan.node_ends[nodes[low]] <= after[low]) & (nodes[low] > 0)]
-    return plan.node_tokens[nodes].astype(np.int32)
-
-
-def new_tokens(lengths: Int64s, shared_with_next: Int32s | None) -> Int64s:
-    """[prompts] tokens of each that the one before it does not share, or the least that may be left
-    of it to compute where that is not known."""
-    if shared_with_next is None:
-        return np.minimum(lengths, LEAST_NEW_TOKENS)
-    new = lengths.copy()
-    new[1:] -= shared_with_next[:-1]
-    return new
 
 
 def _stretch_end(plan: Plan, shared: Int32s, begin_group: int) -> int:

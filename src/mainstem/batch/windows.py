@@ -1,31 +1,29 @@
 """Lines -> windows: as many tokenised rows as are planned together.
 
-    InputFile -> JSON -> duplicates and rows that are done -> RowParser -> tokenizer -> Window
+    InputFile -> JSON -> duplicates and rows that are done -> parse_row -> tokenizer -> Window
 
 A window is bounded in memory, so an input may be of any size.
 """
 
+import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 
 from mainstem.batch.answer_file import Done
-from mainstem.batch.files import FileFault, InputFile, Line
+from mainstem.batch.files import FileFault, Line
 from mainstem.batch.idset import IdSet
-from mainstem.batch.rows import (
-    Chat,
-    Prompt,
-    Row,
-    RowError,
-    RowParser,
-    custom_id_of,
-    parse_json,
-)
+from mainstem.batch.rows import Row, custom_id_of, parse_json, parse_row
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.plan import Prompts
+from mainstem.text.encoding import App, Prompt, encode_prompt
 from mainstem.text.tokenizer import Tokenizer
+from mainstem.wire.calls import Call, CallParser
+from mainstem.wire.errors import WireError, from_invalid
 
 ROW_BYTES = 1024  # what a row takes beside its tokens
 TOKEN_BYTES = 24  # a token id, its copy, and what planning needs for it
@@ -39,7 +37,7 @@ class Failure:
 
     line: int
     custom_id: str | None
-    error: RowError
+    error: WireError
 
 
 @dataclass(slots=True)
@@ -75,26 +73,40 @@ class _Draft:
         self.sizes.append(len(token_ids))
 
 
+class RowSource(Protocol):
+    """Lines in order, and how much of them was read."""
+
+    @property
+    def progress(self) -> float | None: ...
+
+    def __iter__(self) -> Iterator[Line]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """How rows become calls and token ids; the same for a job, a server's batch and a plan.
+
+    The tokenizer is loaded by the first row that needs it. `find_app` says which app a row is for;
+    it raises WireError for one that is not there.
+    """
+
+    parser: CallParser
+    load_tokenizer: Callable[[], Tokenizer]
+    find_app: Callable[[Call], App | None] = lambda call: None
+    max_model_len: int = sys.maxsize
+
+
 class WindowReader:
     """Makes windows of at most about `window_bytes` from the lines of an input."""
 
-    def __init__(
-        self,
-        source: InputFile,
-        tokenizer: Tokenizer,
-        parser: RowParser,
-        done: Done,
-        max_model_len: int,
-        window_bytes: int,
-    ) -> None:
+    def __init__(self, source: RowSource, rows: RowReader, done: Done, window_bytes: int) -> None:
         self._source = source
-        self._tokenizer = tokenizer
-        self._parser = parser
+        self._rows = rows
         self._done = done
-        self._max_model_len = max_model_len
         self._window_bytes = window_bytes
         self._seen = IdSet()
         self._num_rows = 0
+        self.tokenize_s = 0.0
 
     def __iter__(self) -> Iterator[Window]:
         draft = _Draft()
@@ -145,17 +157,17 @@ class WindowReader:
                 return None
             if not is_new:
                 reason = f"the custom_id {custom_id!r} was used on an earlier line"
-                raise RowError("duplicate_custom_id", reason, "custom_id")
+                raise WireError("duplicate_custom_id", reason, "custom_id")
             if custom_id in self._done.answered:
                 draft.num_skipped += 1
                 return None
-            return self._parser.parse(row, line.number, custom_id)
-        except RowError as error:
+            return parse_row(self._rows.parser, row, line.number, custom_id)
+        except WireError as error:
             self._fail(draft, line.number, custom_id, error)
             return None
 
     def _fail(
-        self, draft: _Draft, line_number: int, custom_id: str | None, error: RowError
+        self, draft: _Draft, line_number: int, custom_id: str | None, error: WireError
     ) -> None:
         if str(line_number) in self._done.failed_lines:
             draft.num_skipped += 1
@@ -163,48 +175,54 @@ class WindowReader:
             draft.failures.append(Failure(line_number, custom_id, error))
 
     def _tokenize(self, waiting: list[tuple[Row, Prompt]], draft: _Draft) -> None:
-        texts = iter(self._encode_all([text for _, text in waiting if isinstance(text, str)]))
-        for row, prompt in waiting:
+        began_s = perf_counter()
+        for (row, _), ids in zip(waiting, self._encode_all(waiting), strict=True):
             try:
-                if isinstance(prompt, str):
-                    ids = self._checked(next(texts))
-                elif isinstance(prompt, Chat):
-                    ids = self._checked(self._encode_chat(prompt))
-                else:
-                    ids = self._checked(prompt)
-            except RowError as error:
+                draft.add(row, self._checked(ids))
+            except WireError as error:
                 self._fail(draft, row.line, row.custom_id, error)
-            else:
-                draft.add(row, ids)
+        self.tokenize_s += perf_counter() - began_s
 
-    def _encode_all(self, texts: list[str]) -> list[list[int] | RowError]:
+    def _encode_all(self, waiting: list[tuple[Row, Prompt]]) -> "list[array[int] | WireError]":
+        """Ids of each prompt, or why there are none; plain texts are encoded side by side."""
+        found: list[array[int] | WireError | None] = [None] * len(waiting)
+        texts: dict[int, str] = {}
+        for place, (row, prompt) in enumerate(waiting):
+            try:
+                app = self._rows.find_app(row.call)
+                if app is None and isinstance(prompt, str):
+                    texts[place] = prompt
+                elif app is None and isinstance(prompt, array):
+                    found[place] = prompt
+                else:
+                    ids = encode_prompt(self._rows.load_tokenizer(), prompt, app)
+                    found[place] = array("i", ids)
+            except WireError as error:
+                found[place] = error
+            except InvalidRequest as error:
+                found[place] = from_invalid(error)
+        for place, read in zip(texts, self._encode_texts(list(texts.values())), strict=True):
+            found[place] = read if isinstance(read, WireError) else array("i", read)
+        return [item for item in found if item is not None]
+
+    def _encode_texts(self, texts: list[str]) -> list[list[int] | WireError]:
         """Ids of each text; one that is not valid does not spoil the others."""
+        if not texts:
+            return []
         try:
-            return [*self._tokenizer.encode_batch(texts)]
+            return [*self._rows.load_tokenizer().encode_batch(texts)]
         except InvalidRequest as error:
             if len(texts) > 1:
-                return [found for text in texts for found in self._encode_all([text])]
-            return [RowError("invalid_value", str(error), error.field)]
+                return [found for text in texts for found in self._encode_texts([text])]
+            return [from_invalid(error)]
 
-    def _encode_chat(self, chat: Chat) -> list[int] | RowError:
-        try:
-            return self._tokenizer.encode_chat(
-                chat.messages,
-                add_generation_prompt=chat.add_generation_prompt,
-                template_args=chat.template_args,
-            )
-        except InvalidRequest as error:
-            return RowError("invalid_value", str(error), error.field)
-
-    def _checked(self, ids: "list[int] | array[int] | RowError") -> "array[int]":
-        if isinstance(ids, RowError):
+    def _checked(self, ids: "array[int] | WireError") -> "array[int]":
+        if isinstance(ids, WireError):
             raise ids
         if not ids:
-            raise RowError("invalid_value", "prompt: must hold at least one token", "prompt")
-        if len(ids) >= self._max_model_len:
-            reason = (
-                f"the prompt's {len(ids)} tokens leave no room for an answer in the context of "
-                f"{self._max_model_len}"
-            )
-            raise RowError("prompt_too_long", reason, "prompt")
-        return ids if isinstance(ids, array) else array("i", ids)
+            raise WireError("invalid_value", "prompt: must hold at least one token", "prompt")
+        window = self._rows.max_model_len
+        if len(ids) >= window:
+            reason = f"the prompt's {len(ids)} tokens leave no room for an answer in the context of"
+            raise WireError("prompt_too_long", f"{reason} {window}", "prompt")
+        return ids

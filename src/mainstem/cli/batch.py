@@ -24,9 +24,9 @@ from mainstem.batch.bar import JobBar
 from mainstem.batch.files import FileFault, InputFile
 from mainstem.batch.job import Job, JobConfig
 from mainstem.batch.ordering import PlannedWindow, WindowPlanner
-from mainstem.batch.rows import RowParser
 from mainstem.batch.summary import Summary
-from mainstem.batch.windows import WindowReader
+from mainstem.batch.windows import RowReader, WindowReader
+from mainstem.cli.app_flag import add_app_flag, apps_by_name
 from mainstem.cli.flags import (
     DRAW_FLAGS,
     add_draw_flags,
@@ -40,6 +40,8 @@ from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.plan.planner import PlanConfig
 from mainstem.text.text_engine import TextEngine
+from mainstem.text.tools import tool_format
+from mainstem.wire.calls import CallParser
 
 MIB = 1 << 20
 LARGEST_WINDOW_MIB = 2048
@@ -58,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     existing = made.add_mutually_exclusive_group()
     existing.add_argument("--resume", action="store_true", help="go on with an OUT that is there")
     existing.add_argument("--overwrite", action="store_true", help="replace an OUT that is there")
+    add_app_flag(made)
     made.add_argument("--no-plan", action="store_true", help="keep the input's order")
     made.add_argument("--no-dedupe", action="store_true", help="answer equal greedy rows each")
     made.add_argument(
@@ -104,7 +107,8 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
     args = parser().parse_args(argv)
     config = engine_config(args)
     defaults = _defaults(args)
-    RowParser(defaults)  # raises if they are not valid
+    CallParser(defaults)  # raises if they are not valid
+    find_app = apps_by_name(args.app)
     plan_config = PlanConfig(levels=args.levels)
     planner = WindowPlanner(None if args.no_plan else plan_config, not args.no_dedupe)
     window_bytes = _window_bytes(args.window_mib)
@@ -118,10 +122,14 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
         with AnswerFile(args.output, _existing(args)) as out:
             summary.failed_before = out.done.num_failed
             engine = load(config)
-            limit = engine.engine.max_model_len
             tokenizer = engine.tokenizer
-            row_parser = RowParser(model_defaults(args, tokenizer) | defaults)
-            reader = WindowReader(source, tokenizer, row_parser, out.done, limit, window_bytes)
+            call_parser = CallParser(
+                model_defaults(args, tokenizer) | defaults,
+                find_tool_format=lambda: tool_format(tokenizer),
+            )
+            limit = engine.engine.max_model_len
+            rows = RowReader(call_parser, lambda: tokenizer, find_app, limit)
+            reader = WindowReader(source, rows, out.done, window_bytes)
             with closing(engine.engine), JobBar(summary, not args.no_progress) as bar:
                 job_config = JobConfig(config.model.model, args.seed)
                 job = Job(engine, out, job_config, summary, stop.is_set, bar)

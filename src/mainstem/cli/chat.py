@@ -7,15 +7,18 @@ from contextlib import suppress
 from signal import SIGINT
 from time import perf_counter
 
+import numpy as np
+
 from mainstem.cli.flags import add_engine_flags, add_sampling_flags, engine_config, sampling_params
 from mainstem.cli.stop_signals import StopSignals
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.request import SamplingParams
+from mainstem.core.ids import RequestId, SessionId
+from mainstem.core.request import Request, SamplingParams
 from mainstem.llm import LLM
 from mainstem.text.tokenizer import Tokenizer
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
-SESSION = "chat"
+SESSION = SessionId("chat")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,7 +93,11 @@ def stream_answer(
     prompt = llm.tokenizer.render_chat(messages)
     ids = llm.encode_turn(SESSION, prompt)
     began_s, first_s = perf_counter(), 0.0
-    engine.submit("chat", ids, sampling, session=SESSION, keep_tokens=num_fixed)
+    engine.submit(
+        Request(
+            RequestId("chat"), np.asarray(ids), sampling, session=SESSION, keep_tokens=num_fixed
+        )
+    )
     text: list[str] = []
     token_ids: list[int] = []
     num_cached, num_dropped = 0, 0

@@ -5,8 +5,12 @@ import json
 import sys
 from time import perf_counter
 
+import numpy as np
+
 from mainstem.cli.flags import add_engine_flags, add_sampling_flags, engine_config, sampling_params
 from mainstem.core.errors import AnswerFailed
+from mainstem.core.ids import RequestId
+from mainstem.core.request import Request
 from mainstem.llm import LLM
 
 
@@ -35,7 +39,7 @@ def main(argv: list[str]) -> int:
         ids = llm.tokenizer.encode(prompt)
     engine = llm.text_engine
     began_s = perf_counter()
-    engine.submit("generate", ids, sampling)
+    engine.submit(Request(RequestId("generate"), np.asarray(ids), sampling))
     text: list[str] = []
     num_tokens, first_s, reason = 0, 0.0, None
     while engine.has_work:

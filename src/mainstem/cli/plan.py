@@ -1,75 +1,54 @@
 """`mainstem plan`: what a batch of prompts shares, what planning saves, and the best order.
 
-Reads JSON lines: OpenAI batch rows (/v1/chat/completions, /v1/completions), {"prompt": text or
-token ids} or {"messages": [...]}. Works for other engines too: --emit-order writes the same lines
-in the planned order.
+Reads what `mainstem batch` reads, with the same rules; a line that could not be answered is
+reported and left out of the plan. Works for other engines too: --emit-order writes the same lines
+in the planned order (those left out come last).
 """
 
 import argparse
 import gzip
-import io
 import json
 import os
 import sys
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol, TextIO
 
 import numpy as np
 
+from mainstem.batch.answer_file import Done
+from mainstem.batch.files import InputFile, Line
+from mainstem.batch.ordering import output_limits
+from mainstem.batch.windows import Failure, RowReader, RowSource, WindowReader
 from mainstem.checkpoints.hub import resolve_model
+from mainstem.cli.app_flag import add_app_flag, apps_by_name
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.plan import Int64s, Plan, Prompts
 from mainstem.core.tables import table
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
 from mainstem.plan.saving import LruCache, Savings, compare
-from mainstem.text import tokenizer as text
+from mainstem.text.tokenizer import Tokenizer
+from mainstem.text.tools import tool_format
+from mainstem.wire.calls import CallParser
 
-TEXTS_AT_ONCE = 1024  # tokenised together
-DEFAULT_MAX_TOKENS = 128  # where a row names none; only ratios between rows matter
 GROUPS_DRAWN = 12
 GROUPS_PLOTTED = 40
 BAR_CHARS = 40
-MAX_TOKEN_ID = 2**31 - 1
-
-Json = Mapping[str, object]
-
-
-class Tokenizer(Protocol):
-    """What reading prompts needs of a tokenizer."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each prompt."""
-        ...
-
-    def encode_chat(self, messages: Sequence[Json], tools: Sequence[Json] | None) -> list[int]:
-        """Ids of a conversation, up to where the answer begins."""
-        ...
+FAILURES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRow:
-    """One line of a batch file; exactly one of the three prompts is there."""
-
-    line: int
-    max_tokens: int
-    token_ids: "array[int] | None" = None
-    text: str | None = None
-    messages: Sequence[Json] | None = None
-    tools: Sequence[Json] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch file as arrays, and what reading it took."""
+class ReadPrompts:
+    """The rows of a batch file that can be answered, and what reading them took."""
 
     prompts: Prompts
     max_tokens: Int64s
+    lines: list[int]  # the line of each prompt
+    failures: list[Failure]
     read_s: float
     tokenize_s: float
 
@@ -77,162 +56,39 @@ class Batch:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def parse_row(line: str, number: int) -> PromptRow:
-    """One JSON line; raises InvalidRequest, naming the line, for anything that is not a prompt."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise _bad(number, f"not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise _bad(number, "must be a JSON object")
-    body, wanted = _body(row, number)
-    max_tokens = _max_tokens(body, number)
-    if wanted == "messages":
-        tools = body.get("tools")
-        return PromptRow(
-            number,
-            max_tokens,
-            messages=_objects(body["messages"], "messages", number),
-            tools=_objects(tools, "tools", number) if tools is not None else None,
-        )
-    prompt = body["prompt"]
-    if isinstance(prompt, str):
-        return PromptRow(number, max_tokens, text=prompt)
-    return PromptRow(number, max_tokens, token_ids=_token_ids(prompt, number))
+class KeptLines:
+    """An input whose lines are put aside as they are read, by number."""
+
+    def __init__(self, source: InputFile) -> None:
+        self._source = source
+        self.lines: dict[int, bytes] = {}
+
+    def __iter__(self) -> Iterator[Line]:
+        for line in self._source:
+            if line.data is not None and line.data.strip():
+                self.lines[line.number] = line.data.rstrip(b"\r\n") + b"\n"
+            yield line
+
+    @property
+    def progress(self) -> float | None:
+        return self._source.progress
 
 
-def _bad(line: int, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"line {line}", reason)
-
-
-def _body(row: Json, number: int) -> tuple[Json, str]:
-    """The object that holds the prompt, and its field: messages or prompt."""
-    if "body" not in row:
-        for name in ("messages", "prompt"):
-            if name in row:
-                return row, name
-        raise _bad(number, 'has neither "prompt" nor "messages" nor "body"')
-    body, url = row["body"], row.get("url")
-    names = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
-    if not isinstance(url, str) or url not in names:
-        raise _bad(number, f"url must be one of {', '.join(names)}, got {url!r}")
-    if not isinstance(body, dict) or names[url] not in body:
-        raise _bad(number, f'body must be an object with "{names[url]}"')
-    return body, names[url]
-
-
-def _max_tokens(body: Json, number: int) -> int:
-    for name in ("max_completion_tokens", "max_tokens"):
-        value = body.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise _bad(number, f"{name} must be a positive whole number, got {value!r}")
-        return value
-    return DEFAULT_MAX_TOKENS
-
-
-def _objects(value: object, name: str, number: int) -> list[Json]:
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise _bad(number, f"{name} must be a list of objects")
-    if name == "messages" and not value:
-        raise _bad(number, "messages must not be empty")
-    return value
-
-
-def _token_ids(prompt: object, number: int) -> "array[int]":
-    reason = f"prompt must be text or a list of token ids from 0 to {MAX_TOKEN_ID}"
-    if not isinstance(prompt, list):
-        raise _bad(number, reason)
-    try:
-        ids = array("i", prompt)
-    except (TypeError, OverflowError):
-        raise _bad(number, reason) from None
-    if ids and min(ids) < 0:
-        raise _bad(number, reason)
-    return ids
-
-
-def read_batch(lines: Iterable[str], load_tokenizer: Callable[[], Tokenizer]) -> Batch:
-    """All prompts of a batch file; the tokenizer is loaded at the first line that needs it."""
-    reader = _Reader(load_tokenizer)
+def read_prompts(source: RowSource, rows: RowReader) -> ReadPrompts:
+    """All prompts of a batch file, as `mainstem batch` reads them."""
     began_s = perf_counter()
-    for number, line in enumerate(lines, start=1):
-        if not line.isspace():
-            reader.add(parse_row(line, number))
-    reader.flush()
-    starts = np.concatenate([[0], np.cumsum(reader.sizes, dtype=np.int64)]).astype(np.int64)
-    prompts = Prompts(np.frombuffer(reader.token_ids, dtype=np.int32), starts)
-    max_tokens = np.array(reader.max_tokens, dtype=np.int64)
-    read_s = perf_counter() - began_s - reader.tokenize_s
-    return Batch(prompts, max_tokens, read_s, reader.tokenize_s)
-
-
-class _Reader:
-    """Gathers rows in order; texts wait until there are enough to be tokenised together."""
-
-    def __init__(self, load_tokenizer: Callable[[], Tokenizer]) -> None:
-        self._load = load_tokenizer
-        self._tokenizer: Tokenizer | None = None
-        self._waiting: list[PromptRow] = []
-        self.token_ids = array("i")
-        self.sizes: list[int] = []
-        self.max_tokens: list[int] = []
-        self.tokenize_s = 0.0
-
-    def add(self, row: PromptRow) -> None:
-        self._waiting.append(row)
-        if len(self._waiting) == TEXTS_AT_ONCE:
-            self.flush()
-
-    def flush(self) -> None:
-        began_s = perf_counter()
-        rows, self._waiting = self._waiting, []
-        if self._tokenizer is None and any(row.token_ids is None for row in rows):
-            self._tokenizer = self._load()
-        texts = iter(self._encode([row for row in rows if row.text is not None]))
-        for row in rows:
-            if row.token_ids is not None:
-                ids = row.token_ids
-            else:
-                ids = array("i", next(texts) if row.text is not None else self._encode_chat(row))
-            self.token_ids += ids
-            self.sizes.append(len(ids))
-            self.max_tokens.append(row.max_tokens)
-        self.tokenize_s += perf_counter() - began_s
-
-    def _encode(self, rows: list[PromptRow]) -> list[list[int]]:
-        if self._tokenizer is None or not rows:
-            return []
-        try:
-            return self._tokenizer.encode_batch([row.text or "" for row in rows])
-        except InvalidRequest as error:
-            if len(rows) == 1:
-                raise _bad(rows[0].line, str(error)) from None
-            return [ids for row in rows for ids in self._encode([row])]
-
-    def _encode_chat(self, row: PromptRow) -> list[int]:
-        assert self._tokenizer is not None
-        try:
-            return self._tokenizer.encode_chat(row.messages or [], row.tools)
-        except InvalidRequest as error:
-            raise _bad(row.line, str(error)) from None
-
-
-@contextmanager
-def _opened(name: str) -> Iterator[TextIO]:
-    """A file of lines, gzip by its name, or standard input for -."""
-    opener = gzip.open if name.endswith(".gz") else open
-    try:
-        if name == "-":
-            yield io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", newline="\n")
-            return
-        with opener(name, "rt", encoding="utf-8", newline="\n") as lines:
-            yield lines
-    except OSError as error:  # not there, or not gzip
-        raise InvalidRequest(name, error.strerror or str(error)) from None
-    except (UnicodeDecodeError, EOFError) as error:
-        raise InvalidRequest(name, str(error)) from None
+    reader = WindowReader(source, rows, Done(), sys.maxsize)
+    windows = list(reader)
+    prompts = windows[0].prompts if windows else Prompts.from_lists([])
+    found = windows[0].rows if windows else []
+    return ReadPrompts(
+        prompts=prompts,
+        max_tokens=output_limits(found),
+        lines=[row.line for row in found],
+        failures=windows[0].failures if windows else [],
+        read_s=perf_counter() - began_s - reader.tokenize_s,
+        tokenize_s=reader.tokenize_s,
+    )
 
 
 # --- showing -------------------------------------------------------------------------------------
@@ -288,7 +144,7 @@ def _bars(groups: list[GroupSizes]) -> str:
     return table(header, rows)
 
 
-def _report(batch: Batch, plan: Plan, savings: Savings, plan_s: float, lru: LruCache) -> str:
+def _report(read: ReadPrompts, plan: Plan, savings: Savings, plan_s: float, lru: LruCache) -> str:
     ways = {
         "no sharing": 0.0,
         "first level": savings.first_level,
@@ -297,13 +153,12 @@ def _report(batch: Batch, plan: Plan, savings: Savings, plan_s: float, lru: LruC
         "upper bound": savings.upper_bound,
         f"LRU cache of {lru.capacity_tokens:,} tokens, input order": savings.lru,
     }
-    count, total = len(batch.prompts), len(batch.prompts.token_ids)
-    biggest = biggest_groups(plan, batch.prompts, GROUPS_DRAWN)
+    count, total = len(read.prompts), len(read.prompts.token_ids)
+    biggest = biggest_groups(plan, read.prompts, GROUPS_DRAWN)
     return "\n".join(
         [
             f"{count:,} requests, {total:,} prompt tokens, {plan.num_groups:,} groups",
-            f"read {batch.read_s:.2f} s, tokenized {batch.tokenize_s:.2f} s, "
-            f"planned {plan_s:.3f} s",
+            f"read {read.read_s:.2f} s, tokenized {read.tokenize_s:.2f} s, planned {plan_s:.3f} s",
             "",
             table(
                 ["sharing", "tokens saved"],
@@ -316,7 +171,7 @@ def _report(batch: Batch, plan: Plan, savings: Savings, plan_s: float, lru: LruC
     )
 
 
-def _save_plot(path: Path, plan: Plan, batch: Batch, savings: Savings) -> None:
+def _save_plot(path: Path, plan: Plan, read: ReadPrompts, savings: Savings) -> None:
     """Saving ratios and the biggest groups as a picture."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
@@ -328,7 +183,7 @@ def _save_plot(path: Path, plan: Plan, batch: Batch, savings: Savings) -> None:
     left.barh(list(ways), list(ways.values()), color="tab:blue")
     left.invert_yaxis()
     left.set(xlim=(0, 100), xlabel="prompt tokens saved, %")
-    groups = biggest_groups(plan, batch.prompts, GROUPS_PLOTTED)
+    groups = biggest_groups(plan, read.prompts, GROUPS_PLOTTED)
     places = np.arange(len(groups))
     before = np.zeros(len(groups))
     for name, color in (("computed", "tab:blue"), ("own", "tab:orange"), ("saved", "lightgray")):
@@ -344,19 +199,17 @@ def _save_plot(path: Path, plan: Plan, batch: Batch, savings: Savings) -> None:
         raise InvalidRequest("--plot", str(error)) from None
 
 
-def _write_lines(name: str, lines: Iterable[str]) -> None:
+def _write_lines(name: str, lines: Iterable[bytes]) -> None:
     """Write lines to a file, which appears when it is complete, or to standard output for -."""
     if name == "-":
-        sys.stdout.writelines(lines)
+        sys.stdout.flush()
+        sys.stdout.buffer.writelines(lines)
+        sys.stdout.buffer.flush()
         return
     part = f"{name}.part"
     try:
-        if name.endswith(".gz"):
-            with gzip.open(part, "wt", encoding="utf-8", newline="\n") as packed:
-                packed.writelines(lines)
-        else:
-            with open(part, "w", encoding="utf-8", newline="\n") as plain:
-                plain.writelines(lines)
+        with gzip.open(part, "wb") if name.endswith(".gz") else open(part, "wb") as target:
+            target.writelines(lines)
         os.replace(part, name)
     except OSError as error:
         raise InvalidRequest(name, error.strerror or str(error)) from None
@@ -369,13 +222,16 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "mainstem plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("file", metavar="FILE", help="JSON lines, also .gz; - reads standard input")
+    made.add_argument(
+        "file", metavar="FILE", help="JSON lines, .gz and .zst too; -: standard input"
+    )
     made.add_argument("--model", default="smollm2", help="whose tokenizer reads text (smollm2)")
     made.add_argument(
         "--chat-template",
         metavar="FILE.jinja",
         help="what chats go through instead of the model's own",
     )
+    add_app_flag(made)
     made.add_argument(
         "--levels", type=int, default=PlanConfig().levels, metavar="N",
         help="spans on one path; 1: the paper's single level (%(default)s)",
@@ -401,7 +257,7 @@ Load = Callable[[str, str | None], Tokenizer]
 
 def load_tokenizer(model: str, template: str | None) -> Tokenizer:
     """The tokenizer of a model folder, hub id or smollm2; `template` as in Tokenizer.load."""
-    return text.Tokenizer.load(resolve_model(model), template)
+    return Tokenizer.load(resolve_model(model), template)
 
 
 def main(args: list[str], load: Load = load_tokenizer) -> int:
@@ -411,34 +267,39 @@ def main(args: list[str], load: Load = load_tokenizer) -> int:
     if flags.lru_tokens < 0 or flags.page_size < 1:
         raise ConfigError("--lru-tokens must not be negative, and --page-size must be positive")
     lru = LruCache(flags.lru_tokens, flags.page_size)
-    kept: list[str] = []
-    with _opened(flags.file) as lines:
-        wanted = _keep(lines, kept) if flags.emit_order is not None else lines
-        batch = read_batch(wanted, lambda: load(flags.model, flags.chat_template))
+    tokenizer = cache(lambda: load(flags.model, flags.chat_template))
+    call_parser = CallParser(find_tool_format=lambda: tool_format(tokenizer()))
+    rows = RowReader(call_parser, tokenizer, apps_by_name(flags.app))
+    with closing(InputFile(flags.file)) as source:
+        kept = KeptLines(source)
+        read = read_prompts(kept if flags.emit_order is not None else source, rows)
+    _report_failures(read.failures)
 
     began_s = perf_counter()
-    tree = build_tree(batch.prompts)
-    plan = plan_tree(tree, config, batch.max_tokens)
+    tree = build_tree(read.prompts)
+    plan = plan_tree(tree, config, read.max_tokens)
     plan_s = perf_counter() - began_s
     savings = compare(tree, _multi_level(tree, plan, config), lru)
 
     if flags.emit_order is not None:
-        ordered = (_ended(kept[index]) for index in plan.members.tolist())
-        _write_lines(flags.emit_order, ordered)
+        ordered = [read.lines[index] for index in plan.members.tolist()]
+        failed = [failure.line for failure in read.failures if failure.line in kept.lines]
+        _write_lines(flags.emit_order, (kept.lines[line] for line in [*ordered, *failed]))
     if flags.emit_plan is not None:
-        _write_lines(flags.emit_plan, (_ended(line) for line in plan.to_lines()))
+        _write_lines(flags.emit_plan, (f"{line}\n".encode() for line in plan.to_lines()))
     if flags.plot is not None:
-        _save_plot(flags.plot, plan, batch, savings)
-    report = _report(batch, plan, savings, plan_s, lru)
+        _save_plot(flags.plot, plan, read, savings)
+    report = _report(read, plan, savings, plan_s, lru)
     if flags.json:
         report = json.dumps(
             {
-                "requests": len(batch.prompts),
-                "prompt_tokens": len(batch.prompts.token_ids),
+                "requests": len(read.prompts),
+                "prompt_tokens": len(read.prompts.token_ids),
                 "groups": plan.num_groups,
+                "failed_lines": len(read.failures),
                 "plan_seconds": round(plan_s, 6),
-                "read_seconds": round(batch.read_s, 6),
-                "tokenize_seconds": round(batch.tokenize_s, 6),
+                "read_seconds": round(read.read_s, 6),
+                "tokenize_seconds": round(read.tokenize_s, 6),
                 "saving": asdict(savings),
             }
         )
@@ -447,18 +308,16 @@ def main(args: list[str], load: Load = load_tokenizer) -> int:
     return 0
 
 
+def _report_failures(failures: Sequence[Failure]) -> None:
+    """Lines that `mainstem batch` would answer with an error row."""
+    for failure in failures[:FAILURES_SHOWN]:
+        reason = failure.error.message
+        print(f"mainstem plan: line {failure.line} cannot be answered: {reason}", file=sys.stderr)
+    if len(failures) > FAILURES_SHOWN:
+        more = len(failures) - FAILURES_SHOWN
+        print(f"mainstem plan: and {more:,} other lines", file=sys.stderr)
+
+
 def _multi_level(tree: PrefixTree, plan: Plan, config: PlanConfig) -> Plan:
     """The multi-level plan to report on, also where a single level was asked for."""
     return plan if config.levels > 1 else plan_tree(tree, PlanConfig())
-
-
-def _keep(lines: Iterable[str], kept: list[str]) -> Iterator[str]:
-    """The same lines, those that hold a prompt also put aside."""
-    for line in lines:
-        if not line.isspace():
-            kept.append(line)
-        yield line
-
-
-def _ended(line: str) -> str:
-    return line if line.endswith("\n") else line + "\n"

@@ -23,18 +23,20 @@ from mainstem.cli.flags import (
 )
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.server.apps_registry import App, AppRegistry
+from mainstem.server.apps_registry import AppRegistry
 from mainstem.server.auth import Access, KeyRing
 from mainstem.server.connection import guarded_by
-from mainstem.server.file_shelf import lock_folder
-from mainstem.server.gateway import Gateway, ServedModel
-from mainstem.server.limits import Limits
+from mainstem.server.file_store import lock_folder
+from mainstem.server.gateway import Gateway
+from mainstem.server.limits import ServerLimits
 from mainstem.server.live import Live
 from mainstem.server.logs import LEVELS, set_up_logs
 from mainstem.server.metrics import ServerMetrics
 from mainstem.server.routes import make_app
+from mainstem.server.served_model import ServedModel
 from mainstem.server.store_log import StoreLog
 from mainstem.server.worker import Worker, WorkerState
+from mainstem.text.encoding import App
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import SessionLimits, Sessions, tokenizer_identity
 from mainstem.text.text_engine import TextEngine
@@ -59,7 +61,7 @@ def origin(text: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    defaults = Limits()
+    defaults = ServerLimits()
     made = argparse.ArgumentParser("mainstem serve", usage="%(prog)s [flags]", description=__doc__)
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     made.add_argument("--port", type=int, default=8000, metavar="N", help="0: any free one (8000)")
@@ -179,7 +181,7 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
     """
     args = parser().parse_args(argv)
     config = engine_config(args)
-    limits = Limits(
+    limits = ServerLimits(
         body_bytes=args.max_body_mib * MIB,
         upload_bytes=args.max_upload_mib * MIB,
         open_answers=args.max_queue,
@@ -215,7 +217,7 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
             sessions,
         )
         if args.data_dir is not None:
-            gateway.open_desk(args.data_dir)
+            gateway.open_batches(args.data_dir)
         if folder is not None:
             identity = tokenizer_identity(engine.tokenizer)
             gateway.keep_sessions(SessionFile(folder / SESSIONS_FILE, identity))

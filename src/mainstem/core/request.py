@@ -18,6 +18,25 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_INT = 2**31 - 1
+
+# field of SamplingParams: least and largest value; whole numbers where the least one is
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "n": (1, MAX_N),
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),  # 0 apart
+    "top_k": (-1, MAX_INT),
+    "min_p": (0.0, 1.0),
+    "seed": (-(2**63), 2**63 - 1),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "max_tokens": (1, MAX_INT),
+    "min_tokens": (0, MAX_INT),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+OPEN_FIELDS = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})  # None: not set
 
 
 def _check_range(field_name: str, value: float, low: float, high: float) -> None:
@@ -65,31 +84,22 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, MAX_N)
-        _check_range("temperature", self.temperature, 0.0, 100.0)
+        for name, (low, high) in SAMPLING_RANGES.items():
+            value = getattr(self, name)
+            if value is None and name in OPEN_FIELDS:
+                continue
+            if isinstance(low, int):
+                _check_int(name, value, low, int(high))
+            else:
+                _check_range(name, value, low, high)
         if self.temperature < MIN_TEMPERATURE:  # logits over it would overflow
             object.__setattr__(self, "temperature", 0.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p", "must be above 0 and at most 1, got 0")
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         for name, value in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
             if self.grammar is not None and value:
                 raise InvalidRequest(name, "cannot be combined with a form of the answer")

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mainstem.core.plan import Bools, Float64s, Int64s, Plan
+from mainstem.core.plan import Bools, Float64s, Int32s, Int64s, Plan
 from mainstem.plan.groups import Draft
 from mainstem.plan.prefix_tree import PrefixTree
+
+LEAST_NEW_TOKENS = 16  # of a prompt whose prefix may be cached or not
 
 
 class OutputEstimate:
@@ -270,3 +272,25 @@ def _renumber(draft: Draft, places: Int64s, group_begins: Int64s, trunk_begins: 
         node_ends=(begins + sizes)[preorder],
         node_is_span=draft.node_is_span[preorder],
     )
+
+
+def shared_with_next(plan: Plan) -> Int32s:
+    """[members] how many leading tokens each member shares with the one after it; 0 at the end."""
+    after = np.arange(1, len(plan.members) + 1)
+    nodes = plan.member_nodes.copy()
+    nodes[-1:] = 0
+    low = np.flatnonzero((plan.node_ends[nodes] <= after) & (nodes > 0))
+    while len(low):  # up to the deepest node that covers both
+        nodes[low] = plan.node_parents[nodes[low]]
+        low = low[(plan.node_ends[nodes[low]] <= after[low]) & (nodes[low] > 0)]
+    return plan.node_tokens[nodes].astype(np.int32)
+
+
+def new_tokens(lengths: Int64s, shared_with_next: Int32s | None) -> Int64s:
+    """[prompts] tokens of each that the one before it does not share, or the least that may be left
+    of it to compute where that is not known."""
+    if shared_with_next is None:
+        return np.minimum(lengths, LEAST_NEW_TOKENS)
+    new = lengths.copy()
+    new[1:] -= shared_with_next[:-1]
+    return new

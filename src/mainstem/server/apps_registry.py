@@ -1,111 +1,17 @@
-"""Apps: named system prompts, computed before anybody asks (RelayAttention R2, R7)."""
+"""The apps of a server: named system prompts, computed before anybody asks."""
 
-import re
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from mainstem.batch.rows import Chat, Message, Prompt
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.text.tokenizer import Tokenizer
+from mainstem.text.encoding import App
+from mainstem.wire.calls import Call
+from mainstem.wire.errors import WireError
 
 MAX_APPS = 256
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-PROBES = ("a", "The")  # user messages that begin differently
-
-
-@dataclass(frozen=True, slots=True)
-class App:
-    """A system prompt with a name."""
-
-    name: str
-    prompt: str
-
-    def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
-            raise InvalidRequest("name", "1 to 64 letters, digits, '_', '-' or '.'")
-        if not self.prompt.strip():
-            raise InvalidRequest("prompt", "must not be empty")
-
-    @classmethod
-    def from_flag(cls, flag: str) -> "App":
-        """Of `NAME=file`; raises ConfigError."""
-        name, equals, path = flag.partition("=")
-        if not equals:
-            raise ConfigError(f"--app must be NAME=file, got {flag!r}")
-        try:
-            return cls(name, Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--app {name}: cannot read {path}: {error}") from None
-        except InvalidRequest as error:
-            raise ConfigError(f"--app {flag}: {error}") from None
-
-    def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """A conversation behind the app's system prompt; a system message of its own is joined."""
-        system: Message = {"role": "system", "content": self.prompt}
-        first = messages[0]
-        own = first.get("content")
-        if first["role"] != "system":
-            return [system, *messages]
-        if not isinstance(own, str):
-            raise InvalidRequest("messages", "the content of a system message must be a text")
-        return [system | {"content": f"{self.prompt}\n\n{own}"}, *messages[1:]]
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, app: App | None) -> list[int]:
-    """Token ids of a prompt, behind the app's system prompt if there is one.
-
-    Raises InvalidRequest when the chat template refuses it.
-    """
-    if isinstance(prompt, array):
-        return [*(tokenizer.encode(app.prompt) if app else ()), *prompt]
-    text = prompt_text(tokenizer, prompt, app)
-    assert text is not None
-    return tokenizer.encode_plain(text) if isinstance(prompt, Chat) else tokenizer.encode(text)
-
-
-def prompt_text(tokenizer: Tokenizer, prompt: Prompt, app: App | None) -> str | None:
-    """A prompt as the model reads it; None where it is token ids. Raises as `encode_prompt`."""
-    if isinstance(prompt, Chat):
-        messages = prompt.messages if app is None else app.messages(prompt.messages)
-        return tokenizer.render_chat(
-            messages,
-            prompt.tools,
-            add_generation_prompt=prompt.add_generation_prompt,
-            template_args=prompt.template_args,
-        )
-    if isinstance(prompt, array):
-        return None
-    return app.prompt + prompt if app else prompt
-
-
-def shared_prefixes(tokenizer: Tokenizer, app: App) -> list[list[int]]:
-    """The ids that all requests to an app begin with: those of chats, and of plain prompts.
-
-    Found by encoding prompts that begin differently, so the last token may be left out: it can
-    merge with what follows.
-    """
-    plain = [encode_prompt(tokenizer, app.prompt + probe, None) for probe in PROBES]
-    prefixes = [_common(*plain)]
-    if tokenizer.has_chat_template:
-        chats: list[Message] = [{"role": "user", "content": probe} for probe in PROBES]
-        ids = [encode_prompt(tokenizer, Chat([message]), app) for message in chats]
-        prefixes.append(_common(*ids))
-    return [prefix for prefix in prefixes if prefix]
-
-
-def _common(first: list[int], second: list[int]) -> list[int]:
-    length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        length += 1
-    return first[:length]
 
 
 class AppRegistry:
-    """The apps of a server, by name. Used on the event loop only."""
+    """The apps of a server, by name. Changed on the event loop only; any thread may look."""
 
     def __init__(self, apps: Sequence[App]) -> None:
         self._apps: dict[str, App] = {}
@@ -130,3 +36,27 @@ class AppRegistry:
     def remove(self, name: str) -> bool:
         """Whether there was such an app. Its pages go when room is needed."""
         return self._apps.pop(name, None) is not None
+
+    def resolve(self, call: Call, model_names: Sequence[str]) -> tuple[str, App | None]:
+        """The model name to reply with, and the app that `model: "M:NAME"` or `app` names.
+
+        Raises WireError if there is no such model or app.
+        """
+        if call.model is None or call.model in model_names:
+            base, app_name = call.model or model_names[0], call.app
+        else:
+            base, _, app_name = call.model.rpartition(":")
+            if base not in model_names or self.find(app_name) is None:
+                message = f"the model {call.model!r} does not exist; GET /v1/models lists them"
+                raise WireError("model_not_found", message, "model")
+            if call.app is not None and call.app != app_name:
+                message = f"app: is {call.app!r}, but the model names {app_name!r}"
+                raise WireError("invalid_value", message, "app")
+        if app_name is None:
+            return base, None
+        app = self.find(app_name)
+        if app is None:
+            raise WireError("app_not_found", f"there is no app {app_name!r}", "app")
+        if call.has_echo:
+            raise WireError("invalid_value", "echo: cannot be used with an app", "echo")
+        return f"{base}:{app_name}", app

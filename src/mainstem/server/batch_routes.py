@@ -11,21 +11,17 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from mainstem.batch.rows import Kind
-from mainstem.server.batch_shelf import WINDOW, Batch
-from mainstem.server.body import Json, read_json
+from mainstem.server.batch_store import Batch
+from mainstem.server.body import read_json
 from mainstem.server.faults import ApiError, busy, unavailable
-from mainstem.server.file_shelf import StoredFile
-from mainstem.server.gateway import BatchDesk, Gateway
+from mainstem.server.file_store import StoredFile
+from mainstem.server.gateway import BatchService, Gateway
 from mainstem.server.turns import owner_of
 from mainstem.server.upload import expected_bytes, receive_form
+from mainstem.wire.bodies import BatchBody, read_fields
 
 PURPOSE = "batch"
 MAX_LISTED = 100
-MAX_METADATA = 16  # pairs, as in OpenAI's API ...
-MAX_NAME = 64  # ... and characters of each name
-MAX_TEXT = 512  # ... and of each text
-BATCH_FIELDS = frozenset({"completion_window", "endpoint", "input_file_id", "metadata"})
 
 log = logging.getLogger("mainstem.server")
 
@@ -55,7 +51,7 @@ class BatchRoutes:
 
     async def upload(self, request: Request) -> Response:
         """Take a file in; it is there when the answer is."""
-        self._desk()
+        self._service()
         owner, limits = _owner(request), self._gateway.limits
         self._gateway.gate.allow(request.state.tenant)
         if self._gateway.is_draining:
@@ -77,8 +73,8 @@ class BatchRoutes:
         self._num_arriving[owner] += 1
         arriving_bytes, num_arriving = self._arriving[owner], self._num_arriving[owner]
         try:
-            work_bytes = self._desk().batches.work_bytes(owner)
-            stored = await asyncio.to_thread(self._desk().files.listed, owner)
+            work_bytes = self._service().batches.work_bytes(owner)
+            stored = await asyncio.to_thread(self._service().files.listed, owner)
             stored_bytes = work_bytes + sum(item.num_bytes for item in stored)
             if stored_bytes + arriving_bytes > limits.stored_bytes:
                 raise _too_much(f"the files of this key may have {limits.stored_bytes} bytes")
@@ -90,18 +86,18 @@ class BatchRoutes:
             self._num_arriving[owner] -= 1
 
     async def _receive(self, request: Request) -> StoredFile:
-        desk, owner, limits = self._desk(), _owner(request), self._gateway.limits
-        with desk.files.writing(owner) as (file_id, path):
+        service, owner, limits = self._service(), _owner(request), self._gateway.limits
+        with service.files.writing(owner) as (file_id, path):
             form = await receive_form(request, path, limits)
             purpose = form.fields.get("purpose", b"").decode(errors="replace")
             if purpose != PURPOSE:
                 message = f"purpose: must be {PURPOSE!r}, got {purpose!r}"
                 raise ApiError(400, message, "purpose", "invalid_value")
             name = form.filename or ""
-            return await asyncio.to_thread(desk.files.put, owner, file_id, name, purpose)
+            return await asyncio.to_thread(service.files.put, owner, file_id, name, purpose)
 
     async def list_files(self, request: Request) -> Response:
-        files = await asyncio.to_thread(self._desk().files.listed, _owner(request))
+        files = await asyncio.to_thread(self._service().files.listed, _owner(request))
         purpose = request.query_params.get("purpose")
         chosen = [item for item in files if purpose in (None, item.purpose)]
         return _page(request, [(item.file_id, self._shown(item)) for item in chosen])
@@ -111,13 +107,13 @@ class BatchRoutes:
 
     async def content(self, request: Request) -> Response:
         stored = await self._found_file(request)
-        path = self._desk().files.path(_owner(request), stored.file_id)
+        path = self._service().files.path(_owner(request), stored.file_id)
         headers = {"x-content-type-options": "nosniff"}
         return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
     async def delete_file(self, request: Request) -> Response:
         stored = await self._found_file(request)
-        await asyncio.to_thread(self._desk().files.remove, _owner(request), stored.file_id)
+        await asyncio.to_thread(self._service().files.remove, _owner(request), stored.file_id)
         return JSONResponse({"id": stored.file_id, "object": "file", "deleted": True})
 
     def _shown(self, stored: StoredFile) -> dict[str, object]:
@@ -127,7 +123,7 @@ class BatchRoutes:
         return await self._file_of(request, request.path_params["file_id"], 404)
 
     async def _file_of(self, request: Request, file_id: str, status: int) -> StoredFile:
-        found = await asyncio.to_thread(self._desk().files.find, _owner(request), file_id)
+        found = await asyncio.to_thread(self._service().files.find, _owner(request), file_id)
         if found is None:
             message = f"there is no file {file_id!r}"
             raise ApiError(status, message, "input_file_id", "file_not_found")
@@ -136,68 +132,68 @@ class BatchRoutes:
     # --- batches --------------------------------------------------------------------------------
 
     async def create(self, request: Request) -> Response:
-        desk, owner, limits = self._desk(), _owner(request), self._gateway.limits
+        service, owner, limits = self._service(), _owner(request), self._gateway.limits
         self._gateway.gate.allow(request.state.tenant)
-        body = await read_json(request, limits)
-        endpoint, metadata = _checked(body)
-        stored = await self._file_of(request, str(body.get("input_file_id")), 400)
+        body = read_fields(await read_json(request, limits), BatchBody)
+        stored = await self._file_of(request, body.input_file_id, 400)
         await self._forget_one(owner)
         async with self._room(owner, 0):  # its answers will be a file
-            batch = self._created(owner, stored, endpoint, metadata)
-        desk.runner.wake()
+            batch = self._created(owner, stored, body)
+        service.runner.wake()
         return JSONResponse(batch.to_json())
 
-    def _created(
-        self, owner: str, stored: StoredFile, endpoint: str, metadata: dict[str, str] | None
-    ) -> Batch:
-        desk, limits = self._desk(), self._gateway.limits
+    def _created(self, owner: str, stored: StoredFile, body: BatchBody) -> Batch:
+        service, limits = self._service(), self._gateway.limits
         if time() >= stored.created + limits.file_ttl_s:  # it may go at any moment
             message = f"the file {stored.file_id!r} is past its time"
             raise ApiError(400, message, "input_file_id", "file_expired")
-        if sum(not batch.is_ended for batch in desk.batches.listed(owner)) >= limits.open_batches:
+        if (
+            sum(not batch.is_ended for batch in service.batches.listed(owner))
+            >= limits.open_batches
+        ):
             raise busy(f"this key may have {limits.open_batches} batches open", 60)
         with _disk_is_needed():
-            return desk.batches.create(owner, endpoint, stored.file_id, metadata)
+            return service.batches.create(owner, body.endpoint, stored.file_id, body.metadata)
 
     async def _forget_one(self, owner: str) -> None:
         """Make room for one more batch of an owner; raises ApiError 413 where there is none.
 
         A batch is forgotten before its time only when there is nothing left to fetch of it.
         """
-        desk, limits = self._desk(), self._gateway.limits
-        if len(desk.batches.listed(owner)) < limits.kept_batches:
+        service, limits = self._service(), self._gateway.limits
+        if len(service.batches.listed(owner)) < limits.kept_batches:
             return
-        stored = {item.file_id for item in await asyncio.to_thread(desk.files.listed, owner)}
-        for batch in reversed(desk.batches.listed(owner)):
+        stored = {item.file_id for item in await asyncio.to_thread(service.files.listed, owner)}
+        for batch in reversed(service.batches.listed(owner)):
             if batch.is_ended and not stored & {batch.output_file_id, batch.error_file_id}:
                 with _disk_is_needed():
-                    desk.batches.remove(batch)
+                    service.batches.remove(batch)
                 return
         message = f"this key may have {limits.kept_batches} batches: delete files of ended ones"
         raise ApiError(413, message, "input_file_id", "storage_full")
 
     async def list_batches(self, request: Request) -> Response:
-        batches = self._desk().batches.listed(_owner(request))
+        batches = self._service().batches.listed(_owner(request))
         return _page(request, [(batch.batch_id, batch.to_json()) for batch in batches])
 
     async def batch(self, request: Request) -> Response:
         return JSONResponse(self._found_batch(request).to_json())
 
     async def cancel(self, request: Request) -> Response:
-        return JSONResponse(self._desk().runner.cancel(self._found_batch(request)).to_json())
+        return JSONResponse(self._service().runner.cancel(self._found_batch(request)).to_json())
 
     def _found_batch(self, request: Request) -> Batch:
         batch_id = request.path_params["batch_id"]
-        found = self._desk().batches.find(_owner(request), batch_id)
+        found = self._service().batches.find(_owner(request), batch_id)
         if found is None:
             raise ApiError(404, f"there is no batch {batch_id!r}", "batch_id", "batch_not_found")
         return found
 
-    def _desk(self) -> BatchDesk:
-        if self._gateway.desk is None:
+    def _service(self) -> BatchService:
+        if self._gateway.batches is None:
             message = "this server keeps no files: it was started without --data-dir"
             raise ApiError(404, message, code="not_enabled")
-        return self._gateway.desk
+        return self._gateway.batches
 
 
 @contextmanager
@@ -217,34 +213,6 @@ def _too_much(message: str) -> ApiError:
 
 def _owner(request: Request) -> str:
     return owner_of(request.state.tenant)
-
-
-def _checked(body: Json) -> tuple[str, dict[str, str] | None]:
-    """The endpoint and the metadata of a batch to be."""
-    for name in body:
-        if name not in BATCH_FIELDS:
-            raise ApiError(400, f"the field {name!r} is not supported", name, "unknown_field")
-    endpoints = [kind.value for kind in Kind]
-    endpoint = body.get("endpoint")
-    if endpoint not in endpoints:
-        message = f"endpoint: must be one of {endpoints}"
-        raise ApiError(400, message, "endpoint", "invalid_value")
-    if body.get("completion_window") != WINDOW:
-        message = f"completion_window: must be {WINDOW!r}"
-        raise ApiError(400, message, "completion_window", "invalid_value")
-    return str(endpoint), _metadata(body.get("metadata"))
-
-
-def _metadata(value: object) -> dict[str, str] | None:
-    if value is None:
-        return None
-    given = value if isinstance(value, dict) and len(value) <= MAX_METADATA else {"": None}
-    pairs = {name: text for name, text in given.items() if isinstance(text, str)}
-    is_short = all(len(name) <= MAX_NAME and len(text) <= MAX_TEXT for name, text in pairs.items())
-    if len(pairs) < len(given) or not is_short:
-        message = f"metadata: must be an object of at most {MAX_METADATA} short texts"
-        raise ApiError(400, message, "metadata", "invalid_value")
-    return pairs
 
 
 def _page(request: Request, items: Sequence[tuple[str, dict[str, object]]]) -> Response:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,23 +19,26 @@ from mainstem.batch.answer_file import AnswerFile, Existing
 from mainstem.batch.files import FileFault, InputFile
 from mainstem.batch.job import seeded
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow, WindowPlanner
-from mainstem.batch.replies import Answers, answer_row, error_row
-from mainstem.batch.rows import Row, RowError, RowParser
-from mainstem.batch.windows import Failure, WindowReader
+from mainstem.batch.rows import Row, answer_row, error_row
+from mainstem.batch.windows import Failure, RowReader, WindowReader
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.ids import RequestId
+from mainstem.core.plan import Int32s
+from mainstem.core.request import Request
 from mainstem.plan.planner import PlanConfig
 from mainstem.server.auth import Tenant
-from mainstem.server.batch_shelf import Batch, BatchShelf, BatchStatus
-from mainstem.server.file_shelf import FileShelf
+from mainstem.server.batch_store import Batch, BatchStatus, BatchStore
+from mainstem.server.file_store import FileStore
+from mainstem.server.filling import AppFiller
 from mainstem.server.limits import Gate
+from mainstem.server.served_model import ServedModel
 from mainstem.server.turns import owner_of
-from mainstem.server.worker import (
-    EngineFault,
-    EngineRequest,
-    RequestFault,
-    Worker,
-    WorkerState,
-)
+from mainstem.server.worker import EngineFault, RequestFault, Worker, WorkerState
+from mainstem.text.encoding import App
+from mainstem.text.tools import tool_format
+from mainstem.wire.calls import Call, CallParser
+from mainstem.wire.errors import WireError, from_invalid
+from mainstem.wire.replies import PromptAnswers
 
 PRIORITY = 1 << 20  # behind interactive requests
 MAX_BATCHES = 8  # at once
@@ -59,17 +62,17 @@ class BatchRunner:
         worker: Worker,
         gate: Gate,
         tenants: Sequence[Tenant],
-        model_names: Sequence[str],
-        sampling: Mapping[str, object],
-        files: FileShelf,
-        batches: BatchShelf,
+        filler: AppFiller,
+        model: ServedModel,
+        files: FileStore,
+        batches: BatchStore,
         is_draining: Callable[[], bool],
     ) -> None:
         self._worker = worker
         self._gate = gate
         self._tenants = {owner_of(tenant): tenant for tenant in tenants}
-        self._model_names = model_names
-        self._sampling = sampling
+        self._filler = filler
+        self._model = model
         self._files = files
         self._batches = batches
         self._is_draining = is_draining
@@ -246,9 +249,11 @@ class BatchRunner:
     def reader(self, batch: Batch, source: InputFile, out: AnswerFile) -> Iterator[PlannedWindow]:
         """The rows that are left, planned; runs on a thread."""
         worker = self._worker
-        parser = RowParser(self._sampling)
-        limit = worker.max_model_len
-        windows = WindowReader(source, worker.tokenizer, parser, out.done, limit, WINDOW_BYTES)
+        parser = CallParser(
+            self._model.sampling, find_tool_format=lambda: tool_format(worker.tokenizer)
+        )
+        rows = RowReader(parser, lambda: worker.tokenizer, self._find_app, worker.max_model_len)
+        windows = WindowReader(source, rows, out.done, WINDOW_BYTES)
         return map(WindowPlanner(PlanConfig(), has_dedupe=False).plan, windows)
 
     def note(self, batch: Batch) -> None:
@@ -257,32 +262,35 @@ class BatchRunner:
         counted = replace(latest, total=batch.total, completed=batch.completed, failed=batch.failed)
         self._batches.note(counted)
 
-    async def answer(self, batch: Batch, row: Row, ids: Sequence[int], salt: bytes) -> Answers:
-        """A row's answers; raises RowError. While the engine is away, it is tried again."""
-        self._check_row(batch, row)
+    async def answer(self, batch: Batch, row: Row, ids: Int32s, salt: bytes) -> PromptAnswers:
+        """A row's answers; raises WireError. While the engine is away, it is tried again."""
+        call = row.call
+        if call.kind.value != batch.endpoint:
+            message = f"url: is {call.kind.value}, but the batch is for {batch.endpoint}"
+            raise WireError("mismatched_url", message, "url")
         try:
-            grammar = await self._worker.compile(row.sampling)
-            request = EngineRequest(
-                f"{batch.batch_id}-{row.line}",
+            request = Request(
+                RequestId(f"{batch.batch_id}-{row.line}"),
                 ids,
                 seeded(row, 0),
+                grammar=await self._worker.compile(call.sampling),
                 salt=salt,
-                priority=PRIORITY + max(-PRIORITY // 2, min(row.priority, PRIORITY)),
-                grammar=grammar,
+                public_tokens=self._filler.public_tokens(self._find_app(call), ids),
+                priority=PRIORITY + max(-PRIORITY // 2, min(call.priority, PRIORITY)),
             )
             for attempt in range(MAX_TRIES):
                 try:
                     return await self._answer(request)
                 except RequestFault as fault:
-                    raise RowError("engine_failed", str(fault)) from None
+                    raise WireError("engine_failed", str(fault)) from None
                 except EngineFault:
                     await asyncio.sleep(0.5 * 2**attempt)
         except InvalidRequest as error:
-            raise RowError("invalid_value", str(error), error.field) from None
-        raise RowError("engine_failed", f"the engine failed {MAX_TRIES} times over it")
+            raise from_invalid(error) from None
+        raise WireError("engine_failed", f"the engine failed {MAX_TRIES} times over it")
 
-    async def _answer(self, request: EngineRequest) -> Answers:
-        answers = Answers(len(request.prompt_ids), request.sampling)
+    async def _answer(self, request: Request) -> PromptAnswers:
+        answers = PromptAnswers(len(request.prompt_ids), request.sampling)
         answering = await self._worker.submit([request])
         try:
             async for news in answering:
@@ -292,15 +300,12 @@ class BatchRunner:
             self._worker.abandon(answering)
         return answers
 
-    def _check_row(self, batch: Batch, row: Row) -> None:
-        if row.kind.value != batch.endpoint:
-            message = f"url: is {row.kind.value}, but the batch is for {batch.endpoint}"
-            raise RowError("mismatched_url", message, "url")
-        if row.model is not None and row.model not in self._model_names:
-            raise RowError("model_not_found", f"there is no model {row.model!r}", "model")
+    def _find_app(self, call: Call) -> App | None:
+        return self._filler.apps.resolve(call, self._model.names)[1]
 
-    def line(self, row: Row, answers: Answers) -> dict[str, object]:
-        name = row.model or self._model_names[0]
+    def line(self, row: Row, answers: PromptAnswers) -> dict[str, object]:
+        """The output line of a row."""
+        name = row.call.model or self._model.names[0]
         return answer_row(row, answers, name, self._worker.tokenizer, int(time()))
 
 
@@ -338,8 +343,9 @@ class _BatchRun:
                     if self._num_bytes >= room_bytes:
                         return BatchStatus.FAILED
                     self._runner.note_row(1)
-                    ids = window.prompts[index].tolist()
-                    task = group.create_task(self._answer(window.rows[index], ids))
+                    task = group.create_task(
+                        self._answer(window.rows[index], window.prompts[index])
+                    )
                     task.add_done_callback(lambda _: self._runner.note_row(-1))
         return BatchStatus.COMPLETED
 
@@ -348,11 +354,11 @@ class _BatchRun:
         """What is written so far, by earlier processes too."""
         return os.stat(self._out.name).st_size
 
-    async def _answer(self, row: Row, ids: Sequence[int]) -> None:
+    async def _answer(self, row: Row, ids: Int32s) -> None:
         try:
-            salt = self._tenant.page_salt(row.salt)
+            salt = self._tenant.page_salt(row.call.cache_salt)
             answers = await self._runner.answer(self._batch, row, ids, salt)
-        except RowError as error:
+        except WireError as error:
             self._fail(Failure(row.line, row.custom_id, error))
         else:
             self._out.append(self._runner.line(row, answers))
@@ -387,7 +393,7 @@ def _in_order(planned: PlannedWindow) -> Iterator[int]:
         yield from stretch.row_indices.tolist()
 
 
-async def _parted(files: FileShelf, batch: Batch, work: Path) -> tuple[str | None, str | None]:
+async def _parted(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str | None]:
     """As _part. Nothing stops its thread: who is cancelled meanwhile waits for it all the same, so
     that no second one writes the same files.
     """
@@ -399,7 +405,7 @@ async def _parted(files: FileShelf, batch: Batch, work: Path) -> tuple[str | Non
         raise
 
 
-def _part(files: FileShelf, batch: Batch, work: Path) -> tuple[str | None, str | None]:
+def _part(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str | None]:
     """Ids of the files of answers and of errors; None where there are none. Runs on a thread."""
     if not work.exists():
         return None, None

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from mainstem.server.limits import Limits
+from mainstem.server.limits import ServerLimits
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -17,7 +17,7 @@ class GuardedProtocol(HttpToolsProtocol):
     complete within `header_s` and `header_bytes`; otherwise 408 or 431 and the connection ends.
     """
 
-    limits: ClassVar[Limits] = Limits()
+    limits: ClassVar[ServerLimits] = ServerLimits()
 
     _deadline: TimerHandle | None = None
     _head_bytes = 0
@@ -81,6 +81,6 @@ class GuardedProtocol(HttpToolsProtocol):
             self._deadline = None
 
 
-def guarded_by(limits: Limits) -> type[GuardedProtocol]:
+def guarded_by(limits: ServerLimits) -> type[GuardedProtocol]:
     """The protocol with these limits; a class, since uvicorn makes the objects."""
     return type("GuardedProtocol", (GuardedProtocol,), {"limits": limits})

@@ -2,13 +2,14 @@
 
 from starlette.responses import JSONResponse
 
-from mainstem.batch.rows import RowError
 from mainstem.core.errors import InvalidRequest
 from mainstem.server.worker import EngineFault, RequestFault
+from mainstem.wire.errors import WireError
 
 MAX_MESSAGE_CHARS = 500  # a message may quote what the client sent
 
 INVALID = "invalid_request_error"
+NOT_FOUND = ("model_not_found", "app_not_found")
 
 
 class ApiError(Exception):
@@ -63,9 +64,10 @@ def from_invalid(error: InvalidRequest) -> ApiError:
     return ApiError(400, str(error), error.field, "invalid_value")
 
 
-def from_row(error: RowError) -> ApiError:
+def from_wire(error: WireError) -> ApiError:
     """The caller's fault, found while its fields were read."""
-    return ApiError(400, error.message, error.param, error.code)
+    status = 404 if error.code in NOT_FOUND else 400
+    return ApiError(status, error.message, error.param, error.code)
 
 
 def busy(message: str, retry_after_s: int) -> ApiError:

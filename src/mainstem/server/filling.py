@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.ids import PageKey
-from mainstem.core.request import SamplingParams
+from mainstem.core.ids import PageKey, RequestId
+from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Int32s
-from mainstem.server.apps_registry import App, AppRegistry, shared_prefixes
+from mainstem.server.apps_registry import AppRegistry
 from mainstem.server.ids import unique_ids
-from mainstem.server.worker import EngineFault, EngineRequest, Worker
+from mainstem.server.worker import EngineFault, Worker
+from mainstem.text.encoding import App, shared_prefixes
 from mainstem.text.text_engine import TextEngine
 
 log = logging.getLogger("mainstem.server")
@@ -36,7 +37,7 @@ class AppFiller:
 
     def __init__(self, worker: Worker, apps: AppRegistry) -> None:
         self._worker = worker
-        self._apps = apps
+        self.apps = apps
         self._filled: dict[str, _Filled] = {}
         self._ids = unique_ids()
 
@@ -52,7 +53,7 @@ class AppFiller:
                 )
         return prefixes
 
-    def public_tokens(self, app: App | None, prompt_ids: Sequence[int]) -> int:
+    def public_tokens(self, app: App | None, prompt_ids: Sequence[int] | Int32s) -> int:
         """How many leading tokens of a prompt are the app's."""
         filled = None if app is None else self._filled.get(app.name)
         if filled is None:
@@ -66,7 +67,11 @@ class AppFiller:
         """
         prefixes = await asyncio.to_thread(self.prefixes, app)
         requests = [
-            EngineRequest(f"fill-{app.name}-{next(self._ids)}", prefix, self._filling(prefix))
+            Request(
+                RequestId(f"fill-{app.name}-{next(self._ids)}"),
+                np.asarray(prefix),
+                self._filling(prefix),
+            )
             for prefix in prefixes
         ]
         answering = await self._worker.submit(requests)
@@ -90,8 +95,8 @@ class AppFiller:
 
     async def fill_all(self) -> None:
         """Fill every app; one that cannot be filled is computed by its first request."""
-        for name in self._apps.names:
-            app = self._apps.find(name)
+        for name in self.apps.names:
+            app = self.apps.find(name)
             if app is None:
                 continue  # removed meanwhile
             try:
@@ -120,7 +125,7 @@ def _pin(engine: TextEngine, filled: _Filled, before: _Filled | None) -> None:
     filled.pinned = [key for prefix in filled.prefixes for key in engine.engine.pin(prefix, b"")]
 
 
-def _num_common(prefix: Int32s, prompt_ids: Sequence[int]) -> int:
+def _num_common(prefix: Int32s, prompt_ids: Sequence[int] | Int32s) -> int:
     head = np.array(prompt_ids[: len(prefix)], np.int64)
     differs = np.flatnonzero(prefix[: len(head)] != head)
     return int(differs[0]) if len(differs) else len(head)

@@ -3,41 +3,47 @@
 import asyncio
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic, time
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mainstem.batch.rows import Kind, RowParser
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.ids import RequestId
 from mainstem.core.request import Overflow
-from mainstem.server.apps_registry import App, AppRegistry, encode_prompt
+from mainstem.core.request import Request as EngineRequest
+from mainstem.server.apps_registry import AppRegistry
 from mainstem.server.auth import Access, Tenant
 from mainstem.server.batch_runner import BatchRunner
-from mainstem.server.batch_shelf import BatchShelf
+from mainstem.server.batch_store import BatchStore
 from mainstem.server.body import Json, read_json
 from mainstem.server.faults import ApiError, from_fault, from_invalid, unavailable
-from mainstem.server.file_shelf import FileShelf, lock_folder
+from mainstem.server.file_store import FileStore, lock_folder
 from mainstem.server.filling import AppFiller
 from mainstem.server.ids import unique_ids
-from mainstem.server.limits import Gate, Limits
+from mainstem.server.limits import Gate, ServerLimits
 from mainstem.server.live import Live, Record, RequestState
 from mainstem.server.metrics import RequestTiming, ServerMetrics
 from mainstem.server.pruning import Pruner
-from mainstem.server.replies import Heading, Reply, event
-from mainstem.server.schema import Ask, AskParser
+from mainstem.server.replies import ReplyWriter, event
+from mainstem.server.served_model import ServedModel
 from mainstem.server.session_saver import SessionSaver
 from mainstem.server.stream import ClientLeft, EventStream, while_connected
 from mainstem.server.turns import Turn
-from mainstem.server.worker import Answering, EngineFault, EngineRequest, Ticket, Worker
+from mainstem.server.worker import Answering, EngineFault, Ticket, Worker
+from mainstem.text.encoding import App, Prompt, encode_prompt
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import MAX_SESSION_TOKENS, Sessions
 from mainstem.text.tools import tool_format
+from mainstem.wire.bodies import DetokenizeBody, read_fields
+from mainstem.wire.calls import Call, CallParser, Kind
+from mainstem.wire.replies import Echo, Heading, Reply
 
 INLINE_CHARS = 1 << 12  # a longer prompt is encoded on another thread
 MAX_WINDOWS = 32  # a conversation may outgrow the context so many times
@@ -47,23 +53,11 @@ log = logging.getLogger("mainstem.server")
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What the model is called; the first name is the one replies use by default.
-
-    `sampling` has fields of SamplingParams for requests that do not say.
-    """
-
-    names: tuple[str, ...]
-    created: int
-    sampling: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchDesk:
+class BatchService:
     """Files and batches, what runs them, and what removes them in the end."""
 
-    files: FileShelf
-    batches: BatchShelf
+    files: FileStore
+    batches: BatchStore
     runner: BatchRunner
     pruner: Pruner
 
@@ -77,7 +71,7 @@ class Gateway:
         model: ServedModel,
         access: Access,
         apps: AppRegistry,
-        limits: Limits,
+        limits: ServerLimits,
         live: Live,
         metrics: ServerMetrics,
         sessions: Sessions,
@@ -92,11 +86,12 @@ class Gateway:
         self.sessions = sessions
         self.gate = Gate(limits)
         self.filler = AppFiller(worker, apps)
-        self.desk: BatchDesk | None = None  # files and batches, where there is a place for them
+        self.batches: BatchService | None = None  # where there is a folder for them
         self.is_ready = False  # the apps are filled
         self.is_draining = False
-        rows = RowParser(model.sampling)
-        self._parser = AskParser(limits, tool_format(worker.tokenizer), rows)
+        self._parser = CallParser(
+            model.sampling, limits.body, lambda: tool_format(worker.tokenizer)
+        )
         self._ids = unique_ids()
         worker.on_tokens = live.rate.add
         worker.on_recovered = self._refill
@@ -108,9 +103,9 @@ class Gateway:
         """Begin to serve the running event loop; ready when the apps are filled."""
         self.worker.start()
         await self.filler.fill_all()
-        if self.desk is not None:
-            self.desk.runner.start()
-            self.desk.pruner.start()
+        if self.batches is not None:
+            self.batches.runner.start()
+            self.batches.pruner.start()
         if self._saver is not None:
             self._saver.start()
         self.is_ready = True
@@ -119,34 +114,34 @@ class Gateway:
     async def close(self) -> None:
         """End what runs; batches go on in a later process."""
         self.is_draining = True
-        if self.desk is not None:
-            await self.desk.pruner.close()
-            await self.desk.runner.close()
+        if self.batches is not None:
+            await self.batches.pruner.close()
+            await self.batches.runner.close()
         await self.worker.close()
         if self._saver is not None:
             await self._saver.close()
         if self._folder_lock is not None:
             self._folder_lock.close()
 
-    def open_desk(self, folder: Path) -> None:
+    def open_batches(self, folder: Path) -> None:
         """Take files and batches in, kept in `folder`; before the server starts.
 
         Raises ConfigError if another process has the folder.
         """
         self._folder_lock = lock_folder(folder)
-        files, batches = FileShelf(folder / "files"), BatchShelf(folder / "batches")
+        files, batches = FileStore(folder / "files"), BatchStore(folder / "batches")
         runner = BatchRunner(
             self.worker,
             self.gate,
             self.access.tenants,
-            self.model.names,
-            self.model.sampling,
+            self.filler,
+            self.model,
             files,
             batches,
             lambda: self.is_draining,
         )
         pruner = Pruner(files, batches, self.limits.file_ttl_s)
-        self.desk = BatchDesk(files, batches, runner, pruner)
+        self.batches = BatchService(files, batches, runner, pruner)
 
     def keep_sessions(self, file: SessionFile) -> None:
         """Go on with the sessions of a file and save them there; before the server starts.
@@ -163,30 +158,32 @@ class Gateway:
     # --- completions ----------------------------------------------------------------------------
 
     async def answer(self, request: Request, kind: Kind) -> Response:
-        """The reply to a completion, whole or as a stream."""
+        """The reply to a chat or completion, whole or as a stream; raises WireError or ApiError."""
         tenant: Tenant = request.state.tenant
         self.gate.allow(tenant)
-        ask = self._parser.parse(await read_json(request, self.limits), kind)
-        model, app = self._resolve(ask)
+        call, prompts = self._parser.parse(await read_json(request, self.limits), kind)
+        model, app = self.apps.resolve(call, self.model.names)
         if self.is_draining:
             raise unavailable("the server is going down")
         prefix = "chatcmpl" if kind is Kind.CHAT else "cmpl"
         heading = Heading(f"{prefix}-{next(self._ids)}", model, int(time()))
         with ExitStack() as held:
-            held.enter_context(self.gate.enter(tenant, ask.num_answers))
-            turn = self._turn(ask, tenant)
-            prompt_ids = await self._encode(ask, app, turn)
-            self._check_lengths(ask, prompt_ids)
-            requests = await self._requests(ask, heading.reply_id, prompt_ids, tenant, app, turn)
+            held.enter_context(self.gate.enter(tenant, call.num_answers))
+            turn = self._turn(call, tenant)
+            prompt_ids = await self._encode(prompts, app, turn)
+            self._check_lengths(call, prompt_ids)
+            requests = await self._requests(call, heading.reply_id, prompt_ids, tenant, app, turn)
             answering = await self._submit(requests)
             exchange = _Exchange(self, answering, heading, request, app)
             held.push(exchange)
-            reply = Reply(ask, heading, prompt_ids, self.worker.tokenizer, turn)
-            if ask.is_streaming:
-                events = reply.events(answering)
+            echoes = self._echoes(call, prompts, prompt_ids)
+            reply = Reply(call, heading, self.worker.tokenizer, echoes)
+            writer = ReplyWriter(reply, [len(ids) for ids in prompt_ids], turn)
+            if call.is_streaming:
+                events = writer.events(answering)
                 return EventStream(events, exchange.last_words, held.pop_all(), self.limits.write_s)
             try:
-                whole = await while_connected(request.receive, reply.whole(answering))
+                whole = await while_connected(request.receive, writer.whole(answering))
             except ClientLeft:
                 exchange.state = RequestState.ABORTED
                 return Response(status_code=CLIENT_LEFT)
@@ -196,53 +193,33 @@ class Gateway:
             exchange.state = RequestState.FINISHED
         return Response(whole, media_type="application/json")
 
-    def _resolve(self, ask: Ask) -> tuple[str, App | None]:
-        """The model name to reply with, and the app that `model: "M:NAME"` or `app` names."""
-        names = self.model.names
-        if ask.model is None or ask.model in names:
-            base, app_name = ask.model or names[0], ask.app
-        else:
-            base, _, app_name = ask.model.rpartition(":")
-            if base not in names or self.apps.find(app_name) is None:
-                message = f"the model {ask.model!r} does not exist; GET /v1/models lists them"
-                raise ApiError(404, message, "model", "model_not_found")
-            if ask.app is not None and ask.app != app_name:
-                message = f"app: is {ask.app!r}, but the model names {app_name!r}"
-                raise ApiError(400, message, "app", "invalid_value")
-        if app_name is None:
-            return base, None
-        app = self.apps.find(app_name)
-        if app is None:
-            raise ApiError(404, f"there is no app {app_name!r}", "app", "app_not_found")
-        if ask.has_echo:
-            raise ApiError(400, "echo: cannot be used with an app", "echo", "invalid_value")
-        return f"{base}:{app_name}", app
-
-    def _turn(self, ask: Ask, tenant: Tenant) -> Turn | None:
-        if ask.session_id is None:
+    def _turn(self, call: Call, tenant: Tenant) -> Turn | None:
+        if call.session_id is None:
             return None
-        return Turn(self.sessions, tenant, ask.session_id, self.worker.tokenizer)
+        return Turn(self.sessions, tenant, call.session_id, self.worker.tokenizer)
 
-    async def _encode(self, ask: Ask, app: App | None, turn: Turn | None) -> list[list[int]]:
+    async def _encode(
+        self, prompts: Sequence[Prompt], app: App | None, turn: Turn | None
+    ) -> list[list[int]]:
         tokenizer = self.worker.tokenizer
 
         def encode() -> list[list[int]]:
             if turn is not None:
-                return [turn.encode(ask.prompts[0], app)]
-            return [encode_prompt(tokenizer, prompt, app) for prompt in ask.prompts]
+                return [turn.encode(prompts[0], app)]
+            return [encode_prompt(tokenizer, prompt, app) for prompt in prompts]
 
-        sizes = [len(prompt) if isinstance(prompt, str) else INLINE_CHARS for prompt in ask.prompts]
+        sizes = [len(prompt) if isinstance(prompt, str) else INLINE_CHARS for prompt in prompts]
         try:
             return encode() if sum(sizes) < INLINE_CHARS else await asyncio.to_thread(encode)
         except InvalidRequest as error:
             raise from_invalid(error) from None
 
-    def _check_lengths(self, ask: Ask, prompts: Sequence[Sequence[int]]) -> None:
+    def _check_lengths(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse what leaves no room for an answer, and what is far too long to be truncated:
         everybody would wait for the engine to look at it."""
         window = self.worker.max_model_len
         most = window - 1
-        if ask.overflow is not Overflow.ERROR:
+        if call.overflow is not Overflow.ERROR:
             most = max(most, min(MAX_WINDOWS * window, MAX_SESSION_TOKENS))
         longest = max(map(len, prompts))
         if longest > most:
@@ -250,12 +227,23 @@ class Gateway:
                 f"the prompt has {longest} tokens; with room for an answer in the context of "
                 f"{window}, it may have {most}"
             )
-            param = "messages" if ask.kind is Kind.CHAT else "prompt"
-            raise ApiError(400, message, param, "context_length_exceeded")
+            raise ApiError(400, message, call.kind.prompt_field, "context_length_exceeded")
+
+    def _echoes(
+        self, call: Call, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]]
+    ) -> list[Echo]:
+        """The prompts as text, where the caller wants them back."""
+        if not call.has_echo:
+            return []
+        decode, skips_special = self.worker.tokenizer.decode, call.sampling.skip_special_tokens
+        return [
+            Echo(prompt if isinstance(prompt, str) else decode(ids, skips_special), ids)
+            for prompt, ids in zip(prompts, prompt_ids, strict=True)
+        ]
 
     async def _requests(
         self,
-        ask: Ask,
+        call: Call,
         reply_id: str,
         prompts: Sequence[Sequence[int]],
         tenant: Tenant,
@@ -264,26 +252,26 @@ class Gateway:
     ) -> list[EngineRequest]:
         """What the engine is asked. The app's prompt is public, and is kept when a conversation
         outgrows the context; the form of the answers is compiled."""
+        num_public = [self.filler.public_tokens(app, ids) for ids in prompts]
         try:
-            grammar = await self.worker.compile(ask.sampling)
+            grammar = await self.worker.compile(call.sampling)
+            return [
+                EngineRequest(
+                    RequestId(f"{reply_id}-{place}"),
+                    np.asarray(ids),
+                    call.sampling,
+                    grammar=grammar,
+                    salt=tenant.page_salt(call.cache_salt),
+                    public_tokens=num_public[place],
+                    priority=call.priority,
+                    session=None if turn is None else turn.engine_id,
+                    overflow=call.overflow,
+                    keep_tokens=num_public[place],
+                )
+                for place, ids in enumerate(prompts)
+            ]
         except InvalidRequest as error:
             raise from_invalid(error) from None
-        num_public = [self.filler.public_tokens(app, ids) for ids in prompts]
-        return [
-            EngineRequest(
-                f"{reply_id}-{place}",
-                ids,
-                ask.sampling,
-                salt=tenant.page_salt(ask.cache_salt),
-                priority=ask.priority,
-                public_tokens=num_public[place],
-                session=None if turn is None else turn.engine_id,
-                overflow=ask.overflow,
-                keep_tokens=num_public[place],
-                grammar=grammar,
-            )
-            for place, ids in enumerate(prompts)
-        ]
 
     async def _submit(self, requests: Sequence[EngineRequest]) -> Answering:
         try:
@@ -311,25 +299,19 @@ class Gateway:
     async def tokenize(self, body: Json) -> Json:
         """Ids of a text (`prompt`) or of a conversation (`messages`)."""
         kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
-        ask = self._parser.parse(body, kind)
-        _, app = self._resolve(ask)
-        ids = (await self._encode(ask, app, None))[0]
+        call, prompts = self._parser.parse(body, kind)
+        _, app = self.apps.resolve(call, self.model.names)
+        ids = (await self._encode(prompts, app, None))[0]
         return {"tokens": ids, "count": len(ids), "max_model_len": self.worker.max_model_len}
 
     def detokenize(self, body: Json) -> Json:
         """Text of ids (`tokens`), special tokens included."""
-        for name in body:
-            if name not in ("model", "tokens"):
-                raise ApiError(400, f"the field {name!r} is not supported", name, "unknown_field")
-        tokens = body.get("tokens")
+        tokens = read_fields(body, DetokenizeBody).tokens
         vocab_size = self.worker.tokenizer.vocab_size
-        reason = f"tokens: must be a list of token ids from 0 to {vocab_size - 1}"
-        if not isinstance(tokens, list):
-            raise ApiError(400, reason, "tokens", "invalid_value")
-        ids = [item for item in tokens if type(item) is int and 0 <= item < vocab_size]
-        if len(ids) != len(tokens):
-            raise ApiError(400, reason, "tokens", "invalid_value")
-        return {"prompt": self.worker.tokenizer.decode_all(ids)}
+        if not all(0 <= token < vocab_size for token in tokens):
+            message = f"tokens: must be token ids from 0 to {vocab_size - 1}"
+            raise ApiError(400, message, "tokens", "invalid_value")
+        return {"prompt": self.worker.tokenizer.decode_all(tokens)}
 
 
 class _Exchange:

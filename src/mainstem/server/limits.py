@@ -9,10 +9,11 @@ from time import monotonic
 from mainstem.core.errors import ConfigError
 from mainstem.server.auth import Tenant
 from mainstem.server.faults import busy
+from mainstem.wire.calls import BodyLimits
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServerLimits:
     """Checked before anything is allocated for a request."""
 
     body_bytes: int = 8 << 20
@@ -28,9 +29,7 @@ class Limits:
     kept_batches: int = 10_000  # of a key; beyond it those with no file left go, the oldest first
     write_s: float = 60.0  # a reader that takes nothing for so long is given up
     max_depth: int = 32  # nesting of JSON
-    max_prompts: int = 128  # prompts of one request
-    max_answers: int = 128  # prompts times n
-    max_stop_chars: int = 4096  # of all stop strings together
+    body: BodyLimits = field(default_factory=BodyLimits)
     open_answers: int = 2048  # running and waiting, of all clients; beyond it 429
     requests_per_minute: int | None = None  # per key
     open_requests: int | None = None  # per key
@@ -38,7 +37,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if isinstance(value, int | float) and value <= 0:
                 raise ConfigError(f"{name} must be above 0, got {value}")
 
 
@@ -55,7 +54,7 @@ class _Use:
 class Gate:
     """Counts requests in and out. Used on the event loop only."""
 
-    limits: Limits
+    limits: ServerLimits
     clock: Callable[[], float] = monotonic
     open_answers: int = 0
     _uses: dict[str, _Use] = field(default_factory=dict)

@@ -8,8 +8,8 @@ import asyncio
 import logging
 from time import time
 
-from mainstem.server.batch_shelf import BatchShelf
-from mainstem.server.file_shelf import FileShelf, named_id
+from mainstem.server.batch_store import BatchStore
+from mainstem.server.file_store import FileStore, named_id
 
 PRUNE_S = 600.0  # so much longer than its time a file may stay
 
@@ -19,7 +19,7 @@ log = logging.getLogger("mainstem.server")
 class Pruner:
     """Owns one task of the event loop."""
 
-    def __init__(self, files: FileShelf, batches: BatchShelf, ttl_s: float) -> None:
+    def __init__(self, files: FileStore, batches: BatchStore, ttl_s: float) -> None:
         self._files = files
         self._batches = batches
         self._ttl_s = ttl_s

@@ -18,19 +18,21 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mainstem import __version__
-from mainstem.batch.rows import Kind
 from mainstem.core.errors import InvalidRequest
-from mainstem.server.apps_registry import App
 from mainstem.server.batch_routes import BatchRoutes
 from mainstem.server.body import read_json
-from mainstem.server.faults import ApiError, from_invalid, unavailable
+from mainstem.server.faults import ApiError, from_invalid, from_wire, unavailable
 from mainstem.server.gateway import Gateway
 from mainstem.server.ids import unique_ids
 from mainstem.server.metrics import CONTENT_TYPE
-from mainstem.server.openapi import document
 from mainstem.server.turns import owner_of
 from mainstem.server.worker import EngineFault, WorkerState
+from mainstem.text.encoding import App
 from mainstem.text.sessions import Session
+from mainstem.wire.bodies import AppBody, read_fields
+from mainstem.wire.calls import Kind
+from mainstem.wire.errors import WireError
+from mainstem.wire.openapi import document
 
 PAGE = files("mainstem.server") / "page"
 
@@ -168,14 +170,8 @@ class Routes:
     async def put_app(self, request: Request) -> Response:
         """Add an app, or give it another prompt; answers when its prefix is computed."""
         body = await read_json(request, self._gateway.limits)
-        for name in body:
-            if name != "prompt":
-                raise ApiError(400, f"the field {name!r} is not supported", name, "unknown_field")
-        prompt = body.get("prompt")
-        if not isinstance(prompt, str):
-            raise ApiError(400, "prompt: must be a text", "prompt", "invalid_value")
         try:
-            app = App(request.path_params["name"], prompt)
+            app = App(request.path_params["name"], read_fields(body, AppBody).prompt)
             num_tokens = await self._gateway.filler.fill(app)
             self._gateway.apps.add(app)
         except InvalidRequest as error:
@@ -239,7 +235,7 @@ def _file(name: str) -> Response:
 # --- around all routes ---------------------------------------------------------------------------
 
 
-class Door:
+class AccessMiddleware:
     """Lets in who may, gives every request an id, and logs and counts what became of it."""
 
     def __init__(self, inside: ASGIApp, gateway: Gateway, origins: Sequence[str]) -> None:
@@ -320,6 +316,11 @@ async def _api_error(request: Request, error: Exception) -> Response:
     return error.response()
 
 
+async def _wire_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, WireError)
+    return from_wire(error).response()
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     """No such path or method."""
     assert isinstance(error, HTTPException)
@@ -349,12 +350,13 @@ def make_app(gateway: Gateway, origins: Sequence[str] = ()) -> ASGIApp:
 
     handlers: dict[int | type[Exception], Handler] = {
         ApiError: _api_error,
+        WireError: _wire_error,
         HTTPException: _http_error,
         Exception: _bug,
     }
     routes = [*Routes(gateway).listed(), *BatchRoutes(gateway).listed()]
     starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    door = Door(starlette, gateway, origins)
+    door = AccessMiddleware(starlette, gateway, origins)
     if not origins:
         return door
     return CORSMiddleware(

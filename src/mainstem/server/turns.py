@@ -5,10 +5,9 @@ from hashlib import sha256
 
 import numpy as np
 
-from mainstem.batch.rows import Prompt
 from mainstem.core.ids import SessionId
-from mainstem.server.apps_registry import App, encode_prompt, prompt_text
 from mainstem.server.auth import Tenant
+from mainstem.text.encoding import App, Prompt, encode_prompt, prompt_text
 from mainstem.text.sessions import Sessions, continued_ids, spoken_text
 from mainstem.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from mainstem.server.faults import ApiError
-from mainstem.server.limits import Limits
+from mainstem.server.limits import ServerLimits
 
 WRITE_BYTES = 1 << 20  # handed to the parser's thread at once
 MAX_FIELD_BYTES = 1024
@@ -89,14 +89,14 @@ class Form:
         self.is_complete = True
 
 
-def expected_bytes(request: Request, limits: Limits) -> int:
+def expected_bytes(request: Request, limits: ServerLimits) -> int:
     """How much a request may bring: what it announces, or as much as any may."""
     length = request.headers.get("content-length", "")
     is_known = length.isdecimal() and "transfer-encoding" not in request.headers
     return min(int(length[:20]), limits.upload_bytes) if is_known else limits.upload_bytes
 
 
-async def receive_form(request: Request, path: Path, limits: Limits) -> Form:
+async def receive_form(request: Request, path: Path, limits: ServerLimits) -> Form:
     """Write the file of a form to `path`; raises ApiError 400, 408, 413 or 415."""
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")
@@ -123,7 +123,7 @@ async def receive_form(request: Request, path: Path, limits: Limits) -> Form:
     return form
 
 
-async def _pieces(request: Request, limits: Limits) -> AsyncIterator[bytes]:
+async def _pieces(request: Request, limits: ServerLimits) -> AsyncIterator[bytes]:
     """The body as it comes; each piece within `body_s`, everything within `upload_s`."""
     stream = request.stream()
     deadline_s = monotonic() + limits.upload_s

@@ -20,16 +20,19 @@ from threading import Thread
 from time import monotonic
 from typing import TypeVar
 
+import numpy as np
+
 from mainstem.core.errors import EngineLost, InvalidRequest
 from mainstem.core.events import SequenceAdmitted, StepFailed
-from mainstem.core.request import Overflow, SamplingParams
+from mainstem.core.ids import RequestId
+from mainstem.core.request import Request, SamplingParams
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.text.grammar import CompiledForm
 from mainstem.text.text_engine import TextEngine, TextOutput
 
 SNAPSHOT_S = 0.2  # a look at the engine is at most so old while it runs
 IDLE_S = 0.2  # between two steps with nothing to run
-PROBE = "probe"
+PROBE = RequestId("probe")
 MAX_PROBE_STEPS = 100
 NUM_COMPILERS = 2  # threads for forms, so that hard ones keep nothing else waiting
 
@@ -54,26 +57,10 @@ class WorkerState(Enum):
     FAILED = "failed"  # the engine could not be brought back; nothing is answered any more
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """What the engine is asked for one prompt."""
-
-    request_id: str
-    prompt_ids: Sequence[int]
-    sampling: SamplingParams
-    salt: bytes = b""
-    priority: int = 0
-    public_tokens: int = 0  # leading ones that the salt does not protect
-    session: str | None = None
-    overflow: Overflow = Overflow.ERROR
-    keep_tokens: int = 0
-    grammar: CompiledForm | None = None  # the form that `sampling` names
-
-
 class Ticket:
     """One prompt in progress, on the event loop. Times are monotonic seconds."""
 
-    def __init__(self, place: int, request: EngineRequest, answering: "Answering") -> None:
+    def __init__(self, place: int, request: Request, answering: "Answering") -> None:
         self.place = place  # among the prompts of its Answering
         self.request = request
         self.answering = answering
@@ -97,7 +84,7 @@ class Answering:
     Whoever leaves before the end must close it through `Worker.abandon`, which frees the pages.
     """
 
-    def __init__(self, requests: Sequence[EngineRequest]) -> None:
+    def __init__(self, requests: Sequence[Request]) -> None:
         self.tickets = [Ticket(place, request, self) for place, request in enumerate(requests)]
         self.fault: Fault | None = None
         self._news: list[tuple[int, TextOutput]] = []
@@ -153,7 +140,7 @@ class Answering:
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
-    request: EngineRequest
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +215,7 @@ class Worker:
         """Requests in progress."""
         return len(self._open)
 
-    async def submit(self, requests: Sequence[EngineRequest]) -> Answering:
+    async def submit(self, requests: Sequence[Request]) -> Answering:
         """Queue the prompts of one HTTP request, all or none.
 
         Raises InvalidRequest if one can never run, EngineFault if none can now.
@@ -357,20 +344,9 @@ class Worker:
                 case _Stop():
                     return False
 
-    def _submit(self, request: EngineRequest) -> None:
+    def _submit(self, request: Request) -> None:
         try:
-            self._engine.submit(
-                request.request_id,
-                request.prompt_ids,
-                request.sampling,
-                salt=request.salt,
-                priority=request.priority,
-                public_tokens=request.public_tokens,
-                session=request.session,
-                overflow=request.overflow,
-                keep_tokens=request.keep_tokens,
-                grammar=request.grammar,
-            )
+            self._engine.submit(request)
         except InvalidRequest as error:
             self._report.refused.append((request.request_id, error))
         except Exception:
@@ -423,7 +399,8 @@ class Worker:
         """Prove that the engine still answers: a request of one token takes it through a step. If
         that fails the engine is lost, and not the requests that failed were to blame."""
         self._must_probe = False
-        self._engine.submit(PROBE, [0], SamplingParams(max_tokens=1, ignore_eos=True))
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        self._engine.submit(Request(PROBE, np.zeros(1, np.int32), sampling))
         for _ in range(MAX_PROBE_STEPS):
             if not self._engine.has_work:
                 return

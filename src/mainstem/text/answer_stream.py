@@ -26,20 +26,20 @@ class Detokenizer:
             tokenizer.special_ids if skip_special_tokens else frozenset()
         )
         shown = [token_id for token_id in context[-64:] if token_id not in self._skipped]
-        self._speller = tokenizer.speller(shown)
+        self._decoder = tokenizer.incremental_decoder(shown)
 
     @property
     def is_holding(self) -> bool:
         """Whether a character has begun and not ended."""
-        return self._speller.is_holding
+        return self._decoder.is_holding
 
     def push(self, token_id: int) -> str:
         """The text that has become certain; often the token's own, sometimes none or more."""
-        return "" if token_id in self._skipped else self._speller.push(token_id)
+        return "" if token_id in self._skipped else self._decoder.push(token_id)
 
     def finish(self) -> str:
         """What was held back: incomplete characters become U+FFFD."""
-        return self._speller.finish()
+        return self._decoder.finish()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def _byte_level_characters() -> dict[str, int]:
     return table | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-class Speller(Protocol):
+class IncrementalDecoder(Protocol):
     """Ids in, text out, holding back what a later id may still change."""
 
     @property
@@ -72,7 +72,7 @@ class Speller(Protocol):
     def finish(self) -> str: ...
 
 
-class ByteSpeller:
+class ByteDecoder:
     """For byte-level vocabularies: concatenate bytes, decode UTF-8 as it becomes complete."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
@@ -90,7 +90,7 @@ class ByteSpeller:
         return self._utf8.decode(b"", final=True)
 
 
-class WindowSpeller:
+class WindowDecoder:
     """For all other decoders: the text of (last token + new ones) minus that of the last token.
 
     One token of context is enough: decoders treat the first token of a text specially (its

@@ -8,10 +8,12 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import SamplingParams
 
 Message = Mapping[str, object]
-Prompt = str | Sequence[int] | Mapping[str, object]  # {"prompt": text} or {"prompt_token_ids": ids}
+ScriptPrompt = (
+    str | Sequence[int] | Mapping[str, object]
+)  # {"prompt": text} or {"prompt_token_ids": ids}
 
 
-def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
+def listed_prompts(prompts: ScriptPrompt | Sequence[ScriptPrompt]) -> list[str | list[int]]:
     """Every prompt as a text or as ids; one alone is a list of one."""
     given: object = prompts
     if isinstance(given, np.ndarray):

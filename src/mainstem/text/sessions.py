@@ -152,6 +152,6 @@ def continued_ids(session: Session | None, text: str, tokenizer: Tokenizer) -> l
 
 def spoken_text(prompt_text: str, output_ids: list[int], tokenizer: Tokenizer) -> str:
     """The text of a turn: its prompt and all that the model said, special tokens written out."""
-    speller = tokenizer.speller(())
-    pieces = [speller.push(token_id) for token_id in output_ids]
-    return "".join([prompt_text, *pieces, speller.finish()])
+    decoder = tokenizer.incremental_decoder(())
+    pieces = [decoder.push(token_id) for token_id in output_ids]
+    return "".join([prompt_text, *pieces, decoder.finish()])

@@ -1,19 +1,13 @@
 """Text on top of the engine: prompts in, pieces of answers out, stop strings obeyed."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from mainstem.core.ids import RequestId, SessionId
+from mainstem.core.ids import RequestId
 from mainstem.core.request import (
     Delivery,
     FinishReason,
-    Grammar,
     Output,
-    Overflow,
     Request,
-    SamplingParams,
     TokenLogprobs,
 )
 from mainstem.core.step import Int32s
@@ -55,6 +49,7 @@ class TextEngine:
         self.engine = engine
         self.tokenizer = tokenizer
         self.grammars = Grammars(tokenizer)
+        self._eos_ids = tuple(sorted(tokenizer.eos_ids))
         self._open: dict[RequestId, _Open] = {}
 
     @property
@@ -66,49 +61,18 @@ class TextEngine:
         shares with the next. Returns the first `plan_place`."""
         return self.engine.expect(shared_with_next)
 
-    def submit(  # noqa: PLR0913  # what a caller may say of a request, mostly by keyword
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        delivery: Delivery = Delivery.EACH_STEP,
-        *,
-        salt: bytes = b"",
-        priority: int = 0,
-        plan_place: int | None = None,
-        expected_tokens: int | None = None,
-        public_tokens: int = 0,
-        session: str | None = None,
-        overflow: Overflow | None = None,
-        keep_tokens: int = 0,
-        grammar: Grammar | None = None,
-    ) -> None:
+    def submit(self, request: Request) -> None:
         """Queue a prompt; raises InvalidRequest if it can never run.
 
-        `overflow` says what becomes of a prompt that is longer than the context window; by default
-        that of a `session` is truncated, all but its first `keep_tokens`, and any other refused.
-        `grammar` is the form that `sampling` names, for who has compiled it elsewhere.
+        The model's end tokens are filled in, and the form that `request.sampling` names is compiled
+        unless the request brings it.
         """
+        sampling, grammar, delivery = request.sampling, request.grammar, request.delivery
         if grammar is None and sampling.grammar is not None:
             grammar = self.grammars.compile(sampling.grammar)
         if sampling.stop_strings:
             delivery = Delivery.EACH_STEP  # each token may complete a stop string
-        request = Request(
-            request_id=RequestId(request_id),
-            prompt_ids=np.asarray(prompt_ids),
-            sampling=sampling,
-            eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
-            grammar=grammar,
-            salt=salt,
-            public_tokens=public_tokens,
-            priority=priority,
-            delivery=delivery,
-            plan_place=plan_place,
-            expected_tokens=expected_tokens,
-            session=None if session is None else SessionId(session),
-            overflow=overflow,
-            keep_tokens=keep_tokens,
-        )
+        request = replace(request, eos_ids=self._eos_ids, grammar=grammar, delivery=delivery)
         self.engine.submit(request)
         streams = {
             index: TextStream(self.tokenizer, sampling, request.prompt_ids[-64:].tolist())

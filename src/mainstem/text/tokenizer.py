@@ -11,7 +11,7 @@ import tokenizers
 
 from mainstem.core.errors import InvalidRequest, ModelNotFound
 from mainstem.text.chat_template import ChatTemplate, Json, Message
-from mainstem.text.incremental import ByteSpeller, Speller, TokenAlphabet, WindowSpeller
+from mainstem.text.incremental import ByteDecoder, IncrementalDecoder, TokenAlphabet, WindowDecoder
 
 GENERATION_FILE = "generation_config.json"
 # in it; the others are set by who asks, or are Hugging Face's own
@@ -149,11 +149,11 @@ class Tokenizer:
         """The bytes one token stands for, special tokens by name; for logprobs."""
         return self._alphabet.token_bytes(token_id)
 
-    def speller(self, context: Sequence[int]) -> Speller:
+    def incremental_decoder(self, context: Sequence[int]) -> IncrementalDecoder:
         """A fresh incremental decoder for ids that follow `context`."""
         if self._alphabet.is_byte_level:
-            return ByteSpeller(self._alphabet.token_bytes)
-        return WindowSpeller(self.decode_all, self._alphabet.is_byte, context)
+            return ByteDecoder(self._alphabet.token_bytes)
+        return WindowDecoder(self.decode_all, self._alphabet.is_byte, context)
 
     @property
     def can_continue(self) -> bool:

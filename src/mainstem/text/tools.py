@@ -17,9 +17,7 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.text.grammar import JSON_SPACING, lark_form
 from mainstem.text.tokenizer import Tokenizer
 
-MAX_TOOLS = 128
 BEGIN, END = "<tool_call>", "</tool_call>"
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 HALF = re.compile("[\ud800-\udfff]")  # escapes can spell half a character, which no reply can hold
 
 Json = Mapping[str, object]
@@ -55,52 +53,27 @@ class ToolUse:
     form: str | None = None
 
 
-def read_tools(tools: object, choice: object, format: ToolFormat | None) -> ToolUse | None:
-    """`tools` and `tool_choice` of a request; None when there is nothing to call."""
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise InvalidRequest("tools", f"must be a list of at most {MAX_TOOLS} tools")
-    functions = [_function(index, tool) for index, tool in enumerate(tools)]
-    names = [str(function["name"]) for function in functions]
-    wanted = _wanted_names(choice, names)
-    if not functions or choice == "none":
-        return None
+def offer_tools(
+    tools: Sequence[Json], required: Sequence[str] | None, format: ToolFormat | None
+) -> ToolUse:
+    """Tools in OpenAI's form; one of those named `required` must be called, if there are any.
+
+    Raises InvalidRequest if the model was not taught to call tools.
+    """
     if format is None:
         reason = "this model's chat template has none, or writes calls in a way that is not known"
         raise InvalidRequest("tools", reason)
-    if wanted is None:
+    if required is None:
         return ToolUse(tuple(tools), format)
-    callable_ = [function for function in functions if function["name"] in wanted]
+    functions = [_function(tool) for tool in tools]
+    callable_ = [function for function in functions if function["name"] in required]
     return ToolUse(tuple(tools), format, _call_form(callable_, format))
 
 
-def _function(index: int, tool: object) -> dict[str, object]:
-    described = tool if isinstance(tool, dict) else {}
-    function = described.get("function")
-    if not isinstance(function, dict) or described.get("type") != "function":
-        raise InvalidRequest("tools", f"tool {index} must be of type function, with a function")
-    name = function.get("name")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        reason = f"tool {index} needs a name of 1 to 64 letters, digits, '_', '-' or '.'"
-        raise InvalidRequest("tools", reason)
-    if not isinstance(function.get("parameters", {}), dict):
-        raise InvalidRequest("tools", f"the parameters of {name} must be a JSON schema")
+def _function(tool: Json) -> Json:
+    function = tool["function"]
+    assert isinstance(function, dict)
     return function
-
-
-def _wanted_names(choice: object, names: Sequence[str]) -> Sequence[str] | None:
-    """Tools of which one must be called; None: the model decides."""
-    if choice in (None, "auto", "none"):
-        return None
-    if not names:
-        raise InvalidRequest("tool_choice", "there are no tools to choose from")
-    if choice == "required":
-        return names
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if name not in names:
-        reason = f"must be none, auto, required or one of the tools, got {choice!r}"
-        raise InvalidRequest("tool_choice", reason)
-    return [str(name)]
 
 
 def _call_form(functions: Sequence[Mapping[str, object]], format: ToolFormat) -> str:

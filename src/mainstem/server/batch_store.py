@@ -7,7 +7,7 @@ from pathlib import Path
 from secrets import token_hex
 from time import time
 
-from mainstem.server.file_shelf import remove_fresh, write_whole
+from mainstem.server.file_store import remove_fresh, write_whole
 
 WINDOW = "24h"  # the only completion window there is
 WINDOW_S = 24 * 3600
@@ -92,7 +92,7 @@ class Batch:
 
 
 @dataclass(slots=True)
-class BatchShelf:
+class BatchStore:
     """All batches. Kept in memory and on disk; owned by the event loop, whose writes are small."""
 
     folder: Path

@@ -47,7 +47,7 @@ class StoredFile:
         }
 
 
-class FileShelf:
+class FileStore:
     """The files of all owners. Methods block: call them on a thread. Any number of threads may."""
 
     def __init__(self, folder: Path) -> None:

@@ -1,0 +1,37 @@
+"""The flag `--app NAME=FILE` of commands that read rows: what `model: "M:NAME"` in a row means."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from mainstem.core.errors import ConfigError
+from mainstem.text.encoding import App
+from mainstem.wire.calls import Call
+from mainstem.wire.errors import WireError
+
+
+def add_app_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--app", action="append", default=[], metavar="NAME=FILE",
+        help="a system prompt for rows whose model is MODEL:NAME, as in `serve`; repeatable",
+    )  # fmt: skip
+
+
+def apps_by_name(flags: Sequence[str]) -> Callable[[Call], App | None]:
+    """Which app a row is for; the function raises WireError for an `app` that is not there."""
+    apps: dict[str, App] = {}
+    for flag in flags:
+        app = App.from_flag(flag)
+        if app.name in apps:
+            raise ConfigError(f"--app {app.name} is given twice")
+        apps[app.name] = app
+
+    def find(call: Call) -> App | None:
+        if call.app is not None:
+            if call.app not in apps:
+                reason = f"there is no app {call.app!r}: give it with --app {call.app}=FILE"
+                raise WireError("app_not_found", reason, "app")
+            return apps[call.app]
+        # a name after a colon may be a model's own ("llama3:8b"): one model answers all rows
+        return apps.get((call.model or "").rpartition(":")[2])
+
+    return find

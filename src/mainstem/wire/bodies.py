@@ -1,0 +1,319 @@
+"""The JSON objects that clients send, field by field.
+
+This is the one description of them: bodies are checked against it, and `/openapi.json` is made from
+it. Ranges of sampling fields stand in `core.request`, since Python callers meet them too. `null` is
+the same as leaving a field out, as in OpenAI's API.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mainstem.wire.errors import WireError
+
+# `(?!\n)`: in Python `$` also matches before a line's end
+SESSION_ID = r"^[A-Za-z0-9_.:-]{1,128}(?!\n)$"
+TOOL_NAME = r"^[A-Za-z0-9_.-]{1,64}(?!\n)$"
+MAX_TOOLS = 128
+MAX_METADATA = 16  # pairs, as in OpenAI's API ...
+MAX_METADATA_NAME = 64  # ... characters of each name ...
+MAX_METADATA_TEXT = 512  # ... and of each text
+
+Json = Mapping[str, object]
+Anything = Annotated[object, Meta(extra_json_schema={"description": "any JSON value"})]
+T = TypeVar("T", bound=Struct)
+
+# --- conversations and tools ---------------------------------------------------------------------
+
+
+class TextPart(Struct, frozen=True):
+    """A part of a message's content; other kinds than text are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Struct, frozen=True):
+    """What an earlier answer called."""
+
+    name: str | None = None
+    arguments: Anything = None  # JSON as text, or the object itself
+
+
+class PastCall(Struct, frozen=True):
+    """A tool call of an earlier answer."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class Message(Struct, frozen=True):
+    """One message. Fields beyond these reach the chat template as they are."""
+
+    role: Annotated[
+        str,
+        Meta(
+            description="what the model's chat template knows",
+            examples=["system", "developer", "user", "assistant", "tool"],
+        ),
+    ]
+    content: str | list[TextPart] | TextPart | None = None
+    name: Anything = None
+    tool_calls: list[PastCall] | PastCall | None = None
+    tool_call_id: Anything = None
+
+
+class Function(Struct, frozen=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(pattern=TOOL_NAME)]
+    description: Anything = None
+    parameters: Annotated[
+        dict[str, Anything] | None, Meta(description="JSON schema of its arguments")
+    ] = None
+
+
+class Tool(Struct, frozen=True):
+    """What a request offers to the model."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Struct, frozen=True):
+    """The function that must be called."""
+
+    name: str
+
+
+class ChosenTool(Struct, frozen=True):
+    """A `tool_choice` that names a tool."""
+
+    function: ChosenFunction
+    type: Literal["function"] | None = None
+
+
+class SchemaFormat(Struct, frozen=True):
+    """The JSON schema that answers must fit."""
+
+    schema: Anything = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    """The form that answers must have, in OpenAI's words."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stream tells beside its text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Anything = None  # accepted and without effect
+
+
+# --- bodies --------------------------------------------------------------------------------------
+
+
+class AnswerBody(Struct, frozen=True, kw_only=True):
+    """What chats and completions have in common."""
+
+    model: Annotated[str, Meta(description="the model's name, or NAME:APP")] | None = None
+    app: Annotated[str, Meta(description="a system prompt that the server keeps")] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # how tokens are chosen
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Meta(description="token id: bias")] | None = None
+    # when an answer ends
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    # what it looks like
+    response_format: ResponseFormat | None = None
+    guided_json: Anything = None  # a JSON schema, as object or text
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    prompt_logprobs: int | None = None
+    # which pages it shares, and when it runs
+    cache_salt: str | None = None
+    priority: Annotated[int, Meta(description="lower goes first")] | None = None
+    session_id: Annotated[str, Meta(pattern=SESSION_ID)] | None = None
+    context_overflow: Literal["error", "recompute", "kv"] | None = None
+
+
+class ChatBody(AnswerBody, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Anything] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[str, Meta(examples=["none", "auto", "required"])] | ChosenTool | None = (
+        None
+    )
+
+
+class CompletionBody(AnswerBody, frozen=True, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[
+        str | list[int | str | list[int]],
+        Meta(description="a text, a list of token ids, or several of these"),
+    ]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class DetokenizeBody(Struct, frozen=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+    model: Anything = None
+
+
+class AppBody(Struct, frozen=True):
+    """`PUT /admin/apps/NAME`."""
+
+    prompt: str
+
+
+class BatchBody(Struct, frozen=True):
+    """`POST /v1/batches`."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"]
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, Meta(max_length=MAX_METADATA_NAME)],
+                Annotated[str, Meta(max_length=MAX_METADATA_TEXT)],
+            ],
+            Meta(max_length=MAX_METADATA),
+        ]
+        | None
+    ) = None
+
+
+class RowEnvelope(Struct, frozen=True):
+    """A line of a batch file, around the body of its request."""
+
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    body: dict[str, object]
+    custom_id: Anything = None
+    method: Literal["POST"] = "POST"
+
+
+# accepted and without effect on the answer; docs/serve.md lists them
+HARMLESS = frozenset(
+    [
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    ]
+)
+# values that say what happens anyway, of fields that are refused otherwise
+EMPTY_VALUES: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix": ""}
+
+
+# --- checking ------------------------------------------------------------------------------------
+
+_PLACE = re.compile(r"^(?P<reason>.*?) - at (?:`key` in )?`\$(?P<path>[^`]*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(\w+)`$")
+_UNKNOWN = re.compile(r"contains unknown field `(.*)`$", re.DOTALL)
+_TYPES = re.compile(r"`([a-z]+(?: \| [a-z]+)*)`")
+_WORDS = {
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+
+
+def read_fields(fields: Json, kind: type[T]) -> T:
+    """A JSON object as a record; raises WireError that names what does not belong or fit."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    known = kind.__struct_fields__
+    for name, value in given.items():
+        if name not in known:
+            if name in EMPTY_VALUES:
+                reason = f"{name}: only {EMPTY_VALUES[name]!r} is supported, got {value!r}"
+                raise WireError("unknown_field", reason, name)
+            raise WireError("unknown_field", f"the field {name!r} is not supported", name)
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), kind) from None
+
+
+def without_harmless(fields: Json) -> dict[str, object]:
+    """What is left of a body when fields without effect are taken away."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in HARMLESS and (name not in EMPTY_VALUES or value != EMPTY_VALUES[name])
+    }
+
+
+def _explained(text: str, kind: type[Struct]) -> WireError:
+    """msgspec's message as an error that names the field: "Expected ... - at `$.n`" is about n."""
+    found = _PLACE.match(text)
+    reason, place = (found["reason"], found["path"].lstrip(".")) if found else (text, "")
+    if not place and (missing := _MISSING.search(reason)):
+        return WireError("invalid_value", f"{missing[1]}: is required", missing[1])
+    if unknown := _UNKNOWN.search(reason):
+        name = f"{place}.{unknown[1]}"
+        return WireError("unknown_field", f"the field {name!r} is not supported", name)
+    param = re.split(r"[.\[]", place, maxsplit=1)[0]
+    if param == "stream_options":
+        param = place
+    if reason.startswith("Invalid enum value") and param == place:
+        allowed = ", ".join(map(str, _choices(kind, param)))
+        return WireError("invalid_value", f"{place}: must be one of {allowed}", param)
+    plain = _TYPES.sub(_in_words, reason)
+    return WireError("invalid_value", f"{place}: {plain[0].lower()}{plain[1:]}", param or None)
+
+
+def _in_words(types: re.Match[str]) -> str:
+    """`int | null` -> a whole number."""
+    names = [name for name in types[1].split(" | ") if name != "null"]
+    return " or ".join(_WORDS.get(name, name) for name in names) or "null"
+
+
+def _choices(kind: type[Struct], name: str) -> list[object]:
+    """The values that a field of literals can have."""
+    hint = get_type_hints(kind)[name]
+    return [
+        value
+        for part in (hint, *get_args(hint))
+        if get_origin(part) is Literal
+        for value in get_args(part)
+    ]

@@ -1,0 +1,401 @@
+"""A chat or completion body -> a Call and its prompts: the one parser of server, batch and plan.
+
+    body (JSON object) -- bodies.py: names and types -->  AnswerBody
+                       -- here: OpenAI's meanings    -->  Call, [Prompt, ...]
+
+A field that would change the answer and is not supported is refused by name.
+"""
+
+import json
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TypeVar
+
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.request import Overflow, SamplingParams
+from mainstem.text.encoding import Chat, Message, Prompt
+from mainstem.text.grammar import choice_form, json_form, regex_form
+from mainstem.text.tools import ToolFormat, ToolUse, offer_tools
+from mainstem.wire import bodies
+from mainstem.wire.bodies import (
+    AnswerBody,
+    ChatBody,
+    ChosenTool,
+    CompletionBody,
+    Json,
+    PastCall,
+    ResponseFormat,
+    StreamOptions,
+    read_fields,
+    without_harmless,
+)
+from mainstem.wire.errors import WireError, from_invalid
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat has no limit
+MAX_TOKEN_ID = 2**31 - 1
+SAMPLINGS_KEPT = 1024  # different settings whose objects are shared between calls
+MAX_KEPT_CHARS = 4096  # of such settings
+
+T = TypeVar("T")
+
+# SamplingParams takes these under the same name and checks their values
+SAMPLING_FIELDS = (
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "min_p",
+    "min_tokens",
+    "n",
+    "presence_penalty",
+    "prompt_logprobs",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+)
+
+
+class Kind(Enum):
+    """What an answer looks like; the value is the url."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETION = "/v1/completions"
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages" if self is Kind.CHAT else "prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """How much one body may ask for."""
+
+    max_prompts: int = 128
+    max_answers: int = 128  # prompts times n
+    max_stop_chars: int = 4096  # of all stop strings: they become an automaton, a state for each
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a body asks, apart from its prompts; kept until the answer is written."""
+
+    kind: Kind
+    sampling: SamplingParams
+    num_prompts: int = 1
+    cache_salt: bytes = b""
+    priority: int = 0
+    model: str | None = None
+    app: str | None = None
+    is_streaming: bool = False
+    includes_usage: bool = False
+    has_echo: bool = False
+    is_scoring: bool = False  # echo with max_tokens 0: the prompt's logprobs and no answer
+    wants_prompt_logprobs: bool = False  # in vLLM's form, not OpenAI's echo
+    tools: ToolUse | None = None
+    session_id: str | None = None
+    overflow: Overflow = Overflow.ERROR
+
+    @property
+    def num_answers(self) -> int:
+        return self.num_prompts * self.sampling.n
+
+
+@dataclass(slots=True)
+class CallParser:
+    """Reads bodies, with defaults for the sampling fields that they leave open.
+
+    `defaults` are fields of SamplingParams; raises InvalidRequest if they are not valid.
+    `find_tool_format` says how the model writes tool calls; it is asked when a body brings tools.
+    """
+
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    limits: BodyLimits = field(default_factory=BodyLimits)
+    find_tool_format: Callable[[], ToolFormat | None] = lambda: None
+    _samplings: dict[str, SamplingParams] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._sampling(self.defaults)
+
+    def parse(self, body: Json, kind: Kind) -> tuple[Call, tuple[Prompt, ...]]:
+        """Raises WireError that names the field."""
+        if body.get(kind.prompt_field) is None:
+            name = kind.prompt_field
+            raise WireError("invalid_row", f"{name}: is required", name)
+        if kind is Kind.CHAT and body.get("echo"):
+            reason = "the field 'echo' is not supported in a chat"
+            raise WireError("unknown_field", reason, "echo")
+        fields = without_harmless(body)
+        read = read_fields(fields, ChatBody if kind is Kind.CHAT else CompletionBody)
+        try:
+            return self._parse(read, kind, fields)
+        except InvalidRequest as error:
+            raise from_invalid(error) from None
+
+    def _parse(self, body: AnswerBody, kind: Kind, fields: Json) -> tuple[Call, tuple[Prompt, ...]]:
+        tools: ToolUse | None = None
+        prompts: tuple[Prompt, ...]
+        if isinstance(body, ChatBody):
+            tools = self._tools(body, fields)
+            prompts = (_chat(body, fields, tools),)
+        else:
+            assert isinstance(body, CompletionBody)
+            prompts = tuple(_prompts(body.prompt, self.limits))
+        call = Call(
+            kind=kind,
+            sampling=self._sampling(self._sampling_fields(body, tools)),
+            num_prompts=len(prompts),
+            cache_salt=(body.cache_salt or "").encode(),
+            priority=body.priority or 0,
+            model=body.model,
+            app=body.app,
+            is_streaming=bool(body.stream),
+            includes_usage=_includes_usage(body.stream_options, bool(body.stream)),
+            has_echo=_has_echo(body),
+            is_scoring=_is_scoring(body),
+            wants_prompt_logprobs=body.prompt_logprobs is not None,
+            tools=tools,
+        )
+        if call.wants_prompt_logprobs and (call.is_streaming or call.has_echo):
+            raise InvalidRequest("prompt_logprobs", "cannot be combined with stream or echo")
+        if call.num_answers > self.limits.max_answers:
+            raise InvalidRequest("n", f"at most {self.limits.max_answers} answers in one request")
+        return _in_session(call, body), prompts
+
+    # --- sampling -------------------------------------------------------------------------------
+
+    def _sampling_fields(self, body: AnswerBody, tools: ToolUse | None) -> dict[str, object]:
+        """Arguments of SamplingParams."""
+        _check_stop(body.stop, self.limits)
+        is_chat = isinstance(body, ChatBody)
+        values: dict[str, object] = {
+            "max_tokens": None if is_chat else DEFAULT_COMPLETION_TOKENS,
+            **self.defaults,
+        }
+        for name in SAMPLING_FIELDS:
+            if (value := getattr(body, name)) is not None:
+                values[name] = value
+        if (limit := _max_tokens(body)) is not None:
+            values["max_tokens"] = 1 if _is_scoring(body) else limit  # the least there is
+        if body.logit_bias is not None:
+            values["logit_bias"] = _logit_bias(body.logit_bias)
+        if (form := _answer_form(body, tools)) is not None:
+            values["grammar"] = form
+        if (logprobs := _logprobs(body)) is not None:
+            values["logprobs"] = logprobs
+            if _has_echo(body):
+                values["prompt_logprobs"] = logprobs
+        return values
+
+    def _sampling(self, values: Mapping[str, object]) -> SamplingParams:
+        """The settings as an object, the same one for calls that say the same."""
+        key = repr(values)
+        sampling = self._samplings.get(key)
+        if sampling is None:
+            if len(self._samplings) == SAMPLINGS_KEPT:
+                self._samplings.clear()
+            sampling = SamplingParams(**values)  # type: ignore[arg-type]  # it checks them itself
+            if len(key) <= MAX_KEPT_CHARS:
+                self._samplings[key] = sampling
+        return sampling
+
+    # --- tools ----------------------------------------------------------------------------------
+
+    def _tools(self, body: ChatBody, fields: Json) -> ToolUse | None:
+        """The tools of a chat; None when there is nothing to call."""
+        names = [tool.function.name for tool in body.tools or ()]
+        required = _required_tools(body.tool_choice, names)
+        if not names or body.tool_choice == "none":
+            return None
+        listed = fields["tools"]
+        assert isinstance(listed, list)
+        return offer_tools(listed, required, self.find_tool_format())
+
+
+def _required_tools(choice: str | ChosenTool | None, names: Sequence[str]) -> Sequence[str] | None:
+    """Tools of which one must be called; None: the model decides."""
+    if choice in (None, "auto", "none"):
+        return None
+    if not names:
+        raise InvalidRequest("tool_choice", "there are no tools to choose from")
+    if choice == "required":
+        return names
+    if not isinstance(choice, ChosenTool) or choice.function.name not in names:
+        reason = "must be none, auto, required or one of the tools"
+        raise InvalidRequest("tool_choice", reason)
+    return [choice.function.name]
+
+
+# --- single fields -------------------------------------------------------------------------------
+
+
+def _max_tokens(body: AnswerBody) -> int | None:
+    new, old = body.max_completion_tokens, body.max_tokens
+    if new is not None and old is not None and new != old:
+        raise InvalidRequest("max_completion_tokens", f"is {new!r}, but max_tokens is {old!r}")
+    return old if new is None else new
+
+
+def _check_stop(stop: str | list[str] | None, limits: BodyLimits) -> None:
+    if sum(map(len, [stop] if isinstance(stop, str) else stop or ())) > limits.max_stop_chars:
+        raise InvalidRequest("stop", f"at most {limits.max_stop_chars} characters together")
+
+
+def _includes_usage(options: StreamOptions | None, is_streaming: bool) -> bool:
+    if options is None:
+        return False
+    if not is_streaming:
+        raise InvalidRequest("stream_options", "only with stream=true")
+    return bool(options.include_usage)
+
+
+def _answer_form(body: AnswerBody, tools: ToolUse | None) -> str | None:
+    """The form that answers must have: OpenAI's `response_format`, vLLM's `guided_...`, or a
+    required tool call."""
+    forms = [
+        None if body.response_format is None else _response_form(body.response_format),
+        None if body.guided_json is None else json_form(_schema(body.guided_json)),
+        None if body.guided_regex is None else regex_form(body.guided_regex),
+        None if body.guided_choice is None else choice_form(body.guided_choice),
+    ]
+    wanted = [form for form in forms if form is not None]
+    if len(wanted) > 1:
+        raise InvalidRequest("response_format", "the answer can have one form only")
+    if tools is not None and tools.form is not None:
+        if wanted:
+            raise InvalidRequest("response_format", "cannot be combined with a required tool call")
+        return tools.form
+    return wanted[0] if wanted else None
+
+
+def _response_form(described: ResponseFormat) -> str | None:
+    if described.type == "text":
+        return None
+    if described.type == "json_object":
+        return json_form({"type": "object"})
+    if described.json_schema is None or described.json_schema.schema is None:
+        raise InvalidRequest("response_format", "json_schema: must hold a schema")
+    return json_form(described.json_schema.schema)
+
+
+def _schema(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("guided_json", "is not JSON") from None
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    """OpenAI's form has token ids as texts, since JSON has no other keys."""
+    try:
+        return {int(token_id): bias for token_id, bias in given.items()}
+    except ValueError:
+        raise InvalidRequest("logit_bias", "its keys must be token ids") from None
+
+
+def _has_echo(body: AnswerBody) -> bool:
+    return isinstance(body, CompletionBody) and bool(body.echo)
+
+
+def _is_scoring(body: AnswerBody) -> bool:
+    return _has_echo(body) and body.max_tokens == 0
+
+
+def _logprobs(body: AnswerBody) -> int | None:
+    """Top tokens to tell. The chat API asks with a boolean and counts the others apart."""
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    assert isinstance(body, ChatBody)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs", "needs logprobs to be true")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _in_session(call: Call, body: AnswerBody) -> Call:
+    if body.session_id is None and body.context_overflow is None:
+        return call
+    if body.session_id is not None and (call.num_answers != 1 or call.is_scoring):
+        raise InvalidRequest("session_id", "a session has one prompt and one answer at a time")
+    default = Overflow.ERROR if body.session_id is None else Overflow.KV
+    overflow = default if body.context_overflow is None else Overflow(body.context_overflow)
+    if overflow is Overflow.KV and body.session_id is None:
+        raise InvalidRequest("context_overflow", "kv needs a session_id; recompute does not")
+    return replace(call, session_id=body.session_id, overflow=overflow)
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def _prompts(given: str | list[int | str | list[int]], limits: BodyLimits) -> Iterator[Prompt]:
+    """One text, one list of ids, or a list of these."""
+    if isinstance(given, str) or not given or isinstance(given[0], int):
+        yield _prompt(given)
+        return
+    if len(given) > limits.max_prompts:
+        raise InvalidRequest("prompt", f"at most {limits.max_prompts} prompts in one request")
+    for item in given:
+        yield _prompt(item)
+
+
+def _prompt(value: object) -> Prompt:
+    if isinstance(value, str):
+        return value
+    reason = f"must be one text or one list of token ids from 0 to {MAX_TOKEN_ID}"
+    if not isinstance(value, list):
+        raise InvalidRequest("prompt", reason)
+    try:
+        ids = array("i", value)
+    except (TypeError, OverflowError):
+        raise InvalidRequest("prompt", reason) from None
+    if ids and min(ids) < 0:
+        raise InvalidRequest("prompt", reason)
+    return ids
+
+
+def _chat(body: ChatBody, fields: Json, tools: ToolUse | None) -> Chat:
+    """The conversation as the template wants it: the messages as they came, with one text each."""
+    given = fields["messages"]
+    assert isinstance(given, list)
+    pairs = zip(given, body.messages, strict=True)
+    messages = [_message(index, raw, checked) for index, (raw, checked) in enumerate(pairs)]
+    return Chat(
+        messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_args=body.chat_template_kwargs or {},
+        tools=None if tools is None else tools.tools,
+    )
+
+
+def _message(index: int, message: Message, checked: bodies.Message) -> Message:
+    """Parts of a content are joined; the arguments of past tool calls become objects."""
+    if checked.tool_calls is not None:
+        given: list[dict[str, Message]] = _listed(message["tool_calls"])  # type: ignore[arg-type]
+        pairs = zip(given, _listed(checked.tool_calls), strict=True)
+        calls = [raw | {"function": _called(index, raw, call)} for raw, call in pairs]
+        message = message | {"tool_calls": calls}
+    if checked.content is None or isinstance(checked.content, str):
+        return message
+    return message | {"content": "\n".join(part.text for part in _listed(checked.content))}
+
+
+def _called(index: int, raw: dict[str, Message], call: PastCall) -> Message:
+    """The function of a past call with its arguments as an object: what chat templates expect."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            reason = f"tool_calls of message {index} must be functions whose arguments are JSON"
+            raise InvalidRequest("messages", reason) from None
+    return raw["function"] | {"arguments": arguments}
+
+
+def _listed(value: list[T] | T) -> list[T]:
+    return value if isinstance(value, list) else [value]

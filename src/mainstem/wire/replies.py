@@ -1,0 +1,300 @@
+"""Answers as OpenAI writes them, whole and as chunks of a stream; for server and batch alike."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mainstem.core.request import FinishReason, SamplingParams, TokenLogprobs
+from mainstem.text.text_engine import TextOutput
+from mainstem.text.tokenizer import Tokenizer
+from mainstem.text.tools import ToolCall, ToolReader
+from mainstem.wire.calls import Call, Kind
+from mainstem.wire.logprobs import (
+    Offsets,
+    Place,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+
+Json = dict[str, object]
+
+
+@dataclass(slots=True)
+class AnswerSoFar:
+    """One answer, as far as it is known."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class PromptAnswers:
+    """All answers to one prompt, which itself is not kept."""
+
+    prompt_tokens: int
+    sampling: SamplingParams
+    answers: list[AnswerSoFar] = field(init=False)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = (None,)  # that of a prompt of one token
+    cached_tokens: int = 0
+    dropped_tokens: int = 0  # of a prompt that was longer than the context window
+
+    def __post_init__(self) -> None:
+        self.answers = [AnswerSoFar() for _ in range(self.sampling.n)]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    def add(self, output: TextOutput) -> None:
+        """Put news of an answer where it belongs."""
+        answer = self.answers[output.index]
+        answer.text += output.text
+        answer.token_ids += output.token_ids
+        answer.logprobs += output.logprobs
+        answer.finish_reason = output.finish_reason
+        answer.stop_reason = output.stop_reason
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.index == 0:
+            self.cached_tokens = output.num_cached_tokens
+            self.dropped_tokens = output.num_dropped_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every object of a reply repeats."""
+
+    reply_id: str
+    model: str
+    created: int  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that goes back with its answer."""
+
+    text: str
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Renders the answers to one call. Answer i of prompt p is choice p * n + i.
+
+    `echoes` has one for each prompt where the call has echo.
+    """
+
+    call: Call
+    heading: Heading
+    tokenizer: Tokenizer
+    echoes: Sequence[Echo] = ()
+
+    @property
+    def is_chat(self) -> bool:
+        return self.call.kind is Kind.CHAT
+
+    def whole(self, answers: Sequence[PromptAnswers]) -> Json:
+        """The reply when every answer is finished."""
+        choices = [
+            self._choice(place, index, answers[place])
+            for place in range(len(answers))
+            for index in range(self.call.sampling.n)
+        ]
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        whole = self.object(kind, choices) | {"usage": self.usage(answers)}
+        if self.is_chat and self.call.wants_prompt_logprobs:
+            whole["prompt_logprobs"] = prompt_logprobs(answers[0].prompt_logprobs, self.tokenizer)
+        return whole
+
+    def usage(self, answers: Sequence[PromptAnswers]) -> Json:
+        """Tokens so far, of all prompts and answers."""
+        num_prompt = sum(prompt.prompt_tokens for prompt in answers)
+        num_output = sum(len(one.token_ids) for prompt in answers for one in prompt.answers)
+        if self.call.is_scoring:
+            num_output = 0
+        details = {"cached_tokens": sum(prompt.cached_tokens for prompt in answers)}
+        if num_dropped := sum(prompt.dropped_tokens for prompt in answers):
+            details["dropped_tokens"] = num_dropped
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": details,
+        }
+
+    def object(self, kind: str, choices: list[Json]) -> Json:
+        """What every reply and chunk has."""
+        heading = self.heading
+        return {
+            "id": heading.reply_id,
+            "object": kind,
+            "created": heading.created,
+            "model": heading.model,
+            "choices": choices,
+        }
+
+    def _choice(self, place: int, index: int, answers: PromptAnswers) -> Json:
+        answer, call = answers.answers[index], self.call
+        choice: Json = {"index": place * call.sampling.n + index}
+        has_logprobs = call.sampling.logprobs is not None
+        logprobs: Json | None = None
+        reason = reason_text(answer.finish_reason)
+        if self.is_chat:
+            choice["message"], has_calls = self._message(answer.text)
+            reason = "tool_calls" if has_calls and reason == "stop" else reason
+            if has_logprobs:
+                logprobs = chat_logprobs(answer.logprobs, self.tokenizer)
+        else:
+            text = self.echoed_text(place) + ("" if call.is_scoring else answer.text)
+            choice["text"] = text
+            if has_logprobs:
+                entries = () if call.is_scoring else answer.logprobs
+                places = [*self.echoed_places(place, answers), *token_places(entries)]
+                logprobs = completion_logprobs(places, self.offsets(), len(text), self.tokenizer)
+            if call.wants_prompt_logprobs:
+                entries_of_prompt = prompt_logprobs(answers.prompt_logprobs, self.tokenizer)
+                choice["prompt_logprobs"] = entries_of_prompt
+        choice["logprobs"] = logprobs
+        choice["finish_reason"] = reason
+        choice["stop_reason"] = answer.stop_reason  # as vLLM: the stop string or token id
+        if call.is_scoring:
+            choice |= {"finish_reason": "length", "stop_reason": None}
+        return choice
+
+    def _message(self, text: str) -> tuple[Json, bool]:
+        """A chat's answer, and whether it calls tools."""
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if self.call.tools is None:
+            return message, False
+        reader = ToolReader(self.call.tools.format)
+        parts = [*reader.push(text), *reader.finish()]
+        calls = [part.to_json() for part in parts if isinstance(part, ToolCall)]
+        if calls:
+            said = "".join(part for part in parts if isinstance(part, str)).strip()
+            message |= {"content": said or None, "tool_calls": calls}
+        return message, bool(calls)
+
+    def echoed_text(self, place: int) -> str:
+        return self.echoes[place].text if self.echoes else ""
+
+    def echoed_places(self, place: int, answers: PromptAnswers) -> list[Place]:
+        if not self.echoes:
+            return []
+        return [*zip(self.echoes[place].token_ids, answers.prompt_logprobs, strict=True)]
+
+    def offsets(self) -> Offsets:
+        return Offsets(self.tokenizer, self.call.sampling.skip_special_tokens)
+
+
+@dataclass(slots=True)
+class _StreamedChoice:
+    """How far a stream has come with one answer."""
+
+    offsets: Offsets
+    tools: ToolReader | None
+    has_begun: bool = False
+    num_chars: int = 0
+
+
+class ReplyStream:
+    """The chunks of a reply, as news of its answers comes."""
+
+    def __init__(self, reply: Reply) -> None:
+        tools = reply.call.tools
+        self._reply = reply
+        self._kind = "chat.completion.chunk" if reply.is_chat else "text_completion"
+        self._choices = [
+            _StreamedChoice(reply.offsets(), None if tools is None else ToolReader(tools.format))
+            for _ in range(reply.call.num_answers)
+        ]
+
+    def chunks(self, place: int, output: TextOutput, answers: PromptAnswers) -> list[Json]:
+        """What news of an answer to prompt `place` adds; `answers` has taken it in already."""
+        number = place * self._reply.call.sampling.n + output.index
+        choice = self._choices[number]
+        parts = (
+            self._chat_parts(output, choice)
+            if self._reply.is_chat
+            else self._completion_parts(place, output, answers, choice)
+        )
+        return [self._chunk([{"index": number} | part]) for part in parts]
+
+    def usage_chunk(self, answers: Sequence[PromptAnswers]) -> Json | None:
+        """The chunk before the end, if the caller wants usage."""
+        if not self._reply.call.includes_usage:
+            return None
+        return self._chunk([]) | {"usage": self._reply.usage(answers)}
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        chunk = self._reply.object(self._kind, choices)
+        if self._reply.call.includes_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _completion_parts(
+        self, place: int, output: TextOutput, answers: PromptAnswers, choice: _StreamedChoice
+    ) -> Iterator[Json]:
+        reply, is_scoring = self._reply, self._reply.call.is_scoring
+        text = "" if is_scoring else output.text
+        places = [] if is_scoring else token_places(output.logprobs)
+        if not choice.has_begun:
+            choice.has_begun = True
+            text = reply.echoed_text(place) + text
+            if reply.call.sampling.logprobs is not None:
+                places = [*reply.echoed_places(place, answers), *places]
+        choice.num_chars += len(text)
+        reason = reason_text(output.finish_reason)
+        if text or places or reason is not None:
+            logprobs = None
+            if places:
+                logprobs = completion_logprobs(
+                    places, choice.offsets, choice.num_chars, reply.tokenizer
+                )
+            ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
+            yield {"text": text, "logprobs": logprobs, **ending}
+
+    def _chat_parts(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
+        if not choice.has_begun:
+            choice.has_begun = True
+            delta: Json = {"role": "assistant", "content": ""}
+            yield {"delta": delta, "logprobs": None, "finish_reason": None}
+        reason = reason_text(output.finish_reason)
+        if output.text or output.logprobs or reason is not None:
+            yield from self._deltas(output, choice)
+        if reason is not None:
+            if reason == "stop" and choice.tools is not None and choice.tools.num_calls:
+                reason = "tool_calls"
+            ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
+            yield {"delta": {}, "logprobs": None, **ending}
+
+    def _deltas(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
+        """Text and tool calls that are certain now; logprobs go with the first chunk."""
+        tokenizer = self._reply.tokenizer
+        logprobs = chat_logprobs(output.logprobs, tokenizer) if output.logprobs else None
+        parts: list[str | ToolCall] = [output.text] if output.text else []
+        first_call = 0
+        if choice.tools is not None:
+            first_call = choice.tools.num_calls
+            parts = choice.tools.push(output.text)
+            if output.finish_reason is not None:
+                parts += choice.tools.finish()
+        if not parts and logprobs is not None:
+            parts = [""]
+        for part in parts:
+            delta: Json = {"content": part}
+            if isinstance(part, ToolCall):
+                delta = {"tool_calls": [{"index": first_call} | part.to_json()]}
+                first_call += 1
+            yield {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+            logprobs = None
+
+
+def token_places(entries: Sequence[TokenLogprobs]) -> list[Place]:
+    return [(entry.token_id, entry) for entry in entries]
+
+
+def reason_text(reason: FinishReason | None) -> str | None:
+    return None if reason is None else reason.value

@@ -1,0 +1,170 @@
+"""A body becomes a Call, or an error that names its field; the OpenAPI document says the same."""
+
+import json
+
+import pytest
+
+from mainstem.core.request import Overflow
+from mainstem.text.encoding import Chat, Prompt
+from mainstem.text.tools import ToolFormat
+from mainstem.wire.bodies import ChatBody, CompletionBody
+from mainstem.wire.calls import BodyLimits, Call, CallParser, Kind
+from mainstem.wire.errors import WireError
+from mainstem.wire.openapi import document
+
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+HELLO = [{"role": "user", "content": "hello"}]
+PARSER = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+
+
+def chat(**fields: object) -> tuple[Call, Chat]:
+    call, (prompt,) = PARSER.parse({"messages": HELLO} | fields, Kind.CHAT)
+    assert isinstance(prompt, Chat)
+    return call, prompt
+
+
+def completion(**fields: object) -> tuple[Call, tuple[Prompt, ...]]:
+    return PARSER.parse({"prompt": "x"} | fields, Kind.COMPLETION)
+
+
+def refused(kind: Kind, **fields: object) -> WireError:
+    given: dict[str, object] = {"messages": HELLO} if kind is Kind.CHAT else {"prompt": "x"}
+    with pytest.raises(WireError) as caught:
+        PARSER.parse(given | fields, kind)
+    return caught.value
+
+
+def test_calls_that_say_the_same_share_their_sampling() -> None:
+    assert chat(temperature=0.5)[0].sampling is chat(temperature=0.5)[0].sampling
+
+
+def test_several_prompts_are_one_call() -> None:
+    call, prompts = completion(prompt=["a", [1, 2]], n=3)
+    assert len(prompts) == call.num_prompts == 2
+    assert call.num_answers == 6
+
+
+def test_a_message_keeps_what_only_its_template_knows() -> None:
+    message = {"role": "assistant", "content": "x", "reasoning_content": "why"}
+    assert chat(messages=[message])[1].messages == [message]
+
+
+def test_arguments_of_past_calls_become_objects() -> None:
+    called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [called]}
+    (read,) = chat(messages=[message])[1].messages
+    assert read["tool_calls"] == [called | {"function": {"name": "f", "arguments": {"a": 1}}}]
+    broken = called | {"function": {"name": "f", "arguments": "{"}}
+    assert refused(Kind.CHAT, messages=[message | {"tool_calls": [broken]}]).param == "messages"
+
+
+def test_a_lone_part_is_a_content_too() -> None:
+    part = {"type": "text", "text": "x"}
+    assert chat(messages=[{"role": "user", "content": part}])[1].messages[0]["content"] == "x"
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        "x",
+        [5],
+        [{"type": "function"}],
+        [{"type": "f", "function": {"name": "f"}}],
+        [{"type": "function", "function": {"name": "a b"}}],
+        [{"type": "function", "function": {"name": "ab\n"}}],
+        [{"type": "function", "function": {"name": "f", "parameters": 5}}],
+        [CLOCK] * 129,
+    ],
+)
+def test_what_is_wrong_with_tools_is_named(tools: object) -> None:
+    assert refused(Kind.CHAT, tools=tools).param == "tools"
+
+
+def test_a_choice_must_name_a_tool() -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    for choice in ("always", other, 5):
+        assert refused(Kind.CHAT, tools=[CLOCK], tool_choice=choice).param == "tool_choice"
+    assert refused(Kind.CHAT, tools=[], tool_choice="required").param == "tool_choice"
+
+
+def test_no_tools_no_use() -> None:
+    assert chat(tools=[], tool_choice="auto")[0].tools is None
+    assert chat(tools=[CLOCK], tool_choice="none")[0].tools is None
+    call, prompt = chat(tools=[CLOCK], tool_choice=CLOCK)
+    assert call.tools is not None
+    assert call.sampling.grammar == call.tools.form
+    assert prompt.tools == (CLOCK,)
+
+
+def test_a_required_call_and_a_form_exclude_each_other() -> None:
+    fields = {"tools": [CLOCK], "tool_choice": "required", "guided_regex": "a"}
+    assert refused(Kind.CHAT, **fields).param == "response_format"
+    forms = {"guided_regex": "a", "response_format": {"type": "json_object"}}
+    assert refused(Kind.COMPLETION, **forms).param == "response_format"
+
+
+def test_scoring_is_echo_without_an_answer() -> None:
+    call, _ = completion(echo=True, max_tokens=0, logprobs=1)
+    assert call.is_scoring
+    assert (call.sampling.max_tokens, call.sampling.prompt_logprobs) == (1, 1)
+    assert not call.wants_prompt_logprobs
+    assert refused(Kind.COMPLETION, max_tokens=0).param == "max_tokens"
+
+
+def test_a_session_keeps_its_kv_unless_told_otherwise() -> None:
+    assert chat(session_id="a")[0].overflow is Overflow.KV
+    assert chat(session_id="a", context_overflow="error")[0].overflow is Overflow.ERROR
+    assert chat(context_overflow="recompute")[0].overflow is Overflow.RECOMPUTE
+    assert refused(Kind.CHAT, context_overflow="kv").param == "context_overflow"
+    for session_id in ("a/b", "", "a\n", 5):
+        assert refused(Kind.CHAT, session_id=session_id).param == "session_id"
+    assert refused(Kind.CHAT, session_id="a", n=2).param == "session_id"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [({"include_usage": 1}, "stream_options.include_usage"), ({"x": 1}, "stream_options.x")],
+)
+def test_stream_options_are_named_within(options: object, param: str) -> None:
+    assert refused(Kind.CHAT, stream=True, stream_options=options).param == param
+
+
+def test_a_body_is_bounded() -> None:
+    parser = CallParser(limits=BodyLimits(max_prompts=2, max_answers=3, max_stop_chars=4))
+    cases: tuple[tuple[dict[str, object], str], ...] = (
+        ({"prompt": ["a", "b", "c"]}, "prompt"),
+        ({"prompt": ["a", "b"], "n": 2}, "n"),
+        ({"stop": ["abc", "de"]}, "stop"),
+    )
+    for fields, param in cases:
+        with pytest.raises(WireError) as caught:
+            parser.parse({"prompt": "x"} | fields, Kind.COMPLETION)
+        assert (caught.value.code, caught.value.param) == ("invalid_value", param)
+
+
+def test_values_that_change_nothing_are_accepted() -> None:
+    completion(suffix="", best_of=1, user="u", no_such_field=None)
+    assert refused(Kind.COMPLETION, suffix="end").code == "unknown_field"
+    assert refused(Kind.COMPLETION, best_of=2).code == "unknown_field"
+
+
+def test_an_unknown_choice_is_told_the_known_ones() -> None:
+    assert "error, recompute, kv" in refused(Kind.CHAT, context_overflow="drop").message
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody])
+def test_the_document_describes_every_field(body: type) -> None:
+    schemas = document()["components"]["schemas"]  # type: ignore[index]
+    described = schemas[body.__name__]["properties"]
+    assert set(body.__struct_fields__) <= set(described)  # type: ignore[attr-defined]
+    assert described["n"]["anyOf"][0]["maximum"] == 128
+
+
+def test_the_document_knows_tools_parts_and_uploads() -> None:
+    found = document()
+    text = json.dumps(found)
+    assert '"tool"' in text  # a role
+    assert "TextPart" in text
+    paths = found["paths"]
+    assert isinstance(paths, dict)
+    assert "post" in paths["/v1/files"]
