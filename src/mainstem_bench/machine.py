@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from mainstem.core.config import Device, EngineConfig
-from mainstem.plan.cost import GENERIC_CPU, H200, Card
+from mainstem.plan.cost import Card, measured_card
 
 OS_PAGE_BYTES = resource.getpagesize()
 
@@ -28,10 +28,8 @@ class Machine:
 
     @property
     def card(self) -> Card | None:
-        """Its measured rates; None for a GPU nobody has measured."""
-        if not self.has_gpu:
-            return GENERIC_CPU
-        return H200 if "H200" in self.name else None
+        """Its rates; None for a GPU nobody has measured (`mainstem calibrate` does)."""
+        return measured_card(self.name)
 
     def peak_bytes(self) -> int:
         """Most memory held at once: by tensors on the GPU, or by this process without one."""

@@ -16,6 +16,7 @@ from mainstem.plan.cost import (
     Heads,
     card_for,
     full_speed_tokens,
+    measured_card,
     relay_speedup,
     save_card,
     shared_s,
@@ -120,6 +121,7 @@ def test_a_calibrated_card_goes_before_the_built_in_one(cache: Path) -> None:
 
 
 def test_an_unknown_card_is_estimated_from_its_name(cache: Path) -> None:
+    assert measured_card("NVIDIA H100 80GB HBM3") is None
     h100, other = card_for("NVIDIA H100 80GB HBM3"), card_for("Some GPU")
     assert H200.bytes_per_s > h100.bytes_per_s > other.bytes_per_s
     assert h100.name == "NVIDIA H100 80GB HBM3"

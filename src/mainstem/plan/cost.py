@@ -58,13 +58,17 @@ def cards_path() -> Path:
     return cache_dir() / "cards.json"
 
 
+def measured_card(device_name: str) -> Card | None:
+    """The calibrated card of that name, else the built-in one; None if nobody has measured it."""
+    built_in = {card.name: card for card in (H200, GENERIC_CPU)}
+    return _read_cards(cards_path()).get(device_name) or built_in.get(device_name)
+
+
 def card_for(device_name: str) -> Card:
-    """The calibrated card of that name, else the built-in one, else an estimate."""
-    calibrated = _read_cards(cards_path())
-    if device_name in calibrated:
-        return calibrated[device_name]
-    if device_name in (H200.name, GENERIC_CPU.name):
-        return H200 if device_name == H200.name else GENERIC_CPU
+    """The measured card of that name, else an estimate from its datasheet."""
+    measured = measured_card(device_name)
+    if measured is not None:
+        return measured
     known = next((name for name in DATASHEETS if name in device_name), None)
     bytes_per_s, flops_per_s, num_sms = DATASHEETS[known] if known else UNKNOWN_GPU
     return Card(
