@@ -114,7 +114,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--span-levels",
         type=int,
         metavar="N",
-        help="shared reads nested at most so deep (no limit)",
+        help="shared reads nested at most so deep (no limit on a CPU; 4, the most, on a GPU)",
     )
     group.add_argument("--max-model-len", type=int, metavar="N", help="context (the model's own)")
     group.add_argument(

@@ -134,7 +134,8 @@ class SchedConfig:
     share: Share = Share.READS
     max_model_len: int | None = None  # None: the model's own context window
     seed: int = 0  # for requests that bring none
-    span_levels: int | None = None  # shared spans above one another; None: as the cost model says
+    # shared spans above one another; None: no limit on a CPU, 4 (the most there is) on a GPU
+    span_levels: int | None = None
     truncation_ratio: float = 0.5  # part of the window that is dropped when a conversation fills it
     sink_tokens: int | None = None  # first tokens that are never dropped; None: a page
 
