@@ -24,6 +24,7 @@ from mainstem.core.config import (
 )
 from mainstem.core.errors import AnswerFailed, ConfigError, InvalidRequest
 from mainstem.core.events import EventBus
+from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
 from mainstem.core.request import ChooseKept, Delivery, Overflow, SamplingParams, TokenLogprobs
@@ -245,13 +246,14 @@ class LLM:
         """Stop whatever runs: a call on another thread ends after its step, with an error. The
         memory goes with the last reference to the LLM."""
         self._is_closed = True
-        with self._lock:
+        with self._lock, guarded_interrupts():
             self.text_engine.engine.close()
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """One call at a time; one from within another (by a callback) would take its answers."""
-        with self._lock:
+        """One call at a time; one from within another (by a callback) would take its answers.
+        Ctrl-C waits for a change of the engine's books."""
+        with self._lock, guarded_interrupts():
             if self._is_called:
                 raise InvalidRequest("LLM", "cannot be called from within one of its calls")
             self._check_open()

@@ -10,6 +10,7 @@ from time import perf_counter
 from mainstem.cli.flags import add_engine_flags, add_sampling_flags, engine_config, sampling_params
 from mainstem.cli.stop_signals import StopSignals
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.request import SamplingParams
 from mainstem.llm import LLM
 from mainstem.text.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@guarded_interrupts()
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     with suppress(ImportError):

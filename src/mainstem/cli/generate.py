@@ -7,6 +7,7 @@ from time import perf_counter
 
 from mainstem.cli.flags import add_engine_flags, add_sampling_flags, engine_config, sampling_params
 from mainstem.core.errors import AnswerFailed
+from mainstem.core.interrupts import guarded_interrupts
 from mainstem.llm import LLM
 
 
@@ -22,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@guarded_interrupts()
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     prompt = args.prompt

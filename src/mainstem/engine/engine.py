@@ -21,7 +21,8 @@ log = logging.getLogger("mainstem.engine")
 
 
 class Engine:
-    """One model on one device. Not thread-safe: one owner calls it.
+    """One model on one device. Not thread-safe: one owner calls it, within `guarded_interrupts`
+    where Ctrl-C may come (on the main thread).
 
     next_step n+1 --> launch n+1 --> wait n --> commit n       (runner can overlap)
     next_step n   --> launch n   --> wait n --> commit n       (it cannot)
