@@ -39,6 +39,7 @@ from mainstem.sched.lookahead import OutputLengths, PlannedOrder
 from mainstem.sched.news import News, make_output
 from mainstem.sched.prompts import Prompts
 from mainstem.sched.queue import WaitingQueue
+from mainstem.sched.retry import Retry
 from mainstem.sched.running import RunningSet
 from mainstem.sched.sequence import SeqState, Sequence
 from mainstem.sched.spans import SpanBuilder, WorthSharing, share_all, share_none
@@ -49,7 +50,6 @@ from mainstem.sched.truncation import DEFAULT_RULES, TruncationRules
 REST_S = 0.0003
 MAKE_S = 0.006  # before the device is done, a step must be made: host time until its first kernel
 LOOK_S = 0.001  # between looks at what is read from disk
-MAX_DOUBT_STEPS = 32  # steps that end well before one failure counts as chance for all
 NO_LOADS = np.empty(0, np.int32)
 
 
@@ -99,10 +99,7 @@ class Scheduler:
         self._copy_sources: list[tuple[StepId, Int32s]] = []
         self._outputs: list[Output] = []  # not taken yet
         self._untold: set[RequestId] = set()  # ended, and the last of it is among these outputs
-        self._doubted: set[Sequence] = set()  # steps failed with them since they got a token
-        self._num_good_steps = 0  # since one failed
-        # requests a step failed with alone, and how: they end when another step ends well
-        self._at_fault: dict[RequestId, str] = {}
+        self._retry = Retry(self._sequences, self._queue, self._running, self._end_with_fault)
         self._host_s = 0.0
 
     # --- requests -------------------------------------------------------------------------------
@@ -221,8 +218,8 @@ class Scheduler:
             self._finish(slot, reason)
         self._running.settle(step.step_id)
         self._release_sources(step.step_id)
-        if self._doubted:
-            self._clear_of_doubt(slots)
+        if self._retry.is_in_doubt:
+            self._retry.note_good(slots)
         if not self._size.is_full and self._size.note_good():
             self._bus.publish(StepsResized(self._size.tokens))
         self._publish_step(step, device_s, self._host_s + perf_counter() - begin)
@@ -272,61 +269,19 @@ class Scheduler:
                 self._wait_again(sequence, num_pages)
 
     def fail(self, step: Step | None, fault: str) -> bool:
-        """A step failed, or the making of one (None): recover, and find out who is to blame.
-
-        The first time may be chance: all try again together. Who was part of two failures, with no
-        token between, is tried alone. A request that fails alone is at fault: it ends, with all its
-        answers, as soon as another step ends well or nobody else is left to try. Returns whether
-        the failure was laid to one request.
-        """
-        blamed = self._part_of(step)
-        self._num_good_steps = 0
-        for sequence in blamed:
-            sequence.num_faults += 1
-            self._doubted.add(sequence)
-        is_certain = len(blamed) == 1 and blamed[0].is_suspect
-        if is_certain:
-            request_id = blamed[0].request.request_id
-            self._at_fault[request_id] = fault
-            for sequence in self._sequences[request_id]:
-                sequence.is_at_fault = True
+        """A step failed, or the making of one (None): recover, and find out who is to blame (see
+        Retry). Returns whether the failure was laid to one request."""
+        blamed = self._retry.part_of(step)
+        is_certain = self._retry.blame(blamed, fault)
         self.recover()
-        self._queue.reorder(suspects_last=bool(self._at_fault))
+        self._retry.line_up()
         self._bus.publish(StepFailed(fault, len(blamed)))
         return is_certain
 
     @property
     def is_all_at_fault(self) -> bool:
         """Whether steps failed with each request alone that there is."""
-        return self._sequences.keys() <= self._at_fault.keys()
-
-    def _end_at_fault(self) -> None:
-        """A step ended well without them, or nobody is left to show that one can."""
-        for request_id, fault in list(self._at_fault.items()):
-            for sequence in list(self._sequences.get(request_id, ())):
-                self._end_early(sequence, FinishReason.ERROR, fault)
-        self._at_fault.clear()
-        self._queue.reorder(suspects_last=False)
-
-    def _part_of(self, step: Step | None) -> list[Sequence]:
-        table, tried, head = self._table, self._running.suspect, self._queue.head()
-        if step is None and tried is not None:
-            return [tried]
-        slots = self._running.slots if step is None else step.seq_slots
-        running = [table.sequence(slot) for slot in slots[table.is_alive[slots]].tolist()]
-        return running if step is not None or head is None else [*running, head]
-
-    def _clear_of_doubt(self, slots: Int32s) -> None:
-        """A step ended well, and these sequences got past where steps failed with them. Who only
-        failed once and has to wait for long is given the benefit of the doubt."""
-        if self._at_fault:
-            self._end_at_fault()
-        self._num_good_steps += 1
-        was_chance = self._num_good_steps >= MAX_DOUBT_STEPS
-        for sequence in list(self._doubted):
-            if sequence.slot in slots or (was_chance and not sequence.is_suspect):
-                sequence.num_faults = 0
-                self._doubted.discard(sequence)
+        return self._retry.is_all_at_fault
 
     def shrink_steps(self) -> bool:
         """Make steps half as large for a while; False when they are as small as they get."""
@@ -407,17 +362,14 @@ class Scheduler:
     def _make_way(self) -> bool:
         """Have those wait that run while a suspect is to be tried. False: while anybody is in
         doubt steps go one by one, so that it is certain which of them failed."""
-        if self._at_fault and self.is_all_at_fault:
-            self._end_at_fault()
-        if not self._doubted:
+        self._retry.end_if_nobody_else_is_left()
+        if not self._retry.is_in_doubt:
             return True
         if self._in_flight is not None or self._running.has_leaving:
             return False
-        head = self._queue.head()
-        if head is None or not head.is_suspect or self._running.suspect is not None:
-            return True
-        for slot in self._running.slots.tolist():
-            self._preempt(SeqSlot(slot))
+        if self._retry.must_clear_the_way():
+            for slot in self._running.slots.tolist():
+                self._preempt(SeqSlot(slot))
         return True
 
     def _grow_decodes(self) -> Int32s | None:
@@ -480,16 +432,19 @@ class Scheduler:
             self._queue.forget(sequence)
             self._store.dismiss(sequence.place)
 
+    def _end_with_fault(self, request_id: RequestId, fault: str) -> None:
+        for sequence in list(self._sequences.get(request_id, ())):
+            self._end_early(sequence, FinishReason.ERROR, fault)
+
     def _close(self, sequence: Sequence, reason: FinishReason, num_output: int) -> None:
         sequence.state = SeqState.DONE
-        self._doubted.discard(sequence)
         request_id = sequence.request.request_id
         answers = self._sequences[request_id]
         answers.remove(sequence)
         if not answers:
             del self._sequences[request_id]
             self._untold.add(request_id)
-            self._at_fault.pop(request_id, None)
+        self._retry.forget(sequence)
         self._bus.publish(SequenceFinished(request_id, sequence.index, reason, num_output))
 
     def _preempt(self, slot: SeqSlot) -> None:
