@@ -271,7 +271,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)  # not frozen: a thousand are made per step, and frozen costs 3x
 class Output:
-    """News of one sequence after a step."""
+    """What is new of one sequence after a step."""
 
     request_id: RequestId
     index: int  # which of the n answers

@@ -87,7 +87,7 @@ class Engine:
         A step that fails costs its sequences a restart and everybody the cache. What fails again is
         tried alone; a request that fails alone ends when others do not, with what failed in its
         last Output. Raises EngineLost when step after step fails, whatever is in it. An interrupt
-        goes through, wherever it comes: everything waits again, and news come with the next step.
+        goes through, wherever it comes: everything waits again; outputs come with the next step.
         """
         if self._is_torn:  # another interrupt came before everything waited
             self._recover()

@@ -36,8 +36,8 @@ from mainstem.sched.fetching import Fetching
 from mainstem.sched.intake import Intake
 from mainstem.sched.loading import Loader
 from mainstem.sched.lookahead import OutputLengths, PlannedOrder
-from mainstem.sched.news import News, make_output
-from mainstem.sched.prompts import Prompts
+from mainstem.sched.outputs import OutputMaker, make_output
+from mainstem.sched.prompt_work import PromptWork
 from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.retry import Retry
 from mainstem.sched.running import RunningSet
@@ -89,7 +89,7 @@ class Scheduler:
         self._starter = Starter(
             self._running, self._queue, self._lengths, self._order, self._loader, bus
         )
-        self._news = News(self._table)
+        self._output_maker = OutputMaker(self._table)
         policy = worth_sharing if config.share is Share.READS else share_none
         self._spans = SpanBuilder(store.page_size, policy, config.span_levels, span_align_tokens)
         self._sequences: dict[RequestId, list[Sequence]] = {}
@@ -174,19 +174,19 @@ class Scheduler:
         decodes = self._grow_decodes()
         if decodes is None:
             return None
-        prompts = Prompts(self._size.prompt_tokens(len(decodes)))
-        self._loader.load_ahead(prompts)
-        self._starter.fill(prompts)
+        work = PromptWork(self._size.prompt_tokens(len(decodes)))
+        self._loader.load_ahead(work)
+        self._starter.fill(work)
         self._store.prefetch()
-        load_ids = np.unique(np.concatenate(prompts.loads)) if prompts.loads else NO_LOADS
-        started = tuple(prompts.started)
-        batch = Batch(decodes, prompts.chunks, started, prompts.copies, prompts.moves, load_ids)
+        load_ids = np.unique(np.concatenate(work.loads)) if work.loads else NO_LOADS
+        started = tuple(work.started)
+        batch = Batch(decodes, work.chunks, started, work.copies, work.moves, load_ids)
         if batch.num_seqs == 0:
             return None
         step_id, tree = StepId(next(self._step_ids)), self._running.tree
         step = build_step(step_id, batch, self._table, tree, self._spans)
         self._store.launched(step.step_id)
-        if sources := prompts.sources():
+        if sources := work.sources():
             self._copy_sources.append((step.step_id, np.array(sources, np.int32)))
         self._in_flight = step
         self._loader.note_start(step.step_id)
@@ -209,11 +209,11 @@ class Scheduler:
         is_alive = table.is_alive[slots]
         if not is_alive.all():
             slots, token_ids = slots[is_alive], token_ids[is_alive]
-        self._news.keep_logprobs(step, result)
+        self._output_maker.keep_logprobs(step, result)
         table.append_samples(slots, token_ids)
         is_done, is_stop = self._ends(slots)
         is_streaming = table.is_streaming[slots] & ~is_done
-        self._outputs += self._news.stream(slots[is_streaming], token_ids[is_streaming])
+        self._outputs += self._output_maker.stream(slots[is_streaming], token_ids[is_streaming])
         for slot, reason in _reasons(slots[is_done], is_stop[is_done]):
             self._finish(slot, reason)
         self._running.settle(step.step_id)
@@ -249,13 +249,13 @@ class Scheduler:
             table.total[slots] -= table.pending[slots]
             table.pending[slots] = 0
             for slot in slots.tolist():
-                self._news.drop_unread(slot)
+                self._output_maker.drop_unread(slot)
             is_done, is_stop = self._ends(slots)
             for slot, reason in _reasons(slots[is_done], is_stop[is_done]):
                 self._tell_end(slot, reason)
             for slot in slots[~is_done].tolist():
-                if table.is_streaming[slot] and self._news.has_untold(slot):
-                    self._outputs.append(self._news.deliver(slot, None))
+                if table.is_streaming[slot] and self._output_maker.has_untold(slot):
+                    self._outputs.append(self._output_maker.deliver(slot, None))
                 self._write_down(table.sequence(slot), slot)
             preempted = [
                 (s, 0 if s.slot is None else int(table.num_pages[s.slot]))
@@ -403,7 +403,7 @@ class Scheduler:
         """Queue a sequence, and tell the store what it will ask for."""
         self._queue.push(sequence)
         if sequence.chain is not None:
-            self._store.expect(sequence.place, sequence.chain)
+            self._store.expect(sequence.queue_place, sequence.chain)
 
     def _finish(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> None:
         """A running sequence is done: deliver, and free its slot as soon as no step uses it."""
@@ -413,7 +413,7 @@ class Scheduler:
     def _tell_end(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> None:
         table = self._table
         sequence = table.sequence(slot)
-        self._outputs.append(self._news.deliver(slot, reason, fault))
+        self._outputs.append(self._output_maker.deliver(slot, reason, fault))
         num_output = len(table.output_ids(slot))
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.observe(num_output)
@@ -430,7 +430,7 @@ class Scheduler:
             self._outputs.append(make_output(sequence, undelivered, reason, fault))
             self._close(sequence, reason, len(sequence.output_ids))
             self._queue.forget(sequence)
-            self._store.dismiss(sequence.place)
+            self._store.dismiss(sequence.queue_place)
 
     def _end_with_fault(self, request_id: RequestId, fault: str) -> None:
         for sequence in list(self._sequences.get(request_id, ())):
