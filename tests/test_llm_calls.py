@@ -1,14 +1,20 @@
 """LLM and `mainstem chat` without a model: who may call when, and files that are of no use."""
 
+import inspect
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from pathlib import Path
 from threading import Event
+from types import NoneType
+from typing import get_args, get_type_hints
 
 import pytest
 
 from mainstem.cli import generate
 from mainstem.cli.chat import common_tokens, stream_answer
+from mainstem.core.config import SETTINGS
 from mainstem.core.errors import AnswerFailed, ConfigError, InvalidRequest
 from mainstem.core.events import StepFinished
 from mainstem.core.request import SamplingParams
@@ -151,3 +157,17 @@ def test_advice_that_is_impossible_is_refused_with_its_file(llm: LLM) -> None:
 @pytest.mark.parametrize(("template", "common"), [("", 0), ("<{{ messages|length }}>", 3)])
 def test_a_template_may_leave_out_what_was_said(template: str, common: int) -> None:
     assert common_tokens(a_tokenizer(template), []) == common
+
+
+def test_arguments_of_llm_are_the_settings_and_their_defaults() -> None:
+    """They are written out for who reads them, and for editors."""
+    made = dict(inspect.signature(LLM.__init__).parameters)
+    del made["self"], made["choose_kept"]
+    hints = get_type_hints(LLM.__init__)
+    assert set(made) == {row.argument for row in SETTINGS}
+    for row in SETTINGS:
+        default = row.default.value if isinstance(row.default, Enum) else row.default
+        assert made[row.argument].default == default
+        kinds: set[type] = set(get_args(hints[row.argument])) or {hints[row.argument]}
+        kind = str if issubclass(row.kind, Enum) else row.kind
+        assert kinds - {Path} == {kind, *([NoneType] if row.is_optional else [])}
