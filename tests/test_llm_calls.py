@@ -1,12 +1,22 @@
 """LLM and `mainstem chat` without a model: who may call when, and files that are of no use."""
 
+import inspect
+import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from pathlib import Path
 from threading import Event
+from types import NoneType
+from typing import get_args, get_type_hints
 
 import pytest
 
-from mainstem.cli.chat import common_tokens
+from mainstem.cli import generate
+from mainstem.cli.chat import common_tokens, stream_answer
+from mainstem.core.config import SETTINGS
 from mainstem.core.errors import AnswerFailed, ConfigError, InvalidRequest
+from mainstem.core.events import StepFinished
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Step
 from mainstem.llm import LLM
@@ -60,6 +70,72 @@ def test_a_signal_handler_may_close_it_within_a_call(llm: LLM, engines: FakeEngi
         llm.generate("one", LONG, use_tqdm=False)
 
 
+class Presses:
+    """Ctrl-C while a step's tokens are taken in: of steps 3 and 5, or whichever are named."""
+
+    def __init__(self, engines: FakeEngines, *steps: int) -> None:
+        engines.at_step = self._press
+        self._steps = steps or (3, 5)
+        self.num_steps = 0
+        self.num_held = 0
+        self.handlers: set[object] = set()
+
+    def _press(self, _: StepFinished) -> None:
+        self.num_steps += 1
+        self.handlers.add(signal.getsignal(signal.SIGINT))
+        if self.num_steps in self._steps:
+            signal.raise_signal(signal.SIGINT)
+            self.num_held += 1  # it did not come between this line and the last
+
+
+@pytest.fixture
+def own_handler() -> Iterator[Callable[..., object]]:
+    """Interrupts are ignored where a shell runs this in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "it was not put back"
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("own_handler")
+def test_ctrl_c_in_a_call_waits_until_the_tokens_of_a_step_are_taken_in(
+    llm: LLM, engines: FakeEngines
+) -> None:
+    presses = Presses(engines)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["one", "two"], LONG, use_tqdm=False)
+    assert (presses.num_steps, presses.num_held) == (3, 1)
+    assert len(presses.handlers) == 1, "the handler is changed once per call"
+    presses = Presses(engines, 10**9)
+    assert llm.generate("one", LONG, use_tqdm=False)[0].finished
+    assert presses.num_held == 0
+    assert engines.engine is not None
+    engines.engine.engine.check()
+
+
+@pytest.mark.usefixtures("own_handler")
+def test_the_second_ctrl_c_in_a_chat_waits_as_well(
+    llm: LLM, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    presses = Presses(engines, 3, 4)
+    monkeypatch.setattr(llm.text_engine, "abort", lambda _: None)  # the first is too slow
+    messages = [{"role": "user", "content": "one"}]
+    with pytest.raises(KeyboardInterrupt):
+        stream_answer(llm, messages, 0, LONG, shows_stats=False)
+    assert (presses.num_steps, presses.num_held) == (4, 2)
+
+
+@pytest.mark.usefixtures("own_handler")
+def test_ctrl_c_in_generate_waits_as_well(
+    llm: LLM, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    presses = Presses(engines)
+    monkeypatch.setattr(LLM, "from_config", lambda _: llm)
+    with pytest.raises(KeyboardInterrupt):
+        generate.main(["one", "--max-tokens", "300", "--ignore-eos"])
+    assert (presses.num_steps, presses.num_held) == (3, 1)
+
+
 def test_a_call_from_within_a_call_is_refused(llm: LLM, engines: FakeEngines) -> None:
     def call_again(_: Step) -> None:
         llm.generate("two", LONG, use_tqdm=False)
@@ -81,3 +157,17 @@ def test_advice_that_is_impossible_is_refused_with_its_file(llm: LLM) -> None:
 @pytest.mark.parametrize(("template", "common"), [("", 0), ("<{{ messages|length }}>", 3)])
 def test_a_template_may_leave_out_what_was_said(template: str, common: int) -> None:
     assert common_tokens(a_tokenizer(template), []) == common
+
+
+def test_arguments_of_llm_are_the_settings_and_their_defaults() -> None:
+    """They are written out for who reads them, and for editors."""
+    made = dict(inspect.signature(LLM.__init__).parameters)
+    del made["self"], made["choose_kept"]
+    hints = get_type_hints(LLM.__init__)
+    assert set(made) == {row.argument for row in SETTINGS}
+    for row in SETTINGS:
+        default = row.default.value if isinstance(row.default, Enum) else row.default
+        assert made[row.argument].default == default
+        kinds: set[type] = set(get_args(hints[row.argument])) or {hints[row.argument]}
+        kind = str if issubclass(row.kind, Enum) else row.kind
+        assert kinds - {Path} == {kind, *([NoneType] if row.is_optional else [])}

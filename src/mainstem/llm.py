@@ -12,18 +12,11 @@ from tqdm import tqdm
 
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.checkpoints.progress import StageBar
-from mainstem.core.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    SchedConfig,
-    Share,
-    StoreConfig,
-    update_section,
-)
+from mainstem.core.config import EngineConfig, Share, with_arguments
 from mainstem.core.errors import AnswerFailed, ConfigError, InvalidRequest
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId, SessionId
+from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
 from mainstem.core.request import (
@@ -117,7 +110,7 @@ class LLM:
         choose_kept: ChooseKept | None = None,
         host_gb: float | None = None,
         disk_dir: str | Path | None = None,
-        disk_gb: float = StoreConfig().disk_gb,
+        disk_gb: float = 20.0,
         store_ttl: float | None = None,
         store_policy: str = "lookahead",
         store_fetch: str = "auto",
@@ -125,24 +118,9 @@ class LLM:
     ) -> None:
         """Settings mean what the flags of the same names mean (docs/settings.md); `choose_kept`
         names pages that a truncation should spare (docs/design/truncation.md)."""
-        weights: dict[str, object] = {"model": str(model), "dtype": dtype, "device": device}
-        weights |= {"quantize": quantize, "threads": threads, "deterministic": deterministic}
-        weights |= {"chat_template": None if chat_template is None else str(chat_template)}
-        memory: dict[str, object] = {"page_size": page_size, "kv_tokens": kv_tokens}
-        memory |= {"memory_share": gpu_memory_utilization}
-        steps: dict[str, object] = {"chunk_tokens": chunk_tokens, "share": share}
-        steps |= {"span_levels": span_levels, "max_model_len": max_model_len, "seed": seed}
-        steps |= {"truncation_ratio": truncation_ratio, "sink_tokens": sink_tokens}
-        folder = None if disk_dir is None else str(disk_dir)
-        below: dict[str, object] = {"host_gb": host_gb, "disk_dir": folder, "disk_gb": disk_gb}
-        below |= {"ttl_s": store_ttl, "policy": store_policy}
-        below |= {"fetch": store_fetch, "preload": preload}
-        config = EngineConfig(
-            model=update_section(ModelConfig(), weights, "LLM"),
-            cache=update_section(CacheConfig(), memory, "LLM"),
-            sched=update_section(SchedConfig(), steps, "LLM"),
-            store=update_section(StoreConfig(), below, "LLM"),
-        )
+        given = dict(locals())  # all arguments, which are settings but for these
+        del given["self"], given["choose_kept"]
+        config = with_arguments(EngineConfig(), given, "LLM")
         self._connect(config, choose_kept)
 
     @classmethod
@@ -253,13 +231,14 @@ class LLM:
         """Stop whatever runs: a call on another thread ends after its step, with an error. The
         memory goes with the last reference to the LLM."""
         self._is_closed = True
-        with self._lock:
+        with self._lock, guarded_interrupts():
             self.text_engine.engine.close()
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """One call at a time; one from within another (by a callback) would take its answers."""
-        with self._lock:
+        """One call at a time; one from within another (by a callback) would take its answers.
+        Ctrl-C waits for a change of the engine's books."""
+        with self._lock, guarded_interrupts():
             if self._is_called:
                 raise InvalidRequest("LLM", "cannot be called from within one of its calls")
             self._check_open()

@@ -17,13 +17,7 @@ from time import process_time
 from mainstem.batch.files import InputFile
 from mainstem.cli import batch
 from mainstem.cli.flag_types import positive_count
-from mainstem.cli.flags import (
-    CACHE_FLAGS,
-    MODEL_FLAGS,
-    SCHED_FLAGS,
-    STORE_FLAGS,
-    add_engine_flags,
-)
+from mainstem.cli.flags import add_engine_flags, given_settings
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.tables import table
 from mainstem_bench.report import line, load_average
@@ -123,12 +117,10 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
     if args.share is not None:
         raise InvalidRequest("--share", "one run has all of it, the other none")
     flags = ["--generation-config", "none"]  # nothing is drawn, and nothing penalised
-    for name in [*MODEL_FLAGS, *CACHE_FLAGS, *SCHED_FLAGS, *STORE_FLAGS, "config"]:
-        value = getattr(args, name)
-        if value is not None:
-            shown = "gpu_memory_utilization" if name == "memory_share" else name
-            flags.append(f"--{shown.replace('_', '-')}")
-            flags += [] if value is True else [str(value)]
+    given = given_settings(args) | ({} if args.config is None else {"config": args.config})
+    for name, value in given.items():
+        flags.append(f"--{name.replace('_', '-')}")
+        flags += [] if value is True else [str(value)]
     return flags
 
 

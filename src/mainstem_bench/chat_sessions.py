@@ -9,6 +9,7 @@ that both meet the machine in the same state; times and tokens are compared.
 
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -20,6 +21,7 @@ from time import perf_counter
 import numpy as np
 
 from mainstem.checkpoints.hub import resolve_model
+from mainstem.cli.main import SWITCH_S
 from mainstem.core.config import EngineConfig, StoreConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
@@ -147,6 +149,7 @@ def _ask_stage(
     work: ChatWork, stage: Stage, config: EngineConfig, before: list[Asked], sender: Connection
 ) -> None:
     """On the process of its own."""
+    sys.setswitchinterval(SWITCH_S)
     stored = Chats(work, config)
     plain = Chats(work, replace(config, store=StoreConfig()))
     for chats in (stored, plain):

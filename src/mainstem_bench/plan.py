@@ -82,7 +82,6 @@ def main(argv: list[str]) -> int:
         metavar="N",
         help="leave out what has more prompts",
     )
-    parser.add_argument("--json", action="store_true", help="the only form there is")
     most = parser.parse_args(argv).most
     measure("industry", shared_prompts(8000, 3, 1570, 30), repeats=7)
     seconds = {}

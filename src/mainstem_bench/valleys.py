@@ -77,7 +77,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kv-tokens", type=positive_count, metavar="N", help="(the workload's own)")
     made.add_argument("--chunk-tokens", type=int, default=4096)
     made.add_argument("--plot", type=Path, metavar="FILE.png")
-    made.add_argument("--json", action="store_true", help="the only form there is")
     return made
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig
+from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig, StoreConfig
 from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from mainstem.core.request import Overflow
 from mainstem.sched.truncation import TruncationRules, Truncator
@@ -56,6 +57,14 @@ def test_recompute_scores_as_transformers_does(tmp_path: Path) -> None:
     reading = read_on(tmp_path, CONFIG, WAYS["recompute"], ids, TURN)
     assert reading.scored_tokens == len(ids) - WINDOW - 1
     assert reading.perplexity == pytest.approx(perplexity_by_transformers(tmp_path, ids), rel=1e-3)
+
+
+def test_pages_in_host_memory_change_no_score(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    ids = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 160)]
+    with_host = replace(CONFIG, store=StoreConfig(host_gb=0.01))
+    plain, stored = (read_on(tmp_path, c, WAYS["kv"], ids, TURN) for c in (CONFIG, with_host))
+    assert stored.perplexity == pytest.approx(plain.perplexity, rel=1e-6)
 
 
 def test_a_model_of_one_layer_cannot_tell_moved_from_recomputed_keys(tmp_path: Path) -> None:

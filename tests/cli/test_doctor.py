@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mainstem.checkpoints.hub import ModelRecord, ModelState
 from mainstem.cli import doctor
-from mainstem.core.config import Device
-from mainstem.runner.machine import DeviceFacts, TorchFacts
+from mainstem.core.config import DType
+from mainstem.models.weights import compute_dtype
+from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_cpu
 
 CPU = DeviceFacts("cpu", "Neoverse-N1", 2, 24 << 30, 20 << 30, ("asimddp",), has_fast_bf16=False)
 GPU = DeviceFacts("cuda", "H200", 132, 140 << 30, 139 << 30, ("sm_90",), has_fast_bf16=True)
@@ -68,14 +70,35 @@ def test_a_cpu_with_bf16_keeps_the_checkpoint() -> None:
     assert use["dtype"] == "the checkpoint's own"
 
 
-def test_a_gpu_is_used_or_named_as_unused() -> None:
-    use = doctor.plan_use([GPU, CPU], replace(TORCH, can_compile_triton=True))
-    if "cuda" in {device.value for device in Device}:
-        assert use["device"] == "cuda"
-        assert "Triton" in str(use["attention"])
-    else:
-        assert use["device"] == "cpu"
-        assert "H200 found, not used" in str(use["why_device"])
+@pytest.mark.parametrize(
+    ("capability", "has_triton", "words"),
+    [
+        ("sm_90", True, "Gluon kernels for Hopper"),
+        ("sm_80", True, "one Triton kernel"),
+        ("sm_100", True, "one Triton kernel"),
+        ("sm_90", False, "not installed"),
+    ],
+)
+def test_a_gpu_is_used_with_the_kernels_that_are_made_for_it(
+    capability: str, has_triton: bool, words: str
+) -> None:
+    gpu = replace(GPU, features=(capability,))
+    use = doctor.plan_use([gpu, CPU], replace(TORCH, can_compile_triton=has_triton))
+    assert use["device"] == "cuda"
+    assert words in str(use["attention"])
+
+
+def test_a_gpu_without_fast_bf16_keeps_the_checkpoint_and_says_what_is_faster() -> None:
+    gpu = replace(GPU, name="T4", features=("sm_75",), has_fast_bf16=False)
+    use = doctor.plan_use([gpu, CPU], replace(TORCH, can_compile_triton=True))
+    assert use["dtype"] == "the checkpoint's own"
+    assert "--dtype float16" in str(use["why_dtype"])
+
+
+def test_this_cpu_loads_what_doctor_says() -> None:
+    use = doctor.plan_use([describe_cpu()], TORCH)
+    loaded = compute_dtype(DType.AUTO, DType.BF16)
+    assert use["dtype"] == ("float32" if loaded == torch.float32 else "the checkpoint's own")
 
 
 @pytest.mark.parametrize(

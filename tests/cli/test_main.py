@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import mainstem
 from mainstem.cli import generate, models
 from mainstem.cli import main as cli
 from mainstem.cli import plan as planning
@@ -30,6 +31,18 @@ def test_what_the_system_refuses_is_said_in_a_sentence(capsys: pytest.CaptureFix
     assert cli.main(["doctor"]) == 1
     said = capsys.readouterr().err
     assert said == "mainstem doctor: [Errno 28] No space left on device: 'out.jsonl'\n"
+
+
+def test_the_command_and_nothing_else_sets_how_often_threads_take_turns() -> None:
+    before = sys.getswitchinterval()
+    try:
+        cli.main(["--version"])
+        assert sys.getswitchinterval() == pytest.approx(cli.SWITCH_S)
+    finally:
+        sys.setswitchinterval(before)
+    package = Path(mainstem.__file__).parent
+    who = [path for path in package.rglob("*.py") if "setswitchinterval(" in path.read_text()]
+    assert who == [package / "cli" / "main.py"]
 
 
 def test_a_terminal_without_a_character_gets_a_question_mark(

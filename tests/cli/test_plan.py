@@ -13,11 +13,11 @@ from mainstem.batch.files import InputFile
 from mainstem.batch.windows import RowReader
 from mainstem.cli.plan import ReadPrompts, main, read_prompts
 from mainstem.core.errors import ConfigError, MainstemError
-from mainstem.core.plan import Plan
 from mainstem.text.tokenizer import Tokenizer
 from mainstem.text.tools import ToolFormat
 from mainstem.wire.calls import CallParser
 from tests.batch.fake_batch import a_tokenizer
+from tests.plan.reading import group_of, read_plan
 from tests.text.test_tools import HERMES
 
 
@@ -219,9 +219,9 @@ def test_an_emitted_plan_can_be_read_back(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in DOCS])
     target = tmp_path / "plan.jsonl"
     assert main([str(path), "--json", "--emit-plan", str(target)], no_tokenizer) == 0
-    plan = Plan.from_lines(target.read_text().splitlines())
-    assert plan.group(0).prefix_tokens == 50
-    assert plan.group(0).members == (0, 3, 6)
+    plan = read_plan(target.read_text().splitlines())
+    assert group_of(plan, 0).prefix_tokens == 50
+    assert group_of(plan, 0).members == (0, 3, 6)
 
 
 def test_one_level_plans_by_algorithm_1_and_still_reports_many(

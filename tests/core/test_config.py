@@ -2,13 +2,17 @@
 
 import argparse
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from mainstem.cli.flags import add_engine_flags, engine_config
 from mainstem.core.config import (
+    SETTINGS,
     CacheConfig,
+    EngineConfig,
     Fetch,
     SchedConfig,
     Share,
@@ -17,8 +21,10 @@ from mainstem.core.config import (
     cache_dir,
     keep_freed_memory,
     load_config,
+    with_arguments,
 )
 from mainstem.core.errors import ConfigError
+from mainstem.core.settings import Setting
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -70,6 +76,30 @@ def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"# \xe9\n")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(file)
+
+
+@pytest.mark.parametrize("row", SETTINGS, ids=lambda row: row.name)
+def test_everything_that_is_to_be_said_of_a_setting_is(row: Setting) -> None:
+    assert row.is_optional == (row.default is None) == bool(row.about.unset)
+    assert row.about.help
+    assert row.read(row.default, "test") == row.default
+    if not row.is_optional:
+        with pytest.raises(ConfigError, match=rf"test: {row.name} must be"):
+            row.read(None, "test")
+
+
+def test_arguments_may_be_paths_and_unknown_ones_are_refused(tmp_path: Path) -> None:
+    made = with_arguments(EngineConfig(), {"disk_dir": tmp_path, "share": "none"}, "LLM")
+    assert made.store.disk_dir == str(tmp_path)
+    assert made.sched.share is Share.NONE
+    with pytest.raises(ConfigError, match=r"LLM: unknown setting.*'ttl_s'"):
+        with_arguments(EngineConfig(), {"ttl_s": 1.0}, "LLM")
+
+
+def test_the_table_of_the_docs_is_made_from_the_settings() -> None:
+    script = Path(__file__).parents[2] / "docs" / "settings_table.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], check=False)
+    assert done.returncode == 0, "docs/settings.md is out of date: python docs/settings_table.py"
 
 
 def test_a_share_of_memory_can_be_asked_for() -> None:

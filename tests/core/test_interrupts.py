@@ -1,13 +1,12 @@
 """An interrupt waits for the end of what holds it, and is never lost."""
 
 import signal
-import threading
-from collections.abc import Iterator
-from threading import Thread
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mainstem.core.interrupts import held_interrupts
+from mainstem.core.interrupts import guarded_interrupts, held_interrupts
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +17,13 @@ def _are_heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def guarded() -> Iterator[None]:
+    with guarded_interrupts():
+        yield
+
+
+@pytest.mark.usefixtures("guarded")
 def test_an_interrupt_comes_when_what_holds_it_is_done() -> None:
     done: list[int] = []
 
@@ -34,6 +40,7 @@ def test_an_interrupt_comes_when_what_holds_it_is_done() -> None:
         signal.raise_signal(signal.SIGINT)  # nothing holds it any more
 
 
+@pytest.mark.usefixtures("guarded")
 def test_the_outermost_lets_it_through() -> None:
     done: list[str] = []
 
@@ -48,6 +55,7 @@ def test_the_outermost_lets_it_through() -> None:
     assert done == ["after the inner one"]
 
 
+@pytest.mark.usefixtures("guarded")
 def test_an_interrupt_outweighs_an_error() -> None:
     @held_interrupts()
     def fail() -> None:
@@ -59,11 +67,44 @@ def test_an_interrupt_outweighs_an_error() -> None:
     assert isinstance(caught.value.__context__, ValueError)
 
 
+@pytest.mark.usefixtures("guarded")
+def test_each_change_holds_anew() -> None:
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt), held_interrupts():
+            signal.raise_signal(signal.SIGINT)
+        with held_interrupts():
+            pass  # the one before has gone through, once
+
+
+def test_the_handler_of_the_process_is_replaced_once_and_put_back() -> None:
+    with guarded_interrupts():
+        guard = signal.getsignal(signal.SIGINT)
+        assert guard is not signal.default_int_handler
+        with guarded_interrupts(), held_interrupts():
+            assert signal.getsignal(signal.SIGINT) is guard
+        assert signal.getsignal(signal.SIGINT) is guard
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_callers_own_is_called_between_changes() -> None:
+    heard: list[str] = []
+    signal.signal(signal.SIGINT, lambda *_: heard.append("heard"))
+    with guarded_interrupts():
+        with held_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            assert heard == []
+        assert heard == ["heard"]
+        signal.raise_signal(signal.SIGINT)
+        assert heard == ["heard", "heard"]
+
+
 def test_who_ignores_interrupts_is_left_in_peace() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with held_interrupts():
+        with guarded_interrupts(), held_interrupts():
             signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -72,28 +113,27 @@ def test_who_ignores_interrupts_is_left_in_peace() -> None:
 def test_other_threads_have_nothing_to_hold() -> None:
     handler, seen = signal.getsignal(signal.SIGINT), []
 
-    @held_interrupts()
     def look() -> None:
-        seen.append(signal.getsignal(signal.SIGINT))
+        with guarded_interrupts(), held_interrupts():
+            seen.append(signal.getsignal(signal.SIGINT))
 
-    thread = Thread(target=look)
-    thread.start()
-    thread.join()
+    on_a_thread(look)
     assert seen == [handler]
 
 
-def test_a_thread_that_is_taken_for_the_main_one_has_nothing_to_hold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As where a program embeds Python, and another thread was the first to import `threading`."""
-    monkeypatch.setattr("mainstem.core.interrupts.main_thread", threading.current_thread)
-    done: list[str] = []
+@pytest.mark.usefixtures("guarded")
+def test_a_change_on_another_thread_does_not_hold_the_main_one() -> None:
+    def interrupt_main() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
-    @held_interrupts()
-    def work() -> None:
-        done.append("done")
+    enter, leave = held_interrupts().__enter__, held_interrupts().__exit__
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(enter).result()
+        interrupt_main()
+        thread.submit(leave).result()
 
-    thread = Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done == ["done"]
+
+def on_a_thread(work: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result()

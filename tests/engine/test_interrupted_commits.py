@@ -12,7 +12,7 @@ from mainstem.core.request import Delivery, FinishReason, Request, SamplingParam
 from mainstem.core.step import InFlight, Step, StepResult
 from mainstem.engine.engine import Engine
 from mainstem.kv.store import KVStore
-from mainstem.sched.news import News
+from mainstem.sched.outputs import OutputMaker
 from mainstem.sched.running import RunningSet
 from mainstem.sched.scheduler import Scheduler
 from mainstem.sched.table import SeqTable
@@ -24,9 +24,9 @@ NUM_TOKENS = [3, 9, 1, 6]
 PLACES = [
     (KVStore, "settle"),
     (KVStore, "give_back"),
-    (News, "keep_logprobs"),
+    (OutputMaker, "keep_logprobs"),
     (SeqTable, "append_samples"),
-    (News, "stream"),
+    (OutputMaker, "stream"),
     (RunningSet, "settle"),
     (Scheduler, "_publish_step"),
 ]

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.core.plan import Plan, Prompts
+from mainstem.core.errors import ConfigError
+from mainstem.core.plan import Prompts
 from mainstem.plan.groups import Draft, LongRuns, choose_spans, first_level, first_level_enlarged
 from mainstem.plan.planner import PlanConfig, plan_prompts
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
 from mainstem.plan.saving import processed_tokens
+from tests.plan.reading import are_equal, group_of, path_to, read_plan
 from tests.plan.strategies import PromptLists, prompt_lists
 
 configs = st.builds(
@@ -43,7 +44,7 @@ def test_prefix_and_distinct_make_up_the_prompt(prompts: PromptLists, config: Pl
     plan = plan_prompts(Prompts.from_lists(prompts), config)
     seen = []
     for index in range(plan.num_groups):
-        group = plan.group(index)
+        group = group_of(plan, index)
         prefix = prompts[group.members[0]][: group.prefix_tokens]
         for member in group.members:
             distinct = prompts[member][group.prefix_tokens :]
@@ -69,17 +70,7 @@ def test_many_levels_compute_every_different_token_once(
 @settings(max_examples=100, deadline=None)
 def test_a_plan_survives_being_written(prompts: PromptLists, config: PlanConfig) -> None:
     plan = plan_prompts(Prompts.from_lists(prompts), config)
-    assert Plan.from_lines(plan.to_lines()).equals(plan)
-
-
-def test_a_foreign_plan_file_is_refused() -> None:
-    with pytest.raises(InvalidRequest):
-        Plan.from_lines(['{"plan_format": 2}'])
-    with pytest.raises(InvalidRequest):
-        Plan.from_lines([])
-    lines = list(plan_prompts(Prompts.from_lists([[1, 2], [1, 3]])).to_lines())
-    with pytest.raises(InvalidRequest):
-        Plan.from_lines(lines[:-1])
+    assert are_equal(read_plan(plan.to_lines()), plan)
 
 
 @given(prompt_lists(), st.integers(1, 4), st.integers(1, 5))
@@ -254,7 +245,7 @@ def test_a_system_prompt_with_too_much_below_it_is_opened_into_groups() -> None:
     plan = plan_prompts(documents(head=200, count=20, degree=4, doc=100, tail=5), config)
     assert plan.num_groups == 20
     assert set(plan.node_tokens[plan.group_nodes].tolist()) == {300}
-    assert [len(plan.path(node)) for node in plan.group_nodes.tolist()] == [2] * 20
+    assert [len(path_to(plan, node)) for node in plan.group_nodes.tolist()] == [2] * 20
 
 
 def test_documents_that_begin_with_the_same_words_are_not_one_group() -> None:
@@ -286,7 +277,7 @@ def test_questions_without_a_document_form_one_group_under_an_opened_system_prom
 def test_prompts_that_share_nothing_are_groups_of_one() -> None:
     plan = plan_prompts(Prompts.from_lists([[i, 1, 2] for i in range(5)] + [[], []]))
     assert plan.num_groups == 7
-    assert plan.group(0).prefix_tokens == 0
+    assert group_of(plan, 0).prefix_tokens == 0
 
 
 def test_settings_out_of_range_are_refused() -> None:

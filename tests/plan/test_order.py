@@ -12,6 +12,7 @@ from mainstem.plan.groups import LongRuns
 from mainstem.plan.order import OutputEstimate, reorder, templates_of
 from mainstem.plan.planner import PlanConfig, plan_prompts
 from mainstem.plan.prefix_tree import build_tree
+from tests.plan.reading import are_equal, group_of
 from tests.plan.strategies import PromptLists, prompt_lists
 
 EVERY_NODE_A_SPAN = PlanConfig(worth_span=LongRuns(1))
@@ -19,7 +20,7 @@ EVERY_NODE_A_SPAN = PlanConfig(worth_span=LongRuns(1))
 
 def ratio(plan: Plan, index: int, lengths: list[int], outputs: list[float]) -> float:
     """Eq. 4 for a group that shares one prefix, with the mean output on top."""
-    group = plan.group(index)
+    group = group_of(plan, index)
     tokens = group.prefix_tokens + sum(lengths[m] - group.prefix_tokens for m in group.members)
     return sum(outputs[m] for m in group.members) / len(group.members) / max(tokens, 1)
 
@@ -35,7 +36,7 @@ def test_single_level_groups_fall_in_r_group_and_ties_keep_input_order(
     lengths = [len(prompt) for prompt in prompts]
     outputs = [float(limit) for limit in limits]
     ratios = [ratio(plan, index, lengths, outputs) for index in range(plan.num_groups)]
-    keys = [(-r, min(plan.group(i).members)) for i, r in enumerate(ratios)]
+    keys = [(-r, min(group_of(plan, i).members)) for i, r in enumerate(ratios)]
     for (left, left_tie), (right, right_tie) in pairwise(keys):
         assert left < right + 1e-9
         assert left < right - 1e-9 or left_tie < right_tie
@@ -46,7 +47,7 @@ def test_constant_outputs_give_equation_4() -> None:
     heads = {1: 40, 2: 10, 3: 20}
     prompts = [[token] * size + [token + 10 + i] for token, size in heads.items() for i in range(3)]
     plan = plan_prompts(Prompts.from_lists(prompts), EVERY_NODE_A_SPAN)
-    assert [plan.group(i).prefix_tokens for i in range(3)] == [10, 20, 40]
+    assert [group_of(plan, i).prefix_tokens for i in range(3)] == [10, 20, 40]
 
 
 def test_groups_of_one_trunk_stay_together() -> None:
@@ -57,7 +58,7 @@ def test_groups_of_one_trunk_stay_together() -> None:
     for tokens, wanted in ((80, [(0, 1), (2, 3), (4, 5)]), (50, [(4, 5), (0, 1), (2, 3)])):
         others = [[2] * tokens + [q] for q in (7, 8)]
         plan = plan_prompts(Prompts.from_lists(prompts + others), config)
-        assert [plan.group(i).members for i in range(3)] == wanted
+        assert [group_of(plan, i).members for i in range(3)] == wanted
 
 
 @given(prompt_lists(), st.data())
@@ -76,8 +77,8 @@ def test_reordering_keeps_what_has_started_and_is_still_a_plan(
     started = data.draw(st.integers(0, plan.num_groups))
     later = reorder(plan, batch.num_tokens, expected, started)
     later.check(batch)
-    groups = [plan.group(i).members for i in range(plan.num_groups)]
-    again = [later.group(i).members for i in range(plan.num_groups)]
+    groups = [group_of(plan, i).members for i in range(plan.num_groups)]
+    again = [group_of(later, i).members for i in range(plan.num_groups)]
     assert again[:started] == groups[:started]
     assert sorted(again) == sorted(groups)
 
@@ -88,7 +89,7 @@ def test_reordering_by_the_same_expectations_changes_nothing(prompts: PromptList
     batch = Prompts.from_lists(prompts)
     plan = plan_prompts(batch, EVERY_NODE_A_SPAN)
     expected = np.ones(len(prompts))
-    assert reorder(plan, batch.num_tokens, expected, 0).equals(plan)
+    assert are_equal(reorder(plan, batch.num_tokens, expected, 0), plan)
 
 
 def test_longer_expected_outputs_move_a_group_to_the_front() -> None:

@@ -159,6 +159,13 @@ def test_page_sizes_the_kernel_does_not_have_are_refused() -> None:
         on_gpu(a_config(page_size=8))
 
 
+@interpreted
+def test_more_span_levels_than_the_buffers_hold_are_refused() -> None:
+    config = a_config()
+    with pytest.raises(ConfigError, match="span_levels on a GPU must be at most 4, got 5"):
+        on_gpu(replace(config, sched=replace(config.sched, span_levels=5)))
+
+
 def test_a_gpu_that_is_not_there_is_named() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")

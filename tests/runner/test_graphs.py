@@ -34,9 +34,6 @@ class Order:
     def before(self, layer: int) -> None:
         self.calls.append(layer)
 
-    def after(self, layer: int) -> None:
-        raise AssertionError("nobody is told between the layers of a graph")
-
 
 def a_step_of(tokens: int) -> Step:
     seq = Seq(0, list(range(tokens)), list(range(-(-tokens // 16))))

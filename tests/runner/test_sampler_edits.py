@@ -9,6 +9,7 @@ import torch
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import StartedSequence
 from mainstem.runner.edits import LogitEdits
+from mainstem.runner.uploads import Uploads
 
 VOCAB = 40
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def test_every_sequence_is_edited_as_if_it_were_alone(seed: int) -> None:
     """50 sequences, more than are counted at once; some leave, others come back with a past."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
-    edits = LogitEdits(CPU)
+    edits = LogitEdits(Uploads(CPU))
     settings: dict[int, SamplingParams] = {}
     prompts: dict[int, list[int]] = {}
     outputs: dict[int, list[int]] = {}
@@ -88,7 +89,7 @@ def test_every_sequence_is_edited_as_if_it_were_alone(seed: int) -> None:
 
 def test_an_answer_may_grow_longer_than_its_row() -> None:
     sampling = SamplingParams(max_tokens=2000, frequency_penalty=0.001, temperature=0.0)
-    edits = LogitEdits(CPU)
+    edits = LogitEdits(Uploads(CPU))
     for slot in range(20):  # more rows than there are at first
         empty = np.empty(0, np.int32)
         edits.start(StartedSequence(slot, sampling, np.zeros(1, np.int32), empty, ()))
@@ -103,7 +104,7 @@ def test_an_answer_may_grow_longer_than_its_row() -> None:
 
 
 def test_an_end_token_that_the_model_does_not_have_need_not_be_barred() -> None:
-    edits = LogitEdits(CPU)
+    edits = LogitEdits(Uploads(CPU))
     sampling = SamplingParams(max_tokens=9, min_tokens=2)
     nothing = np.empty(0, np.int32)
     edits.start(StartedSequence(0, sampling, np.array([1], np.int32), nothing, (3, VOCAB + 2)))

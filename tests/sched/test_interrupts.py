@@ -13,6 +13,7 @@ import pytest
 
 from mainstem.core.events import EventBus, SequencePreempted
 from mainstem.core.ids import RequestId
+from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.request import FinishReason
 from mainstem.engine.engine import Engine
 from mainstem.sched.scheduler import Scheduler
@@ -35,18 +36,22 @@ ANSWERS = {
 
 
 class Interrupt:
-    """Ctrl-C once, before the line that is number `when` of those that run in the packages."""
+    """Ctrl-C once, before the line that is number `when` of those that run in the packages, in a
+    call that guards itself."""
 
     def __init__(self, when: int) -> None:
         self._when = when
+        self._guard = guarded_interrupts()
         self.num_lines = 0
 
     def __enter__(self) -> "Interrupt":
+        self._guard.__enter__()
         sys.settrace(self._on_call)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        self._guard.__exit__(None, None, None)
 
     def _on_call(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
         # what was taken out is the caller's: nobody can hand it out twice

@@ -13,6 +13,7 @@ from mainstem.cli.flags import add_engine_flags, add_sampling_flags, engine_conf
 from mainstem.cli.stop_signals import StopSignals
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId, SessionId
+from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.request import Request, SamplingParams
 from mainstem.llm import LLM
 from mainstem.text.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@guarded_interrupts()
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     with suppress(ImportError):

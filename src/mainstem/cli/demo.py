@@ -14,7 +14,7 @@ from time import perf_counter
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.core.config import EngineConfig, Share, update_section
+from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.metrics import Counters
 from mainstem.core.request import SamplingParams
@@ -113,8 +113,7 @@ def load_questions(path: Path | None) -> list[Question]:
 
 def run(config: EngineConfig, share: Share, questions: list[Question], max_tokens: int) -> Run:
     """Answer everything with a fresh engine; loading is outside the clock."""
-    sched = update_section(config.sched, {"share": share.value}, "demo")
-    llm = LLM.from_config(replace(config, sched=sched))
+    llm = LLM.from_config(replace(config, sched=replace(config.sched, share=share)))
     print("sharing on" if share is Share.READS else "sharing off", flush=True)
     began_s = perf_counter()
     answers = llm.chat(

@@ -15,6 +15,7 @@ from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_devices, d
 
 Section = dict[str, object]
 
+HOPPER = "sm_90"
 CONVERSION_BYTES = 1_000_000_000  # free disk that fetching and converting the default needs
 
 
@@ -41,27 +42,35 @@ def plan_use(devices: list[DeviceFacts], libraries: TorchFacts) -> Section:
     if device.has_fast_bf16:
         dtype, why_dtype = "the checkpoint's own", f"{device.name} has fast bf16"
     elif device.kind == "cuda":
-        dtype, why_dtype = "float16", f"{device.name} has no fast bf16"
+        dtype = "the checkpoint's own"
+        why_dtype = f"{device.name} has no fast bf16; --dtype float16 for bf16 checkpoints"
     else:
         dtype = "float32"
         why_dtype = (
             f"{device.name} has no bf16 instructions, and torch's 16-bit GEMMs then run 100 to 270 "
             "times slower than fp32 (measured on Neoverse-N1); 16-bit checkpoints are upcast"
         )
-    if device.kind == "cuda" and libraries.can_compile_triton:
-        attention = "spans in one Triton launch per layer"
-    else:
-        attention = "spans through torch's CPU flash attention, merged by log-sum-exp in fp32"
     idle = [other.name for other in devices if other.kind not in usable]
     return {
         "device": device.kind,
         "why_device": f"{', '.join(idle)} found, not used by this version" if idle else device.name,
         "dtype": dtype,
         "why_dtype": why_dtype,
-        "attention": attention,
+        "attention": _attention_words(device, libraries),
         "threads": libraries.num_threads,
         "store": _store_words(StoreConfig(), devices[-1].free_bytes),
     }
+
+
+def _attention_words(device: DeviceFacts, libraries: TorchFacts) -> str:
+    merged = "merged by log-sum-exp in fp32"
+    if device.kind == "cpu":
+        return f"spans through torch's CPU flash attention, {merged}"
+    if not libraries.can_compile_triton:
+        return "none: the kernels need Triton, which is not installed; --device cpu does without"
+    if HOPPER in device.features:
+        return f"spans in Gluon kernels for Hopper, small and large units apart, {merged}"
+    return f"spans in one Triton kernel, {merged}"
 
 
 def _store_words(config: StoreConfig, free_bytes: int) -> str:

@@ -2,52 +2,13 @@
 
 import argparse
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 
-from mainstem.core.config import (
-    Device,
-    DType,
-    EngineConfig,
-    Fetch,
-    Quantize,
-    Share,
-    StorePolicy,
-    load_config,
-    update_section,
-)
+from mainstem.core.config import SETTINGS, EngineConfig, load_config, with_arguments
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.request import SamplingParams
+from mainstem.core.settings import Setting
 from mainstem.text.tokenizer import GENERATION_FILE, Tokenizer
-
-MODEL_FLAGS = (
-    "model",
-    "dtype",
-    "device",
-    "quantize",
-    "threads",
-    "chat_template",
-    "deterministic",
-)
-CACHE_FLAGS = ("page_size", "kv_tokens", "memory_share")
-SCHED_FLAGS = (
-    "chunk_tokens",
-    "share",
-    "max_model_len",
-    "span_levels",
-    "truncation_ratio",
-    "sink_tokens",
-)
-
-STORE_FLAGS = {  # flag -> setting
-    "host_gb": "host_gb",
-    "disk_dir": "disk_dir",
-    "disk_gb": "disk_gb",
-    "store_ttl": "ttl_s",
-    "store_policy": "policy",
-    "store_fetch": "fetch",
-    "preload": "preload",
-}
 
 DRAW_FLAGS: dict[str, tuple[type, str, str]] = {  # field of SamplingParams -> type, metavar, help
     "temperature": (float, "T", "0 always takes the likeliest token"),
@@ -61,118 +22,41 @@ DRAW_FLAGS: dict[str, tuple[type, str, str]] = {  # field of SamplingParams -> t
 GREEDY = dict.fromkeys(DRAW_FLAGS, 0.0) | {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 
 
-def _values(kind: type[Enum]) -> list[str]:
-    return [str(member.value) for member in kind]
-
-
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Model, memory and scheduling. A flag that is not given leaves the config file's value."""
-    group = parser.add_argument_group("engine")
-    group.add_argument("--config", type=Path, metavar="FILE.toml", help="settings; flags win")
-    group.add_argument(
-        "--model", help="a folder in Hugging Face layout, a hub id, or smollm2 (the default)"
-    )
-    group.add_argument("--dtype", choices=_values(DType), help="form of the weights (auto)")
-    group.add_argument("--device", choices=_values(Device), help="where to run (auto)")
-    group.add_argument(
-        "--quantize",
-        choices=_values(Quantize),
-        help="smaller weights (none): int8 on a CPU costs smollm2 1.2 %% of perplexity, "
-        "fp8 on a GPU 3 %%",
-    )
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (all cores)")
-    group.add_argument(
-        "--chat-template",
-        metavar="FILE.jinja",
-        help="what chats go through instead of the model's own",
-    )
-    group.add_argument(
-        "--deterministic",
-        action="store_true",
-        default=None,
-        help="answers to the bit the same whatever runs beside them (GPU; up to 2x slower)",
-    )
-    group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page (16)")
-    group.add_argument("--kv-tokens", type=int, metavar="N", help="KV memory (from free memory)")
-    group.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        dest="memory_share",
-        metavar="X",
-        help="share of the memory for weights and KV together, where --kv-tokens is not given; "
-        "on a CPU, of the memory that is available",
-    )
-    group.add_argument(
-        "--chunk-tokens", type=int, metavar="N", help="most tokens in a step (by device)"
-    )
-    group.add_argument(
-        "--share",
-        choices=_values(Share),
-        help="what equal prefixes share: nothing, storage, or storage and reads (reads)",
-    )
-    group.add_argument(
-        "--span-levels",
-        type=int,
-        metavar="N",
-        help="shared reads nested at most so deep (no limit)",
-    )
-    group.add_argument("--max-model-len", type=int, metavar="N", help="context (the model's own)")
-    group.add_argument(
-        "--truncation-ratio",
-        type=float,
-        metavar="X",
-        help="part of the context that is dropped when a conversation fills it (0.5)",
-    )
-    group.add_argument(
-        "--sink-tokens",
-        type=int,
-        metavar="N",
-        help="first tokens of a conversation that are never dropped (a page)",
-    )
-    _add_store_flags(parser)
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--config", type=Path, metavar="FILE.toml", help="settings; flags win")
+    store = parser.add_argument_group("KV store")
+    for setting in SETTINGS:
+        _add_flag(store if setting.section == "store" else engine, setting)
 
 
-def _add_store_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("KV store")
-    group.add_argument("--host-gb", type=float, metavar="GB", help="host memory for pages (none)")
-    group.add_argument("--disk-dir", metavar="DIR", help="keep pages in a folder, across restarts")
-    group.add_argument("--disk-gb", type=float, metavar="GB", help="most a model takes there (20)")
-    group.add_argument(
-        "--store-ttl", type=float, metavar="S", help="drop stored pages unused for so long (never)"
-    )
-    group.add_argument(
-        "--store-policy", choices=_values(StorePolicy), help="what leaves first (lookahead)"
-    )
-    group.add_argument(
-        "--store-fetch",
-        choices=_values(Fetch),
-        help="load stored pages where that is faster than computing them, always, or never (auto)",
-    )
-    group.add_argument(
-        "--preload",
-        metavar="LAYERS",
-        help="layers loaded before a prompt starts on its history: auto, all or a number (auto)",
-    )
+def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    if setting.flag is None:
+        return
+    if setting.kind is bool:
+        words = setting.about.help.replace("%", "%%")
+        group.add_argument(setting.flag, action="store_true", default=None, help=words)
+        return
+    words = f"{setting.about.help} ({setting.shown_default})".replace("%", "%%")
+    if setting.choices is not None:
+        group.add_argument(setting.flag, choices=setting.choices, help=words)
+        return
+    kind = {int: int, float: float}.get(setting.kind, str)
+    group.add_argument(setting.flag, type=kind, metavar=setting.metavar, help=words)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The config file, if any, with the flags that were given on top."""
     config = load_config(args.config) if args.config else EngineConfig()
+    return with_arguments(config, given_settings(args), "flags")
 
-    def given(names: tuple[str, ...]) -> dict[str, object]:
-        values = {name: getattr(args, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
 
-    return EngineConfig(
-        model=update_section(config.model, given(MODEL_FLAGS), "flags"),
-        cache=update_section(config.cache, given(CACHE_FLAGS), "flags"),
-        sched=update_section(config.sched, given(SCHED_FLAGS), "flags"),
-        store=update_section(
-            config.store,
-            {STORE_FLAGS[name]: value for name, value in given(tuple(STORE_FLAGS)).items()},
-            "flags",
-        ),
-    )
+def given_settings(args: argparse.Namespace) -> dict[str, object]:
+    """The settings that flags gave, by argument name."""
+    names = [setting.argument for setting in SETTINGS if setting.flag is not None]
+    values = {name: getattr(args, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:

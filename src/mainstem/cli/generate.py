@@ -10,6 +10,7 @@ import numpy as np
 from mainstem.cli.flags import add_engine_flags, add_sampling_flags, engine_config, sampling_params
 from mainstem.core.errors import AnswerFailed
 from mainstem.core.ids import RequestId
+from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.request import Request
 from mainstem.llm import LLM
 
@@ -26,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@guarded_interrupts()
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     prompt = args.prompt

@@ -5,7 +5,6 @@ import asyncio
 import logging
 import re
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -45,7 +44,6 @@ MIB = 1 << 20
 GIB = 1 << 30
 GRACE_S = 5.0  # after the deadline, for last words to be sent
 SESSIONS_FILE = "sessions.sqlite"
-SWITCH_S = 0.001  # the engine gives the interpreter up so often while HTTP waits for it
 BACKLOG = 2048  # connections that wait to be accepted
 
 log = logging.getLogger("mainstem.server")
@@ -199,7 +197,6 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
     names = tuple(args.served_model_name or [Path(config.model.model).name])
     with _bind(args.host, args.port) as listener:
         set_up_logs(args.log_level)
-        sys.setswitchinterval(SWITCH_S)
         if keys is None and not _is_loopback(args.host):
             log.warning("anybody who reaches this address may use it; see --api-key-file")
         log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes

@@ -4,6 +4,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mainstem.core.interrupts import guarded_interrupts
+
 
 class StopSignals:
     """Remembers the first signal; a second one ends the process at once."""
@@ -23,7 +25,8 @@ class StopSignals:
         for number in self._numbers:
             signal.signal(number, self._receive)
         try:
-            yield
+            with guarded_interrupts():  # the second Ctrl-C, too, lets a change come to its end
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

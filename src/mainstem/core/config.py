@@ -1,4 +1,5 @@
-"""Settings: frozen sections, from defaults, a TOML file and flags, in that order of strength.
+"""Settings: frozen sections, from defaults, a TOML file and flags, in that order of strength. What
+is said of each (core/settings.py) stands here and nowhere else.
 
 The only place that reads the environment:
     MAINSTEM_CACHE   folder for converted models and stores
@@ -12,17 +13,22 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from math import inf
 from pathlib import Path
-from typing import TypeVar
 
 from mainstem.core.errors import ConfigError
-
-# settings whose default does not show that they are not whole numbers
-FRACTIONS = frozenset({"memory_share", "host_gb", "disk_gb", "ttl_s", "truncation_ratio"})
-NAMES = frozenset({"disk_dir", "chat_template"})
-
-S = TypeVar("S", "ModelConfig", "CacheConfig", "SchedConfig", "StoreConfig")
+from mainstem.core.settings import (
+    BITS_64,
+    LAYERS,
+    NOT_NEGATIVE,
+    PART,
+    POSITIVE,
+    POWER_OF_TWO,
+    SHARE,
+    about,
+    at_least,
+    check_ranges,
+    settings_of,
+)
 
 
 def cache_dir() -> Path:
@@ -74,40 +80,77 @@ class Quantize(Enum):
 class ModelConfig:
     """Which weights, in which form."""
 
-    model: str = "smollm2"
-    dtype: DType = DType.AUTO
-    device: Device = Device.AUTO
-    quantize: Quantize = Quantize.NONE
-    threads: int | None = None  # CPU threads; None: all cores
-    chat_template: str | None = None  # a Jinja file to use instead of the model's own
-    # a request's tokens do not depend on what runs beside it, to the bit; GPU, up to 2x slower
-    deterministic: bool = False
+    model: str = field(
+        default="smollm2",
+        metadata=about("a folder in Hugging Face layout, a hub id, or the embedded model"),
+    )
+    dtype: DType = field(
+        default=DType.AUTO,
+        metadata=about(
+            "form of the weights; auto is the checkpoint's, or float32 on a CPU that is slow at it"
+        ),
+    )
+    device: Device = field(
+        default=Device.AUTO,
+        metadata=about("where to run; auto is the first GPU where there is one"),
+    )
+    quantize: Quantize = field(
+        default=Quantize.NONE,
+        metadata=about(
+            "smaller weights: int8 on a CPU costs smollm2 1.2 % of perplexity, fp8 on a GPU 3 %"
+        ),
+    )
+    threads: int | None = field(
+        default=None,
+        metadata=about("CPU threads", unset="all cores", range=at_least(1)),
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata=about(
+            "a Jinja file that chats go through",
+            unset="the model's own",
+            metavar="FILE.jinja",
+        ),
+    )
+    deterministic: bool = field(
+        default=False,
+        metadata=about(
+            "answers to the bit the same whatever runs beside them; GPU, up to 2x slower"
+        ),
+    )
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads must be at least 1, got {self.threads}")
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """KV memory."""
 
-    page_size: int = 16  # tokens per page; a power of two
-    kv_tokens: int | None = None  # None: from free memory
-    memory_share: float | None = None  # of the memory, for weights and pages; None: a cautious one
+    page_size: int = field(
+        default=16,
+        metadata=about("tokens per page; 16, 32 or 64 on a GPU", range=POWER_OF_TWO),
+    )
+    kv_tokens: int | None = field(
+        default=None,
+        metadata=about("tokens of KV on the device", unset="from free memory"),
+    )
+    memory_share: float | None = field(
+        default=None,
+        metadata=about(
+            "share of the memory for weights and pages, where kv_tokens is open; on a CPU, of the "
+            "memory that is available",
+            unset="a cautious one",
+            range=SHARE,
+            argument="gpu_memory_utilization",
+        ),
+    )
 
     def __post_init__(self) -> None:
-        if self.page_size < 1 or self.page_size & (self.page_size - 1) or self.page_size > 1024:
-            raise ConfigError(
-                f"page_size must be a power of two, at most 1024, got {self.page_size}"
-            )
+        check_ranges(self)
         if self.kv_tokens is not None and self.kv_tokens < self.page_size:
             raise ConfigError(
                 f"kv_tokens must hold a page of {self.page_size}, got {self.kv_tokens}"
-            )
-        if self.memory_share is not None and not 0.0 < self.memory_share <= 1.0:
-            raise ConfigError(
-                f"memory_share must be above 0 and at most 1, got {self.memory_share}"
             )
 
     def num_pages(self, free_bytes: int, page_bytes: int) -> int:
@@ -129,30 +172,55 @@ class CacheConfig:
 class SchedConfig:
     """What goes into a step. Memory and tokens are the only limits; requests are not counted."""
 
-    # most tokens in one step (S_chunk of BatchLLM); None: what keeps the device busy
-    chunk_tokens: int | None = None
-    share: Share = Share.READS
-    max_model_len: int | None = None  # None: the model's own context window
-    seed: int = 0  # for requests that bring none
-    span_levels: int | None = None  # shared spans above one another; None: as the cost model says
-    truncation_ratio: float = 0.5  # part of the window that is dropped when a conversation fills it
-    sink_tokens: int | None = None  # first tokens that are never dropped; None: a page
+    # S_chunk of BatchLLM
+    chunk_tokens: int | None = field(
+        default=None,
+        metadata=about(
+            "most tokens of a step: fewer make decodes smoother, more make prompts faster",
+            unset="by device",
+            range=at_least(1),
+        ),
+    )
+    share: Share = field(
+        default=Share.READS,
+        metadata=about(
+            "what equal prefixes share: nothing, storage (computed and stored once), or reads, too "
+            "(read once per step)"
+        ),
+    )
+    max_model_len: int | None = field(
+        default=None,
+        metadata=about("context window", unset="the model's own", range=at_least(2)),
+    )
+    seed: int = field(
+        default=0, metadata=about("for requests that bring none", range=BITS_64, has_flag=False)
+    )
+    span_levels: int | None = field(
+        default=None,
+        metadata=about(
+            "how deep shared reads may be nested, at most 4 on a GPU",
+            unset="no limit on a CPU, 4 on a GPU",
+            range=at_least(1),
+        ),
+    )
+    truncation_ratio: float = field(
+        default=0.5,
+        metadata=about(
+            "part of the window that is dropped when a conversation fills it",
+            range=PART,
+        ),
+    )
+    sink_tokens: int | None = field(
+        default=None,
+        metadata=about(
+            "first tokens of a conversation that are never dropped",
+            unset="a page",
+            range=at_least(0),
+        ),
+    )
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
-        if self.span_levels is not None and self.span_levels < 1:
-            raise ConfigError(f"span_levels must be at least 1, got {self.span_levels}")
-        if not 0.0 < self.truncation_ratio < 1.0:
-            raise ConfigError(
-                f"truncation_ratio must be between 0 and 1, got {self.truncation_ratio}"
-            )
-        if self.sink_tokens is not None and self.sink_tokens < 0:
-            raise ConfigError(f"sink_tokens must be at least 0, got {self.sink_tokens}")
-        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed must fit into 64 bits, got {self.seed}")
+        check_ranges(self)
 
 
 class StorePolicy(Enum):
@@ -175,27 +243,56 @@ class Fetch(Enum):
 class StoreConfig:
     """Where pages go that the device has no room for."""
 
-    host_gb: float | None = None  # host memory; None: none, or 1 GB beside a disk
-    disk_dir: str | None = None  # a folder for pages that outlive the process; None: no disk
-    disk_gb: float = 20.0  # most that one model's pages take there
-    ttl_s: float | None = None  # pages unused for so long are dropped; None: kept while they fit
-    policy: StorePolicy = StorePolicy.LOOKAHEAD
-    fetch: Fetch = Fetch.AUTO
-    # layers that must be there before a prompt starts on a history that is still loading: a number,
-    # auto (as many as the rest needs to arrive in time), or all
-    preload: str = "auto"
+    host_gb: float | None = field(
+        default=None,
+        metadata=about(
+            "host memory for pages", unset="none; 1 with a disk", range=NOT_NEGATIVE, metavar="GB"
+        ),
+    )
+    disk_dir: str | None = field(
+        default=None,
+        metadata=about("folder for pages that outlive the process", unset="none", metavar="DIR"),
+    )
+    disk_gb: float = field(
+        default=20.0,
+        metadata=about("most that one model's pages take there", range=POSITIVE, metavar="GB"),
+    )
+    ttl_s: float | None = field(
+        default=None,
+        metadata=about(
+            "seconds after which unused pages are dropped",
+            unset="never",
+            range=POSITIVE,
+            metavar="S",
+            argument="store_ttl",
+        ),
+    )
+    policy: StorePolicy = field(
+        default=StorePolicy.LOOKAHEAD,
+        metadata=about("which pages leave first", argument="store_policy"),
+    )
+    fetch: Fetch = field(
+        default=Fetch.AUTO,
+        metadata=about(
+            "load stored pages where that is faster than computing them, always, or never",
+            argument="store_fetch",
+        ),
+    )
+    # auto: as many as the rest needs to arrive in time
+    preload: str = field(
+        default="auto",
+        metadata=about(
+            "layers that must be there before a prompt starts on its history: auto, all or a "
+            "number",
+            range=LAYERS,
+            metavar="LAYERS",
+        ),
+    )
 
     def __post_init__(self) -> None:
-        if self.host_gb is not None and not 0 <= self.host_gb < inf:
-            raise ConfigError(f"host_gb must be a number of at least 0, got {self.host_gb}")
-        if not 0 < self.disk_gb < inf:
-            raise ConfigError(f"disk_gb must be a number above 0, got {self.disk_gb}")
+        check_ranges(self)
         if self.disk_dir is not None and self.host_gb == 0:
             raise ConfigError("pages reach the disk through host memory: host_gb must be above 0")
-        if self.ttl_s is not None and not 0 < self.ttl_s < inf:
-            raise ConfigError(f"ttl_s must be a number above 0, got {self.ttl_s}")
-        if self.preload not in ("auto", "all") and not self.preload.isdecimal():
-            raise ConfigError(f"preload must be auto, all or a number, got {self.preload!r}")
 
     @property
     def host_bytes(self) -> int:
@@ -220,6 +317,13 @@ class EngineConfig:
     store: StoreConfig = field(default_factory=StoreConfig)
 
 
+SETTINGS = tuple(
+    row
+    for section in fields(EngineConfig())
+    for row in settings_of(section.name, type(getattr(EngineConfig(), section.name)))
+)
+
+
 def load_config(path: Path) -> EngineConfig:
     """Read a TOML file with sections as in EngineConfig; unknown names are refused."""
     try:
@@ -228,46 +332,38 @@ def load_config(path: Path) -> EngineConfig:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    config = EngineConfig()
-    known = {section.name for section in fields(config)}
+    known = {section.name for section in fields(EngineConfig())}
     if unknown := set(table) - known:
         raise ConfigError(f"{path}: unknown section {sorted(unknown)}; known: {sorted(known)}")
     for name, section in table.items():
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: {name} must be a section, [{name}]")
-    return EngineConfig(
-        model=update_section(config.model, table.get("model", {}), f"{path} [model]"),
-        cache=update_section(config.cache, table.get("cache", {}), f"{path} [cache]"),
-        sched=update_section(config.sched, table.get("sched", {}), f"{path} [sched]"),
-        store=update_section(config.store, table.get("store", {}), f"{path} [store]"),
-    )
+    config = EngineConfig()
+    for name, values in table.items():
+        config = _updated(config, name, values, f"{path} [{name}]")
+    return config
 
 
-def update_section(section: S, values: Mapping[str, object], where: str) -> S:
-    """A copy of `section` with `values` put in; enum members are given by their value."""
-    known = {f.name: getattr(section, f.name) for f in fields(section)}
+def with_arguments(config: EngineConfig, values: Mapping[str, object], where: str) -> EngineConfig:
+    """A copy with `values` put in, named as flags and arguments of LLM are; enum members are given
+    by their value."""
+    if unknown := set(values) - {row.argument for row in SETTINGS}:
+        raise ConfigError(f"{where}: unknown setting {sorted(unknown)}")
+    for section in fields(config):
+        rows = [row for row in SETTINGS if row.section == section.name]
+        given = {row.name: values[row.argument] for row in rows if row.argument in values}
+        config = _updated(config, section.name, given, where)
+    return config
+
+
+def _updated(
+    config: EngineConfig, section: str, values: Mapping[str, object], where: str
+) -> EngineConfig:
+    """A copy with `values` put into a section."""
+    known = {row.name: row for row in SETTINGS if row.section == section}
     if unknown := set(values) - set(known):
         raise ConfigError(f"{where}: unknown setting {sorted(unknown)}; known: {sorted(known)}")
-    changes: dict[str, object] = {}
-    for name, value in values.items():
-        old = known[name]
-        if isinstance(old, Enum):
-            try:
-                changes[name] = type(old)(value)
-            except ValueError:
-                members = [member.value for member in type(old)]
-                raise ConfigError(
-                    f"{where}: {name} must be one of {members}, got {value!r}"
-                ) from None
-        elif isinstance(old, bool):
-            if not isinstance(value, bool):
-                raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
-            changes[name] = value
-        else:
-            is_name = isinstance(old, str) or name in NAMES
-            wanted = str if is_name else float if name in FRACTIONS else int
-            allowed = (int, float) if wanted is float else wanted
-            if value is not None and (isinstance(value, bool) or not isinstance(value, allowed)):
-                raise ConfigError(f"{where}: {name} must be {wanted.__name__}, got {value!r}")
-            changes[name] = value
-    return replace(section, **changes)  # type: ignore[arg-type]  # names and types checked above
+    changes = {name: known[name].read(value, where) for name, value in values.items()}
+    # names and types were checked by `read`
+    made = replace(getattr(config, section), **changes)
+    return replace(config, **{section: made})

@@ -1,39 +1,79 @@
-"""Ctrl-C between two changes, never inside one."""
+"""Ctrl-C between two changes, never inside one.
+
+    with guarded_interrupts():       once, around a call on the main thread: LLM.generate, a command
+        with held_interrupts():      around each change of the engine's books
+            ...                      Ctrl-C that comes here waits
+                                     and goes through here
+
+Only the guard touches the process's signal handler; a change counts up and down. Python runs signal
+handlers on the main thread, so on others, as where nobody guards, there is nothing to hold.
+"""
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import current_thread, main_thread
+from contextlib import ContextDecorator, contextmanager
+from threading import local
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object]
 
 
-@contextmanager
-def held_interrupts() -> Iterator[None]:
-    """What is done here comes to its end; an interrupt that comes meanwhile goes through then.
+class _Changes(local, ContextDecorator):
+    """Changes under way on this thread: threads do not see each other's."""
 
-    Python interrupts the main thread only, so on others there is nothing to hold. Not for what may
-    take long: a person waits.
+    depth = 0
+    held: Callable[[], object] | None = None  # the first interrupt that came meanwhile
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if self.held is not None and self.depth == 0:
+            interrupt, self.held = self.held, None
+            interrupt()
+
+
+_changes = _Changes()
+
+
+def held_interrupts() -> _Changes:
+    """What is done in this context, or in a function with this decorator, comes to its end; an
+    interrupt that comes meanwhile goes through then. Not for what may take long: a person waits.
     """
-    held: list[tuple[int, FrameType | None]] = []
-    handler = _replace_handler(lambda number, frame: held.append((number, frame)))
+    return _changes
+
+
+class _Guard:
+    """A signal handler that lets a change come to its end before the handler it stands for."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _changes.depth == 0:
+            _changes.held = None  # one that `__exit__` was about to let through: this is as good
+            self._handler(number, frame)
+        elif _changes.held is None:
+            _changes.held = lambda: self._handler(number, frame)
+
+
+@contextmanager
+def guarded_interrupts() -> Iterator[None]:
+    """Within this, interrupts wait for what `held_interrupts` holds. For the main thread; does
+    nothing on others, where interrupts are ignored, and within another guard."""
+    handler = signal.getsignal(signal.SIGINT)
+    is_installed = callable(handler) and not isinstance(handler, _Guard) and _install(handler)
     try:
         yield
     finally:
-        if handler is not None:
+        if is_installed:
             signal.signal(signal.SIGINT, handler)
-            if held:
-                handler(*held[0])
 
 
-def _replace_handler(by: Handler) -> Handler | None:
-    """Returns what handled interrupts of this thread until now; None: nothing does, or will."""
-    handler = signal.getsignal(signal.SIGINT)
-    if current_thread() is not main_thread() or not callable(handler):
-        return None
+def _install(handler: Handler) -> bool:
     try:
-        signal.signal(signal.SIGINT, by)
-    except ValueError:  # in a program that embeds Python, `threading` may take another for the main
-        return None
-    return handler
+        signal.signal(signal.SIGINT, _Guard(handler))
+    except ValueError:  # not the main thread
+        return False
+    return True

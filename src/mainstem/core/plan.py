@@ -15,7 +15,7 @@ to its last and never again.
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,18 +69,9 @@ class Prompts:
         return np.diff(self.starts)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixGroup:
-    """Prompts that are run as a unit because they share their first `prefix_tokens` tokens."""
-
-    members: tuple[int, ...]  # prompt indices, in the order to run
-    prefix_tokens: int
-    node_index: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Ordered PrefixGroups over all prompts and the tree of what they share.
+    """Ordered groups of prompts that share a prefix, and the tree of what they share.
 
     Nodes are in preorder: node 0 is the root, which has no tokens and is its own parent; every
     other node comes after its parent. `node_tokens` is a node's depth: the tokens from the start of
@@ -107,20 +98,6 @@ class Plan:
     def node_runs(self) -> Int64s:
         """[nodes] the tokens a node adds to its parent; each is computed once."""
         return self.node_tokens - self.node_tokens[self.node_parents]
-
-    def group(self, index: int) -> PrefixGroup:
-        """One group as a record."""
-        members = self.members[self.group_starts[index] : self.group_starts[index + 1]]
-        node = int(self.group_nodes[index])
-        return PrefixGroup(tuple(members.tolist()), int(self.node_tokens[node]), node)
-
-    def path(self, node_index: int) -> list[int]:
-        """The nodes from below the root down to `node_index`: what must be computed, in order."""
-        path: list[int] = []
-        while node_index:
-            path.append(node_index)
-            node_index = int(self.node_parents[node_index])
-        return path[::-1]
 
     def check(self, prompts: Prompts) -> None:
         """Raise if this is not a plan for `prompts`: each once, and every share really shared."""
@@ -170,35 +147,3 @@ class Plan:
                 "members": self.members[begin:end].tolist(),
             }
             yield json.dumps(row | {"member_nodes": member_nodes[begin:end].tolist()})
-
-    @classmethod
-    def from_lines(cls, lines: Iterable[str]) -> "Plan":
-        """Read what `to_lines` wrote; an unknown format is refused."""
-        rows = (json.loads(line) for line in lines)
-        head = next(rows, None)
-        if not isinstance(head, dict) or head.get("plan_format") != PLAN_FORMAT:
-            raise InvalidRequest("plan", f"not a plan of format {PLAN_FORMAT}")
-        nodes = [next(rows) for _ in range(head["nodes"])]
-        groups = list(rows)
-        if len(groups) != head["groups"]:
-            raise InvalidRequest("plan", f"holds {len(groups)} of {head['groups']} groups")
-        columns = {
-            f"node_{name}": np.array([node[key] for node in nodes], dtype=np.int64)
-            for name, key in (("parents", "parent"), ("tokens", "tokens"))
-        } | {
-            f"node_{key}s": np.array([n[key] for n in nodes], np.int64) for key in ("begin", "end")
-        }
-        sizes = [len(group["members"]) for group in groups]
-        return cls(
-            members=np.array([m for group in groups for m in group["members"]], np.int64),
-            member_nodes=np.array([n for group in groups for n in group["member_nodes"]], np.int64),
-            group_starts=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64),
-            group_nodes=np.array([group["node"] for group in groups], dtype=np.int64),
-            node_is_span=np.array([node["span"] for node in nodes], dtype=np.bool_),
-            **columns,
-        )
-
-    def equals(self, other: "Plan") -> bool:
-        """Whether both plans hold the same arrays."""
-        names = [field.name for field in fields(self)]
-        return all(np.array_equal(getattr(self, n), getattr(other, n)) for n in names)

@@ -221,7 +221,6 @@ class Request:
     public_tokens: int = 0  # ... apart from so many leading tokens, which are nobody's secret
     priority: int = 0  # lower goes first
     session: SessionId | None = None
-    app: str | None = None
     overflow: Overflow | None = None  # None: KV in a session, ERROR without one
     keep_tokens: int = 0  # leading tokens (the system prompt) that no truncation may drop
     delivery: Delivery = Delivery.EACH_STEP
@@ -282,7 +281,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)  # not frozen: a thousand are made per step, and frozen costs 3x
 class Output:
-    """News of one sequence after a step."""
+    """What is new of one sequence after a step."""
 
     request_id: RequestId
     index: int  # which of the n answers

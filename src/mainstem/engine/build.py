@@ -39,9 +39,7 @@ def build_engine(
     """
     config = with_chunk(config)
     runner, facts = load_runner(folder_origin(folder), config)
-    if around is not None:
-        runner = around(runner)
-    return join(runner, facts, config, bus or EventBus(), choose_kept)
+    return join(runner, facts, config, bus or EventBus(), choose_kept, around)
 
 
 def build_random_engine(
@@ -69,8 +67,10 @@ def join(
     config: EngineConfig,
     bus: EventBus,
     choose_kept: ChooseKept | None = None,
+    around: Callable[[Runner], Runner] | None = None,
 ) -> Engine:
-    """An engine around a loaded runner."""
+    """An engine around a loaded runner, whose pages the tiers below the device are joined to.
+    Steps go through what `around` makes of it."""
     tiers = make_tiers(runner, facts.identity, config.store, bus)
     store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers)
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
@@ -91,4 +91,4 @@ def join(
         if tiers is None
         else make_fetching(card, facts.num_params, config.store, store),
     )
-    return Engine(scheduler, runner, bus)
+    return Engine(scheduler, runner if around is None else around(runner), bus)

@@ -21,7 +21,8 @@ log = logging.getLogger("mainstem.engine")
 
 
 class Engine:
-    """One model on one device. Not thread-safe: one owner calls it.
+    """One model on one device. Not thread-safe: one owner calls it, within `guarded_interrupts`
+    where Ctrl-C may come (on the main thread).
 
     next_step n+1 --> launch n+1 --> wait n --> commit n       (runner can overlap)
     next_step n   --> launch n   --> wait n --> commit n       (it cannot)
@@ -86,7 +87,7 @@ class Engine:
         A step that fails costs its sequences a restart and everybody the cache. What fails again is
         tried alone; a request that fails alone ends when others do not, with what failed in its
         last Output. Raises EngineLost when step after step fails, whatever is in it. An interrupt
-        goes through, wherever it comes: everything waits again, and news come with the next step.
+        goes through, wherever it comes: everything waits again; outputs come with the next step.
         """
         if self._is_torn:  # another interrupt came before everything waited
             self._recover()

@@ -36,14 +36,10 @@ class Attention(Protocol):
 
 
 class Gate(Protocol):
-    """Lets a layer wait for its pages and tells when they are written, one layer at a time."""
+    """Lets a layer wait for its pages, one layer at a time."""
 
     def before(self, layer: int) -> None:
         """Return when the pages this step reads in `layer` are there."""
-        ...
-
-    def after(self, layer: int) -> None:
-        """The pages this step writes in `layer` are complete."""
         ...
 
 
@@ -51,9 +47,6 @@ class OpenGate:
     """Never waits."""
 
     def before(self, layer: int) -> None:
-        pass
-
-    def after(self, layer: int) -> None:
         pass
 
 
@@ -95,7 +88,6 @@ class Decoder:
             qkv = self._before_attention(layer, x)
             gate.before(index)
             mixed = attention.run(index, qkv)
-            gate.after(index)
             if index == last and rows is not None:
                 mixed, x = mixed[rows], x[rows]
                 if len(rows) == 0:

@@ -156,7 +156,6 @@ class DeviceDecoder:
                 self._norm_heads(qkv, layer.q_gain, layer.k_gain)
             gate.before(index)
             mixed = attention.run(index, qkv)
-            gate.after(index)
             if index == last and rows is not None:
                 mixed, x, tokens = mixed[rows], x[rows], len(rows)
                 if tokens == 0:

@@ -9,43 +9,19 @@ are sampled, so that the host need not know them:
 The host knows only how long each row is. All work is over these ids, never over the vocabulary.
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Int32s, Int64s, StartedSequence
+from mainstem.runner.uploads import Uploads
 
 _PROMPT = 1 << 24  # counts a token as seen in the prompt; output counts stay below
 _COUNTED_ROWS = 32  # sequences whose tokens are counted at once, each over the vocabulary
 _FIRST_ROWS, _FIRST_WIDTH = 8, 256
-
-
-_in_use: deque[tuple[torch.cuda.Event, Tensor]] = deque()  # pinned memory that kernels still read
-
-
-def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """To the device, through pinned memory, without waiting for anything."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return tensor
-    from mainstem.kernels.upload import move_words  # noqa: PLC0415  # brings Triton
-
-    pinned = tensor.pin_memory()
-    if pinned.nbytes % 4:  # not whole words
-        return pinned.to(device, non_blocking=True)
-    target = torch.empty_like(tensor, device=device)
-    move_words(target.view(1, -1), pinned.view(1, -1))
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    _in_use.append((event, pinned))
-    while _in_use and _in_use[0][0].query():  # type: ignore[no-untyped-call]
-        _in_use.popleft()
-    return target
 
 
 @dataclass(slots=True)
@@ -66,8 +42,9 @@ class _Sequence:
 class LogitEdits:
     """By sequence slot. `apply` before a step's tokens are chosen, `append` after."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, uploads: Uploads) -> None:
+        self._uploads = uploads
+        self._device = device = uploads.device
         self._sequences: dict[int, _Sequence] = {}
         self._free_rows: list[int] = []
         self._ids = torch.zeros((0, _FIRST_WIDTH), dtype=torch.int32, device=device)
@@ -93,7 +70,7 @@ class LogitEdits:
             ids = np.concatenate((prompt, started.output_ids))
             sequence.row = self._take_row(len(ids))
             sequence.num_prompt, sequence.num_ids = len(prompt), len(ids)
-            self._ids[sequence.row, : len(ids)].copy_(upload(ids, self._device))
+            self._ids[sequence.row, : len(ids)].copy_(self._uploads.send(ids))
         self._sequences[started.seq_slot] = sequence
 
     def apply(self, logits: Tensor, rows: Int32s, seq_slots: Int32s) -> None:
@@ -103,7 +80,7 @@ class LogitEdits:
         if biased:
             where = self._places([(row, seq.bias_ids) for row, seq in biased])
             values = [list((seq.sampling.logit_bias or {}).values()) for _, seq in biased]
-            bias = upload(np.concatenate(values).astype(np.float32), self._device)
+            bias = self._uploads.send(np.concatenate(values).astype(np.float32))
             logits.index_put_(where, logits[where] + bias)
         vocab_size = logits.shape[1]  # a tokenizer may know end tokens that the model does not have
         barred = [
@@ -126,7 +103,7 @@ class LogitEdits:
                 sequence.num_ids += 1
         if places:
             self._widen(max(place for _, _, place in places) + 1)
-            sources, targets, columns = upload(np.array(places, np.int64).T.copy(), self._device)
+            sources, targets, columns = self._uploads.send(np.array(places, np.int64).T.copy())
             said = token_ids.index_select(0, sources).to(torch.int32)
             self._ids.index_put_((targets, columns), said)
 
@@ -136,7 +113,7 @@ class LogitEdits:
             [(row, seq.row, seq.num_prompt, seq.num_ids) for row, seq in penalised], np.int64
         )
         width = int(table[:, 3].max())
-        columns = upload(table.T.copy(), self._device)
+        columns = self._uploads.send(table.T.copy())
         rows, _, num_prompt, num_ids = (column[:, None] for column in columns)
         ids = self._ids[:, :width].index_select(0, columns[1]).long()
         place = torch.arange(width, device=self._device)
@@ -149,7 +126,7 @@ class LogitEdits:
             for s in (seq.sampling for _, seq in penalised)
         ]
         array = np.array(settings, np.float32).T.copy()
-        factor, per_time, once = (c[:, None] for c in upload(array, self._device))
+        factor, per_time, once = (c[:, None] for c in self._uploads.send(array))
         values = logits[rows, ids]
         values = torch.where(values > 0, values / factor, values * factor)
         values -= torch.where(times > 0, per_time * times + once, 0.0)
@@ -170,7 +147,7 @@ class LogitEdits:
         """Row and column of each id."""
         rows = np.repeat([row for row, _ in rows_and_ids], [len(ids) for _, ids in rows_and_ids])
         table = np.stack((rows, np.concatenate([ids for _, ids in rows_and_ids])))
-        places = upload(table.astype(np.int64), self._device)
+        places = self._uploads.send(table.astype(np.int64))
         return places[0], places[1]
 
     def _take_row(self, num_ids: int) -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from mainstem.core.config import DType, Quantize
+from mainstem.core.config import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,14 +14,11 @@ class RunnerFacts:
     vocab_size: int
     max_model_len: int
     identity: bytes  # weights, dtype, quantization and page layout: part of every PageKey
-    eos_ids: tuple[int, ...]
-    kv_bytes_per_token: int
     num_params: int  # of the products in the layers
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: DType  # computed in
-    quantize: Quantize
     can_move_pages: bool  # whether keys can be turned to other positions
     device_name: str = "cpu"
     max_step_tokens: int | None = None  # what the buffers hold; None: any number

@@ -29,12 +29,12 @@ from mainstem.models.config import ModelSpec
 from mainstem.models.decoder import Gate, OpenGate
 from mainstem.models.device import DeviceDecoder, Fp8, Workspace
 from mainstem.models.layers import inverse_frequencies
-from mainstem.runner.edits import upload
 from mainstem.runner.gates import LAYERS_AT_ONCE, Loads
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import StepGraphs
 from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs
+from mainstem.runner.uploads import Uploads
 
 _LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
 _PROMPT_LOGPROB_ROWS = 64  # likewise for prompt logprobs, which need fp32
@@ -128,6 +128,7 @@ class GpuRunner:
         self._is_cuda = device.type == "cuda"
         self._gate = OpenGate() if gate is None else gate
         self._inputs = InputBuffers(max_tokens, device)
+        self._uploads = Uploads(device)
         self._previous = torch.empty(0, dtype=torch.int64, device=device)
         rows = min(_LOGIT_ROWS, max_tokens)
         size = (rows, decoder.spec.vocab_size)
@@ -304,7 +305,7 @@ class GpuRunner:
         raw = None
         if len(wanted):
             # the sampler edits in place, and logprobs are of the model's own distribution
-            rows = upload(wanted, self._device)
+            rows = self._uploads.send(wanted)
             raw = wide[rows]
         ids = self.sampler.sample(wide, step)
         if raw is None:
@@ -314,7 +315,7 @@ class GpuRunner:
     def _prompt_logprobs(self, hidden: Tensor, step: Step) -> list[LogprobRows]:
         if len(hidden) == 0:
             return []
-        targets = upload(step.prompt_logprob_targets.astype(np.int64), self._device)
+        targets = self._uploads.send(step.prompt_logprob_targets.astype(np.int64))
         records = []
         for first in range(0, len(hidden), _PROMPT_LOGPROB_ROWS):
             rows = slice(first, first + _PROMPT_LOGPROB_ROWS)

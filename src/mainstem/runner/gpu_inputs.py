@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mainstem.core.step import Step
 from mainstem.kernels.upload import move_words
-from mainstem.runner.edits import upload
+from mainstem.runner.uploads import Uploads
 
 _ROWS = 6  # token ids, positions, slots, hidden rows, carry to, carry from
 _NUM_STAGING = 3  # steps that may be on their way to the device
@@ -46,7 +46,7 @@ class InputBuffers:
 
     def __init__(self, max_tokens: int, device: torch.device) -> None:
         self._max_tokens = max_tokens
-        self._device = device
+        self._uploads = Uploads(device)
         self._ints = torch.zeros((_ROWS, max_tokens), dtype=torch.int64, device=device)
         is_cuda = device.type == "cuda"
         self._staging = [
@@ -112,12 +112,12 @@ class InputBuffers:
     def _copies(self, step: Step) -> tuple[Tensor, Tensor] | None:
         if len(step.copy_to) == 0:
             return None
-        source, target = upload(np.stack((step.copy_from, step.copy_to)), self._device)
+        source, target = self._uploads.send(np.stack((step.copy_from, step.copy_to)))
         return source, target
 
     def _moves(self, step: Step) -> tuple[Tensor, Tensor, Tensor] | None:
         if len(step.move_to) == 0:
             return None
         arrays = np.stack((step.move_from, step.move_to, step.move_by))
-        source, target, distance = upload(arrays, self._device)
+        source, target, distance = self._uploads.send(arrays)
         return source, target, distance

@@ -92,6 +92,9 @@ def _check(config: EngineConfig) -> None:
     page_size = config.cache.page_size
     if page_size not in PAGE_SIZES:
         raise ConfigError(f"page_size on a GPU must be one of {PAGE_SIZES}, got {page_size}")
+    levels = config.sched.span_levels
+    if levels is not None and levels > _MAX_SPAN_LEVELS:
+        raise ConfigError(f"span_levels on a GPU must be at most {_MAX_SPAN_LEVELS}, got {levels}")
 
 
 def _dtype(model: ModelConfig, spec: ModelSpec) -> torch.dtype:

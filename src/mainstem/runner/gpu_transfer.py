@@ -68,9 +68,6 @@ class GpuGate:
             for transfer in self._transfers:
                 stream.wait_event(transfer.events[layer // LAYERS_AT_ONCE])
 
-    def after(self, layer: int) -> None:
-        pass
-
 
 class _Staging:
     """Two buffers on the device: one is filled while the other is emptied."""

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
+from mainstem.models.weights import has_fast_matmul
+
 # CPU features that decide how fast our kernels can be, as Linux names them
 ARM_FEATURES = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2")
 X86_FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 FEATURES = ARM_FEATURES + X86_FEATURES
-BF16_FEATURES = {"bf16", "avx512_bf16", "amx_bf16"}
 ARM_PARTS = {
     ("0x41", "0xd0c"): "Neoverse-N1",
     ("0x41", "0xd40"): "Neoverse-V1",
@@ -64,7 +65,7 @@ def describe_cpu() -> DeviceFacts:
         memory_bytes=total_bytes,
         free_bytes=free_bytes,
         features=tuple(feature for feature in FEATURES if feature in flags),
-        has_fast_bf16=bool(flags & BF16_FEATURES),
+        has_fast_bf16=has_fast_matmul(torch.bfloat16),
     )
 
 

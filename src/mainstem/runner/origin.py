@@ -105,14 +105,11 @@ def make_facts(
         vocab_size=spec.vocab_size,
         max_model_len=context,
         identity=_identity(origin, dtype, config.model.quantize, layout),
-        eos_ids=spec.eos_ids,
-        kv_bytes_per_token=spec.kv_elements_per_token * dtype.itemsize,
         num_params=spec.num_layer_params,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=DType(str(dtype).removeprefix("torch.")),
-        quantize=config.model.quantize,
         can_move_pages=spec.rope.has_fixed_frequencies,
     )
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Int32s, SampleBatch, StartedSequence, Step
-from mainstem.runner.edits import LogitEdits, upload
+from mainstem.runner.edits import LogitEdits
+from mainstem.runner.uploads import Uploads
 
 _CANDIDATES = 1024  # sorted first; a row whose top_p reaches beyond is sorted whole
 _LOGPROB_ROWS = 128  # whose log-probabilities over the whole vocabulary are held at once
@@ -32,7 +33,8 @@ class Sampler:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = torch.device("cpu") if device is None else device
-        self._edits = LogitEdits(self._device)
+        self._uploads = Uploads(self._device)
+        self._edits = LogitEdits(self._uploads)
 
     def start(self, started: StartedSequence) -> None:
         """A sequence enters a slot; forget what was there."""
@@ -44,7 +46,7 @@ class Sampler:
         if batch.is_greedy:
             return self._likeliest(logits)
         if len(batch.mask_rows):
-            _apply_masks(logits, batch, self._device)
+            _apply_masks(logits, batch, self._uploads)
         slots = step.sample_slots[batch.special_rows]
         if len(slots):
             self._edits.apply(logits, batch.special_rows, slots)
@@ -71,16 +73,16 @@ class Sampler:
         from mainstem.kernels.sample import sample  # noqa: PLC0415
 
         columns = (batch.temperature, batch.top_k.view(np.float32), batch.top_p, batch.min_p)
-        settings = upload(np.stack((*columns, batch.uniform)), self._device)
+        settings = self._uploads.send(np.stack((*columns, batch.uniform)))
         temperature, top_k, top_p, min_p, uniform = settings
         return sample(logits, temperature, top_k.view(torch.int32), top_p, min_p, uniform)
 
 
-def _apply_masks(logits: Tensor, batch: SampleBatch, device: torch.device) -> None:
+def _apply_masks(logits: Tensor, batch: SampleBatch, uploads: Uploads) -> None:
     """Bar, in place, the tokens that grammars do not allow."""
-    rows = upload(batch.mask_rows.astype(np.int64), device)
-    bits = torch.arange(8, dtype=torch.uint8, device=device)
-    is_allowed = upload(batch.masks, device)[:, :, None] >> bits & 1
+    rows = uploads.send(batch.mask_rows.astype(np.int64))
+    bits = torch.arange(8, dtype=torch.uint8, device=uploads.device)
+    is_allowed = uploads.send(batch.masks)[:, :, None] >> bits & 1
     is_barred = is_allowed.flatten(1)[:, : logits.shape[1]] == 0
     masked = logits.index_select(0, rows).masked_fill_(is_barred, float("-inf"))
     logits.index_copy_(0, rows, masked)

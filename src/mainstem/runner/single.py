@@ -121,7 +121,6 @@ class SingleTokenPass:
             gate.before(index)
             targets[index][:] = self._new_kv
             mixed = attend(index)
-            gate.after(index)
             x_of_out.addmv_(layer.out, mixed)
             factor = self._norm_factor(x_array)
             torch.addmv(self._gate_up, layer.gate_up, x, beta=0, alpha=factor, out=self._gate_up)

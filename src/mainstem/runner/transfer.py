@@ -76,9 +76,6 @@ class CpuGate:
         for transfer in self._transfers:
             transfer.wait_for(layer + 1)
 
-    def after(self, layer: int) -> None:
-        pass
-
 
 class CpuCopier:
     """PageCopier over the page tensors of a CPU."""

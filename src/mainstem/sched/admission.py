@@ -50,7 +50,7 @@ class Admission:
 
         need_k = (n - k) * remaining_k / page_size  -  own pages of those that ended
 
-    The largest need_k must be available now (memory-centric token batching, BatchLLM 3.4; the
+    The largest need_k must be available now (memory-centric token batching, BatchLLM 4.3.3; the
     forecast replaces its fixed M_threshold).
     """
 

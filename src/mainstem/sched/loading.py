@@ -13,7 +13,7 @@ from mainstem.kv.store import Lookup, Match, StoredRun
 from mainstem.sched.admission import Admission
 from mainstem.sched.fetching import Fetching
 from mainstem.sched.lookahead import OutputLengths
-from mainstem.sched.prompts import Prompts
+from mainstem.sched.prompt_work import PromptWork
 from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.running import RunningSet
 from mainstem.sched.sequence import Sequence
@@ -76,7 +76,7 @@ class Loader:
             match = self._store.lookup(chain, len(known) - 1)
         return Candidate(sequence, len(known), chain, match)
 
-    def load_ahead(self, prompts: Prompts) -> None:
+    def load_ahead(self, work: PromptWork) -> None:
         """Start loads for those next in the queue while others run, in order and while the pages
         that those before them need are left. Who finds the way to its pages taken waits for it;
         those behind may have another."""
@@ -91,16 +91,16 @@ class Loader:
                 found = put_off.get(sequence)
                 must_wait = found is not None and self.must_wait(found, tokens_ahead)
                 if found is None or not must_wait:  # what was found then may be gone
-                    if not prompts.may_look_ahead:
+                    if not work.may_look_ahead:
                         return
-                    prompts.num_pages_ahead += sequence.num_named_pages
+                    work.num_pages_ahead += sequence.num_named_pages
                     found = self.look_up(sequence)
                     must_wait = self.must_wait(found, tokens_ahead)
                 match = found.match
                 if match.outcome is Lookup.LOADING:
                     continue
                 pages_ahead += -(-found.num_known // self._page_size) - len(match.pages)
-                if not self._fits(sequence, pages_ahead, available, prompts):
+                if not self._fits(sequence, pages_ahead, available, work):
                     return
                 num_tokens = found.num_known - len(match.pages) * self._page_size
                 if must_wait:
@@ -117,12 +117,12 @@ class Loader:
                     sequence.num_to_compute = num_tokens
             tokens_ahead += num_tokens
 
-    def _fits(self, sequence: Sequence, num_pages: int, available: int, prompts: Prompts) -> bool:
+    def _fits(self, sequence: Sequence, num_pages: int, available: int, work: PromptWork) -> bool:
         """Whether a sequence could start that takes so many pages, with those before it."""
         expected = self._lengths.expect(sequence) - len(sequence.output_ids)
-        if prompts.outlook is None:
-            prompts.outlook = self._running.outlook()
-        return self._admission.may_start(num_pages, expected, available, prompts.outlook)
+        if work.outlook is None:
+            work.outlook = self._running.outlook()
+        return self._admission.may_start(num_pages, expected, available, work.outlook)
 
     def note_start(self, step_id: StepId) -> None:
         """A step is made, and runs as soon as the one before it has ended."""
@@ -175,7 +175,7 @@ class Loader:
         if not stored.num_pages:
             return None
         if not fetching.is_worth_it(stored, tokens_ahead, len(self._queue)):
-            self._store.dismiss(sequence.place)  # nothing need be read ahead for it
+            self._store.dismiss(sequence.queue_place)  # nothing need be read ahead for it
             return None
         num_there = (len(kept) + stored.num_pages) * self._page_size
         layers = fetching.start_layers(stored, max(found.num_known - num_there, 1))

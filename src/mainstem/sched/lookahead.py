@@ -54,14 +54,14 @@ class PlannedOrder:
         self._shared_with_next[first : self._length] = shared_with_next
         return first
 
-    def start(self, place: int) -> None:
-        """All answers to the prompt at `place` have started."""
-        self._last_started = max(self._last_started, place)
+    def start(self, plan_place: int) -> None:
+        """All answers to the prompt at `plan_place` have started."""
+        self._last_started = max(self._last_started, plan_place)
 
-    def tokens_wanted(self, place: int) -> int | None:
-        """Leading tokens of the prompt at `place` that whoever has not started shares; None: all,
-        for other answers to it."""
-        between = self._shared_with_next[place : self._last_started + 1]
+    def tokens_wanted(self, plan_place: int) -> int | None:
+        """Leading tokens of the prompt at `plan_place` that whoever has not started shares; None:
+        all, for other answers to it."""
+        between = self._shared_with_next[plan_place : self._last_started + 1]
         return int(between.min()) if len(between) else None
 
     def __len__(self) -> int:

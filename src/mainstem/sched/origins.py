@@ -19,7 +19,7 @@ from mainstem.sched.truncation import WHOLE, Cut, Truncation
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class MovablePages:
     """READY pages that hold, at other positions, what a sequence is about to need."""
 
     pages: Int32s
@@ -37,7 +37,7 @@ class Moves:
         return count
 
 
-NO_MOVES = Moves(np.empty(0, np.int32), [])
+NOTHING_MOVABLE = MovablePages(np.empty(0, np.int32), [])
 
 
 class Origins:
@@ -50,13 +50,13 @@ class Origins:
         self._truncation = truncation
         self._earlier: list[tuple[Cut, PageChain]] = []  # named when first asked for
 
-    def find(self, store: KVStore, numbers: range, filled_pages: list[int]) -> Moves:
+    def find(self, store: KVStore, numbers: range, filled_pages: list[int]) -> MovablePages:
         """Where to move the kept pages `numbers` from, up to the first that is not on the device.
 
         `filled_pages` are copied or moved to by the step in the making: they cannot be moved on.
         """
         if numbers.start < self._truncation.cut.sink_pages:
-            return NO_MOVES  # the sink is computed, and so is all that follows
+            return NOTHING_MOVABLE  # the sink is computed, and so is all that follows
         keys: list[PageKey] = []
         distances: list[int] = []
         for number in numbers:
@@ -69,10 +69,10 @@ class Origins:
                 break
         match = store.find(keys)
         if match.outcome is Lookup.LOADING:
-            return replace(NO_MOVES, awaited=match.awaited)
+            return replace(NOTHING_MOVABLE, awaited=match.awaited)
         is_late = np.isin(match.pages, filled_pages)
         count = int(is_late.argmax()) if is_late.any() else len(match.pages)
-        return Moves(match.pages[:count], distances[:count], loads=match.loads)
+        return MovablePages(match.pages[:count], distances[:count], loads=match.loads)
 
     def find_stored(
         self, store: KVStore, chain: PageChain, numbers: range

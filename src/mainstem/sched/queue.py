@@ -10,7 +10,7 @@ from mainstem.sched.sequence import SeqState, Sequence, urgency
 OVERTAKEN = 64  # who arrived that much earlier, or more, is not overtaken
 LIGHT = 4  # of a prompt that is loaded, at most one token in so many is computed: else it waits
 
-_Entry = tuple[int, int, int, int, Sequence]  # rank, priority, place, arrival
+_Entry = tuple[int, int, int, int, Sequence]  # rank, priority, turn, arrival
 
 
 class WaitingQueue:
@@ -56,8 +56,8 @@ class WaitingQueue:
         priority, arrival = urgency(sequence)
         left = sequence.num_to_compute  # None: not settled, or preempted since
         is_light = left is not None and LIGHT * left <= len(sequence.request.prompt_ids)
-        place = arrival - OVERTAKEN if sequence.has_fetched and is_light else arrival
-        return (2 if sequence.is_at_fault else rank, priority, place, arrival, sequence)
+        turn = arrival - OVERTAKEN if sequence.has_fetched and is_light else arrival
+        return (2 if sequence.is_at_fault else rank, priority, turn, arrival, sequence)
 
     def move_up(self, sequence: Sequence) -> None:
         """A load was started for one of the `first`: give it the place that it has now."""

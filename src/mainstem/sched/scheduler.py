@@ -36,9 +36,10 @@ from mainstem.sched.fetching import Fetching
 from mainstem.sched.intake import Intake
 from mainstem.sched.loading import Loader
 from mainstem.sched.lookahead import OutputLengths, PlannedOrder
-from mainstem.sched.news import News, make_output
-from mainstem.sched.prompts import Prompts
+from mainstem.sched.outputs import OutputMaker, make_output
+from mainstem.sched.prompt_work import PromptWork
 from mainstem.sched.queue import WaitingQueue
+from mainstem.sched.retry import Retry
 from mainstem.sched.running import RunningSet
 from mainstem.sched.sequence import SeqState, Sequence
 from mainstem.sched.spans import SpanBuilder, WorthSharing, share_all, share_none
@@ -49,7 +50,6 @@ from mainstem.sched.truncation import DEFAULT_RULES, TruncationRules
 REST_S = 0.0003
 MAKE_S = 0.006  # before the device is done, a step must be made: host time until its first kernel
 LOOK_S = 0.001  # between looks at what is read from disk
-MAX_DOUBT_STEPS = 32  # steps that end well before one failure counts as chance for all
 NO_LOADS = np.empty(0, np.int32)
 
 
@@ -89,7 +89,7 @@ class Scheduler:
         self._starter = Starter(
             self._running, self._queue, self._lengths, self._order, self._loader, bus
         )
-        self._news = News(self._table)
+        self._output_maker = OutputMaker(self._table)
         policy = worth_sharing if config.share is Share.READS else share_none
         self._spans = SpanBuilder(store.page_size, policy, config.span_levels, span_align_tokens)
         self._sequences: dict[RequestId, list[Sequence]] = {}
@@ -99,10 +99,7 @@ class Scheduler:
         self._copy_sources: list[tuple[StepId, Int32s]] = []
         self._outputs: list[Output] = []  # not taken yet
         self._untold: set[RequestId] = set()  # ended, and the last of it is among these outputs
-        self._doubted: set[Sequence] = set()  # steps failed with them since they got a token
-        self._num_good_steps = 0  # since one failed
-        # requests a step failed with alone, and how: they end when another step ends well
-        self._at_fault: dict[RequestId, str] = {}
+        self._retry = Retry(self._sequences, self._queue, self._running, self._end_with_fault)
         self._host_s = 0.0
 
     # --- requests -------------------------------------------------------------------------------
@@ -177,19 +174,19 @@ class Scheduler:
         decodes = self._grow_decodes()
         if decodes is None:
             return None
-        prompts = Prompts(self._size.prompt_tokens(len(decodes)))
-        self._loader.load_ahead(prompts)
-        self._starter.fill(prompts)
+        work = PromptWork(self._size.prompt_tokens(len(decodes)))
+        self._loader.load_ahead(work)
+        self._starter.fill(work)
         self._store.prefetch()
-        load_ids = np.unique(np.concatenate(prompts.loads)) if prompts.loads else NO_LOADS
-        started = tuple(prompts.started)
-        batch = Batch(decodes, prompts.chunks, started, prompts.copies, prompts.moves, load_ids)
+        load_ids = np.unique(np.concatenate(work.loads)) if work.loads else NO_LOADS
+        started = tuple(work.started)
+        batch = Batch(decodes, work.chunks, started, work.copies, work.moves, load_ids)
         if batch.num_seqs == 0:
             return None
         step_id, tree = StepId(next(self._step_ids)), self._running.tree
         step = build_step(step_id, batch, self._table, tree, self._spans)
         self._store.launched(step.step_id)
-        if sources := prompts.sources():
+        if sources := work.sources():
             self._copy_sources.append((step.step_id, np.array(sources, np.int32)))
         self._in_flight = step
         self._loader.note_start(step.step_id)
@@ -212,17 +209,17 @@ class Scheduler:
         is_alive = table.is_alive[slots]
         if not is_alive.all():
             slots, token_ids = slots[is_alive], token_ids[is_alive]
-        self._news.keep_logprobs(step, result)
+        self._output_maker.keep_logprobs(step, result)
         table.append_samples(slots, token_ids)
         is_done, is_stop = self._ends(slots)
         is_streaming = table.is_streaming[slots] & ~is_done
-        self._outputs += self._news.stream(slots[is_streaming], token_ids[is_streaming])
+        self._outputs += self._output_maker.stream(slots[is_streaming], token_ids[is_streaming])
         for slot, reason in _reasons(slots[is_done], is_stop[is_done]):
             self._finish(slot, reason)
         self._running.settle(step.step_id)
         self._release_sources(step.step_id)
-        if self._doubted:
-            self._clear_of_doubt(slots)
+        if self._retry.is_in_doubt:
+            self._retry.note_good(slots)
         if not self._size.is_full and self._size.note_good():
             self._bus.publish(StepsResized(self._size.tokens))
         self._publish_step(step, device_s, self._host_s + perf_counter() - begin)
@@ -252,13 +249,13 @@ class Scheduler:
             table.total[slots] -= table.pending[slots]
             table.pending[slots] = 0
             for slot in slots.tolist():
-                self._news.drop_unread(slot)
+                self._output_maker.drop_unread(slot)
             is_done, is_stop = self._ends(slots)
             for slot, reason in _reasons(slots[is_done], is_stop[is_done]):
                 self._tell_end(slot, reason)
             for slot in slots[~is_done].tolist():
-                if table.is_streaming[slot] and self._news.has_untold(slot):
-                    self._outputs.append(self._news.deliver(slot, None))
+                if table.is_streaming[slot] and self._output_maker.has_untold(slot):
+                    self._outputs.append(self._output_maker.deliver(slot, None))
                 self._write_down(table.sequence(slot), slot)
             preempted = [
                 (s, 0 if s.slot is None else int(table.num_pages[s.slot]))
@@ -272,61 +269,19 @@ class Scheduler:
                 self._wait_again(sequence, num_pages)
 
     def fail(self, step: Step | None, fault: str) -> bool:
-        """A step failed, or the making of one (None): recover, and find out who is to blame.
-
-        The first time may be chance: all try again together. Who was part of two failures, with no
-        token between, is tried alone. A request that fails alone is at fault: it ends, with all its
-        answers, as soon as another step ends well or nobody else is left to try. Returns whether
-        the failure was laid to one request.
-        """
-        blamed = self._part_of(step)
-        self._num_good_steps = 0
-        for sequence in blamed:
-            sequence.num_faults += 1
-            self._doubted.add(sequence)
-        is_certain = len(blamed) == 1 and blamed[0].is_suspect
-        if is_certain:
-            request_id = blamed[0].request.request_id
-            self._at_fault[request_id] = fault
-            for sequence in self._sequences[request_id]:
-                sequence.is_at_fault = True
+        """A step failed, or the making of one (None): recover, and find out who is to blame (see
+        Retry). Returns whether the failure was laid to one request."""
+        blamed = self._retry.part_of(step)
+        is_certain = self._retry.blame(blamed, fault)
         self.recover()
-        self._queue.reorder(suspects_last=bool(self._at_fault))
+        self._retry.line_up()
         self._bus.publish(StepFailed(fault, len(blamed)))
         return is_certain
 
     @property
     def is_all_at_fault(self) -> bool:
         """Whether steps failed with each request alone that there is."""
-        return self._sequences.keys() <= self._at_fault.keys()
-
-    def _end_at_fault(self) -> None:
-        """A step ended well without them, or nobody is left to show that one can."""
-        for request_id, fault in list(self._at_fault.items()):
-            for sequence in list(self._sequences.get(request_id, ())):
-                self._end_early(sequence, FinishReason.ERROR, fault)
-        self._at_fault.clear()
-        self._queue.reorder(suspects_last=False)
-
-    def _part_of(self, step: Step | None) -> list[Sequence]:
-        table, tried, head = self._table, self._running.suspect, self._queue.head()
-        if step is None and tried is not None:
-            return [tried]
-        slots = self._running.slots if step is None else step.seq_slots
-        running = [table.sequence(slot) for slot in slots[table.is_alive[slots]].tolist()]
-        return running if step is not None or head is None else [*running, head]
-
-    def _clear_of_doubt(self, slots: Int32s) -> None:
-        """A step ended well, and these sequences got past where steps failed with them. Who only
-        failed once and has to wait for long is given the benefit of the doubt."""
-        if self._at_fault:
-            self._end_at_fault()
-        self._num_good_steps += 1
-        was_chance = self._num_good_steps >= MAX_DOUBT_STEPS
-        for sequence in list(self._doubted):
-            if sequence.slot in slots or (was_chance and not sequence.is_suspect):
-                sequence.num_faults = 0
-                self._doubted.discard(sequence)
+        return self._retry.is_all_at_fault
 
     def shrink_steps(self) -> bool:
         """Make steps half as large for a while; False when they are as small as they get."""
@@ -407,17 +362,14 @@ class Scheduler:
     def _make_way(self) -> bool:
         """Have those wait that run while a suspect is to be tried. False: while anybody is in
         doubt steps go one by one, so that it is certain which of them failed."""
-        if self._at_fault and self.is_all_at_fault:
-            self._end_at_fault()
-        if not self._doubted:
+        self._retry.end_if_nobody_else_is_left()
+        if not self._retry.is_in_doubt:
             return True
         if self._in_flight is not None or self._running.has_leaving:
             return False
-        head = self._queue.head()
-        if head is None or not head.is_suspect or self._running.suspect is not None:
-            return True
-        for slot in self._running.slots.tolist():
-            self._preempt(SeqSlot(slot))
+        if self._retry.must_clear_the_way():
+            for slot in self._running.slots.tolist():
+                self._preempt(SeqSlot(slot))
         return True
 
     def _grow_decodes(self) -> Int32s | None:
@@ -451,7 +403,7 @@ class Scheduler:
         """Queue a sequence, and tell the store what it will ask for."""
         self._queue.push(sequence)
         if sequence.chain is not None:
-            self._store.expect(sequence.place, sequence.chain)
+            self._store.expect(sequence.queue_place, sequence.chain)
 
     def _finish(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> None:
         """A running sequence is done: deliver, and free its slot as soon as no step uses it."""
@@ -461,7 +413,7 @@ class Scheduler:
     def _tell_end(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> None:
         table = self._table
         sequence = table.sequence(slot)
-        self._outputs.append(self._news.deliver(slot, reason, fault))
+        self._outputs.append(self._output_maker.deliver(slot, reason, fault))
         num_output = len(table.output_ids(slot))
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.observe(num_output)
@@ -478,18 +430,21 @@ class Scheduler:
             self._outputs.append(make_output(sequence, undelivered, reason, fault))
             self._close(sequence, reason, len(sequence.output_ids))
             self._queue.forget(sequence)
-            self._store.dismiss(sequence.place)
+            self._store.dismiss(sequence.queue_place)
+
+    def _end_with_fault(self, request_id: RequestId, fault: str) -> None:
+        for sequence in list(self._sequences.get(request_id, ())):
+            self._end_early(sequence, FinishReason.ERROR, fault)
 
     def _close(self, sequence: Sequence, reason: FinishReason, num_output: int) -> None:
         sequence.state = SeqState.DONE
-        self._doubted.discard(sequence)
         request_id = sequence.request.request_id
         answers = self._sequences[request_id]
         answers.remove(sequence)
         if not answers:
             del self._sequences[request_id]
             self._untold.add(request_id)
-            self._at_fault.pop(request_id, None)
+        self._retry.forget(sequence)
         self._bus.publish(SequenceFinished(request_id, sequence.index, reason, num_output))
 
     def _preempt(self, slot: SeqSlot) -> None:

@@ -74,7 +74,7 @@ class Sequence:
         return 0 if self.chain is None else len(self.chain.keys)
 
     @property
-    def place(self) -> int:
+    def queue_place(self) -> int:
         """Where it stands in the queue as far as lower tiers look ahead, in the order of `urgency`;
         nobody else has the same."""
         return self.request.priority * MAX_ARRIVALS + self.arrival

@@ -15,8 +15,8 @@ from mainstem.sched.admission import Admission
 from mainstem.sched.batching import Chunk, PageCopy, PageMove
 from mainstem.sched.loading import Candidate, Loader
 from mainstem.sched.lookahead import OutputLengths, PlannedOrder
-from mainstem.sched.origins import NO_MOVES, Moves
-from mainstem.sched.prompts import Prompts
+from mainstem.sched.origins import NOTHING_MOVABLE, MovablePages
+from mainstem.sched.prompt_work import PromptWork
 from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.running import RunningSet
 from mainstem.sched.sequence import Sequence
@@ -44,33 +44,33 @@ class Starter:
         self._page_size = running.page_size
         self._admission = Admission(running.page_size)
 
-    def fill(self, prompts: Prompts) -> None:
+    def fill(self, work: PromptWork) -> None:
         """Prompt chunks for the budget: sequences under way, then new ones; by priority."""
         for sequence in self._running.unfinished():
-            self._start_waiting(prompts, before=sequence.request.priority)
-            if prompts.budget <= 0:
+            self._start_waiting(work, before=sequence.request.priority)
+            if work.budget <= 0:
                 break
             assert sequence.slot is not None
-            prompts.add(self._next_chunk(sequence.slot, prompts.budget))
-        self._start_waiting(prompts, before=None)
+            work.add(self._next_chunk(sequence.slot, work.budget))
+        self._start_waiting(work, before=None)
 
-    def _start_waiting(self, prompts: Prompts, before: int | None) -> None:
+    def _start_waiting(self, work: PromptWork, before: int | None) -> None:
         """Start sequences from the queue, or only those more urgent than `before`."""
-        while prompts.has_room and (sequence := self._queue.head()) is not None:
+        while work.has_room and (sequence := self._queue.head()) is not None:
             if before is not None and sequence.request.priority >= before:
                 return
             if not self._may_join(sequence):
                 return
-            slot = self._try_start(sequence, prompts)
+            slot = self._try_start(sequence, work)
             if slot is None:
                 if sequence is self._queue.head():
                     return  # no room: nobody overtakes it
-                prompts.num_parked_pages += sequence.num_named_pages
+                work.num_parked_pages += sequence.num_named_pages
                 continue
             self._announce(sequence, int(self._running.table.computed[slot]))
             if sequence.request.sampling.edits_logits:
-                prompts.started.append(_started(sequence, slot))
-            prompts.add(self._next_chunk(slot, prompts.budget))
+                work.started.append(_started(sequence, slot))
+            work.add(self._next_chunk(slot, work.budget))
 
     def _may_join(self, sequence: Sequence) -> bool:
         """A suspect is alone in its steps: it joins nobody, and nobody joins it. So is whoever
@@ -79,7 +79,7 @@ class Starter:
             return len(self._running) == 0
         return self._running.suspect is None
 
-    def _try_start(self, sequence: Sequence, prompts: Prompts) -> SeqSlot | None:
+    def _try_start(self, sequence: Sequence, work: PromptWork) -> SeqSlot | None:
         """Give the queue's head its pages and a slot, or park it, or leave it where it is."""
         found = self._loader.look_up(sequence)
         if found.match.outcome is Lookup.LOADING:
@@ -89,65 +89,65 @@ class Starter:
         # before counting: leased pages cannot be given up for room
         self._store.lease(found.match.pages)
         try:
-            return self._start_leased(found, prompts)
+            return self._start_leased(found, work)
         except Exception:
             self._queue.push(sequence)  # where `fail` looks for who is to blame; it may have left
             raise
 
-    def _start_leased(self, found: Candidate, prompts: Prompts) -> SeqSlot | None:
+    def _start_leased(self, found: Candidate, work: PromptWork) -> SeqSlot | None:
         """As _try_start, with the cached pages leased."""
         tokens_ahead = self._loader.tokens_ahead()
-        if not self._may_start(found, prompts) or self._loader.must_wait(found, tokens_ahead):
+        if not self._may_start(found, work) or self._loader.must_wait(found, tokens_ahead):
             self._store.release(found.match.pages)
             return None
         awaited = self._loader.load(found, tokens_ahead)
-        moves = NO_MOVES
+        movable = NOTHING_MOVABLE
         if awaited is None and found.sequence.origins is not None:
             wanted = range(len(found.match.pages), (found.num_known - 1) // self._page_size)
-            moves = found.sequence.origins.find(self._store, wanted, prompts.filled_pages)
-            awaited = moves.awaited
+            movable = found.sequence.origins.find(self._store, wanted, work.filled_pages)
+            awaited = movable.awaited
         if awaited is not None:
             self._store.release(found.match.pages)
             self._queue.park(self._queue.pop(), awaited)
             return None
-        return self._start(found, moves, prompts)
+        return self._start(found, movable, work)
 
-    def _may_start(self, found: Candidate, prompts: Prompts) -> bool:
-        if prompts.outlook is None:
-            prompts.outlook = self._running.outlook()
+    def _may_start(self, found: Candidate, work: PromptWork) -> bool:
+        if work.outlook is None:
+            work.outlook = self._running.outlook()
         # pinned pages are for nobody, unless nothing could run without them
         store = self._store
         available = store.num_available() if len(self._running) else store.num_takeable()
         num_new, to_come = self._demand(found)
-        return self._admission.may_start(num_new, to_come, available, prompts.outlook)
+        return self._admission.may_start(num_new, to_come, available, work.outlook)
 
     def _demand(self, found: Candidate) -> tuple[int, int]:
         """Pages it takes at once, and output tokens it is expected to produce from here on."""
         num_new = -(-found.num_known // self._page_size) - len(found.match.pages)
         return num_new, self._lengths.expect(found.sequence) - len(found.sequence.output_ids)
 
-    def _start(self, found: Candidate, moves: Moves, prompts: Prompts) -> SeqSlot:
+    def _start(self, found: Candidate, movable: MovablePages, work: PromptWork) -> SeqSlot:
         """Take pages for the queue's head, and have this step fill those that can be filled."""
         store, sequence, cached = self._store, found.sequence, found.match.pages
         num_new, to_come = self._demand(found)
-        assert prompts.outlook is not None
-        prompts.outlook = prompts.outlook.joined_by(num_new, to_come)
-        num_moved = moves.lease(store, num_new)
-        has_similar = not len(moves.pages) and self._lease_similar(found.match, num_new)
+        assert work.outlook is not None
+        work.outlook = work.outlook.joined_by(num_new, to_come)
+        num_moved = movable.lease(store, num_new)
+        has_similar = not len(movable.pages) and self._lease_similar(found.match, num_new)
         fresh = store.take(num_new)
         self._queue.pop()
         num_cached = (len(cached) + num_moved) * self._page_size
         if has_similar:
             assert found.match.similar_page is not None
             similar_tokens = found.match.similar_tokens
-            prompts.copies.append(PageCopy(found.match.similar_page, int(fresh[0]), similar_tokens))
+            work.copies.append(PageCopy(found.match.similar_page, int(fresh[0]), similar_tokens))
             num_cached += similar_tokens
         if found.chain is not None:
             store.reserve(found.chain, len(cached), fresh[: len(found.chain.keys) - len(cached)])
         if num_moved:
-            self._move(sequence, moves, fresh[:num_moved], prompts)
-        prompts.loads += [loads for loads in (found.match.loads, moves.loads) if loads is not None]
-        store.dismiss(sequence.place)
+            self._move(sequence, movable, fresh[:num_moved], work)
+        work.loads += [loads for loads in (found.match.loads, movable.loads) if loads is not None]
+        store.dismiss(sequence.queue_place)
         expected = self._lengths.expect(sequence)
         return self._running.enter(sequence, np.concatenate([cached, fresh]), num_cached, expected)
 
@@ -163,10 +163,12 @@ class Starter:
             return False
         return True
 
-    def _move(self, sequence: Sequence, moves: Moves, fresh: Int32s, prompts: Prompts) -> None:
+    def _move(
+        self, sequence: Sequence, movable: MovablePages, fresh: Int32s, work: PromptWork
+    ) -> None:
         """Have this step fill `fresh` with pages that outlived a truncation."""
-        places = zip(moves.pages.tolist(), fresh.tolist(), moves.distances, strict=False)
-        prompts.moves += [PageMove(*place) for place in places]
+        moved = zip(movable.pages.tolist(), fresh.tolist(), movable.distances, strict=False)
+        work.moves += [PageMove(*each) for each in moved]
         self._queue.unpark(self._store.commit(fresh))
         self._bus.publish(PagesMoved(sequence.request.request_id, len(fresh)))
 

@@ -14,7 +14,6 @@ row is gone before its record is used again.
 import errno
 import os
 import sqlite3
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -36,7 +35,6 @@ from mainstem.kv.bytes.segments import SegmentFiles
 NUM_READERS = 16  # checksums take about as long as reading, and all stand in line for Python's lock
 READ_RUN = 8  # pages that are read in one go: disks are faster at 16 MB than at 2
 NUM_WRITERS = 8  # pages of a batch that are written side by side, likewise
-SWITCH_S = 0.0005  # a busy engine thread gives that lock up so often: a third of the rate at 5 ms
 INDEX_ROOM = 1 << 20  # bytes that are enough to open and change an index
 LITTLE_ROOM = 64 << 10  # bytes that are not enough
 MAX_BATCH = 64  # pages written between two commits
@@ -134,8 +132,6 @@ class DiskTier:
         self._reads: SimpleQueue[list[ReadJob] | None] = SimpleQueue()  # []: look at those below
         self._again: SimpleQueue[ReadJob] = SimpleQueue()  # of runs that failed: they go first
         self._done: SimpleQueue[Written | Read] = SimpleQueue()
-        self._switch_s = sys.getswitchinterval()  # of the process, until `close`
-        sys.setswitchinterval(min(SWITCH_S, self._switch_s))
         self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="kv-write")
         self._threads = [Thread(target=self._write_all, name="kv-writer", daemon=True)]
         self._is_reading = [False] * NUM_READERS
@@ -213,16 +209,13 @@ class DiskTier:
         done.wait()
 
     def close(self) -> None:
-        """Finish what was given, stop the threads, unlock the folder, and leave the process its
-        switch interval as it was, unless somebody else has changed it since."""
+        """Finish what was given, stop the threads and unlock the folder."""
         self._orders.put(None)
         for _ in self._threads[1:]:
             self._reads.put(None)
         for thread in self._threads:
             thread.join()
         self._writers.shutdown()
-        if sys.getswitchinterval() == SWITCH_S:
-            sys.setswitchinterval(self._switch_s)
         self._files.close()
         self._index.close()
         self._lock.close()

@@ -9,7 +9,7 @@ from mainstem.sched.sequence import Sequence
 from mainstem.sched.table import SeqTable
 
 
-class News:
+class OutputMaker:
     """Makes Outputs of running sequences; every token is told once."""
 
     def __init__(self, table: SeqTable) -> None:

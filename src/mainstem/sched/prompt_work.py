@@ -10,7 +10,7 @@ LOOK_UP_PAGES = 8192  # looked up in a step for those that do not start in it; l
 
 
 @dataclass(slots=True)
-class Prompts:
+class PromptWork:
     """Chunks for a budget of tokens, and what sequences that start bring into the step."""
 
     budget: int  # tokens left

@@ -1,0 +1,150 @@
+"""A setting and everything that is said of it, once: flags, config files, the arguments of LLM and
+docs/settings.md are made from this.
+
+    page_size: int = field(default=16, metadata=about("tokens per page", range=POWER_OF_TWO))
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from enum import Enum
+from math import isfinite
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from mainstem.core.errors import ConfigError
+
+ABOUT = "about"  # where a field's metadata has it
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What a value must be, in words and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(low: int) -> Range:
+    return Range(f"at least {low}", lambda value: value >= low)
+
+
+POWER_OF_TWO = Range(
+    "a power of two, at most 1024", lambda value: 1 <= value <= 1024 and not value & (value - 1)
+)
+SHARE = Range("above 0 and at most 1", lambda value: 0.0 < value <= 1.0)
+PART = Range("between 0 and 1", lambda value: 0.0 < value < 1.0)
+POSITIVE = Range("a number above 0", lambda value: isfinite(value) and value > 0)
+NOT_NEGATIVE = Range("a number of at least 0", lambda value: isfinite(value) and value >= 0)
+BITS_64 = Range(
+    "a whole number of 64 bits",
+    lambda value: isinstance(value, int) and -(2**63) <= value < 2**63,
+)
+LAYERS = Range("auto, all or a number", lambda value: value in ("auto", "all") or value.isdecimal())
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What is said of a setting beside its name, type and default."""
+
+    help: str  # a sentence that ends where its default is shown
+    unset: str  # what happens where it is None
+    range: Range | None
+    metavar: str | None  # in `--help`; None: by its type
+    argument: str | None  # its name as a flag and as an argument of LLM, if not the setting's
+    has_flag: bool
+
+
+def about(
+    help: str,
+    *,
+    unset: str = "",
+    range: Range | None = None,
+    metavar: str | None = None,
+    argument: str | None = None,
+    has_flag: bool = True,
+) -> dict[str, About]:
+    """The metadata of a section's field; see About."""
+    return {ABOUT: About(help, unset, range, metavar, argument, has_flag)}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A row of the table."""
+
+    section: str
+    name: str  # in the section and in a config file
+    kind: type[object]
+    is_optional: bool
+    default: object
+    about: About
+
+    @property
+    def argument(self) -> str:
+        """Its name as an argument of LLM, and in parsed flags."""
+        return self.about.argument or self.name
+
+    @property
+    def flag(self) -> str | None:
+        return f"--{self.argument.replace('_', '-')}" if self.about.has_flag else None
+
+    @property
+    def metavar(self) -> str | None:
+        """What stands for its value in `--help`; None: its name."""
+        return self.about.metavar or {int: "N", float: "X"}.get(self.kind)
+
+    @property
+    def choices(self) -> list[str] | None:
+        """The values of an enum; None: any value in range."""
+        if not issubclass(self.kind, Enum):
+            return None
+        return [str(member.value) for member in self.kind]
+
+    @property
+    def shown_default(self) -> str:
+        """As a config file has it, or what None means."""
+        if self.default is None:
+            return self.about.unset
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return str(self.default.value if isinstance(self.default, Enum) else self.default)
+
+    def read(self, value: object, where: str) -> object:
+        """The value as it is kept, from one of a file, a flag or an argument; ConfigError where it
+        is of another kind."""
+        must = f"{where}: {self.name} must be"
+        if issubclass(self.kind, Enum):
+            try:
+                return self.kind(value)
+            except ValueError:
+                raise ConfigError(f"{must} one of {self.choices}, got {value!r}") from None
+        if value is None and self.is_optional:
+            return None
+        if self.kind is bool and not isinstance(value, bool):
+            raise ConfigError(f"{must} true or false, got {value!r}")
+        if self.kind is str and isinstance(value, Path):
+            return str(value)
+        allowed = (int, float) if self.kind is float else self.kind
+        is_number = isinstance(value, bool) and self.kind is not bool
+        if is_number or not isinstance(value, allowed):
+            raise ConfigError(f"{must} {self.kind.__name__}, got {value!r}")
+        return value
+
+
+def settings_of(section_name: str, section: type[Any]) -> Iterator[Setting]:
+    """The rows of a section."""
+    hints = get_type_hints(section)
+    for each in fields(section):
+        kinds = get_args(hints[each.name]) or (hints[each.name],)
+        (kind,) = (kind for kind in kinds if kind is not NoneType)
+        said = each.metadata[ABOUT]
+        yield Setting(section_name, each.name, kind, NoneType in kinds, each.default, said)
+
+
+def check_ranges(section: Any) -> None:
+    """Raise ConfigError if a value of a section is out of its range."""
+    for each in fields(section):
+        value, said = getattr(section, each.name), each.metadata[ABOUT]
+        is_open = value is None and each.default is None
+        if said.range is not None and not is_open and not said.range.holds(value):
+            raise ConfigError(f"{each.name} must be {said.range.words}, got {value!r}")
