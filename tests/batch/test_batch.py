@@ -291,8 +291,8 @@ def test_n_answers_logprobs_and_stops(folder: Folder) -> None:
     stopped = bodies["s"]["choices"][0]
     assert stopped["text"] == text[:4]
     assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", text[4:6])
-    assert bodies["p"]["prompt_logprobs"][0] is None
-    assert len(bodies["p"]["prompt_logprobs"]) == 3
+    assert bodies["p"]["choices"][0]["prompt_logprobs"][0] is None
+    assert len(bodies["p"]["choices"][0]["prompt_logprobs"]) == 3
 
 
 def test_rows_may_ask_for_a_form(folder: Folder) -> None:
