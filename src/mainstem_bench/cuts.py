@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from mainstem.cli.flag_types import positive_count
-from mainstem.kernels.cutting import Option, Shape, first_to_end
-from mainstem.kernels.schedule import Launches
+from mainstem.kernels.attention.cutting import Option, Shape, first_to_end
+from mainstem.kernels.attention.plan import Launches
 from mainstem_bench.kernel import DTYPE, Bench, fingerprint, make_attention
 from mainstem_bench.workloads import AttentionCase, Run
 

@@ -19,8 +19,9 @@ import triton
 from torch import Tensor
 
 from mainstem.core.step import Spans
-from mainstem.kernels import Limits, SpanAttention, reference
-from mainstem.kernels.cutting import first_to_end
+from mainstem.kernels import Limits, SpanAttention
+from mainstem.kernels.attention import reference
+from mainstem.kernels.attention.cutting import first_to_end
 from mainstem.plan.cost import H200, relay_speedup, span_floor_s, span_flops
 from mainstem_bench.workloads import (
     AttentionCase,

@@ -20,10 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mainstem.kernels import Limits, SpanAttention, fused
-from mainstem.kernels.append import rope_append
-from mainstem.kernels.schedule import ALL_LAUNCHES
-from mainstem.kernels.tuning import can_overlap
+from mainstem.kernels import Limits, SpanAttention
+from mainstem.kernels.attention.plan import ALL_LAUNCHES
+from mainstem.kernels.dense import fused
+from mainstem.kernels.memory.append import rope_append
+from mainstem.kernels.overlap import can_overlap
 from mainstem_bench.workloads import AttentionCase, Run
 from tests.gpu.bench_fused import some
 

@@ -11,12 +11,14 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from mainstem.core.step import Spans
-from mainstem.kernels import LayoutError, Limits, SpanAttention, reference
-from mainstem.kernels import schedule as plans
-from mainstem.kernels.append import rope_append
-from mainstem.kernels.cutting import Option, Shape
-from mainstem.kernels.merge import merge
-from mainstem.kernels.rotate import rerotate
+from mainstem.kernels import LayoutError, Limits, SpanAttention
+from mainstem.kernels.attention import plan as plans
+from mainstem.kernels.attention import reference
+from mainstem.kernels.attention.cutting import Option, Shape
+from mainstem.kernels.attention.merge import merge
+from mainstem.kernels.memory.append import rope_append
+from mainstem.kernels.memory.reference import append, rope
+from mainstem.kernels.memory.rotate import rerotate
 from mainstem_bench.workloads import AttentionCase, Run, mixed_cases
 
 pytestmark = pytest.mark.gpu
@@ -423,8 +425,8 @@ def test_rope_append_merge_and_rerotate_agree() -> None:
     positions = torch.randint(0, 100_000, (37,), device="cuda", dtype=torch.int32)
     slots = torch.randperm(320, device="cuda")[:37]
     inv_freq = 500000.0 ** (-torch.arange(0, 64, device="cuda").float() / 64)
-    turned_q, turned_k = (reference.rope(x, positions, inv_freq) for x in (q, k))
-    right_k, right_v = reference.append(k_pages, v_pages, turned_k, v, slots)
+    turned_q, turned_k = (rope(x, positions, inv_freq) for x in (q, k))
+    right_k, right_v = append(k_pages, v_pages, turned_k, v, slots)
     rope_append(q, k, v, k_pages, v_pages, positions, slots, inv_freq)
     assert (q.float() - turned_q.float()).abs().max() < 0.04
     assert (k_pages.float() - right_k.float()).abs().max() < 0.04
@@ -437,7 +439,7 @@ def test_rope_append_merge_and_rerotate_agree() -> None:
     rerotate(k_pages, v_pages, source, target, shifts, inv_freq)
     for s, t, shift in zip(source, target, shifts, strict=True):
         tokens = before_k[s].transpose(0, 1)
-        right = reference.rope(tokens, shift.expand(16), inv_freq).transpose(0, 1)
+        right = rope(tokens, shift.expand(16), inv_freq).transpose(0, 1)
         assert (k_pages[t].float() - right.float()).abs().max() < 0.04
         assert torch.equal(v_pages[t], before_v[s])
 

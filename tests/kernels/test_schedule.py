@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 
 from mainstem.core.step import Spans
 from mainstem.kernels import Limits
-from mainstem.kernels import schedule as plans
-from mainstem.kernels.cutting import SMALL_TILE_KEYS, Option, Pick, Shape, first_to_end
-from mainstem.kernels.tuning import HOPPER, HOPPER_SPLIT, Tiles
-from mainstem.kernels.unshare import unshare
+from mainstem.kernels.attention import plan as plans
+from mainstem.kernels.attention.cutting import SMALL_TILE_KEYS, Option, Pick, Shape, first_to_end
+from mainstem.kernels.attention.tuning import HOPPER, HOPPER_SPLIT, Tiles
+from mainstem.kernels.attention.unshare import unshare
 from mainstem_bench.cuts import random_step
 from mainstem_bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases
 

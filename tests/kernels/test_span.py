@@ -16,17 +16,11 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mainstem.core.step import Spans  # noqa: E402
-from mainstem.kernels import (  # noqa: E402
-    LayoutError,
-    Limits,
-    PlanTooLarge,
-    SpanAttention,
-    ops,
-    reference,
-)
-from mainstem.kernels.cutting import first_to_end  # noqa: E402
-from mainstem.kernels.schedule import Launches, Schedule, schedule  # noqa: E402
-from mainstem.kernels.tuning import INTERPRETER, Tiles  # noqa: E402
+from mainstem.kernels import LayoutError, Limits, PlanTooLarge, SpanAttention  # noqa: E402
+from mainstem.kernels.attention import ops, reference  # noqa: E402
+from mainstem.kernels.attention.cutting import first_to_end  # noqa: E402
+from mainstem.kernels.attention.plan import Launches, Schedule, schedule  # noqa: E402
+from mainstem.kernels.attention.tuning import INTERPRETER, Tiles  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,

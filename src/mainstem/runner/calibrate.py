@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mainstem.core.step import Spans
-from mainstem.kernels import cpu
+from mainstem.kernels.attention import cpu
 from mainstem.plan.cost import GENERIC_CPU, H200, Card, Heads
 
 NUM_TIMED = 15

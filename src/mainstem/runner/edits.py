@@ -33,7 +33,7 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor
-    from mainstem.kernels.upload import move_words  # noqa: PLC0415  # brings Triton
+    from mainstem.kernels.memory.upload import move_words  # noqa: PLC0415  # brings Triton
 
     pinned = tensor.pin_memory()
     if pinned.nbytes % 4:  # not whole words

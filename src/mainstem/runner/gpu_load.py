@@ -4,7 +4,7 @@ import torch
 
 from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
-from mainstem.kernels.ops import PAGE_SIZES, Limits, SpanAttention
+from mainstem.kernels.attention.ops import PAGE_SIZES, Limits, SpanAttention
 from mainstem.models.config import ModelSpec
 from mainstem.models.device import Workspace, load_device_decoder
 from mainstem.runner.facts import RunnerFacts
