@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mainstem.kernels import Limits, SpanAttention
+from mainstem.kernels import AttentionLimits, SpanAttention
 from mainstem.kernels.attention.plan import ALL_LAUNCHES
 from mainstem.kernels.dense import fused
 from mainstem.kernels.memory.append import rope_append
@@ -239,7 +239,7 @@ def test_attention_waits_for_queries_and_the_next_kernel_for_attention(
     k_pages, v_pages = (some(*shape, seed=seed) for seed in (6, 7))
     attention = SpanAttention(
         heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, page_size=16, dtype=torch.bfloat16,
-        device=torch.device("cuda"), limits=Limits(TOKENS, len(spans.page_ids)),
+        device=torch.device("cuda"), limits=AttentionLimits(TOKENS, len(spans.page_ids)),
     )  # fmt: skip
     launches = attention.plan(spans)
     unwritten = torch.full((TOKENS,), -1, device="cuda")

@@ -19,7 +19,7 @@ from mainstem.kernels.attention.hopper import large as hopper_large
 from mainstem.kernels.attention.hopper import small as hopper_small
 from mainstem.kernels.attention.hopper.rows import PANELS
 from mainstem.kernels.attention.merge import _merge_kernel
-from mainstem.kernels.attention.triton.merge_partials import _merge_parts_kernel
+from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
 from mainstem.kernels.attention.tuning import FALLBACK, HOPPER, HOPPER_SPLIT, SPLIT_HEAD_DIMS, Tiles
 from mainstem.kernels.dense.fused import (
@@ -107,7 +107,7 @@ def _hopper_jobs() -> Iterator[Job]:
     for head_dim in SPLIT_HEAD_DIMS:
         merge = {"HEADS": 32, "HEAD_DIM": head_dim, "DIM": head_dim, "IS_ORDERED": False,
                  "HAS_LSE": True, "IS_PACKED": True, "OVERLAPS": True}  # fmt: skip
-        yield Job(_merge_parts_kernel, merge, {"partial_ptr": "*fp16"})
+        yield Job(_merge_partials_kernel, merge, {"partial_ptr": "*fp16"})
 
 
 def _gluon_job(
@@ -126,7 +126,7 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     yield Job(_span_kernel, _span_constants(tiles), options={"num_warps": tiles.num_warps})
     for is_ordered in (False, True):
         merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True, "IS_PACKED": False}
-        yield Job(_merge_parts_kernel, {**HEAD, **merge, **overlaps})
+        yield Job(_merge_partials_kernel, {**HEAD, **merge, **overlaps})
     yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps})
     yield Job(_rerotate_kernel, {**HEAD, **half})
     yield Job(_merge_kernel, {**HEAD, "TILE_ROWS": 16})

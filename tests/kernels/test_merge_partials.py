@@ -9,13 +9,17 @@ require_interpreter()
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mainstem.kernels.attention.plan import (  # noqa: E402
-    H_MERGES,
-    H_MOST_PARTS,
-    H_NUM_MERGES,
+from mainstem.kernels.attention.layout import (  # noqa: E402
     HEADER_INTS,
+    HEADER_MERGES,
+    HEADER_MOST_PARTIALS,
+    HEADER_NUM_MERGES,
+    MERGE_PARTIALS,
+    MERGE_ROWS,
+    MERGE_SLOT,
+    MERGE_TOKEN,
 )
-from mainstem.kernels.attention.triton.merge_partials import _merge_parts_kernel  # noqa: E402
+from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -33,12 +37,13 @@ def _pack(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _plan(counts: list[int]) -> Tensor:
     """A plan with nothing but merges: of so many Partials each, tokens in reverse."""
     parts = torch.tensor(counts, dtype=torch.int32)
-    plan = torch.zeros(HEADER_INTS + 3 * len(counts), dtype=torch.int32)
-    plan[H_MERGES], plan[H_NUM_MERGES], plan[H_MOST_PARTS] = HEADER_INTS, len(counts), max(counts)
-    merges = plan[HEADER_INTS:].view(3, -1)
-    merges[0] = torch.arange(len(counts)).flip(0)
-    merges[1] = parts.cumsum(0) - parts
-    merges[2] = parts
+    plan = torch.zeros(HEADER_INTS + MERGE_ROWS * len(counts), dtype=torch.int32)
+    plan[HEADER_MERGES] = HEADER_INTS
+    plan[HEADER_NUM_MERGES], plan[HEADER_MOST_PARTIALS] = len(counts), max(counts)
+    merges = plan[HEADER_INTS:].view(MERGE_ROWS, -1)
+    merges[MERGE_TOKEN] = torch.arange(len(counts)).flip(0)
+    merges[MERGE_SLOT] = parts.cumsum(0) - parts
+    merges[MERGE_PARTIALS] = parts
     return plan
 
 
@@ -66,7 +71,7 @@ def test_packed_partials_are_merged(counts: list[int], dim: int) -> None:
     out = torch.full((len(counts), HEADS, dim), float("nan"))
     lse = torch.full((len(counts), HEADS), float("nan"))
     programs = 1 if len(counts) > 4 else NUM_PROGRAMS if len(counts) > 1 else 16
-    _merge_parts_kernel[(programs,)](
+    _merge_partials_kernel[(programs,)](
         out, lse, _plan(counts), halves, torch.stack((lses, factors), dim=2),
         out.stride(0), out.stride(1), HEADS=HEADS, HEAD_DIM=dim, DIM=dim,
         IS_ORDERED=False, HAS_LSE=True, IS_PACKED=True, OVERLAPS=False,

@@ -1,4 +1,4 @@
-"""Which steps have a pool, and which spans of it are cut once more."""
+"""Which steps have a work queue, and which spans of it are cut once more."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from mainstem.kernels.attention import layout
 from mainstem.kernels.attention import plan as plans
 from mainstem.kernels.attention.cutting import Cut, Shape, cut_spans, unit_us
 from mainstem.kernels.attention.tuning import HOPPER_SPLIT
-from mainstem.kernels.attention.work_queue import pool
+from mainstem.kernels.attention.work_queue import queue_units
 from mainstem_bench.workloads import AttentionCase, Run
 
 pytestmark = pytest.mark.torch
@@ -25,11 +26,11 @@ def _cut(case: AttentionCase, max_partials: int | None = None) -> Cut:
         tiles=HOPPER_SPLIT, max_partials=max_partials,
     )  # fmt: skip
     spans = case.spans()
-    return pool(cut_spans(spans, shape), spans.key_tokens, shape)
+    return queue_units(cut_spans(spans, shape), spans.key_tokens, shape)
 
 
 @pytest.mark.parametrize(
-    ("batch", "keys", "is_pooled"),
+    ("batch", "keys", "is_queued"),
     [
         (132, 512, False),  # a unit for each program
         (256, 4096, False),  # two for nearly each
@@ -38,18 +39,18 @@ def _cut(case: AttentionCase, max_partials: int | None = None) -> Cut:
         (20, 300, False),  # not enough for one each
     ],
 )
-def test_even_shares_are_given_out(batch: int, keys: int, is_pooled: bool) -> None:
-    assert (_cut(AttentionCase("own", _own(batch, keys))).pooled > 0) == is_pooled
+def test_even_shares_are_given_out(batch: int, keys: int, is_queued: bool) -> None:
+    assert (_cut(AttentionCase("own", _own(batch, keys))).queued_share > 0) == is_queued
 
 
-def test_all_that_comes_behind_large_units_is_pooled() -> None:
+def test_all_that_comes_behind_large_units_is_queued() -> None:
     cut = _cut(AttentionCase("shared", (Run(tuple(range(64)), 2048), *_own(64, 40))))
     assert cut.num_large_spans
-    assert cut.pooled > 0
+    assert cut.queued_share > 0
 
 
-def test_prompts_alone_have_no_pool() -> None:
-    assert _cut(AttentionCase("prompt", (Run(tuple(range(600)), 600, True),))).pooled == 0
+def test_prompts_alone_have_no_queue() -> None:
+    assert _cut(AttentionCase("prompt", (Run(tuple(range(600)), 600, True),))).queued_share == 0
 
 
 def test_some_long_spans_are_cut_once_more() -> None:
@@ -62,14 +63,14 @@ def test_some_long_spans_are_cut_once_more() -> None:
 
 def test_none_is_where_that_would_be_the_only_merge_of_short_ones() -> None:
     cut = _cut(AttentionCase("own", _own(300, 128)))
-    assert cut.pooled > 0
+    assert cut.queued_share > 0
     assert (cut.parts == 1).all()
 
 
 def test_none_is_where_partials_would_not_fit() -> None:
     case = AttentionCase("own", _own(300, 600))
     cut = _cut(case, max_partials=310)
-    assert cut.pooled > 0
+    assert cut.queued_share > 0
     assert (cut.parts == 1).all()
     assert (_cut(case, max_partials=1000).parts > 1).any()
 
@@ -93,15 +94,18 @@ def _large_us(case: AttentionCase) -> list[float]:
     """What every multiprocessor has to do, of large units."""
     group = case.heads // case.kv_heads
     shape = Shape(group, case.kv_heads, case.page_size, num_programs=264, tiles=HOPPER_SPLIT)
-    ints = plans.schedule(case.spans(), shape).ints
-    shares = ints[plans.HEADER_INTS : ints[plans.H_POOL]].reshape(264, -1)[:132]
-    order = ints[ints[plans.H_LARGE_ORDER] : ints[plans.H_SMALL_ORDER]]
-    pieces = ints[ints[plans.H_LARGE] : ints[plans.H_SMALL]].reshape(-1, plans.PIECE_FIELDS)
-    keys = (pieces[:, plans.PIECE_KEY_END] - pieces[:, plans.PIECE_KEY_BEGIN])[
+    ints = plans.make_plan(case.spans(), shape).ints
+    shares = ints[layout.HEADER_INTS : ints[layout.HEADER_QUEUE]].reshape(264, -1)[:132]
+    order = ints[ints[layout.HEADER_LARGE_ORDER] : ints[layout.HEADER_SMALL_ORDER]]
+    pieces = ints[ints[layout.HEADER_LARGE_PIECES] : ints[layout.HEADER_SMALL_PIECES]].reshape(
+        -1, layout.PIECE_INTS
+    )
+    keys = (pieces[:, layout.PIECE_KEY_END] - pieces[:, layout.PIECE_KEY_BEGIN])[
         order // case.kv_heads
     ]
     us = unit_us(keys.astype(np.float64), True, shape)
-    return [float(us[begin:end].sum()) for begin, end in shares[:, :2]]
+    begins, ends = shares[:, layout.SHARE_LARGE_BEGIN], shares[:, layout.SHARE_LARGE_END]
+    return [float(us[begin:end].sum()) for begin, end in zip(begins, ends, strict=True)]
 
 
 def test_large_units_are_a_tile_shorter_where_small_ones_leave_the_room() -> None:
@@ -146,24 +150,24 @@ def test_spans_are_cut_where_all_will_have_to_help(prefix: int, own: int) -> Non
     assert set(cut.parts[cut.num_large_spans :].tolist()) != {1, 4}
 
 
-def test_the_plan_says_where_the_pool_is() -> None:
+def test_the_plan_says_where_the_queue_is() -> None:
     case = AttentionCase("shared", (Run(tuple(range(256)), 2048), *_own(256, 256)))
     shape = Shape(4, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)
-    ints = plans.schedule(case.spans(), shape).ints
-    at, count = ints[plans.H_POOL], ints[plans.H_NUM_POOLED]
+    ints = plans.make_plan(case.spans(), shape).ints
+    at, count = ints[layout.HEADER_QUEUE], ints[layout.HEADER_NUM_QUEUED]
     assert count > 0
-    assert at + count * plans.PIECE_FIELDS == ints[plans.H_LARGE_ORDER]
-    assert ints[plans.H_NUM_DRAWERS] == 264
+    assert at + count * layout.PIECE_INTS == ints[layout.HEADER_LARGE_ORDER]
+    assert ints[layout.HEADER_NUM_CLAIMERS] == 264
 
 
-def test_who_comes_late_draws_nothing_where_others_do_it_all() -> None:
+def test_who_comes_late_claims_nothing_where_others_do_it_all() -> None:
     case = AttentionCase("shared", (Run(tuple(range(64)), 32768), *_own(64, 256)))
     shape = Shape(4, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)
-    ints = plans.schedule(case.spans(), shape).ints
-    table = ints[plans.HEADER_INTS : ints[plans.H_POOL]].reshape(264, -1)
-    is_early = table[:, plans.SHARE_SMALL] < table[:, plans.SHARE_SMALL + 1]
-    assert ints[plans.H_NUM_DRAWERS] == np.count_nonzero(is_early) == 34
-    assert ints[plans.H_NUM_POOLED] > 0
+    ints = plans.make_plan(case.spans(), shape).ints
+    table = ints[layout.HEADER_INTS : ints[layout.HEADER_QUEUE]].reshape(264, -1)
+    is_early = table[:, layout.SHARE_SMALL_BEGIN] < table[:, layout.SHARE_SMALL_END]
+    assert ints[layout.HEADER_NUM_CLAIMERS] == np.count_nonzero(is_early) == 34
+    assert ints[layout.HEADER_NUM_QUEUED] > 0
 
 
 def test_a_share_tells_the_first_token_of_neighbours() -> None:
@@ -171,10 +175,10 @@ def test_a_share_tells_the_first_token_of_neighbours() -> None:
     runs = [Run(each, 2048) for each in rows]
     case = AttentionCase("shared", (*runs, *_own(204, 100)))
     spans, shape = case.spans(), Shape(4, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)
-    ints = plans.schedule(spans, shape).ints
-    table = ints[plans.HEADER_INTS : ints[plans.H_POOL]].reshape(264, -1)
-    table = table[table[:, plans.SHARE_LARGE] < table[:, plans.SHARE_LARGE + 1]]
-    entries = table[:, plans.SHARE_LARGE_UNIT + plans.PIECE_ENTRY].tolist()
-    tokens = table[:, plans.SHARE_LARGE_UNIT + plans.PIECE_TOKEN].tolist()
+    ints = plans.make_plan(spans, shape).ints
+    table = ints[layout.HEADER_INTS : ints[layout.HEADER_QUEUE]].reshape(264, -1)
+    table = table[table[:, layout.SHARE_LARGE_BEGIN] < table[:, layout.SHARE_LARGE_END]]
+    entries = table[:, layout.SHARE_FIRST_LARGE + layout.PIECE_ENTRY].tolist()
+    tokens = table[:, layout.SHARE_FIRST_LARGE + layout.PIECE_FIRST_TOKEN].tolist()
     told = dict(zip(entries, tokens, strict=True))
     assert told == {0: 10, 64: -1, 128: -1}

@@ -1,5 +1,5 @@
-"""Who computes which unit: units of both kinds, shared out so that all programs end together.
-Numpy only.
+"""Who computes which unit: units of both kinds, assigned so that all programs end together, the
+longest first. Numpy only.
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units 
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class SmSlots:
     """Who may get large units: some of those who can run one at a time."""
 
     taken: int
-    count: int  # programs, or multiprocessors where large units take them whole
+    count: int  # programs, or multiprocessors (SMs) where large units take them whole
     pace: Pace
 
     def of_large(self, programs: int) -> Int64s:
@@ -39,8 +39,8 @@ class Seats:
             return _all_but(self.count - self.taken, self.count)
         return _spread(self.count)[: self.taken]
 
-    def open_for_small(self, seats: Int64s, load: Floats, programs: int) -> Floats:
-        """What programs of small units have to do before, in time of small units; those seats have
+    def load_before_small(self, slots: Int64s, load: Floats, programs: int) -> Floats:
+        """What programs of small units have to do before, in time of small units; those slots have
         large ones.
 
         Where large units take multiprocessors whole, programs of small ones come in as these end:
@@ -48,7 +48,7 @@ class Seats:
         """
         before, load = np.zeros(programs), self.pace.beside * (load + self.pace.late_us)
         if self.count == programs:
-            before[seats] = load
+            before[slots] = load
         else:
             load.sort()
             each = programs // self.count
@@ -56,14 +56,14 @@ class Seats:
         return before
 
 
-def share_out(
-    shares: Int32s, large: Kind, small: Kind, seats: Seats, pooled: float = 0.0
+def assign_units(
+    shares: Int32s, large: Kind, small: Kind, slots: SmSlots, queued_share: float = 0.0
 ) -> tuple[Int64s, Int64s]:
     """Give each program units of both kinds, so that all end together.
 
     Returns the order of the units; program p has those from shares[p] to shares[p + 1], small ones
-    likewise. At the end of the small ones are those of the pool, `pooled` of the time of each
-    program and all of those that begin late: who ends first takes the next of them.
+    likewise. At the end of the small ones are those of the work queue, `queued_share` of the time
+    of each program and all of those that begin late: who ends first claims the next of them.
     """
     shares[:] = 0
     programs = len(shares) // 2 - 1
@@ -71,11 +71,11 @@ def share_out(
     load, large_order = np.zeros(programs), NO_UNITS
     cost, units = large
     if len(cost):
-        taken = seats.of_large(programs)[: len(cost) * units]  # whoever gets none begins at once
+        taken = slots.of_large(programs)[: len(cost) * units]  # whoever gets none begins at once
         large_load = np.zeros(len(taken))
-        large_order = _deal(cost, units, ends[: seats.count + 1], large_load, taken)
-        ends[seats.count + 1 :] = len(large_order)
-        load = seats.open_for_small(taken, large_load, programs)
+        large_order = _assign_longest_first(cost, units, ends[: slots.count + 1], large_load, taken)
+        ends[slots.count + 1 :] = len(large_order)
+        load = slots.load_before_small(taken, large_load, programs)
     cost, units = small
     count = len(cost) * units
     if not count:
@@ -86,24 +86,24 @@ def share_out(
     is_few = programs < count < FEW_ROUNDS * programs and not len(large_order)
     if most >= EVEN * (least if is_few else mean):
         spread = _spread(programs)
-        order = _deal(cost, units, small_ends, load[spread], spread)
-        if pooled:
-            order = _pool(order, cost[order // units], small_ends, load, 1.0 - pooled)
+        order = _assign_longest_first(cost, units, small_ends, load[spread], spread)
+        if queued_share:
+            order = _queue_last(order, cost[order // units], small_ends, load, 1.0 - queued_share)
         return large_order, order
     # Equal units fill up what the large ones leave open; neighbours share page ids.
-    if not pooled:
+    if not queued_share:
         small_ends[1:] = _fill(load, mean, count).cumsum()
     elif np.count_nonzero(load) < programs:  # who begins late keeps none
         counts = _fill(load, mean, count)
-        counts = np.maximum(np.floor(counts * (1.0 - pooled)), np.minimum(counts, 1.0))
+        counts = np.maximum(np.floor(counts * (1.0 - queued_share)), np.minimum(counts, 1.0))
         counts[load > 0] = 0.0
         small_ends[1:] = counts.cumsum()
-    if pooled and least < most:  # nearly equal: the shortest last
+    if queued_share and least < most:  # nearly equal: the shortest last
         return large_order, (-cost.repeat(units)).argsort(kind="stable")
     return large_order, np.arange(count)
 
 
-def _pool(order: Int64s, cost: Floats, shares: Int32s, before: Floats, kept: float) -> Int64s:
+def _queue_last(order: Int64s, cost: Floats, shares: Int32s, before: Floats, kept: float) -> Int64s:
     """Put the last units of every program at the end of the order, the longest first.
 
     Who begins at once keeps `kept` of its time and its first unit. Who begins late keeps the first
@@ -118,25 +118,27 @@ def _pool(order: Int64s, cost: Floats, shares: Int32s, before: Floats, kept: flo
     busy = counts.nonzero()[0]
     first = shares[busy]
     is_kept[first] |= cost[first] > before[busy]
-    stay, pool = is_kept.nonzero()[0], (~is_kept).nonzero()[0]
+    stay, queued = is_kept.nonzero()[0], (~is_kept).nonzero()[0]
     shares[1:] = stay.searchsorted(shares[1:])
-    by_cost = (-cost[pool]).argsort(kind="stable")
-    return np.concatenate((order[stay], order[pool[by_cost]]))
+    by_cost = (-cost[queued]).argsort(kind="stable")
+    return np.concatenate((order[stay], order[queued[by_cost]]))
 
 
-def _deal(cost: Floats, units: int, shares: Int32s, load: Floats, seats: Int64s) -> Int64s:
+def _assign_longest_first(
+    cost: Floats, units: int, shares: Int32s, load: Floats, slots: Int64s
+) -> Int64s:
     """Give out units to some programs, the longest first. Returns their order, and adds to what
     those programs have to do.
     """
     if not np.count_nonzero(cost != cost[0]) and not np.count_nonzero(load):
         order = np.arange(len(cost) * units)  # nobody will have more than others
-        turns: Int64s = order - order // len(seats) * len(seats)  # takes half the time of %
-        load += np.bincount(turns, weights=cost.repeat(units), minlength=len(seats))
+        turns: Int64s = order - order // len(slots) * len(slots)  # takes half the time of %
+        load += np.bincount(turns, weights=cost.repeat(units), minlength=len(slots))
     else:
         by_cost = (-cost).argsort(kind="stable")
         order = (by_cost[:, None] * units + np.arange(units)).ravel()
         turns = _turns(cost[by_cost].repeat(units), load)
-    program = seats[turns]
+    program = slots[turns]
     shares[1:] = np.bincount(program, minlength=len(shares) - 1).cumsum()
     return order[program.argsort(kind="stable")]
 
@@ -150,18 +152,18 @@ def _turns(costs: Floats, load: Floats) -> Int64s:
     program = np.empty(len(costs), np.int64)
     done = 0
     while done < len(costs):
-        seats = load.argsort(kind="stable")
-        levels = load[seats]
+        slots = load.argsort(kind="stable")
+        levels = load[slots]
         players = int(levels.searchsorted(levels[0] + costs[done], side="right"))
         least = len(load) // LEAST_PLAYERS
         if players < least:
             room = int(levels.searchsorted(levels[-1] - costs[done], side="right"))
             players = max(players, min(least, max(room, (len(costs) - done) // LAST_ROUNDS)))
         round_costs = costs[done : done + players]
-        seats = seats[: len(round_costs)]
-        program[done : done + len(seats)] = seats
-        load[seats] += round_costs
-        done += len(seats)
+        slots = slots[: len(round_costs)]
+        program[done : done + len(slots)] = slots
+        load[slots] += round_costs
+        done += len(slots)
     return program
 
 

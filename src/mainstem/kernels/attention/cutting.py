@@ -108,8 +108,8 @@ class Cut(NamedTuple):
     parts: Floats  # stretches
     row_tiles: Floats
     num_large: int  # programs that get large units
-    pooled: float = 0.0  # of small units (`pooling.py`)
-    late_draw: bool = True  # from the pool: programs without a share
+    queued_share: float = 0.0  # of small units (`work_queue.py`)
+    late_programs_claim: bool = True  # units of the queue: those without a share
 
 
 class _Way(NamedTuple):
@@ -139,7 +139,7 @@ class Option(NamedTuple):
 Pick = Callable[[list[Option], Shape], Option]
 
 
-def first_to_end(options: list[Option], shape: Shape) -> Option:
+def pick_fastest(options: list[Option], shape: Shape) -> Option:
     """The best one of those with few enough Partials or, if there are none, with the fewest."""
     if shape.max_partials is not None:
         most = float(shape.max_partials * shape.group * shape.kv_heads)
@@ -161,7 +161,7 @@ def first_to_end(options: list[Option], shape: Shape) -> Option:
     return next(option for us, option in found if us <= INDIFFERENT * best)
 
 
-def cut_spans(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Cut:
+def cut_spans(spans: Spans, shape: Shape, pick: Pick = pick_fastest) -> Cut:
     """Keys per stretch, number of stretches, and tiles of rows, of each span."""
     keys = np.maximum(spans.key_tokens, 1).astype(np.float64)
     queries = spans.query_starts[1:] - spans.query_starts[:-1]

@@ -2,7 +2,7 @@
 
     attention = SpanAttention(heads=32, kv_heads=8, head_dim=128, page_size=16,
                               dtype=torch.bfloat16, device=torch.device("cuda"),
-                              limits=Limits(max_tokens=1024, max_pages=65536))
+                              limits=AttentionLimits(max_tokens=1024, max_pages=65536))
     attention.plan(spans)                       # host side, one copy to the device
     for k_pages, v_pages in layers:             # [pages, kv_heads, page_size, head_dim] each
         out = attention.run(q, k_pages, v_pages)
@@ -26,18 +26,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.step import Spans
-from mainstem.kernels.attention.cutting import Pick, Shape, first_to_end
+from mainstem.kernels.attention import layout
+from mainstem.kernels.attention.cutting import Pick, Shape, pick_fastest
 from mainstem.kernels.attention.plan import (
     ALL_LAUNCHES,
-    HEADER_INTS,
-    PIECE_FIELDS,
-    SHARE_FIELDS,
-    Frame,
+    KernelPlan,
     Launches,
-    Schedule,
-    schedule,
+    ReusablePlan,
+    make_plan,
 )
-from mainstem.kernels.attention.triton.merge_partials import _merge_parts_kernel
+from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
 from mainstem.kernels.attention.tuning import HOPPER, Tiles, choose_tiles
 from mainstem.kernels.attention.unshare import unshare
@@ -57,7 +55,7 @@ log = logging.getLogger("mainstem.kernels")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AttentionLimits:
     """How large a step may be; the buffers are made for it."""
 
     max_tokens: int  # packed tokens of a step
@@ -82,7 +80,7 @@ class _Staging:
         self._make(0)
         self._copied = torch.cuda.Event() if self._is_pinned else None  # type: ignore[no-untyped-call]
 
-    def send(self, plan: Schedule, target: Tensor) -> None:
+    def send(self, plan: KernelPlan, target: Tensor) -> None:
         """Copy to a row on the device, on the current stream; waits for its own last copy only."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -125,15 +123,15 @@ def _with_kernel(
 ) -> tuple[Tiles, _Hopper | None]:
     """The tiles with the kernels of their own that they ask for; others where there are none."""
     if not tiles.is_split:
-        if tiles.pooled or tiles.divides_pages:
+        if tiles.queued_share or tiles.divides_pages:
             raise LayoutError(
-                "pooled and divides_pages are for tiles that are split, "
-                f"got {tiles.pooled} and {tiles.divides_pages}"
+                "queued_share and divides_pages are for tiles that are split, "
+                f"got {tiles.queued_share} and {tiles.divides_pages}"
             )
         return tiles, None
     if device.type == "cpu":  # one kernel has both kinds, so there is no launch to save
         pace = replace(tiles.pace, launch_us=0.0)
-        return replace(tiles, pace=pace, pooled=0.0, divides_pages=False), None
+        return replace(tiles, pace=pace, queued_share=0.0, divides_pages=False), None
     if tiles.large_q != 128 or tiles.large_k % page_size or tiles.small_q != 64:
         raise LayoutError(
             "tiles that are split must have large_q 128, large_k a multiple of the page size and "
@@ -171,7 +169,7 @@ class SpanAttention:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        limits: Limits,
+        limits: AttentionLimits,
         scale: float | None = None,
         deterministic_keys: int | None = None,
         tiles: Tiles | None = None,
@@ -219,25 +217,26 @@ class SpanAttention:
             max_partials=limits.partials(),
         )
         self._make_buffers()
-        self._frame: Frame | None = None
+        self._reusable: ReusablePlan | None = None
         self._needed = Launches(large=False, merge=False)  # by the last plan
         self._descriptors: dict[int, _Descriptors] = {}
 
     def _make_buffers(self) -> None:
         limits, shape, device = self._limits, self._shape, self._device
         # Uncut, a token is in at most so many pieces of a span, and a span has one at least. Cuts
-        # make four large units a program, one or two small ones, and those of the pool that are cut
-        # once more.
+        # make four large units a program, one or two small ones, and those of the queue that are
+        # cut once more.
         pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
         max_pieces = pieces_of_token * limits.entries() + 6 * shape.num_programs
-        # A unit has a place in an order, or in the pool as many as a piece.
+        # A unit has a place in an order, or in the queue as many as a piece.
         unit_ints = shape.kv_heads
-        if self._tiles.pooled:
-            unit_ints = max(unit_ints, PIECE_FIELDS * (shape.kv_heads // shape.fold))
+        if self._tiles.queued_share:
+            unit_ints = max(unit_ints, layout.PIECE_INTS * (shape.kv_heads // shape.fold))
         self._plan_ints = (
-            HEADER_INTS + SHARE_FIELDS * shape.num_programs
-            + (PIECE_FIELDS + unit_ints) * max_pieces
-            + 5 * limits.entries() + limits.max_pages + PIECE_FIELDS + 2
+            layout.HEADER_INTS + layout.SHARE_INTS * shape.num_programs
+            + (layout.PIECE_INTS + unit_ints) * max_pieces
+            + (layout.ENTRY_ROWS + layout.MERGE_ROWS) * limits.entries() + limits.max_pages
+            + layout.PIECE_INTS + 2
         )  # fmt: skip
         self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)
         self._plan_row = self._plan[None]
@@ -247,7 +246,7 @@ class SpanAttention:
         dtype, scales = (torch.float16, 2) if self._is_packed else (torch.float32, 1)
         self._partial = torch.empty((rows, self._dim), dtype=dtype, device=device)
         self._partial_lse = torch.empty((rows, scales), dtype=torch.float32, device=device)
-        self._tickets = torch.zeros(1, dtype=torch.int32, device=device)  # for pooled units
+        self._tickets = torch.zeros(1, dtype=torch.int32, device=device)  # for units of the queue
         self._staging = [
             _Staging(device) for _ in range(1 if self._is_interpreted else NUM_STAGING)
         ]
@@ -267,19 +266,19 @@ class SpanAttention:
         takes a tenth of the time; with `pick`, which takes one of the ways to cut the spans, never.
         """
         self._check_spans(spans)
-        if pick is None and self._frame is not None and self._frame.holds_for(spans):
-            plan = self._frame.plan(spans)
+        if pick is None and self._reusable is not None and self._reusable.holds_for(spans):
+            plan = self._reusable.plan(spans)
         else:
-            plan = schedule(spans, self._shape, pick or first_to_end)
-        self._frame = plan.frame if pick is None else None
+            plan = make_plan(spans, self._shape, pick or pick_fastest)
+        self._reusable = plan.reusable if pick is None else None
         if not self._fits(plan) and self._shape.fixed_stretch is None:
-            plan, self._frame = self._smaller_plan(spans), None
+            plan, self._reusable = self._smaller_plan(spans), None
         self._send(plan)
         has_kernel = self._hopper is not None
         self._needed = plan.launches._replace(large=plan.launches.large and has_kernel)
         return self._needed
 
-    def _smaller_plan(self, spans: Spans) -> Schedule:
+    def _smaller_plan(self, spans: Spans) -> KernelPlan:
         """The first that fits, or else the last, of plans with ever fewer Partials.
 
         Prompts gain least by sharing reads, decodes most; uncut spans leave programs idle.
@@ -287,27 +286,30 @@ class SpanAttention:
         for least_queries, can_cut in ((PROMPT_QUERIES, True), (PROMPT_QUERIES, False), (1, False)):
             fewer = unshare(spans, self._page_size, least_queries)
             self._check_spans(fewer)
-            plan = schedule(fewer, replace(self._shape, can_cut=can_cut))
+            plan = make_plan(fewer, replace(self._shape, can_cut=can_cut))
             if self._fits(plan):
                 break
         return plan
 
-    def _fits(self, plan: Schedule) -> bool:
+    def _fits(self, plan: KernelPlan) -> bool:
         return plan.num_slots <= self._limits.partials() and plan.num_ints <= self._plan_ints
 
     def _check_spans(self, spans: Spans) -> None:
         limits = self._limits
         if len(spans.query_rows) > limits.entries():
             raise PlanTooLarge(
-                f"{len(spans.query_rows)} tokens in spans, Limits.max_entries is {limits.entries()}"
+                f"{len(spans.query_rows)} tokens in spans, "
+                f"AttentionLimits.max_entries is {limits.entries()}"
             )
         if len(spans.page_ids) > limits.max_pages:
             raise PlanTooLarge(
-                f"{len(spans.page_ids)} page ids, Limits.max_pages is {limits.max_pages}"
+                f"{len(spans.page_ids)} page ids, AttentionLimits.max_pages is {limits.max_pages}"
             )
         last_token = int(spans.query_rows.max(initial=-1))
         if last_token >= limits.max_tokens:
-            raise PlanTooLarge(f"token {last_token}, Limits.max_tokens is {limits.max_tokens}")
+            raise PlanTooLarge(
+                f"token {last_token}, AttentionLimits.max_tokens is {limits.max_tokens}"
+            )
         queries = spans.query_starts[1:] - spans.query_starts[:-1]
         pages = spans.page_starts[1:] - spans.page_starts[:-1]
         if len(queries) != len(spans) or len(pages) != len(spans):
@@ -319,15 +321,16 @@ class SpanAttention:
         if np.count_nonzero(spans.is_causal & (queries > spans.key_tokens)):
             raise LayoutError("a causal span has more queries than key_tokens")
 
-    def _send(self, plan: Schedule) -> None:
+    def _send(self, plan: KernelPlan) -> None:
         if plan.num_ints > self._plan_ints:
             raise PlanTooLarge(
                 f"the plan is {plan.num_ints} ints for {plan.num_pieces} pieces, the buffer has "
-                f"{self._plan_ints}: raise Limits.max_entries"
+                f"{self._plan_ints}: raise AttentionLimits.max_entries"
             )
         if plan.num_slots > self._limits.partials():
             raise PlanTooLarge(
-                f"{plan.num_slots} Partials, Limits.max_partials is {self._limits.partials()}"
+                f"{plan.num_slots} Partials, "
+                f"AttentionLimits.max_partials is {self._limits.partials()}"
             )
         self._staging[self._next_staging].send(plan, self._plan_row)
         self._next_staging = (self._next_staging + 1) % len(self._staging)
@@ -419,7 +422,7 @@ class SpanAttention:
 
     def _merge(self, out: Tensor, lse: Tensor | None) -> None:
         options = {"launch_pdl": True} if self._overlaps else {}
-        _merge_parts_kernel[(self._merge_programs,)](
+        _merge_partials_kernel[(self._merge_programs,)](
             out, lse if lse is not None else self._partial_lse,
             self._plan, self._partial, self._partial_lse, out.stride(0), out.stride(1),
             HEADS=self._heads, HEAD_DIM=self._head_dim, DIM=self._dim,

@@ -1,18 +1,5 @@
 """A step's spans, cut into units for the span attention kernel. Host side, numpy only, once per
-step.
-
-The plan is one int32 array, so that it travels in one copy:
-
-    header  | HEADER_INTS ints, the H_ places below
-    shares  | [programs, 32] SHARE_ columns: a program's part of the orders, and what its first
-            | units are, so that it need not look them up one after the other
-    pool    | [units, 12] PIECE_ columns: small ones that programs take as they come free
-    orders  | [large units], [small units]: piece * (units of a piece) + (which of them)
-    large   | [pieces, 12] PIECE_ columns; a piece is a unit of every KV head
-    small   | [pieces, 12]
-    entries | [2, entries] token, slot of its first Partial in this span or -1 where it has only one
-    merges  | [3, merges] token, first slot, number of Partials
-    pages   | page ids of all spans
+step. What the plan looks like: `layout.py`.
 """
 
 from typing import NamedTuple
@@ -21,45 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.step import Spans
-from mainstem.kernels.attention.assign import Seats, share_out
-from mainstem.kernels.attention.cutting import Cut, Pick, Shape, cut_spans, first_to_end, unit_us
-from mainstem.kernels.attention.work_queue import pool
+from mainstem.kernels.attention import layout
+from mainstem.kernels.attention.assign import SmSlots, assign_units
+from mainstem.kernels.attention.cutting import Cut, Pick, Shape, cut_spans, pick_fastest, unit_us
+from mainstem.kernels.attention.work_queue import queue_units
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-# Places in the header; kernels (`span.py`, `hopper_*.py`, `parts.py`) read them, and shares, by
-# number.
-H_SMALL, H_LARGE, H_ENTRIES, H_NUM_ENTRIES, H_PAGES, H_MERGES, H_NUM_MERGES, H_MOST_PARTS = range(8)
-H_LARGE_ORDER, H_SMALL_ORDER, H_POOL, H_NUM_POOLED, H_NUM_DRAWERS = 8, 9, 10, 11, 12
-HEADER_INTS = 32
-
-# Columns of a piece.
-PIECE_ENTRY = 0  # first entry of the span
-PIECE_ROW_BEGIN = 1  # packed rows of the span, [begin, end)
-PIECE_ROW_END = 2
-PIECE_PAGE = 3  # where the span's page ids begin
-PIECE_KEY_BEGIN = 4  # keys of the span, [begin, end)
-PIECE_KEY_END = 5
-PIECE_LIMIT = 6  # query j sees keys up to and including limit + j
-PIECE_STRETCH = 7  # which stretch of the span this is
-PIECE_TOKEN = 8  # the span's first token, or -1: not all that follow are neighbours
-PIECE_PAGE_ID = 9  # of its first key
-PIECE_HEAD = 10  # first KV head, where a unit of the piece stands by itself
-PIECE_FIELDS = 12
-NO_LIMIT = 1 << 30  # PIECE_LIMIT of a plain span
-
-# Columns of a program's share, which is a line of the card's memory.
-SHARE_LARGE = 0  # places in the order of large units, [begin, end)
-SHARE_SMALL = 2  # the same of small ones
-SHARE_SMALL_NEXT = 5  # its second small unit
-SHARE_LARGE_UNIT = 8  # its first large unit, and its first small one: PIECE_ columns
-SHARE_SMALL_UNIT = 20
-SHARE_FIELDS = 32
-
-NO_PIECE = np.zeros((1, PIECE_FIELDS), np.int32)
+NO_LIMIT = 1 << 30  # PIECE_FIRST_LIMIT of a plain span
+NO_PIECE = np.zeros((1, layout.PIECE_INTS), np.int32)
 NO_UNIT = np.zeros(1, np.int64)
 NO_PAGE = np.zeros(1, np.int32)  # after the page ids: the kernel fetches one ahead
 KEPT_KEYS = 16  # more in a span than when its units were shared out do not matter
@@ -75,7 +35,7 @@ class Launches(NamedTuple):
 ALL_LAUNCHES = Launches(large=True, merge=True)
 
 
-class Schedule(NamedTuple):
+class KernelPlan(NamedTuple):
     """The plan, as parts that the kernel reads one after the other; the page ids among them are the
     step's own. `num_ints` and `num_slots` Partials must fit the buffers.
     """
@@ -85,7 +45,7 @@ class Schedule(NamedTuple):
     num_pieces: int
     num_slots: int
     launches: Launches
-    frame: "Frame"
+    reusable: "ReusablePlan"
 
     @property
     def ints(self) -> Int32s:
@@ -111,7 +71,7 @@ class _Pieces(NamedTuple):
     reads.
     """
 
-    table: Int32s  # [pieces, PIECE_FIELDS]
+    table: Int32s  # [pieces, PIECE_INTS]
     num_large: int
     span: Int64s | slice  # [pieces] which it is of
     bounds: _Bounds | None  # None: all spans are whole
@@ -121,23 +81,25 @@ class _Pieces(NamedTuple):
         queries = spans.query_starts[1:] - spans.query_starts[:-1]
         limits = np.where(spans.is_causal, spans.key_tokens - queries, NO_LIMIT)
         key_end, page = spans.key_tokens[self.span], spans.page_starts[self.span]
-        table[:, PIECE_PAGE] = page
+        table[:, layout.PIECE_PAGES_AT] = page
         page_ids = spans.page_ids
         if spans.page_starts[len(spans) - 1] == len(page_ids):  # the last span has no pages
             page_ids = np.concatenate((page_ids, NO_PAGE))
         if self.bounds is not None:
             key_end = np.minimum(key_end - self.bounds.hidden, self.bounds.ends)
             page += self.bounds.pages
-        table[:, PIECE_PAGE_ID] = page_ids[page.astype(np.int64)]  # numpy's own: sooner by half
-        table[:, PIECE_KEY_END] = key_end
-        table[:, PIECE_LIMIT] = limits[self.span]
+        table[:, layout.PIECE_FIRST_PAGE] = page_ids[
+            page.astype(np.int64)
+        ]  # numpy's own: sooner by half
+        table[:, layout.PIECE_KEY_END] = key_end
+        table[:, layout.PIECE_FIRST_LIMIT] = limits[self.span]
 
 
 class _Partials(NamedTuple):
     """Neighbouring slots for what is left of a token, in the order of the spans."""
 
-    entries: Int32s  # [2, entries] token, first slot in this span or -1
-    merges: Int32s  # [3, merges] token, first slot, number of Partials
+    entries: Int32s  # [ENTRY_ROWS, entries]
+    merges: Int32s  # [MERGE_ROWS, merges]
     num_slots: int
 
 
@@ -150,15 +112,15 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
         place = np.arange(len(counts)).repeat(counts)
         span, rows = place if isinstance(span, slice) else span[place], rows[place]
         num_large = int(counts[:num_large].sum())
-    table = np.zeros((len(rows), PIECE_FIELDS), np.int32)
+    table = np.zeros((len(rows), layout.PIECE_INTS), np.int32)
     starts = spans.query_starts.astype(np.int64)
     entries = starts[span]
-    table[:, PIECE_ENTRY] = entries
-    table[:, PIECE_ROW_END] = rows
-    table[:, PIECE_TOKEN] = spans.query_rows[entries]
+    table[:, layout.PIECE_ENTRY] = entries
+    table[:, layout.PIECE_ROW_END] = rows
+    table[:, layout.PIECE_FIRST_TOKEN] = spans.query_rows[entries]
     has_gaps = _have_gaps(spans.query_rows, starts)
     if has_gaps is not None:
-        table[has_gaps[span], PIECE_TOKEN] = -1
+        table[has_gaps[span], layout.PIECE_FIRST_TOKEN] = -1
     bounds = None
     if is_cut:
         bounds = _tell_apart(table, place, counts, spans.is_causal[span], cut, shape)
@@ -183,10 +145,10 @@ def _tell_apart(
     stretch = np.floor(within / row_tiles)
     key_begin, row_begin = stretch * keys, (within - stretch * row_tiles) * tile_rows
     row_end = np.minimum(row_begin + tile_rows, rows)
-    table[:, PIECE_ROW_BEGIN] = row_begin
-    table[:, PIECE_ROW_END] = row_end
-    table[:, PIECE_KEY_BEGIN] = key_begin
-    table[:, PIECE_STRETCH] = stretch
+    table[:, layout.PIECE_ROW_BEGIN] = row_begin
+    table[:, layout.PIECE_ROW_END] = row_end
+    table[:, layout.PIECE_KEY_BEGIN] = key_begin
+    table[:, layout.PIECE_STRETCH] = stretch
     in_later_tiles = np.floor((rows - row_end) / shape.group)
     return _Bounds(
         pages=(key_begin / shape.page_size).astype(np.int32),
@@ -210,7 +172,7 @@ def _have_gaps(rows: Int32s, starts: Int64s) -> Bools | None:
 
 def _costs(pieces: _Pieces, shape: Shape) -> tuple[Floats, Floats]:
     """Microseconds of one unit of each large piece, and of each small one."""
-    num_keys = pieces.table[:, PIECE_KEY_END] - pieces.table[:, PIECE_KEY_BEGIN]
+    num_keys = pieces.table[:, layout.PIECE_KEY_END] - pieces.table[:, layout.PIECE_KEY_BEGIN]
     keys = np.maximum(num_keys, 1).astype(np.float64)
     large, small = keys[: pieces.num_large], keys[pieces.num_large :]
     return unit_us(large, True, shape), unit_us(small, False, shape)
@@ -227,28 +189,30 @@ def _place_partials(spans: Spans, cut: Cut) -> _Partials:
     token_parts = np.bincount(tokens, weights=entry_parts)
     is_split = token_parts > 1
     num_split = np.count_nonzero(is_split)
-    entries = np.empty((2, len(tokens)), np.int32)
-    entries[0] = spans.query_rows
+    entries = np.empty((layout.ENTRY_ROWS, len(tokens)), np.int32)
+    entries[layout.ENTRY_TOKEN] = spans.query_rows
     if not num_split:
-        entries[1] = -1
-        return _Partials(entries, np.empty((3, 0), np.int32), 0)
+        entries[layout.ENTRY_SLOT] = -1
+        return _Partials(entries, np.empty((layout.MERGE_ROWS, 0), np.int32), 0)
     by_token = tokens.argsort(kind="stable")
     if num_split == len(is_split):
         split = np.arange(num_split)
     else:
-        entries[1] = -1
+        entries[layout.ENTRY_SLOT] = -1
         is_split = _split_tokens(tokens, queries, is_split)
         by_token = by_token[is_split[tokens[by_token]]]
         split = is_split.nonzero()[0]
         token_parts = token_parts[split]
     if entry_parts is None:
-        entries[1][by_token] = np.arange(len(by_token), dtype=np.int32)
+        entries[layout.ENTRY_SLOT][by_token] = np.arange(len(by_token), dtype=np.int32)
     else:
-        entries[1][by_token] = _starts(entry_parts[by_token].astype(np.int64))
+        entries[layout.ENTRY_SLOT][by_token] = _starts(entry_parts[by_token].astype(np.int64))
     counts = token_parts.astype(np.int64, copy=False)
-    merges = np.empty((3, len(split)), np.int32)
-    merges[0], merges[1], merges[2] = split, _starts(counts), counts
-    return _Partials(entries, merges, int(merges[1, -1] + merges[2, -1]))
+    merges = np.empty((layout.MERGE_ROWS, len(split)), np.int32)
+    merges[layout.MERGE_TOKEN] = split
+    merges[layout.MERGE_SLOT] = slots = _starts(counts)
+    merges[layout.MERGE_PARTIALS] = counts
+    return _Partials(entries, merges, int(slots[-1] + counts[-1]))
 
 
 def _starts(counts: Int64s) -> Int64s:
@@ -276,7 +240,7 @@ class _Units(NamedTuple):
 
     def told(self, pieces: Int32s) -> Int32s:
         units = pieces[self.first_piece :].take(self.pieces, axis=0)
-        units[:, PIECE_HEAD] = self.heads
+        units[:, layout.PIECE_KV_HEAD] = self.heads
         return units
 
 
@@ -293,22 +257,26 @@ def _share_table(
 ) -> tuple[Int32s, list[_First]]:
     """Shares, but for first units, and these; who has no unit of a kind gets zeros for it."""
     programs = shape.num_programs
-    table, firsts = np.zeros((programs, SHARE_FIELDS), np.int32), []
-    for order, ends_of, units, first_piece, at, unit_at in (
-        (orders[0], ends[: programs + 1], shape.kv_heads, 0, SHARE_LARGE, SHARE_LARGE_UNIT),
+    table, firsts = np.zeros((programs, layout.SHARE_INTS), np.int32), []
+    for order, ends_of, units, first_piece, (begin_at, end_at), unit_at in (
+        (
+            orders[0], ends[: programs + 1], shape.kv_heads, 0,
+            (layout.SHARE_LARGE_BEGIN, layout.SHARE_LARGE_END), layout.SHARE_FIRST_LARGE,
+        ),
         (
             orders[1], ends[programs + 1 :], shape.kv_heads // shape.fold, pieces.num_large,
-            SHARE_SMALL, SHARE_SMALL_UNIT,
+            (layout.SHARE_SMALL_BEGIN, layout.SHARE_SMALL_END), layout.SHARE_FIRST_SMALL,
         ),
     ):  # fmt: skip
         busy = (ends_of[:-1] < ends_of[1:]).nonzero()[0]
         if not len(busy):
             continue
-        table[:, at], table[:, at + 1] = ends_of[:-1], ends_of[1:]
+        table[:, begin_at], table[:, end_at] = ends_of[:-1], ends_of[1:]
         begin = ends_of[busy]
-        if at == SHARE_SMALL:
-            table[busy, SHARE_SMALL_NEXT] = order[np.minimum(begin + 1, ends_of[busy + 1] - 1)]
-        columns = slice(unit_at, unit_at + PIECE_FIELDS)
+        if unit_at == layout.SHARE_FIRST_SMALL:
+            second = order[np.minimum(begin + 1, ends_of[busy + 1] - 1)]
+            table[busy, layout.SHARE_SECOND_SMALL] = second
+        columns = slice(unit_at, unit_at + layout.PIECE_INTS)
         firsts.append(_First(busy, _units(order[begin], units, first_piece, shape), columns))
     return table, firsts
 
@@ -319,7 +287,7 @@ def _units(order: Int64s, units: int, first_piece: int, shape: Shape) -> _Units:
     return _Units(first_piece, pieces, (order - pieces * units) * (shape.kv_heads // units))
 
 
-class Frame(NamedTuple):
+class ReusablePlan(NamedTuple):
     """What of a plan holds for the next steps, too, if all of their spans are those of the step it
     was made for with a few keys more.
     """
@@ -330,7 +298,7 @@ class Frame(NamedTuple):
     header: Int32s
     shares: Int32s
     firsts: list[_First]
-    pooled: _Units
+    queued: _Units
     orders: tuple[Int64s, Int64s]
     pieces: _Pieces
     partials: _Partials
@@ -341,31 +309,31 @@ class Frame(NamedTuple):
         keys = spans.key_tokens
         return bool(((self.keys <= keys) & (keys <= self.most_keys)).all())
 
-    def plan(self, spans: Spans) -> Schedule:
-        """The plan of a step for which the frame holds."""
+    def plan(self, spans: Spans) -> KernelPlan:
+        """The plan of a step for which this one holds."""
         pieces, shares = self.pieces.table.copy(), self.shares.copy()
         self.pieces.tell_keys(pieces, spans)
-        return self.schedule_of(pieces, shares, spans.page_ids)
+        return self.assemble(pieces, shares, spans.page_ids)
 
-    def schedule_of(self, pieces: Int32s, shares: Int32s, page_ids: Int32s) -> Schedule:
+    def assemble(self, pieces: Int32s, shares: Int32s, page_ids: Int32s) -> KernelPlan:
         """The plan with these pieces; shares are told which of them are the first."""
         _tell_first(shares, self.firsts, pieces)
         # A program looks at what would come next before it knows that there is none.
-        pool_table = self.pooled.told(pieces) if len(self.pooled.pieces) else NO_PIECE
+        queue = self.queued.told(pieces) if len(self.queued.pieces) else NO_PIECE
         large_order, small_order = self.orders
         parts = (
-            self.header, shares, pool_table, large_order,
+            self.header, shares, queue, large_order,
             small_order if len(small_order) else NO_UNIT,
             pieces, self.partials.entries, self.partials.merges, page_ids, NO_PAGE,
         )  # fmt: skip
         num_slots = self.partials.num_slots
-        return Schedule(
+        return KernelPlan(
             parts,
-            num_ints=int(self.header[H_PAGES]) + len(page_ids) + len(NO_PAGE),
+            num_ints=int(self.header[layout.HEADER_PAGE_IDS]) + len(page_ids) + len(NO_PAGE),
             num_pieces=len(pieces),
             num_slots=num_slots,
             launches=Launches(large=self.pieces.num_large > 0, merge=num_slots > 0),
-            frame=self,
+            reusable=self,
         )
 
 
@@ -379,72 +347,80 @@ def _structure(spans: Spans) -> tuple[bytes, bytes, bytes]:
     return spans.query_starts.tobytes(), spans.query_rows.tobytes(), spans.is_causal.tobytes()
 
 
-def schedule(spans: Spans, shape: Shape, pick: Pick = first_to_end) -> Schedule:
+def make_plan(spans: Spans, shape: Shape, pick: Pick = pick_fastest) -> KernelPlan:
     """Cut the spans into units, share them out and place every row's Partials."""
     cut = cut_spans(spans, shape, pick)
-    if shape.tiles.pooled and shape.can_cut and shape.fixed_stretch is None:
-        cut = pool(cut, spans.key_tokens, shape)
+    if shape.tiles.queued_share and shape.can_cut and shape.fixed_stretch is None:
+        cut = queue_units(cut, spans.key_tokens, shape)
     pieces = _pieces(spans, cut, shape)
     partials = _place_partials(spans, cut)
     ends = np.empty(2 * shape.num_programs + 2, np.int32)
     large_costs, small_costs = _costs(pieces, shape)
     units = shape.kv_heads // shape.fold
-    large_order, order = share_out(
+    large_order, order = assign_units(
         ends,
         (large_costs, shape.kv_heads),
         (small_costs, units),
-        Seats(cut.num_large, shape.num_large_programs, shape.tiles.pace),
-        cut.pooled,
+        SmSlots(cut.num_large, shape.num_large_programs, shape.tiles.pace),
+        cut.queued_share,
     )
-    orders, pooled = (large_order, order[: ends[-1]]), order[ends[-1] :]
+    orders, queued = (large_order, order[: ends[-1]]), order[ends[-1] :]
     shares, firsts = _share_table(ends, orders, pieces, shape)
     most_keys: Int32s | Int64s = spans.key_tokens + KEPT_KEYS
     if shape.fixed_stretch is not None:
         # All spans are large, so they are in order.
         most_keys = np.minimum(most_keys, cut.parts * cut.stretches)
-    header = _header(orders, len(pooled), pieces, partials, shape)
-    header[H_NUM_DRAWERS] = _num_drawers(shares, cut)
-    frame = Frame(
+    header = _header(orders, len(queued), pieces, partials, shape)
+    header[layout.HEADER_NUM_CLAIMERS] = _num_claimers(shares, cut)
+    reusable = ReusablePlan(
         structure=_structure(spans),
         keys=spans.key_tokens.copy(),
         most_keys=most_keys,
         header=header,
         shares=shares,
         firsts=firsts,
-        pooled=_units(pooled, units, pieces.num_large, shape),
+        queued=_units(queued, units, pieces.num_large, shape),
         orders=orders,
         pieces=pieces,
         partials=partials,
     )
-    return frame.schedule_of(pieces.table, shares, spans.page_ids)
+    return reusable.assemble(pieces.table, shares, spans.page_ids)
 
 
-def _num_drawers(shares: Int32s, cut: Cut) -> int:
-    """Programs that draw from the pool: all, or those that have small units of their own."""
-    if cut.late_draw:
+def _num_claimers(shares: Int32s, cut: Cut) -> int:
+    """Programs that claim units of the queue: all, or those that have small units of their own."""
+    if cut.late_programs_claim:
         return len(shares)
-    return int(np.count_nonzero(shares[:, SHARE_SMALL] < shares[:, SHARE_SMALL + 1])) or len(shares)
+    begins, ends = shares[:, layout.SHARE_SMALL_BEGIN], shares[:, layout.SHARE_SMALL_END]
+    return int(np.count_nonzero(begins < ends)) or len(shares)
 
 
 def _header(
     orders: tuple[Int64s, Int64s],
-    num_pooled: int,
+    num_queued: int,
     pieces: _Pieces,
     partials: _Partials,
     shape: Shape,
 ) -> Int32s:
-    """Where everything is in the plan; an empty pool, or order of small units, has one place."""
-    pool_at = HEADER_INTS + SHARE_FIELDS * shape.num_programs
-    large_order_at = pool_at + PIECE_FIELDS * max(num_pooled, 1)
+    """Where everything is in the plan; an empty queue, or order of small units, has one place."""
+    queue_at = layout.HEADER_INTS + layout.SHARE_INTS * shape.num_programs
+    large_order_at = queue_at + layout.PIECE_INTS * max(num_queued, 1)
     small_order_at = large_order_at + len(orders[0])
     large_at = small_order_at + max(len(orders[1]), 1)
-    small_at = large_at + pieces.num_large * PIECE_FIELDS
+    small_at = large_at + pieces.num_large * layout.PIECE_INTS
     entries_at = large_at + pieces.table.size
     merges_at = entries_at + partials.entries.size
-    header = np.zeros(HEADER_INTS, np.int32)
-    header[:H_NUM_DRAWERS] = (
-        small_at, large_at, entries_at, partials.entries.shape[1],
-        merges_at + partials.merges.size, merges_at, partials.merges.shape[1],
-        partials.merges[2].max(initial=0), large_order_at, small_order_at, pool_at, num_pooled,
-    )  # fmt: skip
+    header = np.zeros(layout.HEADER_INTS, np.int32)
+    header[layout.HEADER_SMALL_PIECES] = small_at
+    header[layout.HEADER_LARGE_PIECES] = large_at
+    header[layout.HEADER_ENTRIES] = entries_at
+    header[layout.HEADER_NUM_ENTRIES] = partials.entries.shape[1]
+    header[layout.HEADER_PAGE_IDS] = merges_at + partials.merges.size
+    header[layout.HEADER_MERGES] = merges_at
+    header[layout.HEADER_NUM_MERGES] = partials.merges.shape[1]
+    header[layout.HEADER_MOST_PARTIALS] = partials.merges[layout.MERGE_PARTIALS].max(initial=0)
+    header[layout.HEADER_LARGE_ORDER] = large_order_at
+    header[layout.HEADER_SMALL_ORDER] = small_order_at
+    header[layout.HEADER_QUEUE] = queue_at
+    header[layout.HEADER_NUM_QUEUED] = num_queued
     return header

@@ -2,7 +2,7 @@
 runs.
 
 Small and large units live in one kernel and share its warps and registers, so a choice is one
-record. Hopper has a kernel of its own for each kind (`hopper_large.py`, `hopper_small.py`).
+record. Hopper has a kernel of its own for each kind (`hopper/`).
 """
 
 import math
@@ -42,7 +42,7 @@ class Tiles:
     small_q: int | None = None  # rows of the small tile; None: as many as a token needs
     # Large units run ahead and take whole multiprocessors; small ones follow as these end.
     is_split: bool = False
-    pooled: float = 0.0  # of small units, that are not shared out but taken by who ends first
+    queued_share: float = 0.0  # of small units, that are given to no program (`work_queue.py`)
     divides_pages: bool = False  # a step of a small unit may have a part of a page
 
 
@@ -52,7 +52,7 @@ HOPPER = Tiles(
 )  # fmt: skip
 HOPPER_SPLIT = Tiles(
     small_stages=2, large_q=128, large_k=128, large_stages=3, num_warps=4, programs_per_sm=2,
-    small_q=64, is_split=True, pooled=0.25, divides_pages=True,
+    small_q=64, is_split=True, queued_share=0.25, divides_pages=True,
     pace=Pace(
         large_us=3.1, large_key_us=0.0108, small_us=0.9, small_key_us=0.0118, reads=9300.0,
         yields=0.2, late_us=4.6, beside=0.6, merge_us=0.0004, launch_us=3.5,

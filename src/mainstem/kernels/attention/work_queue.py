@@ -1,12 +1,13 @@
-"""Which small units are not shared out beforehand, but taken by who ends first. Numpy only.
+"""Which small units no program is given beforehand: a work queue, from which those that end first
+claim the next unit. Numpy only.
 
 Programs end when they do: large units ahead of them take longer on one multiprocessor than on
 another, memory serves some better, and units are not even. So the last units of every program, and
-all of those that come behind large ones, are a pool. Asking for the next unit takes time, so
-programs that can be given an even share keep it.
+all of those that come behind large ones, are queued. Claiming the next unit takes time, so programs
+that can be given an even share keep it.
 
-Memory is kept busy by a third of all programs, so a pool of long units ends well unless few are
-left for its last round. Then some spans are cut once more: who ends first takes a short unit.
+Memory is kept busy by a third of all programs, so a queue of long units ends well unless few are
+left for its last round. Then some spans are cut once more: who ends first claims a short unit.
 
 Where large units have most of the multiprocessors for most of the time, the others are done with
 the small ones by then. They need not be cut for all programs: whole ones, and some short ones for
@@ -23,8 +24,8 @@ from mainstem.core.step import Int32s
 from mainstem.kernels.attention.cutting import Bools, Cut, Floats, Shape, least_stretch, unit_us
 from mainstem.kernels.attention.pacing import EVEN
 
-SOME_ROUNDS = 3  # of units; more are pooled in any case, and not cut once more
-UNFAIR = 1.2  # who has most, over the mean, if units are shared out
+SOME_ROUNDS = 3  # of units; more are queued in any case, and not cut once more
+UNFAIR = 1.2  # who has most, over the mean, if units are assigned
 # Some spans are cut once more where there are so many rounds, and units take so long behind large
 # ones, or where nothing else would be merged.
 TAIL_ROUNDS, TAIL_ROUNDS_BEHIND_LARGE = (1.1, 2.6), (1.4, 2.6)
@@ -46,29 +47,29 @@ class _Small(NamedTuple):
     are_all: bool
 
 
-def pool(cut: Cut, key_tokens: Int32s, shape: Shape) -> Cut:
-    """The cut with what is to be pooled of it, some spans cut once more."""
+def queue_units(cut: Cut, key_tokens: Int32s, shape: Shape) -> Cut:
+    """The cut with what is to be queued of it, some spans cut once more."""
     first, heads = cut.num_large_spans, shape.kv_heads // shape.fold
     parts, row_tiles, are_all = cut.parts[first:], cut.row_tiles[first:], not first
     rounds = float(parts @ row_tiles) * heads / shape.num_programs
     if not len(parts) or (are_all and rounds <= 1.0):
         return cut
-    pooled = cut._replace(pooled=shape.tiles.pooled)
+    queued = cut._replace(queued_share=shape.tiles.queued_share)
     if rounds > SOME_ROUNDS:
-        return pooled
+        return queued
     keys = np.maximum(key_tokens[cut.spans].astype(np.float64), 1.0)
     if rounds <= 1.0:
-        return _beside_large(pooled, keys, shape)
+        return _beside_large(queued, keys, shape)
     us = unit_us(np.minimum(cut.stretches, keys)[first:], False, shape)
     small = _Small(us, parts * row_tiles * heads, rounds, are_all)
     if are_all and _is_fair(small, shape):
         return cut
     tail = first + _tail(small, cut).nonzero()[0]
     if not len(tail):
-        return pooled
+        return queued
     stretches = cut.stretches.copy()
     stretches[tail] = _shorter(keys[tail], TAIL_PARTS, least_stretch(shape))
-    return _cut_once_more(pooled, stretches, keys, shape)
+    return _cut_once_more(queued, stretches, keys, shape)
 
 
 def _cut_once_more(cut: Cut, stretches: Floats, keys: Floats, shape: Shape) -> Cut:
@@ -94,7 +95,7 @@ def _beside_large(cut: Cut, keys: Floats, shape: Shape) -> Cut:
         stretches[tail] = _shorter(keys[tail], BESIDE_TAIL_PARTS, least_stretch(shape))
         whole = _cut_once_more(large, stretches, keys, shape)
         if whole is not large:
-            return whole._replace(late_draw=False)
+            return whole._replace(late_programs_claim=False)
     return cut
 
 

@@ -2,8 +2,8 @@
 # ruff: noqa: PLR0917
 """Large units on Hopper: a warp that brings pages, and two groups of four warps that compute.
 
-The same units as the large ones of `span.py`, by means that only this card has, and written in
-Gluon since Triton proper has no words for them:
+The same units as the large ones of `triton/span.py`, by means that only this card has, and written
+in Gluon since Triton proper has no words for them:
 
     producer   | one warp; copies the pages of tiles of keys to shared memory by TMA, ahead of need
     consumers  | two groups, 64 rows of the unit each; both read the same tile, so that L2 is asked
@@ -48,6 +48,22 @@ from mainstem.kernels.attention.hopper.rows import (
     start_queries,
     write_rows,
 )
+from mainstem.kernels.attention.triton.layout import (
+    HEADER_ENTRIES,
+    HEADER_LARGE_ORDER,
+    HEADER_LARGE_PIECES,
+    HEADER_NUM_ENTRIES,
+    HEADER_PAGE_IDS,
+    PIECE_FIRST_TOKEN,
+    PIECE_INTS,
+    PIECE_KEY_BEGIN,
+    PIECE_KEY_END,
+    PIECE_KV_HEAD,
+    PIECE_PAGES_AT,
+    SHARE_FIRST_LARGE,
+    SHARE_LARGE_BEGIN,
+    SHARE_LARGE_END,
+)
 
 BLOCK = gl.constexpr(16)  # keys that the producer clears at once
 NUM_WARPS = 4
@@ -61,7 +77,10 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 def _share(plan_ptr):
     """This program's part of the order: begin, end, and the piece and KV head of its first unit."""
     share_ptr = share_of(plan_ptr)
-    return gl.load(share_ptr), gl.load(share_ptr + 1), share_ptr + 8, gl.load(share_ptr + 18)
+    return (
+        gl.load(share_ptr + SHARE_LARGE_BEGIN), gl.load(share_ptr + SHARE_LARGE_END),
+        share_ptr + SHARE_FIRST_LARGE, gl.load(share_ptr + (SHARE_FIRST_LARGE + PIECE_KV_HEAD)),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -138,10 +157,10 @@ def _produce(
             tile += 1
         unit = gl.load(plan_ptr + order_at + gl.minimum(index + 1, end - 1))
         kv_head = unit % KV_HEADS
-        piece_ptr = plan_ptr + pieces_at + (unit // KV_HEADS) * 12
-        page_at = gl.load(piece_ptr + 3)
-        key_begin = gl.load(piece_ptr + 4)
-        key_end = gl.load(piece_ptr + 5)
+        piece_ptr = plan_ptr + pieces_at + (unit // KV_HEADS) * PIECE_INTS
+        page_at = gl.load(piece_ptr + PIECE_PAGES_AT)
+        key_begin = gl.load(piece_ptr + PIECE_KEY_BEGIN)
+        key_end = gl.load(piece_ptr + PIECE_KEY_END)
 
 
 @gluon.jit
@@ -232,10 +251,10 @@ def _consume(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     begin, end, next_ptr, next_kv_head = _share(plan_ptr)
-    pieces_ptr = plan_ptr + gl.load(plan_ptr + 1)
-    order_ptr = plan_ptr + gl.load(plan_ptr + 8)
-    entries_ptr = plan_ptr + gl.load(plan_ptr + 2)
-    num_entries = gl.load(plan_ptr + 3)
+    pieces_ptr = plan_ptr + gl.load(plan_ptr + HEADER_LARGE_PIECES)
+    order_ptr = plan_ptr + gl.load(plan_ptr + HEADER_LARGE_ORDER)
+    entries_ptr = plan_ptr + gl.load(plan_ptr + HEADER_ENTRIES)
+    num_entries = gl.load(plan_ptr + HEADER_NUM_ENTRIES)
     q_rows = q_tiles.index(WHICH)
     kv_head = 0
     entry = 0
@@ -259,8 +278,9 @@ def _consume(
         if index + 1 < end:
             first_row = next_row_begin + WHICH * 64
             tokens = find_tokens(
-                gl.load(next_ptr + 8), entries_ptr + next_entry, first_row, next_row_end, GROUP, 1
-            )
+                gl.load(next_ptr + PIECE_FIRST_TOKEN), entries_ptr + next_entry,
+                first_row, next_row_end, GROUP, 1,
+            )  # fmt: skip
             start_queries(
                 q_ptr, q_rows, tokens, first_row, next_row_end, next_kv_head,
                 stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
@@ -301,7 +321,7 @@ def _consume(
         key_end = next_key_end
         first_limit = next_limit
         stretch = next_stretch
-        next_ptr = pieces_ptr + (unit // KV_HEADS) * 12
+        next_ptr = pieces_ptr + (unit // KV_HEADS) * PIECE_INTS
         next_kv_head = unit % KV_HEADS
     await_queries()
 
@@ -318,15 +338,15 @@ def _large_units_kernel(
     gdc_launch_dependents()
     # What the producer begins with; it comes while barriers are made.
     share_ptr = share_of(plan_ptr)
-    begin = gl.load(share_ptr)
-    end = gl.load(share_ptr + 1)
-    kv_head = gl.load(share_ptr + 18)
-    page_at = gl.load(share_ptr + 11)
-    key_begin = gl.load(share_ptr + 12)
-    key_end = gl.load(share_ptr + 13)
-    pieces_at = gl.load(plan_ptr + 1)
-    pages_at = gl.load(plan_ptr + 4)
-    order_at = gl.load(plan_ptr + 8)
+    begin = gl.load(share_ptr + SHARE_LARGE_BEGIN)
+    end = gl.load(share_ptr + SHARE_LARGE_END)
+    kv_head = gl.load(share_ptr + (SHARE_FIRST_LARGE + PIECE_KV_HEAD))
+    page_at = gl.load(share_ptr + (SHARE_FIRST_LARGE + PIECE_PAGES_AT))
+    key_begin = gl.load(share_ptr + (SHARE_FIRST_LARGE + PIECE_KEY_BEGIN))
+    key_end = gl.load(share_ptr + (SHARE_FIRST_LARGE + PIECE_KEY_END))
+    pieces_at = gl.load(plan_ptr + HEADER_LARGE_PIECES)
+    pages_at = gl.load(plan_ptr + HEADER_PAGE_IDS)
+    order_at = gl.load(plan_ptr + HEADER_LARGE_ORDER)
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, HEAD_DIM], TILES)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, HEAD_DIM], TILES)

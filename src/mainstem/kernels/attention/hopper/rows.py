@@ -15,6 +15,18 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mainstem.kernels.attention.triton.layout import (
+    ENTRY_SLOT,
+    HEADER_INTS,
+    PIECE_ENTRY,
+    PIECE_FIRST_LIMIT,
+    PIECE_KEY_BEGIN,
+    PIECE_KEY_END,
+    PIECE_ROW_BEGIN,
+    PIECE_ROW_END,
+    PIECE_STRETCH,
+    SHARE_INTS,
+)
 from mainstem.kernels.attention.triton.rows import LN_2
 
 PANEL = gl.constexpr(64)  # dims of a row that lie together in shared memory: 128 bytes
@@ -68,7 +80,7 @@ def as_tiles(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.conste
 @gluon.jit
 def share_of(plan_ptr):
     """Where it stands what this program has to do."""
-    return plan_ptr + 32 + gl.program_id(0) * 32
+    return plan_ptr + HEADER_INTS + gl.program_id(0) * SHARE_INTS
 
 
 @gluon.jit
@@ -81,8 +93,10 @@ def num_tiles_of(key_begin, key_end, KEYS: gl.constexpr):
 def read_piece(piece_ptr):
     """Entry, rows, keys, limit and stretch."""
     return (
-        gl.load(piece_ptr), gl.load(piece_ptr + 1), gl.load(piece_ptr + 2), gl.load(piece_ptr + 4),
-        gl.load(piece_ptr + 5), gl.load(piece_ptr + 6), gl.load(piece_ptr + 7),
+        gl.load(piece_ptr + PIECE_ENTRY),
+        gl.load(piece_ptr + PIECE_ROW_BEGIN), gl.load(piece_ptr + PIECE_ROW_END),
+        gl.load(piece_ptr + PIECE_KEY_BEGIN), gl.load(piece_ptr + PIECE_KEY_END),
+        gl.load(piece_ptr + PIECE_FIRST_LIMIT), gl.load(piece_ptr + PIECE_STRETCH),
     )  # fmt: skip
 
 
@@ -158,8 +172,9 @@ def find_rows(
     rows, head = rows_of(row_begin, kv_head, GROUP, FOLD, LAYOUT)
     is_row = rows < row_end
     token = gl.load(entries_ptr + rows // GROUP, mask=is_row, other=0)
-    slot = gl.load(entries_ptr + num_entries + rows // GROUP, mask=is_row, other=0)
-    is_whole = gl.load(entries_ptr + num_entries + row_begin // GROUP) < 0
+    slots_ptr = entries_ptr + ENTRY_SLOT * num_entries
+    slot = gl.load(slots_ptr + rows // GROUP, mask=is_row, other=0)
+    is_whole = gl.load(slots_ptr + row_begin // GROUP) < 0
     return token, slot, head, is_row, is_whole
 
 
@@ -174,7 +189,8 @@ def write_rows(
 
     A packed row is in fp16, over its largest magnitude: half of the bytes to write and to read, and
     nothing overflows; if that is infinite, no dim of the row is a number. Beside its lse stands
-    what to multiply it by. Its dims stand in the order in which threads have them (`parts.py`).
+    what to multiply it by. Its dims stand in the order in which threads have them
+    (`merge_partials.py`).
     """
     if is_whole:
         dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))

@@ -9,10 +9,11 @@ other, so where pages are as long as that a tile is one block of memory; else it
 head, of a part of a page or of several. Each warp takes the rows of one head, or some of them, and
 that head's keys alone: tensor cores need not multiply heads with each other.
 
-A program has its share of the units, and then draws others from the pool (`pooling.py`) until there
-are none; one without a share draws at once, or not at all, as the plan says. The producer draws
-some tiles before it needs the unit, since an answer takes a microsecond, and leaves a note about
-every unit for the consumer, which asks for its queries while tiles of the one before are left.
+A program has its share of the units, and then claims others from the work queue (`work_queue.py`)
+until there are none; one without a share claims at once, or not at all, as the plan says. The
+producer claims some tiles before it needs the unit, since an answer takes a microsecond, and leaves
+a note about every unit for the consumer, which asks for its queries while tiles of the one before
+are left.
 
 Where there are large units it runs behind their kernel, takes multiprocessors as that one leaves
 them, and waits for it before it ends.
@@ -42,14 +43,41 @@ from mainstem.kernels.attention.hopper.rows import (
     start_queries,
     write_rows,
 )
+from mainstem.kernels.attention.triton.layout import (
+    HEADER_ENTRIES,
+    HEADER_NUM_CLAIMERS,
+    HEADER_NUM_ENTRIES,
+    HEADER_NUM_QUEUED,
+    HEADER_PAGE_IDS,
+    HEADER_QUEUE,
+    HEADER_SMALL_ORDER,
+    HEADER_SMALL_PIECES,
+    NOTE_HAS_UNIT,
+    NOTE_INTS,
+    PIECE_ENTRY,
+    PIECE_FIRST_LIMIT,
+    PIECE_FIRST_PAGE,
+    PIECE_FIRST_TOKEN,
+    PIECE_INTS,
+    PIECE_KEY_BEGIN,
+    PIECE_KEY_END,
+    PIECE_KV_HEAD,
+    PIECE_PAGES_AT,
+    PIECE_ROW_BEGIN,
+    PIECE_ROW_END,
+    PIECE_STRETCH,
+    SHARE_FIRST_SMALL,
+    SHARE_SECOND_SMALL,
+    SHARE_SMALL_BEGIN,
+    SHARE_SMALL_END,
+)
 
 FOLDED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 LANES = gl.constexpr(64)  # keys x heads of a tile
-DRAW_AHEAD = gl.constexpr(4)  # tiles that are left of a unit when the next one is drawn
+CLAIM_AHEAD = gl.constexpr(4)  # tiles that are left of a unit when the next one is claimed
 READ_AHEAD = gl.constexpr(2)  # when it is read what that is
 NOTE_AHEAD = gl.constexpr(1)  # and when the consumer is told
-NOTE_INTS = gl.constexpr(16)  # PIECE_ columns, and whether there is a unit
 NUM_WARPS = 4
 MAX_REGISTERS = 128  # two programs on a multiprocessor, of two groups of warps each
 PRODUCER_REGISTERS = gl.constexpr(40)
@@ -64,12 +92,12 @@ def rows_of_box(fold: int, page_size: int) -> int:
 
 
 @gluon.jit
-def _ask(tickets_ptr, num_pooled, num_drawers, does_ask, WARPS: gl.constexpr):
-    """Draw a ticket. Nobody waits for it before `_drawn`.
+def _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, WARPS: gl.constexpr):
+    """Take a ticket of the work queue. Nobody waits for it before `_claimed`.
 
-    Who draws does so until there is no unit left, so the last ticket of all is known, and makes the
-    pool ready for the next launch: the count begins anew behind it. (Not `atomic_add`, which makes
-    one of what a warp adds, and waits to tell its lanes apart.)
+    Who claims does so until there is no unit left, so the last ticket of all is known, and makes
+    the queue ready for the next launch: the count begins anew behind it. (Not `atomic_add`, which
+    makes one of what a warp adds, and waits to tell its lanes apart.)
     """
     lanes = gl.arange(0, WARPS * 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
     return gl.inline_asm_elementwise(
@@ -81,25 +109,26 @@ def _ask(tickets_ptr, num_pooled, num_drawers, does_ask, WARPS: gl.constexpr):
         }""",
         "=&r,l,r,r",
         [
-            tickets_ptr + lanes * 0, lanes * 0 + (num_pooled + num_drawers - 1),
-            ((lanes == 0) & does_ask).to(gl.int32),
+            tickets_ptr + lanes * 0, lanes * 0 + (num_queued + num_claimers - 1),
+            ((lanes == 0) & does_claim).to(gl.int32),
         ],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def _drawn(tickets, num_pooled):
-    """The unit of the pool, or -1 where none is left or nobody asked."""
+def _claimed(tickets, num_queued):
+    """The unit of the queue, or -1 where none is left or nobody asked."""
     ticket = gl.max(tickets, 0)
-    return gl.where(ticket < num_pooled, ticket, -1)
+    return gl.where(ticket < num_queued, ticket, -1)
 
 
 @gluon.jit
 def _read_keys(unit_ptr):
     """What the producer needs of a unit: first page id; where page ids begin, keys."""
     return (
-        gl.load(unit_ptr + 9), gl.load(unit_ptr + 3), gl.load(unit_ptr + 4), gl.load(unit_ptr + 5),
+        gl.load(unit_ptr + PIECE_FIRST_PAGE), gl.load(unit_ptr + PIECE_PAGES_AT),
+        gl.load(unit_ptr + PIECE_KEY_BEGIN), gl.load(unit_ptr + PIECE_KEY_END),
     )  # fmt: skip
 
 
@@ -152,11 +181,11 @@ def _bring(
 def _produce(
     k_desc, v_desc, k_tiles, v_tiles, full, empty, notes, noted, plan_ptr,
     index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
-    num_pooled, num_drawers, tickets_ptr,
+    num_queued, num_claimers, tickets_ptr,
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring K and V of all units of this program; draw those that follow its share, and note down
+    """Bring K and V of all units of this program; claim those that follow its share, and note down
     for the consumer what each is.
     """
     UNITS: gl.constexpr = KV_HEADS // FOLD  # of a piece
@@ -168,10 +197,10 @@ def _produce(
     gl.static_assert(k_desc.block_shape[0] == ROWS)
     k_boxes = as_tiles(k_tiles, STAGES * LANES * HEAD_DIM // (ROWS * PANEL), ROWS, PANEL)
     v_boxes = as_tiles(v_tiles, STAGES * LANES * HEAD_DIM // (ROWS * PANEL), ROWS, PANEL)
-    pieces_at = gl.load(plan_ptr)
-    order_ptr = plan_ptr + gl.load(plan_ptr + 9)
-    page_ids_ptr = plan_ptr + gl.load(plan_ptr + 4)
-    pool_at = gl.load(plan_ptr + 10)
+    pieces_at = gl.load(plan_ptr + HEADER_SMALL_PIECES)
+    order_ptr = plan_ptr + gl.load(plan_ptr + HEADER_SMALL_ORDER)
+    page_ids_ptr = plan_ptr + gl.load(plan_ptr + HEADER_PAGE_IDS)
+    queue_at = gl.load(plan_ptr + HEADER_QUEUE)
     columns = gl.arange(0, NOTE_INTS, NOTE)
     step = 0
     num_noted = 0
@@ -181,30 +210,32 @@ def _produce(
         last_page = gl.maximum(key_end - 1, 0) // PAGE_SIZE
         at = key_begin // BLOCK
         num_tiles = num_tiles_of(key_begin, key_end, KEYS)
-        is_long = num_tiles > DRAW_AHEAD
+        is_long = num_tiles > CLAIM_AHEAD
         step, page, at = _bring(
             k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
-            gl.where(is_long, num_tiles - DRAW_AHEAD, 0),
+            gl.where(is_long, num_tiles - CLAIM_AHEAD, 0),
             page, pages_ptr, at, last_page, kv_head,
             KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
         )  # fmt: skip
         index += 1
-        does_ask = (index >= end) & (num_pooled > 0)
-        tickets = _ask(tickets_ptr, num_pooled, num_drawers, does_ask, 1)
+        does_claim = (index >= end) & (num_queued > 0)
+        tickets = _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 1)
         step, page, at = _bring(
             k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
-            gl.where(is_long, DRAW_AHEAD - READ_AHEAD, num_tiles),
+            gl.where(is_long, CLAIM_AHEAD - READ_AHEAD, num_tiles),
             page, pages_ptr, at, last_page, kv_head,
             KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
         )  # fmt: skip
-        drawn = _drawn(tickets, num_pooled)
-        is_there = (index < end) | (drawn >= 0)
+        claimed = _claimed(tickets, num_queued)
+        is_there = (index < end) | (claimed >= 0)
         piece = next_unit // UNITS
         next_ptr = plan_ptr + gl.where(
-            index < end, pieces_at + piece * 12, pool_at + gl.maximum(drawn, 0) * 12
+            index < end,
+            pieces_at + piece * PIECE_INTS,
+            queue_at + gl.maximum(claimed, 0) * PIECE_INTS,
         )
-        note = gl.load(next_ptr + columns, mask=columns < 12, other=0)
-        next_kv_head = gl.load(next_ptr + 10)
+        note = gl.load(next_ptr + columns, mask=columns < PIECE_INTS, other=0)
+        next_kv_head = gl.load(next_ptr + PIECE_KV_HEAD)
         next_page, next_page_at, next_key_begin, next_key_end = _read_keys(next_ptr)
         if index < end:
             next_kv_head = (next_unit - piece * UNITS) * FOLD
@@ -215,8 +246,8 @@ def _produce(
             page, pages_ptr, at, last_page, kv_head,
             KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
         )  # fmt: skip
-        note = gl.where(columns == 10, next_kv_head, note)
-        note = gl.where(columns == 11, is_there.to(gl.int32), note)
+        note = gl.where(columns == PIECE_KV_HEAD, next_kv_head, note)
+        note = gl.where(columns == NOTE_HAS_UNIT, is_there.to(gl.int32), note)
         slot = num_noted % NOTES
         notes.index(slot).store(note)
         mbarrier.arrive(noted.index(slot), count=1)
@@ -271,16 +302,16 @@ def _consume(
     HEAD_ROWS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    entries_ptr = plan_ptr + gl.load(plan_ptr + 2)
-    num_entries = gl.load(plan_ptr + 3)
+    entries_ptr = plan_ptr + gl.load(plan_ptr + HEADER_ENTRIES)
+    num_entries = gl.load(plan_ptr + HEADER_NUM_ENTRIES)
     fields = reshaped(notes, [NOTES * NOTE_INTS, 1], ROW)
     queries = reshaped(q_rows, [FOLD, ROWS, HEAD_DIM], FOLDED)
     k_folded = reshaped(k_tiles, [STAGES, FOLD, KEYS, HEAD_DIM], FOLDED)
     v_folded = reshaped(v_tiles, [STAGES, FOLD, KEYS, HEAD_DIM], FOLDED)
     entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(unit_ptr)
-    kv_head = gl.load(unit_ptr + 10)
+    kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
     tokens = find_tokens(
-        gl.load(unit_ptr + 8), entries_ptr + entry, row_begin, row_end, GROUP, FOLD
+        gl.load(unit_ptr + PIECE_FIRST_TOKEN), entries_ptr + entry, row_begin, row_end, GROUP, FOLD
     )
     start_queries(
         q_ptr, q_rows, tokens, row_begin, row_end, kv_head,
@@ -340,18 +371,18 @@ def _consume(
             if i == ask_behind:
                 place = num_noted % NOTES
                 mbarrier.wait(noted.index(place), (num_noted // NOTES) & 1)
-                is_there = _noted(fields, place, 11)
-                next_entry = _noted(fields, place, 0)
-                next_row_begin = _noted(fields, place, 1)
-                next_row_end = _noted(fields, place, 2)
-                next_key_begin = _noted(fields, place, 4)
-                next_key_end = _noted(fields, place, 5)
-                next_limit = _noted(fields, place, 6)
-                next_stretch = _noted(fields, place, 7)
-                next_kv_head = _noted(fields, place, 10)
+                is_there = _noted(fields, place, NOTE_HAS_UNIT)
+                next_entry = _noted(fields, place, PIECE_ENTRY)
+                next_row_begin = _noted(fields, place, PIECE_ROW_BEGIN)
+                next_row_end = _noted(fields, place, PIECE_ROW_END)
+                next_key_begin = _noted(fields, place, PIECE_KEY_BEGIN)
+                next_key_end = _noted(fields, place, PIECE_KEY_END)
+                next_limit = _noted(fields, place, PIECE_FIRST_LIMIT)
+                next_stretch = _noted(fields, place, PIECE_STRETCH)
+                next_kv_head = _noted(fields, place, PIECE_KV_HEAD)
                 if is_there > 0:
                     next_tokens = find_tokens(
-                        _noted(fields, place, 8), entries_ptr + next_entry,
+                        _noted(fields, place, PIECE_FIRST_TOKEN), entries_ptr + next_entry,
                         next_row_begin, next_row_end, GROUP, FOLD,
                     )  # fmt: skip
                     start_queries(
@@ -405,14 +436,14 @@ def _small_units_kernel(
     gdc_launch_dependents()
     # What the producer begins with; it comes while barriers are made.
     share_ptr = share_of(plan_ptr)
-    unit_ptr = share_ptr + 20
-    begin = gl.load(share_ptr + 2)
-    end = gl.load(share_ptr + 3)
-    next_unit = gl.load(share_ptr + 5)
-    kv_head = gl.load(unit_ptr + 10)
+    unit_ptr = share_ptr + SHARE_FIRST_SMALL
+    begin = gl.load(share_ptr + SHARE_SMALL_BEGIN)
+    end = gl.load(share_ptr + SHARE_SMALL_END)
+    next_unit = gl.load(share_ptr + SHARE_SECOND_SMALL)
+    kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
     page, page_at, key_begin, key_end = _read_keys(unit_ptr)
-    num_pooled = gl.load(plan_ptr + 11)
-    num_drawers = gl.load(plan_ptr + 12)
+    num_queued = gl.load(plan_ptr + HEADER_NUM_QUEUED)
+    num_claimers = gl.load(plan_ptr + HEADER_NUM_CLAIMERS)
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
@@ -420,7 +451,7 @@ def _small_units_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # The producer is STAGES tiles ahead at most, so as many units, and draws one more: that many
+    # The producer is STAGES tiles ahead at most, so as many units, and claims one more: that many
     # notes are enough, and twice STAGES is no less.
     notes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, NOTE_INTS], ROW)
     noted = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
@@ -433,14 +464,16 @@ def _small_units_kernel(
         mbarrier.init(noted.index(i), count=1)
     has_units = begin < end
     if not has_units:
-        does_ask = (num_drawers == gl.num_programs(0)) & (num_pooled > 0)
-        drawn = _drawn(_ask(tickets_ptr, num_pooled, num_drawers, does_ask, 4), num_pooled)
-        has_units = drawn >= 0
-        unit_ptr = plan_ptr + gl.load(plan_ptr + 10) + gl.maximum(drawn, 0) * 12
-        kv_head = gl.load(unit_ptr + 10)
+        does_claim = (num_claimers == gl.num_programs(0)) & (num_queued > 0)
+        tickets = _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 4)
+        claimed = _claimed(tickets, num_queued)
+        has_units = claimed >= 0
+        queue_ptr = plan_ptr + gl.load(plan_ptr + HEADER_QUEUE)
+        unit_ptr = queue_ptr + gl.maximum(claimed, 0) * PIECE_INTS
+        kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
         page, page_at, key_begin, key_end = _read_keys(unit_ptr)
-        # Drawing takes some shared memory, where copies might come to lie, and where, unseen by the
-        # compiler, the producer's arguments do next: all warps must have read what was drawn.
+        # Claiming takes some shared memory, where copies might come to lie, and where, unseen by
+        # the compiler, the producer's arguments do next: all warps must have read what was claimed.
         fence_async_shared()
         barrier()
     if not has_units:
@@ -457,7 +490,7 @@ def _small_units_kernel(
             (_produce, (
                 k_desc, v_desc, k_tiles, v_tiles, full, empty, notes, noted,
                 plan_ptr, begin, end, next_unit, kv_head, page, page_at, key_begin, key_end,
-                num_pooled, num_drawers, tickets_ptr,
+                num_queued, num_claimers, tickets_ptr,
                 KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
             )),
         ],

@@ -6,7 +6,7 @@ A launch of its own, but not a costly one: on cards that can (Hopper and later) 
 attention is still running. Its programs come in as those of attention end, fetch their code and
 what to merge, and wait for the last Partial there.
 
-Partials are rows of fp32 with an lse each, or packed (`hopper_rows.py`): rows of fp16 with an lse
+Partials are rows of fp32 with an lse each, or packed (`hopper/rows.py`): rows of fp16 with an lse
 and a factor each, and in every 32 dims another order:
 
     place 8 b + 2 a + c  |  dim 8 a + 2 b + c, where a and b are 0 to 3, c is 0 or 1
@@ -15,6 +15,13 @@ and a factor each, and in every 32 dims another order:
 import triton
 import triton.language as tl
 
+from mainstem.kernels.attention.triton.layout import (
+    HEADER_MERGES,
+    HEADER_MOST_PARTIALS,
+    HEADER_NUM_MERGES,
+    MERGE_PARTIALS,
+    MERGE_SLOT,
+)
 from mainstem.kernels.attention.triton.rows import normalised, write_rows
 
 FEW_PARTS = tl.constexpr(8)
@@ -27,8 +34,8 @@ def _find_rows(merges_ptr, num_merges, first, HEADS: tl.constexpr, ROWS: tl.cons
     is_row = rows < num_merges * HEADS
     merge_ptr = merges_ptr + rows // HEADS
     token = tl.load(merge_ptr, mask=is_row, other=0)
-    slot = tl.load(merge_ptr + num_merges, mask=is_row, other=0)
-    parts = tl.load(merge_ptr + 2 * num_merges, mask=is_row, other=0)
+    slot = tl.load(merge_ptr + MERGE_SLOT * num_merges, mask=is_row, other=0)
+    parts = tl.load(merge_ptr + MERGE_PARTIALS * num_merges, mask=is_row, other=0)
     return token, rows % HEADS, slot, parts, is_row
 
 
@@ -159,7 +166,7 @@ def _merge_dims(
 
 
 @triton.jit
-def _merge_parts_kernel(
+def _merge_partials_kernel(
     out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     IS_ORDERED: tl.constexpr, HAS_LSE: tl.constexpr, IS_PACKED: tl.constexpr,
@@ -170,9 +177,9 @@ def _merge_parts_kernel(
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    merges_ptr = plan_ptr + tl.load(plan_ptr + 5)
-    num_merges = tl.load(plan_ptr + 6)
-    most_parts = tl.load(plan_ptr + 7)
+    merges_ptr = plan_ptr + tl.load(plan_ptr + HEADER_MERGES)
+    num_merges = tl.load(plan_ptr + HEADER_NUM_MERGES)
+    most_parts = tl.load(plan_ptr + HEADER_MOST_PARTIALS)
     num_rows = num_merges * HEADS
     if IS_ORDERED:
         for tile in range(program, tl.cdiv(num_rows, 16), num_programs):

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
 """The span attention kernel: shared and own runs of keys in one launch (on Hopper see
-`hopper_large.py` and `hopper_small.py`, which do the same in two).
+`hopper/large.py` and `hopper/small.py`, which do the same in two).
 
 A fixed grid of programs reads its work from a list in device memory, so the launch is the same
 whatever the step holds and a CUDA graph can be replayed over it. One unit of work is
@@ -17,14 +17,44 @@ tile takes the same keys of several KV heads at once, which are one block of a p
 rows (shared prefixes, prompt chunks) use the large tile.
 
 A row that lies in one unit only is written to `out` at once. Every other row leaves a Partial (fp32
-output and base-2 lse) in its slot, for `parts.py` to merge.
+output and base-2 lse) in its slot, for `merge_partials.py` to merge.
 
-The plan buffer is int32, made by `schedule.py`, which says what lies where in it.
+The plan buffer is int32, made by `plan.py`; `layout.py` says what lies where in it.
 """
 
 import triton
 import triton.language as tl
 
+from mainstem.kernels.attention.triton.layout import (
+    ENTRY_SLOT,
+    HEADER_ENTRIES,
+    HEADER_INTS,
+    HEADER_LARGE_ORDER,
+    HEADER_LARGE_PIECES,
+    HEADER_NUM_ENTRIES,
+    HEADER_PAGE_IDS,
+    HEADER_SMALL_ORDER,
+    HEADER_SMALL_PIECES,
+    PIECE_ENTRY,
+    PIECE_FIRST_LIMIT,
+    PIECE_FIRST_PAGE,
+    PIECE_INTS,
+    PIECE_KEY_BEGIN,
+    PIECE_KEY_END,
+    PIECE_KV_HEAD,
+    PIECE_PAGES_AT,
+    PIECE_ROW_BEGIN,
+    PIECE_ROW_END,
+    PIECE_STRETCH,
+    SHARE_FIRST_LARGE,
+    SHARE_FIRST_SMALL,
+    SHARE_INTS,
+    SHARE_LARGE_BEGIN,
+    SHARE_LARGE_END,
+    SHARE_SECOND_SMALL,
+    SHARE_SMALL_BEGIN,
+    SHARE_SMALL_END,
+)
 from mainstem.kernels.attention.triton.rows import normalised, write_rows
 
 
@@ -105,7 +135,7 @@ def _small_queries(
     head = (first_kv_head + rows // (TILE_Q // FOLD)) * GROUP + row % GROUP
     entry_ptr = entries_ptr + entry + row // GROUP
     token = tl.load(entry_ptr, mask=is_row, other=0)
-    slot = tl.load(entry_ptr + num_entries, mask=is_row, other=0)
+    slot = tl.load(entry_ptr + ENTRY_SLOT * num_entries, mask=is_row, other=0)
     q = _load_tile(
         q_ptr, token * stride_q_token + head * stride_q_head, is_row, HEAD_DIM, DIM, True
     )
@@ -157,33 +187,33 @@ def _small_units(
     key_of_lane = lanes % PAGE_SIZE
     is_same_head = row_head[:, None] == (lanes // PAGE_SIZE)[None, :]
 
-    piece_ptr = share_ptr + 20
-    kv_head = tl.load(piece_ptr + 10)
-    entry = tl.load(piece_ptr)
-    num_rows = tl.load(piece_ptr + 2)
-    page_at = tl.load(piece_ptr + 3)
-    key_begin = tl.load(piece_ptr + 4)
-    key_end = tl.load(piece_ptr + 5)
-    first_limit = tl.load(piece_ptr + 6)
-    stretch = tl.load(piece_ptr + 7)
-    page = tl.load(piece_ptr + 9)
+    piece_ptr = share_ptr + SHARE_FIRST_SMALL
+    kv_head = tl.load(piece_ptr + PIECE_KV_HEAD)
+    entry = tl.load(piece_ptr + PIECE_ENTRY)
+    num_rows = tl.load(piece_ptr + PIECE_ROW_END)
+    page_at = tl.load(piece_ptr + PIECE_PAGES_AT)
+    key_begin = tl.load(piece_ptr + PIECE_KEY_BEGIN)
+    key_end = tl.load(piece_ptr + PIECE_KEY_END)
+    first_limit = tl.load(piece_ptr + PIECE_FIRST_LIMIT)
+    stretch = tl.load(piece_ptr + PIECE_STRETCH)
+    page = tl.load(piece_ptr + PIECE_FIRST_PAGE)
     q, token, slot = _small_queries(
         q_ptr, entries_ptr, num_entries, entry, num_rows, kv_head,
         stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM, DIM, TILE_Q,
     )  # fmt: skip
-    next_unit = tl.load(share_ptr + 5)
+    next_unit = tl.load(share_ptr + SHARE_SECOND_SMALL)
     for index in range(begin, end):
         # Which unit comes after the next is fetched two ahead, all else one ahead.
         after_next = tl.load(order_ptr + tl.minimum(index + 2, end - 1))
-        next_ptr = pieces_ptr + (next_unit // UNITS) * 12
+        next_ptr = pieces_ptr + (next_unit // UNITS) * PIECE_INTS
         next_kv_head = (next_unit % UNITS) * FOLD
-        next_entry = tl.load(next_ptr)
-        next_num_rows = tl.load(next_ptr + 2)
-        next_page_at = tl.load(next_ptr + 3)
-        next_key_begin = tl.load(next_ptr + 4)
-        next_key_end = tl.load(next_ptr + 5)
-        next_first_limit = tl.load(next_ptr + 6)
-        next_stretch = tl.load(next_ptr + 7)
+        next_entry = tl.load(next_ptr + PIECE_ENTRY)
+        next_num_rows = tl.load(next_ptr + PIECE_ROW_END)
+        next_page_at = tl.load(next_ptr + PIECE_PAGES_AT)
+        next_key_begin = tl.load(next_ptr + PIECE_KEY_BEGIN)
+        next_key_end = tl.load(next_ptr + PIECE_KEY_END)
+        next_first_limit = tl.load(next_ptr + PIECE_FIRST_LIMIT)
+        next_stretch = tl.load(next_ptr + PIECE_STRETCH)
         # Not from the piece, where it stands, too: Triton 3.6 does not carry `key_begin` on where
         # an inner loop begins with it and nothing else needs it.
         next_first_page = tl.load(page_ids_ptr + next_page_at + next_key_begin // PAGE_SIZE)
@@ -285,14 +315,14 @@ def _large_unit(
     HAS_LSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One unit of many rows."""
-    entry = tl.load(piece_ptr)
-    row_begin = tl.load(piece_ptr + 1)
-    row_end = tl.load(piece_ptr + 2)
-    pages_ptr = page_ids_ptr + tl.load(piece_ptr + 3)
-    key_begin = tl.load(piece_ptr + 4)
-    key_end = tl.load(piece_ptr + 5)
-    first_limit = tl.load(piece_ptr + 6)
-    stretch = tl.load(piece_ptr + 7)
+    entry = tl.load(piece_ptr + PIECE_ENTRY)
+    row_begin = tl.load(piece_ptr + PIECE_ROW_BEGIN)
+    row_end = tl.load(piece_ptr + PIECE_ROW_END)
+    pages_ptr = page_ids_ptr + tl.load(piece_ptr + PIECE_PAGES_AT)
+    key_begin = tl.load(piece_ptr + PIECE_KEY_BEGIN)
+    key_end = tl.load(piece_ptr + PIECE_KEY_END)
+    first_limit = tl.load(piece_ptr + PIECE_FIRST_LIMIT)
+    stretch = tl.load(piece_ptr + PIECE_STRETCH)
 
     # Page ids are fetched one step ahead; two would keep the compiler from pipelining the loop.
     page = _page_of(pages_ptr, key_begin, key_end, PAGE_SIZE, TILE_K)
@@ -330,7 +360,7 @@ def _large_unit(
             scale, stride_page, head_offset, HEAD_DIM, DIM, PAGE_SIZE, TILE_K, True, WIDE, UPCAST,
         )  # fmt: skip
         page = _page_of(pages_ptr, start + TILE_K, key_end, PAGE_SIZE, TILE_K)
-    slot = tl.load(entry_ptr + num_entries, mask=is_row, other=0)
+    slot = tl.load(entry_ptr + ENTRY_SLOT * num_entries, mask=is_row, other=0)
     _finish_rows(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, token, slot, stretch,
         acc, max_score, weight, is_row, head, stride_out_token, stride_out_head,
@@ -362,20 +392,21 @@ def _span_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbours in the list of shares run on one SM: large units come to lie beside small ones.
     sms = num_programs // PER_SM
-    share_ptr = plan_ptr + 32 + ((program % sms) * PER_SM + program // sms) * 32
-    small_begin = tl.load(share_ptr + 2)
-    small_end = tl.load(share_ptr + 3)
-    small_ptr = plan_ptr + tl.load(plan_ptr)
-    large_ptr = plan_ptr + tl.load(plan_ptr + 1)
-    entries_ptr = plan_ptr + tl.load(plan_ptr + 2)
-    num_entries = tl.load(plan_ptr + 3)
-    page_ids_ptr = plan_ptr + tl.load(plan_ptr + 4)
-    small_order_ptr = plan_ptr + tl.load(plan_ptr + 9)
-    large_begin = tl.load(share_ptr)
-    large_end = tl.load(share_ptr + 1)
-    large_order_ptr = plan_ptr + tl.load(plan_ptr + 8)
-    piece_ptr = share_ptr + 8
-    kv_head = tl.load(piece_ptr + 10)
+    shares_ptr = plan_ptr + HEADER_INTS
+    share_ptr = shares_ptr + ((program % sms) * PER_SM + program // sms) * SHARE_INTS
+    small_begin = tl.load(share_ptr + SHARE_SMALL_BEGIN)
+    small_end = tl.load(share_ptr + SHARE_SMALL_END)
+    small_ptr = plan_ptr + tl.load(plan_ptr + HEADER_SMALL_PIECES)
+    large_ptr = plan_ptr + tl.load(plan_ptr + HEADER_LARGE_PIECES)
+    entries_ptr = plan_ptr + tl.load(plan_ptr + HEADER_ENTRIES)
+    num_entries = tl.load(plan_ptr + HEADER_NUM_ENTRIES)
+    page_ids_ptr = plan_ptr + tl.load(plan_ptr + HEADER_PAGE_IDS)
+    small_order_ptr = plan_ptr + tl.load(plan_ptr + HEADER_SMALL_ORDER)
+    large_begin = tl.load(share_ptr + SHARE_LARGE_BEGIN)
+    large_end = tl.load(share_ptr + SHARE_LARGE_END)
+    large_order_ptr = plan_ptr + tl.load(plan_ptr + HEADER_LARGE_ORDER)
+    piece_ptr = share_ptr + SHARE_FIRST_LARGE
+    kv_head = tl.load(piece_ptr + PIECE_KV_HEAD)
     for index in range(large_begin, large_end):
         next_unit = tl.load(large_order_ptr + tl.minimum(index + 1, large_end - 1))
         _large_unit(
@@ -386,7 +417,7 @@ def _span_kernel(
             HEADS, GROUP, HEAD_DIM, DIM, PAGE_SIZE, LARGE_Q, LARGE_K, LARGE_STAGES,
             HAS_LSE, WIDE, UPCAST,
         )  # fmt: skip
-        piece_ptr = large_ptr + (next_unit // KV_HEADS) * 12
+        piece_ptr = large_ptr + (next_unit // KV_HEADS) * PIECE_INTS
         kv_head = next_unit % KV_HEADS
     if small_begin < small_end:
         _small_units(
