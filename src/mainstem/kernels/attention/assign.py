@@ -16,8 +16,8 @@ Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 FEW_ROUNDS = 4  # of units, up to which it matters who gets a short one
-# At least one in so many programs gets a unit in a round, since rounds take time, but of few units
-# that are left nobody gets one who will then have most, up to so many rounds.
+# At least 1/16 of the programs get a unit in a round, since rounds take time. But a tail unit never
+# goes to the busiest program, for at most 64 rounds.
 LEAST_PLAYERS, LAST_ROUNDS = 16, 64
 NO_UNITS: Int64s = np.empty(0, np.int64)
 Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units every piece has
@@ -32,8 +32,8 @@ class SmSlots:
     pace: Pace
 
     def of_large(self, programs: int) -> Int64s:
-        """Those that are taken. Neighbouring multiprocessors have one way to memory, and large
-        units are slowed down by small ones that use it: where that must be, as few as can be are.
+        """Those that are taken. Neighbouring multiprocessors share one way to memory, and small
+        units that use it slow down large ones. If that is unavoidable, it hits as few as possible.
         """
         if self.count < programs and 2 * self.taken > self.count:
             return _all_but(self.count - self.taken, self.count)
