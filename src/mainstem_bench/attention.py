@@ -15,7 +15,7 @@ from torch import Tensor
 from mainstem.cli.flag_types import positive_count
 from mainstem.core.step import Int32s, Spans
 from mainstem.core.tables import table
-from mainstem.kernels import cpu
+from mainstem.kernels.attention import cpu
 from mainstem.kv.pool import PagePool
 from mainstem_bench.report import line, load_average
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from mainstem.cli.flag_types import positive_count
-from mainstem.kernels.cutting import Option, Shape, first_to_end
-from mainstem.kernels.schedule import Launches
+from mainstem.kernels.attention.cutting import Option, Shape, pick_fastest
+from mainstem.kernels.attention.plan import Launches
 from mainstem_bench.kernel import DTYPE, Bench, fingerprint, make_attention
 from mainstem_bench.workloads import AttentionCase, Run
 
@@ -111,7 +111,7 @@ def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
         if (*units, ways.taken.sms) not in us:
             us[*units, ways.taken.sms] = bench.time_us(replay(launches))
         launches = attention.plan(spans, ways)
-    return summary(case.name, us, bench.time_us(replay(attention.plan(spans, first_to_end))))
+    return summary(case.name, us, bench.time_us(replay(attention.plan(spans, pick_fastest))))
 
 
 def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -> dict[str, object]:

@@ -19,8 +19,9 @@ import triton
 from torch import Tensor
 
 from mainstem.core.step import Spans
-from mainstem.kernels import Limits, SpanAttention, reference
-from mainstem.kernels.cutting import first_to_end
+from mainstem.kernels import AttentionLimits, SpanAttention
+from mainstem.kernels.attention import reference
+from mainstem.kernels.attention.cutting import pick_fastest
 from mainstem.plan.cost import H200, relay_speedup, span_floor_s, span_flops
 from mainstem_bench.workloads import (
     AttentionCase,
@@ -141,7 +142,7 @@ def make_attention(case: AttentionCase, spans: Spans) -> SpanAttention:
         page_size=case.page_size,
         dtype=DTYPE,
         device=torch.device("cuda"),
-        limits=Limits(max_tokens=case.num_tokens, max_pages=len(spans.page_ids)),
+        limits=AttentionLimits(max_tokens=case.num_tokens, max_pages=len(spans.page_ids)),
     )
 
 
@@ -182,7 +183,7 @@ def _plan_seconds(attention: SpanAttention, spans: Spans) -> float:
     """
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    attention.plan(spans, first_to_end)
+    attention.plan(spans, pick_fastest)
     return time.perf_counter() - begin
 
 

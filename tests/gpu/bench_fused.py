@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import SampleBatch, StartedSequence
-from mainstem.kernels import fused, invariant
-from mainstem.kernels.fp8 import Fp8Linear, quantize_weight
-from mainstem.kernels.sample import argmax, sample
+from mainstem.kernels.dense import fused, invariant
+from mainstem.kernels.dense.fp8 import Fp8Linear, quantize_weight
+from mainstem.kernels.sampling.sample import argmax, sample
 from mainstem.runner.sampler import Sampler, choice_of, choose, start_logprobs
 from tests.runner.steps import Seq, Work, a_sample_batch, a_step
 

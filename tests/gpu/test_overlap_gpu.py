@@ -20,10 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mainstem.kernels import Limits, SpanAttention, fused
-from mainstem.kernels.append import rope_append
-from mainstem.kernels.schedule import ALL_LAUNCHES
-from mainstem.kernels.tuning import can_overlap
+from mainstem.kernels import AttentionLimits, SpanAttention
+from mainstem.kernels.attention.plan import ALL_LAUNCHES
+from mainstem.kernels.dense import fused
+from mainstem.kernels.memory.append import rope_append
+from mainstem.kernels.overlap import can_overlap
 from mainstem_bench.workloads import AttentionCase, Run
 from tests.gpu.bench_fused import some
 
@@ -238,7 +239,7 @@ def test_attention_waits_for_queries_and_the_next_kernel_for_attention(
     k_pages, v_pages = (some(*shape, seed=seed) for seed in (6, 7))
     attention = SpanAttention(
         heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, page_size=16, dtype=torch.bfloat16,
-        device=torch.device("cuda"), limits=Limits(TOKENS, len(spans.page_ids)),
+        device=torch.device("cuda"), limits=AttentionLimits(TOKENS, len(spans.page_ids)),
     )  # fmt: skip
     launches = attention.plan(spans)
     unwritten = torch.full((TOKENS,), -1, device="cuda")

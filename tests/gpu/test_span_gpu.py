@@ -11,12 +11,13 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from mainstem.core.step import Spans
-from mainstem.kernels import LayoutError, Limits, SpanAttention, reference
-from mainstem.kernels import schedule as plans
-from mainstem.kernels.append import rope_append
-from mainstem.kernels.cutting import Option, Shape
-from mainstem.kernels.merge import merge
-from mainstem.kernels.rotate import rerotate
+from mainstem.kernels import AttentionLimits, LayoutError, SpanAttention
+from mainstem.kernels.attention import layout, reference
+from mainstem.kernels.attention.cutting import Option, Shape
+from mainstem.kernels.attention.merge import merge
+from mainstem.kernels.memory.append import rope_append
+from mainstem.kernels.memory.reference import append, rope
+from mainstem.kernels.memory.rotate import rerotate
 from mainstem_bench.workloads import AttentionCase, Run, mixed_cases
 
 pytestmark = pytest.mark.gpu
@@ -94,7 +95,7 @@ def _run(
         page_size=case.page_size,
         dtype=dtype,
         device=torch.device("cuda"),
-        limits=Limits(
+        limits=AttentionLimits(
             case.num_tokens, len(spans.page_ids), max_partials=12 * case.num_tokens + 500
         ),
         deterministic_keys=deterministic_keys,
@@ -155,7 +156,7 @@ def test_deterministic_rows_do_not_depend_on_batch_or_sharing() -> None:
     q = torch.randn(64, heads, dim, device="cuda").bfloat16()
     attention = SpanAttention(
         heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=page, dtype=torch.bfloat16,
-        device=torch.device("cuda"), limits=Limits(64, 4096), deterministic_keys=256,
+        device=torch.device("cuda"), limits=AttentionLimits(64, 4096), deterministic_keys=256,
     )  # fmt: skip
     pages = np.arange(44, dtype=np.int32)
 
@@ -191,7 +192,7 @@ def test_lse_spread_of_80_is_merged_without_overflow() -> None:
     q, k_pages, v_pages = (x.bfloat16() for x in (q, k_pages, v_pages))
     attention = SpanAttention(
         heads=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
-        device=torch.device("cuda"), limits=Limits(4, 64),
+        device=torch.device("cuda"), limits=AttentionLimits(4, 64),
     )  # fmt: skip
     attention.plan(spans)
     out = attention.run(q, k_pages, v_pages)
@@ -220,7 +221,8 @@ def test_scores_that_rise_from_key_to_key_agree(rise: float) -> None:
     q, k_pages, v_pages = (x.bfloat16() for x in (q, k_pages, v_pages))
     attention = SpanAttention(
         heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page_size,
-        dtype=torch.bfloat16, device=torch.device("cuda"), limits=Limits(64, len(page_ids)),
+        dtype=torch.bfloat16, device=torch.device("cuda"),
+        limits=AttentionLimits(64, len(page_ids)),
     )  # fmt: skip
     attention.plan(spans)
     lse = torch.empty(64, case.heads, device="cuda")
@@ -248,7 +250,8 @@ def test_values_far_outside_of_fp16_are_merged(magnitude: float, head_dim: int) 
     q, k_pages, v_pages = (x.bfloat16() for x in (q, k_pages, v_pages))
     attention = SpanAttention(
         heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page_size,
-        dtype=torch.bfloat16, device=torch.device("cuda"), limits=Limits(64, len(spans.page_ids)),
+        dtype=torch.bfloat16, device=torch.device("cuda"),
+        limits=AttentionLimits(64, len(spans.page_ids)),
     )  # fmt: skip
     assert attention.plan(spans).merge
     out = attention.run(q, k_pages, v_pages).float()
@@ -266,7 +269,7 @@ def test_a_query_that_is_not_a_number_answers_so() -> None:
     q[0] = float("nan")
     attention = SpanAttention(
         heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page_size,
-        dtype=torch.bfloat16, device=torch.device("cuda"), limits=Limits(2, 64),
+        dtype=torch.bfloat16, device=torch.device("cuda"), limits=AttentionLimits(2, 64),
     )  # fmt: skip
     attention.plan(spans)
     out = attention.run(q, k_pages, v_pages)
@@ -277,7 +280,7 @@ def test_a_query_that_is_not_a_number_answers_so() -> None:
 def test_queries_that_cannot_be_copied_at_once_are_refused() -> None:
     attention = SpanAttention(
         heads=8, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
-        device=torch.device("cuda"), limits=Limits(4, 64),
+        device=torch.device("cuda"), limits=AttentionLimits(4, 64),
     )  # fmt: skip
     attention.plan(AttentionCase("a", _decode([9] * 4), heads=8, kv_heads=8).spans())
     pages = torch.zeros(8, 8, 16, 128, device="cuda").bfloat16()
@@ -296,7 +299,7 @@ def test_a_graph_is_replayed_over_another_plan() -> None:
     out = torch.empty_like(q)
     attention = SpanAttention(
         heads=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
-        device=torch.device("cuda"), limits=Limits(16, 512),
+        device=torch.device("cuda"), limits=AttentionLimits(16, 512),
     )  # fmt: skip
     attention.plan(first.spans())
     attention.run(q, k_pages, v_pages, out=out)
@@ -324,7 +327,7 @@ POOLS = {
 
 
 @pytest.mark.parametrize("name", list(POOLS))
-def test_pooled_units_are_all_computed_and_the_pool_is_ready_again(name: str) -> None:
+def test_queued_units_are_all_computed_and_the_queue_is_ready_again(name: str) -> None:
     """Many runs, one right behind the other: each begins with all tickets."""
     runs, kv_heads = POOLS[name]
     case = AttentionCase(name, runs, 32, kv_heads)
@@ -337,12 +340,12 @@ def test_pooled_units_are_all_computed_and_the_pool_is_ready_again(name: str) ->
     q = torch.randn(case.num_tokens, 32, 128, device="cuda").bfloat16()
     attention = SpanAttention(
         heads=32, kv_heads=kv_heads, head_dim=128, page_size=16, dtype=torch.bfloat16,
-        device=torch.device("cuda"), limits=Limits(case.num_tokens, len(spans.page_ids)),
+        device=torch.device("cuda"), limits=AttentionLimits(case.num_tokens, len(spans.page_ids)),
     )  # fmt: skip
     launches = attention.plan(spans)
     if attention._hopper is None:
-        pytest.skip("only Hopper's kernel has a pool")
-    assert int(attention._plan[plans.H_NUM_POOLED]) > 0
+        pytest.skip("only Hopper's kernel has a work queue")
+    assert int(attention._plan[layout.HEADER_NUM_QUEUED]) > 0
     first = attention.run(q, k_pages, v_pages, launches=launches)
     right, _ = reference.span_attention(q.float(), k_pages, v_pages, spans, 128**-0.5)
     assert (first.float() - right).abs().max() < 0.02 * right.abs().max()
@@ -354,15 +357,15 @@ def test_pooled_units_are_all_computed_and_the_pool_is_ready_again(name: str) ->
     assert int(attention._tickets[0]) == 0
 
 
-def test_plans_with_pools_of_different_sizes_follow_each_other() -> None:
+def test_plans_with_queues_of_different_sizes_follow_each_other() -> None:
     """And plans without one, with and without large units; nobody waits in between."""
     cases = [
         AttentionCase(name, runs)
         for name, runs in (
-            ("pool behind large", _decode([200] * 300, [(range(300), 1000)])),
-            ("pool", _decode([100] * 700)),
-            ("no pool", _decode([40] * 30)),
-            ("another pool", _decode([600] * 300)),
+            ("queue behind large", _decode([200] * 300, [(range(300), 1000)])),
+            ("queue", _decode([100] * 700)),
+            ("no queue", _decode([40] * 30)),
+            ("another queue", _decode([600] * 300)),
             ("large alone", (Run(tuple(range(300)), 300, is_causal=True),)),
         )
     ]
@@ -371,7 +374,7 @@ def test_plans_with_pools_of_different_sizes_follow_each_other() -> None:
     q = torch.randn(700, 32, 128, device="cuda").bfloat16()
     attention = SpanAttention(
         heads=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
-        device=torch.device("cuda"), limits=Limits(700, pages),
+        device=torch.device("cuda"), limits=AttentionLimits(700, pages),
     )  # fmt: skip
     outs = []
     for case in cases * 4:
@@ -398,7 +401,7 @@ def test_every_way_to_cut_a_step_agrees() -> None:
     q = torch.randn(16, 32, 128, device="cuda").bfloat16()
     attention = SpanAttention(
         heads=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
-        device=torch.device("cuda"), limits=Limits(16, 512),
+        device=torch.device("cuda"), limits=AttentionLimits(16, 512),
     )  # fmt: skip
     right, _ = reference.span_attention(q.float(), k_pages, v_pages, spans, 128**-0.5)
     found: list[Option] = []
@@ -423,8 +426,8 @@ def test_rope_append_merge_and_rerotate_agree() -> None:
     positions = torch.randint(0, 100_000, (37,), device="cuda", dtype=torch.int32)
     slots = torch.randperm(320, device="cuda")[:37]
     inv_freq = 500000.0 ** (-torch.arange(0, 64, device="cuda").float() / 64)
-    turned_q, turned_k = (reference.rope(x, positions, inv_freq) for x in (q, k))
-    right_k, right_v = reference.append(k_pages, v_pages, turned_k, v, slots)
+    turned_q, turned_k = (rope(x, positions, inv_freq) for x in (q, k))
+    right_k, right_v = append(k_pages, v_pages, turned_k, v, slots)
     rope_append(q, k, v, k_pages, v_pages, positions, slots, inv_freq)
     assert (q.float() - turned_q.float()).abs().max() < 0.04
     assert (k_pages.float() - right_k.float()).abs().max() < 0.04
@@ -437,7 +440,7 @@ def test_rope_append_merge_and_rerotate_agree() -> None:
     rerotate(k_pages, v_pages, source, target, shifts, inv_freq)
     for s, t, shift in zip(source, target, shifts, strict=True):
         tokens = before_k[s].transpose(0, 1)
-        right = reference.rope(tokens, shift.expand(16), inv_freq).transpose(0, 1)
+        right = rope(tokens, shift.expand(16), inv_freq).transpose(0, 1)
         assert (k_pages[t].float() - right.float()).abs().max() < 0.04
         assert torch.equal(v_pages[t], before_v[s])
 

@@ -15,30 +15,31 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mainstem.kernels import hopper_large, hopper_small
-from mainstem.kernels.append import _rope_append_kernel
-from mainstem.kernels.fused import (
+from mainstem.kernels.attention.hopper import large as hopper_large
+from mainstem.kernels.attention.hopper import small as hopper_small
+from mainstem.kernels.attention.hopper.rows import PANELS
+from mainstem.kernels.attention.merge import _merge_kernel
+from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
+from mainstem.kernels.attention.triton.span import _span_kernel
+from mainstem.kernels.attention.tuning import FALLBACK, HOPPER, HOPPER_SPLIT, SPLIT_HEAD_DIMS, Tiles
+from mainstem.kernels.dense.fused import (
     _head_norm_kernel,
     _norm_kernel,
     _quantize_kernel,
     _silu_mul_kernel,
 )
-from mainstem.kernels.hopper_rows import PANELS
-from mainstem.kernels.invariant import _matmul_kernel
-from mainstem.kernels.merge import _merge_kernel
-from mainstem.kernels.parts import _merge_parts_kernel
-from mainstem.kernels.rotate import _rerotate_kernel
-from mainstem.kernels.sample import (
+from mainstem.kernels.dense.invariant import _matmul_kernel
+from mainstem.kernels.memory.append import _rope_append_kernel
+from mainstem.kernels.memory.rotate import _rerotate_kernel
+from mainstem.kernels.memory.transfer import _spread_kernel
+from mainstem.kernels.memory.upload import _move_kernel
+from mainstem.kernels.sampling.sample import (
     _argmax_kernel,
     _collect_kernel,
     _finish_kernel,
     _survey_kernel,
     _tops_kernel,
 )
-from mainstem.kernels.span import _span_kernel
-from mainstem.kernels.transfer import _spread_kernel
-from mainstem.kernels.tuning import FALLBACK, HOPPER, HOPPER_SPLIT, SPLIT_HEAD_DIMS, Tiles
-from mainstem.kernels.upload import _move_kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -106,7 +107,7 @@ def _hopper_jobs() -> Iterator[Job]:
     for head_dim in SPLIT_HEAD_DIMS:
         merge = {"HEADS": 32, "HEAD_DIM": head_dim, "DIM": head_dim, "IS_ORDERED": False,
                  "HAS_LSE": True, "IS_PACKED": True, "OVERLAPS": True}  # fmt: skip
-        yield Job(_merge_parts_kernel, merge, {"partial_ptr": "*fp16"})
+        yield Job(_merge_partials_kernel, merge, {"partial_ptr": "*fp16"})
 
 
 def _gluon_job(
@@ -125,7 +126,7 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     yield Job(_span_kernel, _span_constants(tiles), options={"num_warps": tiles.num_warps})
     for is_ordered in (False, True):
         merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True, "IS_PACKED": False}
-        yield Job(_merge_parts_kernel, {**HEAD, **merge, **overlaps})
+        yield Job(_merge_partials_kernel, {**HEAD, **merge, **overlaps})
     yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps})
     yield Job(_rerotate_kernel, {**HEAD, **half})
     yield Job(_merge_kernel, {**HEAD, "TILE_ROWS": 16})

@@ -8,7 +8,8 @@ require_interpreter()
 
 import torch  # noqa: E402
 
-from mainstem.kernels import LayoutError, reference, rope_append  # noqa: E402
+from mainstem.kernels import LayoutError, rope_append  # noqa: E402
+from mainstem.kernels.memory import reference  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

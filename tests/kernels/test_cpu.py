@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mainstem.core.step import Spans
-from mainstem.kernels import cpu, reference
-from mainstem.kernels.cpu_queries import find_queries
+from mainstem.kernels.attention import cpu, reference
+from mainstem.kernels.attention.cpu.queries import find_queries
 from tests.runner.steps import make_spans
 
 # fp32, sums of up to a few thousand products of unit normals: 1e-5 is about 100 rounding errors

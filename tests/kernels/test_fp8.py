@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mainstem.core.errors import ConfigError
-from mainstem.kernels import fp8
-from mainstem.kernels.fp8 import Fp8Linear, quantize_rows, quantize_weight
+from mainstem.kernels.dense import fp8
+from mainstem.kernels.dense.fp8 import Fp8Linear, quantize_rows, quantize_weight
 
 pytestmark = pytest.mark.torch
 

@@ -12,7 +12,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from mainstem.kernels import LayoutError, fused  # noqa: E402
+from mainstem.kernels import LayoutError  # noqa: E402
+from mainstem.kernels.dense import fused  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

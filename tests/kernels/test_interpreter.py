@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 MODULES = [
-    "test_span.py", "test_merge.py", "test_parts.py", "test_append.py", "test_rotate.py",
+    "test_span.py", "test_merge.py", "test_merge_partials.py", "test_append.py", "test_rotate.py",
     "test_fused.py", "test_sample.py", "test_invariant.py", "test_transfer.py", "test_upload.py",
 ]  # fmt: skip
 

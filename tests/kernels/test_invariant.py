@@ -9,7 +9,7 @@ require_interpreter()
 import torch  # noqa: E402
 
 from mainstem.kernels import LayoutError  # noqa: E402
-from mainstem.kernels.invariant import matmul  # noqa: E402
+from mainstem.kernels.dense.invariant import matmul  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -8,8 +8,9 @@ require_interpreter()
 
 import torch  # noqa: E402
 
-from mainstem.kernels import LayoutError, reference  # noqa: E402
-from mainstem.kernels.merge import merge  # noqa: E402
+from mainstem.kernels import LayoutError  # noqa: E402
+from mainstem.kernels.attention import reference  # noqa: E402
+from mainstem.kernels.attention.merge import merge  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 

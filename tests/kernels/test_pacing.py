@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from mainstem.kernels.pacing import Card, Work, least_us, step_us
-from mainstem.kernels.tuning import HOPPER_SPLIT
+from mainstem.kernels.attention.pacing import Card, Work, least_us, step_us
+from mainstem.kernels.attention.tuning import HOPPER_SPLIT
 
 pytestmark = pytest.mark.torch
 

@@ -1,8 +1,10 @@
-"""The oracle itself, against formulas it does not use."""
+"""The oracles themselves, against formulas they do not use."""
 
 import torch
 
-from mainstem.kernels import reference
+from mainstem.kernels.attention import reference
+from mainstem.kernels.dense.reference import rms_norm, silu_mul
+from mainstem.kernels.memory.reference import append, rope
 from tests.runner.steps import make_spans
 
 
@@ -63,7 +65,7 @@ def test_rope_keeps_lengths_and_depends_on_distance_only() -> None:
     q, k = randn(1, 1, 6), randn(1, 1, 6, seed=1)
 
     def turned(x: torch.Tensor, position: int) -> torch.Tensor:
-        return reference.rope(x, torch.tensor([position]), inv_freq)
+        return rope(x, torch.tensor([position]), inv_freq)
 
     torch.testing.assert_close(turned(q, 9).norm(), q.norm())
     near, far = (float((turned(q, p + 3) * turned(k, p)).sum()) for p in (0, 50))
@@ -75,7 +77,7 @@ def test_append_writes_its_slots_and_nothing_else() -> None:
     k, v = randn(3, 2, 4, 8), randn(3, 2, 4, 8, seed=1)
     new_k, new_v = randn(2, 2, 8, seed=2), randn(2, 2, 8, seed=3)
     before = k.clone()
-    k_after, v_after = reference.append(k, v, new_k, new_v, torch.tensor([9, 2]))
+    k_after, v_after = append(k, v, new_k, new_v, torch.tensor([9, 2]))
     assert torch.equal(k, before)
     assert torch.equal(k_after[2, :, 1], new_k[0])
     assert torch.equal(v_after[0, :, 2], new_v[1])
@@ -85,6 +87,6 @@ def test_append_writes_its_slots_and_nothing_else() -> None:
 def test_norm_and_gated_unit() -> None:
     x, gain = randn(3, 8), randn(8, seed=1)
     expected = torch.nn.functional.rms_norm(x, (8,), gain, 1e-5)
-    torch.testing.assert_close(reference.rms_norm(x, gain, 1e-5), expected)
+    torch.testing.assert_close(rms_norm(x, gain, 1e-5), expected)
     expected = torch.nn.functional.silu(x[:, :4]) * x[:, 4:]
-    torch.testing.assert_close(reference.silu_mul(x), expected)
+    torch.testing.assert_close(silu_mul(x), expected)

@@ -8,7 +8,8 @@ require_interpreter()
 
 import torch  # noqa: E402
 
-from mainstem.kernels import LayoutError, reference, rerotate  # noqa: E402
+from mainstem.kernels import LayoutError, rerotate  # noqa: E402
+from mainstem.kernels.memory import reference  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

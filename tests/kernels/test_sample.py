@@ -12,7 +12,7 @@ from torch import Tensor  # noqa: E402
 
 from mainstem.core.request import SamplingParams  # noqa: E402
 from mainstem.kernels import LayoutError  # noqa: E402
-from mainstem.kernels.sample import argmax, sample  # noqa: E402
+from mainstem.kernels.sampling.sample import argmax, sample  # noqa: E402
 from mainstem.runner.sampler import choice_of, choose  # noqa: E402
 from tests.runner.steps import a_sample_batch  # noqa: E402
 

@@ -11,11 +11,12 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mainstem.core.step import Spans
-from mainstem.kernels import Limits
-from mainstem.kernels import schedule as plans
-from mainstem.kernels.cutting import SMALL_TILE_KEYS, Option, Pick, Shape, first_to_end
-from mainstem.kernels.tuning import HOPPER, HOPPER_SPLIT, Tiles
-from mainstem.kernels.unshare import unshare
+from mainstem.kernels import AttentionLimits
+from mainstem.kernels.attention import layout
+from mainstem.kernels.attention import plan as plans
+from mainstem.kernels.attention.cutting import SMALL_TILE_KEYS, Option, Pick, Shape, pick_fastest
+from mainstem.kernels.attention.tuning import HOPPER, HOPPER_SPLIT, Tiles
+from mainstem.kernels.attention.unshare import unshare
 from mainstem_bench.cuts import random_step
 from mainstem_bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases
 
@@ -35,23 +36,28 @@ def shape_of(case: AttentionCase, tiles: Tiles, fixed_stretch: int | None = None
     )
 
 
-def check(case: AttentionCase, shape: Shape, pick: Pick = first_to_end) -> None:
+def check(case: AttentionCase, shape: Shape, pick: Pick = pick_fastest) -> None:
     spans = case.spans()
-    check_plan(plans.schedule(spans, shape, pick), spans, shape)
+    check_plan(plans.make_plan(spans, shape, pick), spans, shape)
 
 
-def check_plan(plan: plans.Schedule, spans: Spans, shape: Shape) -> None:
+def check_plan(plan: plans.KernelPlan, spans: Spans, shape: Shape) -> None:
     """Count (row, key) pairs per KV head, and Partials per token, as the kernel would."""
     ints = plan.ints
     small_at, large_at, entries_at, num_entries, pages_at, merges_at, num_merges = ints[:7]
-    table = ints[plans.HEADER_INTS :][: shape.num_programs * plans.SHARE_FIELDS]
-    table = table.reshape(shape.num_programs, plans.SHARE_FIELDS)
+    table = ints[layout.HEADER_INTS :][: shape.num_programs * layout.SHARE_INTS]
+    table = table.reshape(shape.num_programs, layout.SHARE_INTS)
     shares = np.array(
-        [[*table[:, at], table[-1, at + 1]] for at in (plans.SHARE_LARGE, plans.SHARE_SMALL)]
+        [
+            [*table[:, at], table[-1, at + 1]]
+            for at in (layout.SHARE_LARGE_BEGIN, layout.SHARE_SMALL_BEGIN)
+        ]
     )
-    num_with_small = np.count_nonzero(table[:, plans.SHARE_SMALL] < table[:, plans.SHARE_SMALL + 1])
-    assert ints[plans.H_NUM_DRAWERS] in (shape.num_programs, num_with_small)
-    assert ints[plans.H_NUM_DRAWERS] > 0
+    num_with_small = np.count_nonzero(
+        table[:, layout.SHARE_SMALL_BEGIN] < table[:, layout.SHARE_SMALL_END]
+    )
+    assert ints[layout.HEADER_NUM_CLAIMERS] in (shape.num_programs, num_with_small)
+    assert ints[layout.HEADER_NUM_CLAIMERS] > 0
     assert (table[:-1, 1] == table[1:, 0]).all()
     assert (table[:-1, 3] == table[1:, 2]).all()
     assert (np.diff(shares) >= 0).all()
@@ -62,24 +68,24 @@ def check_plan(plan: plans.Schedule, spans: Spans, shape: Shape) -> None:
     written: list[tuple[int, int]] = []
     for kind, (order_at, pieces_at, heads) in enumerate(
         (
-            (ints[plans.H_LARGE_ORDER], large_at, 1),
-            (ints[plans.H_SMALL_ORDER], small_at, shape.fold),
+            (ints[layout.HEADER_LARGE_ORDER], large_at, 1),
+            (ints[layout.HEADER_SMALL_ORDER], small_at, shape.fold),
         )
     ):
         per_piece = shape.kv_heads // heads
         units = ints[order_at:][: shares[kind][-1]]
         _check_first_units(ints, kind, table, units, pieces_at, per_piece, shape)
-        if kind == 1:  # programs draw the others
-            units = np.concatenate((units, _pooled_units(ints, pieces_at, per_piece, shape)))
+        if kind == 1:  # programs claim the others
+            units = np.concatenate((units, _queued_units(ints, pieces_at, per_piece, shape)))
         assert len(np.unique(units)) == len(units)
         for unit in units.tolist():
-            piece = ints[pieces_at + unit // per_piece * plans.PIECE_FIELDS :][: plans.PIECE_FIELDS]
+            piece = ints[pieces_at + unit // per_piece * layout.PIECE_INTS :][: layout.PIECE_INTS]
             entry, row_begin, row_end, page, key_begin, key_end, limit, stretch = piece[:8].tolist()
             assert key_begin % shape.page_size == 0
             first_page = ints[pages_at + page + key_begin // shape.page_size]
-            assert piece[plans.PIECE_PAGE_ID] == first_page
+            assert piece[layout.PIECE_FIRST_PAGE] == first_page
             span = int(np.searchsorted(spans.query_starts, entry, side="right")) - 1
-            assert piece[plans.PIECE_TOKEN] == tokens[span]
+            assert piece[layout.PIECE_FIRST_TOKEN] == tokens[span]
             queries = np.arange(row_begin, row_end) // shape.group
             seen = np.minimum(limit + queries + 1, key_end) - key_begin
             head = unit % per_piece * heads
@@ -105,12 +111,12 @@ def _check_first_units(
     for share in table[table[:, 2 * kind] < table[:, 2 * kind + 1]]:
         begin, end = share[2 * kind : 2 * kind + 2]
         first = int(units[begin])
-        piece = ints[pieces_at + first // per_piece * plans.PIECE_FIELDS :][: plans.PIECE_FIELDS]
-        unit = share[(plans.SHARE_LARGE_UNIT, plans.SHARE_SMALL_UNIT)[kind] :]
-        assert unit[: plans.PIECE_HEAD].tolist() == piece[: plans.PIECE_HEAD].tolist()
-        assert unit[plans.PIECE_HEAD] == first % per_piece * (shape.kv_heads // per_piece)
+        piece = ints[pieces_at + first // per_piece * layout.PIECE_INTS :][: layout.PIECE_INTS]
+        unit = share[(layout.SHARE_FIRST_LARGE, layout.SHARE_FIRST_SMALL)[kind] :]
+        assert unit[: layout.PIECE_KV_HEAD].tolist() == piece[: layout.PIECE_KV_HEAD].tolist()
+        assert unit[layout.PIECE_KV_HEAD] == first % per_piece * (shape.kv_heads // per_piece)
         if kind == 1:
-            assert share[plans.SHARE_SMALL_NEXT] == units[min(begin + 1, end - 1)]
+            assert share[layout.SHARE_SECOND_SMALL] == units[min(begin + 1, end - 1)]
 
 
 def _first_tokens(spans: Spans) -> list[int]:
@@ -119,18 +125,20 @@ def _first_tokens(spans: Spans) -> list[int]:
     return [int(rows[0]) if len(rows) and (np.diff(rows) == 1).all() else -1 for rows in rows_of]
 
 
-def _pooled_units(ints: np.ndarray, pieces_at: int, per_piece: int, shape: Shape) -> np.ndarray:
-    """Those of the pool, as an order would name them."""
-    units = ints[ints[plans.H_POOL] : ints[plans.H_LARGE_ORDER]].reshape(-1, plans.PIECE_FIELDS)
-    assert len(units) == max(ints[plans.H_NUM_POOLED], 1)
-    units = units[: ints[plans.H_NUM_POOLED]]
-    pieces = ints[pieces_at : ints[plans.H_ENTRIES]].reshape(-1, plans.PIECE_FIELDS)
-    by_piece = {tuple(piece[: plans.PIECE_HEAD]): i for i, piece in enumerate(pieces.tolist())}
+def _queued_units(ints: np.ndarray, pieces_at: int, per_piece: int, shape: Shape) -> np.ndarray:
+    """Those of the queue, as an order would name them."""
+    units = ints[ints[layout.HEADER_QUEUE] : ints[layout.HEADER_LARGE_ORDER]].reshape(
+        -1, layout.PIECE_INTS
+    )
+    assert len(units) == max(ints[layout.HEADER_NUM_QUEUED], 1)
+    units = units[: ints[layout.HEADER_NUM_QUEUED]]
+    pieces = ints[pieces_at : ints[layout.HEADER_ENTRIES]].reshape(-1, layout.PIECE_INTS)
+    by_piece = {tuple(piece[: layout.PIECE_KV_HEAD]): i for i, piece in enumerate(pieces.tolist())}
     assert len(by_piece) == len(pieces)
     return np.array(
         [
-            by_piece[*unit[: plans.PIECE_HEAD]] * per_piece
-            + unit[plans.PIECE_HEAD] // (shape.kv_heads // per_piece)
+            by_piece[*unit[: layout.PIECE_KV_HEAD]] * per_piece
+            + unit[layout.PIECE_KV_HEAD] // (shape.kv_heads // per_piece)
             for unit in units.tolist()
         ],
         np.int32,
@@ -158,18 +166,18 @@ def test_a_small_unit_fits_its_tile(page_size: int, tiles: Tiles) -> None:
 
 
 def _loads(case: AttentionCase) -> tuple[np.ndarray, np.ndarray]:
-    """Keys x heads of the large units of each program, and those of the small ones, none pooled."""
-    shape = shape_of(case, replace(HOPPER_SPLIT, pooled=0.0))
-    ints = plans.schedule(case.spans(), shape).ints
-    table = ints[plans.HEADER_INTS :][: shape.num_programs * plans.SHARE_FIELDS]
-    table = table.reshape(shape.num_programs, plans.SHARE_FIELDS)
+    """Keys x heads of the large units of each program, and those of the small ones, none queued."""
+    shape = shape_of(case, replace(HOPPER_SPLIT, queued_share=0.0))
+    ints = plans.make_plan(case.spans(), shape).ints
+    table = ints[layout.HEADER_INTS :][: shape.num_programs * layout.SHARE_INTS]
+    table = table.reshape(shape.num_programs, layout.SHARE_INTS)
     loads = np.zeros((2, shape.num_programs), np.int64)
     for kind, (at, order, heads) in enumerate(((1, 8, 1), (0, 9, shape.fold))):
         for program, (begin, end) in enumerate(table[:, 2 * kind : 2 * kind + 2]):
             units = ints[ints[order] + begin : ints[order] + end]
             for piece in units // (shape.kv_heads // heads):
-                fields = ints[ints[at] + piece * plans.PIECE_FIELDS :]
-                keys = fields[plans.PIECE_KEY_END] - fields[plans.PIECE_KEY_BEGIN]
+                fields = ints[ints[at] + piece * layout.PIECE_INTS :]
+                keys = fields[layout.PIECE_KEY_END] - fields[layout.PIECE_KEY_BEGIN]
                 loads[kind, program] += keys * heads
     return loads[0], loads[1]
 
@@ -251,7 +259,7 @@ def test_next_to_nothing_is_a_plan(runs: tuple[Run, ...], tiles: Tiles) -> None:
 def test_as_many_pieces_as_spans_need_not_be_one_each() -> None:
     case = AttentionCase("two and none", (Run((), 10), Run((0,), 300)))
     shape = shape_of(case, HOPPER, fixed_stretch=256)
-    assert plans.schedule(case.spans(), shape).num_pieces == 2
+    assert plans.make_plan(case.spans(), shape).num_pieces == 2
     check(case, shape)
 
 
@@ -259,8 +267,8 @@ def test_large_units_are_on_as_few_multiprocessors_as_end_in_time() -> None:
     """32 sequences of 8,000 keys share 300: few large units, and none of them late."""
     runs = [Run((row,), 8000) for row in range(32)]
     case = AttentionCase("long", (*runs, Run(tuple(range(32)), 300)))
-    ints = plans.schedule(case.spans(), shape_of(case, HOPPER_SPLIT)).ints
-    table = ints[plans.HEADER_INTS :][: 264 * plans.SHARE_FIELDS].reshape(264, -1)
+    ints = plans.make_plan(case.spans(), shape_of(case, HOPPER_SPLIT)).ints
+    table = ints[layout.HEADER_INTS :][: 264 * layout.SHARE_INTS].reshape(264, -1)
     assert 0 < np.count_nonzero(table[:, 0] < table[:, 1]) <= 66
 
 
@@ -275,10 +283,10 @@ def test_the_largest_step_of_an_engine_fits_its_buffers() -> None:
     ]
     case = AttentionCase("largest", tuple(runs))
     spans, shape = case.spans(), shape_of(case, HOPPER)
-    limits = Limits(max_tokens=8192, max_pages=1 << 22, max_entries=7 * 8192)
-    shared = plans.schedule(spans, shape)
+    limits = AttentionLimits(max_tokens=8192, max_pages=1 << 22, max_entries=7 * 8192)
+    shared = plans.make_plan(spans, shape)
     assert shared.num_slots > limits.partials()
-    fewer = plans.schedule(unshare(spans, case.page_size, least_queries=16), shape)
+    fewer = plans.make_plan(unshare(spans, case.page_size, least_queries=16), shape)
     assert fewer.num_slots <= limits.partials()
     partial_bytes = limits.partials() * case.heads * case.head_dim * 4
     assert partial_bytes == 256 << 20
@@ -297,10 +305,10 @@ def test_longer_units_leave_fewer_partials(
     runs.append(Run(tuple(range(decodes, decodes + prompt)), keys, is_causal=True))
     case = AttentionCase("prompt", tuple(runs), heads, kv_heads)
     spans, shape = case.spans(), shape_of(case, HOPPER_SPLIT)
-    fine = plans.schedule(spans, shape)
+    fine = plans.make_plan(spans, shape)
     most = fine.num_slots * 2 // 3
-    fitting = plans.schedule(spans, replace(shape, max_partials=most))
-    uncut = plans.schedule(spans, replace(shape, can_cut=False))
+    fitting = plans.make_plan(spans, replace(shape, max_partials=most))
+    uncut = plans.make_plan(spans, replace(shape, can_cut=False))
     assert uncut.num_slots < fitting.num_slots <= most
 
 
@@ -315,7 +323,7 @@ def test_a_large_step_is_planned_quickly(batch: int, groups: int, tiles: Tiles) 
     took_s = []
     for _ in range(5):
         begin_s = time.perf_counter()
-        plans.schedule(spans, shape)
+        plans.make_plan(spans, shape)
         took_s.append(time.perf_counter() - begin_s)
     assert min(took_s) < 0.01  # a millisecond on the GPU's host; this machine may be busy
 
@@ -341,7 +349,7 @@ def _grouped(group_of: int, prefix: int, own: int = 100, tokens: int = 64) -> At
 def test_a_plan_names_the_launches_that_it_needs(
     case: AttentionCase, launches: tuple[bool, bool]
 ) -> None:
-    assert plans.schedule(case.spans(), shape_of(case, HOPPER_SPLIT)).launches == launches
+    assert plans.make_plan(case.spans(), shape_of(case, HOPPER_SPLIT)).launches == launches
 
 
 @pytest.mark.parametrize("case", [_grouped(4, 1000), _grouped(16, 100), _grouped(2, 5000)])
@@ -350,12 +358,12 @@ def test_spans_of_a_few_tokens_may_be_of_either_kind(case: AttentionCase) -> Non
 
     def tell(options: list[Option], shape: Shape) -> Option:
         kinds.update(len(option.large.stretches) for option in options)
-        return first_to_end(options, shape)
+        return pick_fastest(options, shape)
 
-    plans.schedule(case.spans(), shape_of(case, HOPPER_SPLIT), tell)
+    plans.make_plan(case.spans(), shape_of(case, HOPPER_SPLIT), tell)
     assert len(kinds) == 2
     assert 0 in kinds
-    plans.schedule(case.spans(), shape_of(case, HOPPER), tell)
+    plans.make_plan(case.spans(), shape_of(case, HOPPER), tell)
     assert len(kinds) == 2, "one kernel has both kinds, so nothing is saved"
 
 
@@ -367,33 +375,33 @@ def _grown(case: AttentionCase, rng: random.Random, most: int) -> AttentionCase:
 @pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])
 @pytest.mark.parametrize("fixed_stretch", [None, 256])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_frame_holds_for_a_few_keys_more(
+def test_a_reusable_plan_holds_for_a_few_keys_more(
     seed: int, fixed_stretch: int | None, tiles: Tiles
 ) -> None:
     rng = random.Random(seed)
     case = replace(random_step(rng), page_size=rng.choice([16, 32, 64]))
     shape = shape_of(case, tiles, fixed_stretch)
-    first = plans.schedule(case.spans(), shape)
+    first = plans.make_plan(case.spans(), shape)
     ints = first.ints
     held = 0
     for most in (0, 1, 3, plans.KEPT_KEYS):
         spans = _grown(case, rng, most).spans()
-        if first.frame.holds_for(spans):
+        if first.reusable.holds_for(spans):
             held += 1
-            check_plan(first.frame.plan(spans), spans, shape)
+            check_plan(first.reusable.plan(spans), spans, shape)
     assert held
     assert np.array_equal(first.ints, ints), "nothing was overwritten"
-    again = first.frame.plan(case.spans())
+    again = first.reusable.plan(case.spans())
     assert np.array_equal(again.ints, ints)
     assert (again.num_slots, again.launches) == (first.num_slots, first.launches)
     check_plan(again, case.spans(), shape)
 
 
-def test_a_frame_does_not_hold_for_other_steps() -> None:
+def test_a_reusable_plan_does_not_hold_for_other_steps() -> None:
     case = AttentionCase("decodes", tuple(Run((row,), 100 + row) for row in range(40)))
     spans = case.spans()
-    frame = plans.schedule(spans, shape_of(case, HOPPER_SPLIT)).frame
-    assert frame.holds_for(spans)
+    reusable = plans.make_plan(spans, shape_of(case, HOPPER_SPLIT)).reusable
+    assert reusable.holds_for(spans)
     runs = case.runs
     for other in (
         runs[:-1],
@@ -403,19 +411,21 @@ def test_a_frame_does_not_hold_for_other_steps() -> None:
         (replace(runs[0], key_tokens=99), *runs[1:]),
         (replace(runs[0], key_tokens=101 + plans.KEPT_KEYS), *runs[1:]),
     ):
-        assert not frame.holds_for(replace(case, runs=other).spans())
+        assert not reusable.holds_for(replace(case, runs=other).spans())
 
 
-def test_a_frame_does_not_hold_past_a_fixed_stretch() -> None:
+def test_a_reusable_plan_does_not_hold_past_a_fixed_stretch() -> None:
     case = AttentionCase("one", (Run((0,), 4090),))
-    frame = plans.schedule(case.spans(), shape_of(case, HOPPER, fixed_stretch=256)).frame
-    assert frame.holds_for(AttentionCase("one", (Run((0,), 4096),)).spans())
-    assert not frame.holds_for(AttentionCase("one", (Run((0,), 4097),)).spans())
+    reusable = plans.make_plan(case.spans(), shape_of(case, HOPPER, fixed_stretch=256)).reusable
+    assert reusable.holds_for(AttentionCase("one", (Run((0,), 4096),)).spans())
+    assert not reusable.holds_for(AttentionCase("one", (Run((0,), 4097),)).spans())
 
 
 @pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])
 @pytest.mark.parametrize("page_size", [16, 32, 64])
-def test_a_frame_holds_while_decodes_of_any_length_go_on(page_size: int, tiles: Tiles) -> None:
+def test_a_reusable_plan_holds_while_decodes_of_any_length_go_on(
+    page_size: int, tiles: Tiles
+) -> None:
     """In every step some of them begin a page, and some have filled their last stretch."""
     rng = random.Random(0)
     lengths = [rng.randint(0, 900) for _ in range(100)]
@@ -426,12 +436,12 @@ def test_a_frame_holds_while_decodes_of_any_length_go_on(page_size: int, tiles: 
         return AttentionCase("ragged", (*prefixes, *own), page_size=page_size)
 
     shape = shape_of(step(0), tiles)
-    frame = plans.schedule(step(0).spans(), shape).frame
+    reusable = plans.make_plan(step(0).spans(), shape).reusable
     for number in range(plans.KEPT_KEYS + 1):
         spans = step(number).spans()
-        assert frame.holds_for(spans)
-        check_plan(frame.plan(spans), spans, shape)
-    assert not frame.holds_for(step(plans.KEPT_KEYS + 1).spans())
+        assert reusable.holds_for(spans)
+        check_plan(reusable.plan(spans), spans, shape)
+    assert not reusable.holds_for(step(plans.KEPT_KEYS + 1).spans())
 
 
 def test_a_way_with_room_for_the_last_units_is_one_round() -> None:

@@ -16,17 +16,11 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mainstem.core.step import Spans  # noqa: E402
-from mainstem.kernels import (  # noqa: E402
-    LayoutError,
-    Limits,
-    PlanTooLarge,
-    SpanAttention,
-    ops,
-    reference,
-)
-from mainstem.kernels.cutting import first_to_end  # noqa: E402
-from mainstem.kernels.schedule import Launches, Schedule, schedule  # noqa: E402
-from mainstem.kernels.tuning import INTERPRETER, Tiles  # noqa: E402
+from mainstem.kernels import AttentionLimits, LayoutError, PlanTooLarge, SpanAttention  # noqa: E402
+from mainstem.kernels.attention import ops, reference  # noqa: E402
+from mainstem.kernels.attention.cutting import pick_fastest  # noqa: E402
+from mainstem.kernels.attention.plan import KernelPlan, Launches, make_plan  # noqa: E402
+from mainstem.kernels.attention.tuning import INTERPRETER, Tiles  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -71,7 +65,7 @@ def make_attention(
     shape: tuple[int, int, int, int],
     dtype: torch.dtype = torch.float32,
     deterministic_keys: int | None = None,
-    limits: Limits | None = None,
+    limits: AttentionLimits | None = None,
     tiles: Tiles | None = None,
 ) -> SpanAttention:
     heads, kv_heads, dim, page_size = shape
@@ -82,7 +76,7 @@ def make_attention(
         page_size=page_size,
         dtype=dtype,
         device=CPU,
-        limits=limits if limits is not None else Limits(max_tokens=64, max_pages=512),
+        limits=limits if limits is not None else AttentionLimits(max_tokens=64, max_pages=512),
         deterministic_keys=deterministic_keys,
         tiles=tiles,
     )
@@ -254,7 +248,7 @@ def test_a_spread_of_80_in_lse_is_merged_without_overflow() -> None:
         ({"page_size": 8}, "page_size"),
         ({"kv_heads": 3}, "kv_heads"),
         ({"deterministic_keys": 17}, "deterministic_keys"),
-        ({"tiles": replace(INTERPRETER, pooled=0.25)}, "pooled"),
+        ({"tiles": replace(INTERPRETER, queued_share=0.25)}, "queued_share"),
         ({"tiles": replace(INTERPRETER, divides_pages=True)}, "divides_pages"),
     ],
 )
@@ -263,7 +257,7 @@ def test_the_constructor_names_what_it_does_not_take(
 ) -> None:
     arguments: dict[str, object] = {
         "heads": 4, "kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": torch.float32,
-        "device": CPU, "limits": Limits(8, 8), **changes,
+        "device": CPU, "limits": AttentionLimits(8, 8), **changes,
     }  # fmt: skip
     with pytest.raises(LayoutError, match=named):
         SpanAttention(**arguments)  # type: ignore[arg-type]
@@ -286,13 +280,13 @@ def test_run_names_the_tensor_it_does_not_take() -> None:
 @pytest.mark.parametrize(
     ("limits", "named"),
     [
-        (Limits(1, 64), "max_tokens"),
-        (Limits(8, 1), "max_pages"),
-        (Limits(8, 64, max_entries=2), "max_entries"),
-        (Limits(8, 64, max_partials=1), "max_partials"),
+        (AttentionLimits(1, 64), "max_tokens"),
+        (AttentionLimits(8, 1), "max_pages"),
+        (AttentionLimits(8, 64, max_entries=2), "max_entries"),
+        (AttentionLimits(8, 64, max_partials=1), "max_partials"),
     ],
 )
-def test_a_plan_that_does_not_fit_names_the_limit(limits: Limits, named: str) -> None:
+def test_a_plan_that_does_not_fit_names_the_limit(limits: AttentionLimits, named: str) -> None:
     attention = make_attention((4, 2, 64, 16), limits=limits)
     with pytest.raises(PlanTooLarge, match=named):
         attention.plan(make_spans([([0, 1], 30, False), ([0], 5, True), ([1], 6, True)], 16))
@@ -304,7 +298,7 @@ def test_a_step_with_too_many_partials_reads_its_prefix_more_often() -> None:
     spans = make_spans(runs, 16)
     pages = make_pages(spans, (2, 16, 64), torch.float32)
     q = torch.randn(3, 4, 64)
-    attention = make_attention((4, 2, 64, 16), limits=Limits(8, 64, max_partials=1))
+    attention = make_attention((4, 2, 64, 16), limits=AttentionLimits(8, 64, max_partials=1))
     attention.plan(spans)
     out = attention.run(q, *pages)
     k_pages, v_pages = (p.nan_to_num(0.0) for p in pages)
@@ -343,11 +337,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Spans]:
     """The steps that are planned anew."""
     spans_of_plans: list[Spans] = []
 
-    def counted(spans: Spans, *rest: Any) -> Schedule:
+    def counted(spans: Spans, *rest: Any) -> KernelPlan:
         spans_of_plans.append(spans)
-        return schedule(spans, *rest)
+        return make_plan(spans, *rest)
 
-    monkeypatch.setattr(ops, "schedule", counted)
+    monkeypatch.setattr(ops, "make_plan", counted)
     return spans_of_plans
 
 
@@ -372,14 +366,14 @@ def test_what_somebody_picked_is_not_followed(made: list[Spans]) -> None:
     spans = make_spans([([0], 300, False)], 16)
     attention = make_attention((4, 2, 64, 16))
     counts = []
-    for pick in (None, None, first_to_end, None, None):
+    for pick in (None, None, pick_fastest, None, None):
         attention.plan(spans, pick)
         counts.append(len(made))
     assert counts == [1, 1, 2, 3, 3]
 
 
 def test_a_plan_that_had_to_share_less_is_not_followed(made: list[Spans]) -> None:
-    limits = Limits(max_tokens=2, max_pages=8, max_partials=1)
+    limits = AttentionLimits(max_tokens=2, max_pages=8, max_partials=1)
     attention = make_attention((4, 2, 64, 16), limits=limits)
     spans = make_spans([([0, 1], 32, False), ([0], 5, False), ([1], 5, False)], 16)
     attention.plan(spans)

@@ -7,8 +7,8 @@ from tests.kernels.interpreted import require_interpreter
 
 require_interpreter()
 
-from mainstem.kernels.ops import LayoutError  # noqa: E402
-from mainstem.kernels.transfer import spread_pages  # noqa: E402
+from mainstem.kernels.errors import LayoutError  # noqa: E402
+from mainstem.kernels.memory.transfer import spread_pages  # noqa: E402
 
 SHAPES = {
     "a tile and a bit": (3, 9, 2, 16, 128),  # layers, pages, kv_heads, page_size, head_dim

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 torch = pytest.importorskip("torch")
 
 from mainstem.core.step import Spans  # noqa: E402
-from mainstem.kernels import reference  # noqa: E402
-from mainstem.kernels.unshare import unshare  # noqa: E402
+from mainstem.kernels.attention import reference  # noqa: E402
+from mainstem.kernels.attention.unshare import unshare  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -7,7 +7,7 @@ from tests.kernels.interpreted import require_interpreter
 
 require_interpreter()
 
-from mainstem.kernels.upload import BLOCK_WORDS, _move_kernel, move_words  # noqa: E402
+from mainstem.kernels.memory.upload import BLOCK_WORDS, _move_kernel, move_words  # noqa: E402
 
 
 @pytest.mark.parametrize("words", [1, BLOCK_WORDS, 5 * BLOCK_WORDS + 3])

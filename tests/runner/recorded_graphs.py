@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mainstem.kernels.schedule import Launches
+from mainstem.kernels.attention.plan import Launches
 
 Piece = Callable[[], None]
 PiecesOf = Callable[[int, Launches], Sequence[Piece]]

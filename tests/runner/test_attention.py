@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from mainstem.core.step import Spans
-from mainstem.kernels import reference
+from mainstem.kernels.attention import reference
 from mainstem.runner.attention import narrow_spans
 from tests.runner.steps import make_spans
 

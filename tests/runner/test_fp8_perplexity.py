@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from mainstem.kernels.fp8 import Fp8Linear
+from mainstem.kernels.dense.fp8 import Fp8Linear
 from mainstem.models.config import read_spec
 from mainstem.models.decoder import Decoder, load_decoder
 from mainstem.models.layers import DenseLinear, Linear, norm_scale

@@ -21,7 +21,7 @@ from mainstem.core.shapes import ModelShape
 from mainstem.core.step import Runner
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
-from mainstem.kernels.schedule import Launches
+from mainstem.kernels.attention.plan import Launches
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import RandomOrigin
 from tests.runner.recorded_graphs import Piece, Recorder

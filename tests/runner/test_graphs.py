@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mainstem.core.step import Step
-from mainstem.kernels.schedule import ALL_LAUNCHES, Launches
+from mainstem.kernels.attention.plan import ALL_LAUNCHES, Launches
 from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem.runner.graphs import GRAPH_SIZES, MOST_TOKENS_OF_FEWER, StepGraphs
 from tests.runner.recorded_graphs import Piece, Recorder

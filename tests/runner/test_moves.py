@@ -9,7 +9,7 @@ import torch
 
 from mainstem.core.config import CacheConfig, EngineConfig
 from mainstem.core.step import Step
-from mainstem.kernels.cpu import move_pages
+from mainstem.kernels.memory.cpu import move_pages
 from mainstem.models.config import RopeSpec
 from mainstem.models.layers import turns_by
 from mainstem.runner.cpu_load import load_cpu_runner

@@ -1,6 +1,6 @@
 """Tensors in, tensors out. The span attention kernel and what belongs to it are usable alone:
 
-    from mainstem.kernels import Limits, SpanAttention
+    from mainstem.kernels import AttentionLimits, SpanAttention
 
 Names load when first asked for, so that the CPU path needs no Triton.
 """
@@ -8,13 +8,14 @@ Names load when first asked for, so that the CPU path needs no Triton.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mainstem.kernels.append import rope_append
-    from mainstem.kernels.ops import LayoutError, Limits, PlanTooLarge, SpanAttention
-    from mainstem.kernels.rotate import rerotate
+    from mainstem.kernels.attention.ops import AttentionLimits, SpanAttention
+    from mainstem.kernels.errors import LayoutError, PlanTooLarge
+    from mainstem.kernels.memory.append import rope_append
+    from mainstem.kernels.memory.rotate import rerotate
 
 __all__ = [
+    "AttentionLimits",
     "LayoutError",
-    "Limits",
     "PlanTooLarge",
     "SpanAttention",
     "rerotate",
@@ -22,12 +23,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LayoutError": "ops",
-    "Limits": "ops",
-    "PlanTooLarge": "ops",
-    "SpanAttention": "ops",
-    "rerotate": "rotate",
-    "rope_append": "append",
+    "LayoutError": "errors",
+    "AttentionLimits": "attention.ops",
+    "PlanTooLarge": "errors",
+    "SpanAttention": "attention.ops",
+    "rerotate": "memory.rotate",
+    "rope_append": "memory.append",
 }
 
 

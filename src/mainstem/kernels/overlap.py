@@ -18,8 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from mainstem.kernels.tuning import can_overlap
-
 
 @triton.jit
 def wait_for_ahead(OVERLAPS: tl.constexpr):
@@ -27,6 +25,13 @@ def wait_for_ahead(OVERLAPS: tl.constexpr):
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may begin before the one ahead of it has ended (from Hopper on)."""
+    if device.type == "cpu" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @cache

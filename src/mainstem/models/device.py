@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mainstem.core.config import Quantize
-from mainstem.kernels.fp8 import Fp8Linear
-from mainstem.kernels.fused import (
+from mainstem.kernels.dense.fp8 import Fp8Linear
+from mainstem.kernels.dense.fused import (
     add_rms_norm,
     add_rms_norm_fp8,
     head_norm_,
@@ -24,7 +24,7 @@ from mainstem.kernels.fused import (
     silu_mul,
     silu_mul_fp8,
 )
-from mainstem.kernels.invariant import matmul
+from mainstem.kernels.dense.invariant import matmul
 from mainstem.models.config import ModelSpec
 from mainstem.models.decoder import Attention, Gate
 from mainstem.models.weights import WeightSource

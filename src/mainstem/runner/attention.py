@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.core.step import Spans
-from mainstem.kernels import cpu
+from mainstem.kernels.attention import cpu
+from mainstem.kernels.memory.cpu import move_pages
 from mainstem.models.config import ModelSpec
 from mainstem.models.layers import turns_by
 from mainstem.runner.pages import DevicePages
@@ -67,7 +68,7 @@ class AttentionPlan:
         pages = self._pages
         pages.append(layer, self._write_rows, heads[:, self._num_heads :])
         if self._moves is not None:
-            cpu.move_pages(pages.joint(layer), *self._moves)
+            move_pages(pages.joint(layer), *self._moves)
         if self._copies is not None:
             pages.copy(layer, *self._copies)
         q = heads[:, : self._num_heads]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mainstem.core.step import Spans
-from mainstem.kernels import cpu
+from mainstem.kernels.attention import cpu
 from mainstem.plan.cost import GENERIC_CPU, H200, Card, Heads
 
 NUM_TIMED = 15
@@ -118,7 +118,7 @@ def _attention_s(probe: Probe, spans: Spans) -> float:
         shape = cpu.PageShape(heads.heads, heads.kv_heads, num_pages, PAGE_SIZE)
         plan = cpu.plan(spans, num_tokens, shape, heads.head_dim**-0.5)
         return probe.seconds(lambda: plan.run(q, kv))
-    from mainstem.kernels import Limits, SpanAttention  # noqa: PLC0415  # needs Triton
+    from mainstem.kernels import AttentionLimits, SpanAttention  # noqa: PLC0415  # needs Triton
 
     k_pages, v_pages = (
         torch.randn(
@@ -130,7 +130,7 @@ def _attention_s(probe: Probe, spans: Spans) -> float:
     attention = SpanAttention(
         heads=heads.heads, kv_heads=heads.kv_heads, head_dim=heads.head_dim, page_size=PAGE_SIZE,
         dtype=probe.dtype, device=probe.device,
-        limits=Limits(max_tokens=num_tokens, max_pages=len(spans.page_ids)),
+        limits=AttentionLimits(max_tokens=num_tokens, max_pages=len(spans.page_ids)),
     )  # fmt: skip
     launches = attention.plan(spans)
     out = attention.run(q, k_pages, v_pages, launches=launches)

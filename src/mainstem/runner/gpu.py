@@ -18,13 +18,13 @@ from torch import Tensor
 from mainstem.core.errors import OutOfDeviceMemory
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Spans, Step, StepResult
-from mainstem.kernels.append import rope_append
-from mainstem.kernels.copy import copy_slots
-from mainstem.kernels.ops import SpanAttention
-from mainstem.kernels.rotate import rerotate
-from mainstem.kernels.sample import argmax
-from mainstem.kernels.schedule import ALL_LAUNCHES, Launches
-from mainstem.kernels.upload import move_words
+from mainstem.kernels.attention.ops import SpanAttention
+from mainstem.kernels.attention.plan import ALL_LAUNCHES, Launches
+from mainstem.kernels.memory.append import rope_append
+from mainstem.kernels.memory.copy import copy_slots
+from mainstem.kernels.memory.rotate import rerotate
+from mainstem.kernels.memory.upload import move_words
+from mainstem.kernels.sampling.sample import argmax
 from mainstem.models.config import ModelSpec
 from mainstem.models.decoder import Gate, OpenGate
 from mainstem.models.device import DeviceDecoder, Fp8, Workspace

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.core.step import Step
-from mainstem.kernels.upload import move_words
+from mainstem.kernels.memory.upload import move_words
 from mainstem.runner.uploads import Uploads
 
 _ROWS = 6  # token ids, positions, slots, hidden rows, carry to, carry from

@@ -4,7 +4,7 @@ import torch
 
 from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
-from mainstem.kernels.ops import PAGE_SIZES, Limits, SpanAttention
+from mainstem.kernels.attention.ops import PAGE_SIZES, AttentionLimits, SpanAttention
 from mainstem.models.config import ModelSpec
 from mainstem.models.device import Workspace, load_device_decoder
 from mainstem.runner.facts import RunnerFacts
@@ -75,12 +75,12 @@ def load_gpu_runner(
     )
 
 
-def _limits(max_tokens: int, deterministic_context: int | None) -> Limits:
+def _limits(max_tokens: int, deterministic_context: int | None) -> AttentionLimits:
     """Of attention in steps of `max_tokens`; deterministic, a token has Partials by its context."""
     partials = _MAX_SPAN_LEVELS + 1
     if deterministic_context is not None:
         partials = -(-deterministic_context // DETERMINISTIC_KEYS)
-    return Limits(
+    return AttentionLimits(
         max_tokens=max_tokens,
         max_pages=_SPAN_PAGES,
         max_entries=(_MAX_SPAN_LEVELS + 1) * max_tokens,

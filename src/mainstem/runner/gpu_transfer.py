@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from mainstem.core.step import Int32s
-from mainstem.kernels.transfer import spread_pages
-from mainstem.kernels.upload import move_words
+from mainstem.kernels.memory.transfer import spread_pages
+from mainstem.kernels.memory.upload import move_words
 from mainstem.kv.transfer import LoadId
 from mainstem.models.decoder import Gate
 from mainstem.runner.copy_engine import MAX_PITCH, Rows

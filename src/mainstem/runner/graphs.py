@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mainstem.core.step import Step
-from mainstem.kernels.schedule import Launches
+from mainstem.kernels.attention.plan import Launches
 from mainstem.models.decoder import Gate
 from mainstem.runner.gates import LAYERS_AT_ONCE
 

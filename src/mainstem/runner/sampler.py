@@ -58,7 +58,7 @@ class Sampler:
     def _likeliest(self, logits: Tensor) -> Tensor:
         if self._device.type == "cpu":
             return likeliest(logits)
-        from mainstem.kernels.sample import argmax  # noqa: PLC0415  a CPU needs no Triton
+        from mainstem.kernels.sampling.sample import argmax  # noqa: PLC0415  a CPU needs no Triton
 
         return argmax(logits)
 
@@ -70,7 +70,7 @@ class Sampler:
             if len(rows):
                 token_ids[rows] = choose(logits[rows], choice_of(batch).of(rows))
             return token_ids
-        from mainstem.kernels.sample import sample  # noqa: PLC0415
+        from mainstem.kernels.sampling.sample import sample  # noqa: PLC0415
 
         columns = (batch.temperature, batch.top_k.view(np.float32), batch.top_p, batch.min_p)
         settings = self._uploads.send(np.stack((*columns, batch.uniform)))
@@ -244,7 +244,7 @@ def _to_host(tensor: Tensor) -> Tensor:
     """A copy that is complete when the device has come this far."""
     if tensor.device.type == "cpu":
         return tensor
-    from mainstem.kernels.upload import move_words  # noqa: PLC0415  # brings Triton
+    from mainstem.kernels.memory.upload import move_words  # noqa: PLC0415  # brings Triton
 
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     move_words(host, tensor)

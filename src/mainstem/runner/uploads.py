@@ -20,7 +20,7 @@ class Uploads:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cpu":
             return tensor
-        from mainstem.kernels.upload import move_words  # noqa: PLC0415  # brings Triton
+        from mainstem.kernels.memory.upload import move_words  # noqa: PLC0415  # brings Triton
 
         pinned = tensor.pin_memory()
         if pinned.nbytes % 4:  # not whole words

@@ -1,0 +1,142 @@
+"""Span attention for CPUs: planned once per step, run once per layer.
+
+Spans become *parts*, and parts of like shape become *buckets*, one kernel call each:
+
+    span, plain            q x keys                     one part
+    span, causal, n > 1    q x past keys | triangle     two parts: every query sees all the past
+    ... and n >= 256       the same for each 128 q      the kernel would compute the whole square
+    span, causal, n = 1    q x keys                     one part: a lone query sees everything
+
+    bucket   [parts, heads, queries, dim] x [parts, kv_heads, keys, dim]
+
+Pages lie head by head, so that neighbouring pages are one run of slots:
+
+    kv       [2, kv_heads, pages * page_size, dim]      K, then V
+
+A bucket whose parts are evenly spaced runs of equal length reads them where they are (Windows);
+queries likewise (queries.py). Others are collected (Gather), by whole pages, triangles by slot;
+what lies behind a part's last key is masked and set to zero: a slot nobody wrote may hold NaN,
+and 0 * NaN is NaN.
+
+torch's fused CPU attention answers with the log-sum-exp beside the output. A token that lies in
+several parts gets their outputs weighted by softmax over these, in fp32 (RelayAttention Eq. 11).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mainstem.core.step import Spans
+from mainstem.kernels.attention.cpu.keys import Keys, Longs, PageShape, Part, find_windows, gather
+from mainstem.kernels.attention.cpu.merge import Merge, Partial
+from mainstem.kernels.attention.cpu.parts import cut_parts, folds, group_parts
+from mainstem.kernels.attention.cpu.queries import Queries, find_queries
+
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Parts that run as one kernel call."""
+
+    queries: Queries
+    keys: Keys
+    mask: Tensor | None  # [parts, 1, 1, keys] additive
+    is_triangle: bool
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
+        """q [tokens, heads, dim] over collected k and v."""
+        q = self.queries.read(q)
+        if not self.is_triangle and folds(q.shape[1], q.shape[2] // k.shape[1]):
+            return self._attend_folded(q, k, v, scale)
+        q = q.transpose(1, 2)
+        return Partial(
+            *_flash_attention(q, k, v, 0.0, self.is_triangle, attn_mask=self.mask, scale=scale)
+        )
+
+    def _attend_folded(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
+        """q [parts, queries, heads, dim]; the heads of one KV head become rows of one matrix."""
+        parts, queries, heads, dim = q.shape
+        kv_heads = k.shape[1]
+        q = q.view(parts, queries, kv_heads, -1, dim).transpose(1, 2)
+        q = q.reshape(parts, kv_heads, -1, dim)
+        out, lse = _flash_attention(q, k, v, 0.0, False, attn_mask=self.mask, scale=scale)
+        out = out.view(parts, kv_heads, queries, -1, dim).transpose(1, 2)
+        lse = lse.view(parts, kv_heads, queries, -1).transpose(1, 2)
+        return Partial(
+            out.reshape(parts, queries, heads, dim).transpose(1, 2),
+            lse.reshape(parts, queries, heads).transpose(1, 2),
+        )
+
+
+class SpanPlan:
+    """A step's attention, ready to run on every layer."""
+
+    def __init__(self, buckets: list[_Bucket], merge: Merge, scale: float) -> None:
+        self._buckets = buckets
+        self._merge = merge
+        self._scale = scale
+        self._scratch: Tensor | None = None  # for gathered K and V, bucket after bucket
+
+    @property
+    def num_gathered_slots(self) -> int:
+        """K and V rows that are copied together before they are read, all heads counted."""
+        return sum(bucket.keys.room for bucket in self._buckets)
+
+    def run(self, q: Tensor, kv: Tensor) -> Tensor:
+        """q [tokens, heads, dim] -> [tokens, heads, dim]; kv as drawn above, contiguous."""
+        scratch = self._room(kv)
+        return self._merge.run(
+            [
+                bucket.attend(q, *bucket.keys.read(kv, scratch), self._scale)
+                for bucket in self._buckets
+            ]
+        )
+
+    def _room(self, kv: Tensor) -> Tensor:
+        """Kept between layers: fresh memory would cost more in page faults than the copy."""
+        if self._scratch is None:
+            largest = max(bucket.keys.room for bucket in self._buckets)
+            self._scratch = kv.new_empty(largest * kv.shape[3])
+        return self._scratch
+
+
+def plan(spans: Spans, num_tokens: int, shape: PageShape, scale: float) -> SpanPlan:
+    """Prepare a step's attention. Every token must lie in a span that has keys."""
+    parts = list(cut_parts(spans, shape.page_size))
+    buckets = []
+    owners = []
+    for members in group_parts(parts, shape):
+        bucket, bucket_owners = _make_bucket(members, num_tokens, shape)
+        buckets.append(bucket)
+        owners.append(bucket_owners)
+    return SpanPlan(buckets, Merge(owners, num_tokens), scale)
+
+
+def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[_Bucket, Longs]:
+    """The bucket, and the token of each of its output rows [parts, queries] (num_tokens for
+    padding)."""
+    is_triangle = parts[0].is_triangle
+    num_queries = max(len(part.rows) for part in parts)
+    num_keys = max(part.num_keys for part in parts)
+    owners = np.full((len(parts), num_queries), num_tokens, dtype=np.int64)
+    rows = np.empty((len(parts), num_queries), dtype=np.int64)
+    for index, part in enumerate(parts):
+        count = len(part.rows)
+        owners[index, :count] = part.rows
+        rows[index, :count] = part.rows
+        rows[index, count:] = part.rows[0]
+    lengths = np.array([part.num_keys for part in parts])
+    mask = None
+    if not is_triangle and lengths.min() < num_keys:
+        hidden = np.arange(num_keys) >= lengths[:, None]
+        mask = torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32))[:, None, None]
+    bucket = _Bucket(
+        queries=find_queries(rows),
+        keys=find_windows(parts, shape) or gather(parts, lengths, shape),
+        mask=mask,
+        is_triangle=is_triangle,
+    )
+    return bucket, owners

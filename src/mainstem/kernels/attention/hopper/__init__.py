@@ -1,0 +1,1 @@
+"""Attention kernels in Gluon, Triton's lower level, for Hopper alone."""

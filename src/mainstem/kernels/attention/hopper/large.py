@@ -1,0 +1,389 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
+# ruff: noqa: PLR0917
+"""Large units on Hopper: a warp that brings pages, and two groups of four warps that compute.
+
+The same units as the large ones of `triton/span.py`, by means that only this card has, and written
+in Gluon since Triton proper has no words for them:
+
+    producer   | one warp; copies the pages of tiles of keys to shared memory by TMA, ahead of need
+    consumers  | two groups, 64 rows of the unit each; both read the same tile, so that L2 is asked
+               | once for 128 rows
+
+A consumer starts the scores of a tile and the products with V of the one before together, and takes
+the softmax while the tensor cores are at those of the other group. Barriers in shared memory say
+which tile is there (`full`) and which may be overwritten (`empty`).
+
+Instructions come from memory, too, and most of them run for the first time: nothing is there twice
+that need not be.
+
+It runs ahead of the kernel of the small units, which takes multiprocessors as this one leaves them
+and waits for it before it ends.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mainstem.kernels.attention.hopper.rows import (
+    PANEL,
+    TILES,
+    as_tiles,
+    await_queries,
+    barrier,
+    find_rows,
+    find_tokens,
+    load_box,
+    num_tiles_of,
+    read_piece,
+    release,
+    rows_of,
+    share_of,
+    shares_of,
+    start_queries,
+    write_rows,
+)
+from mainstem.kernels.attention.triton.layout import (
+    HEADER_ENTRIES,
+    HEADER_LARGE_ORDER,
+    HEADER_LARGE_PIECES,
+    HEADER_NUM_ENTRIES,
+    HEADER_PAGE_IDS,
+    PIECE_FIRST_TOKEN,
+    PIECE_INTS,
+    PIECE_KEY_BEGIN,
+    PIECE_KEY_END,
+    PIECE_KV_HEAD,
+    PIECE_PAGES_AT,
+    SHARE_FIRST_LARGE,
+    SHARE_LARGE_BEGIN,
+    SHARE_LARGE_END,
+)
+
+BLOCK = gl.constexpr(16)  # keys that the producer clears at once
+NUM_WARPS = 4
+NUM_WARPS_OF_CONSUMER = gl.constexpr(NUM_WARPS)
+MAX_REGISTERS = 168  # a third of what a multiprocessor has, for each of three groups of warps
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+@gluon.jit
+def _share(plan_ptr):
+    """This program's part of the order: begin, end, and the piece and KV head of its first unit."""
+    share_ptr = share_of(plan_ptr)
+    return (
+        gl.load(share_ptr + SHARE_LARGE_BEGIN), gl.load(share_ptr + SHARE_LARGE_END),
+        share_ptr + SHARE_FIRST_LARGE, gl.load(share_ptr + (SHARE_FIRST_LARGE + PIECE_KV_HEAD)),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _bring(
+    rows_desc, tiles, stage, pages_ptr, first_page, last_page, kv_head, barrier,
+    KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile's pages into shared memory; past the span's last page, that one again."""
+    PAGES: gl.constexpr = TILE_K // PAGE_SIZE
+    ACROSS: gl.constexpr = HEAD_DIM // PANEL
+    boxes = as_tiles(tiles, tiles.shape[0] * ACROSS * PAGES, PAGE_SIZE, PANEL)
+    mbarrier.expect(barrier, TILE_K * HEAD_DIM * 2)
+    for i in gl.static_range(PAGES):
+        page = gl.load(pages_ptr + gl.minimum(first_page + i, last_page))
+        row = (page * KV_HEADS + kv_head) * PAGE_SIZE
+        for panel in gl.static_range(ACROSS):
+            box = boxes.index((stage * ACROSS + panel) * PAGES + i)
+            load_box(rows_desc, [row, panel * PANEL], barrier, box)
+
+
+@gluon.jit
+def _clear(tiles, stage, num_keys, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Zero the rows of a tile from `num_keys` on. Slots past the end hold anything, and zero weight
+    times NaN would still be NaN."""
+    BLOCKS: gl.constexpr = TILE_K // BLOCK
+    ACROSS: gl.constexpr = HEAD_DIM // PANEL
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    blocks = as_tiles(tiles, tiles.shape[0] * ACROSS * BLOCKS, BLOCK, PANEL)
+    lanes = gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
+    for i in range(gl.maximum(num_keys, 0) // BLOCK, BLOCKS):
+        for panel in gl.static_range(ACROSS):
+            block = blocks.index((stage * ACROSS + panel) * BLOCKS + i)
+            keys = block.load(LAYOUT)
+            block.store(gl.where((i * BLOCK + lanes < num_keys)[:, None], keys, 0.0).to(keys.dtype))
+
+
+@gluon.jit
+def _produce(
+    k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+    begin, end, kv_head, page_at, key_begin, key_end, pieces_at, pages_at, order_at,
+    KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Bring the tiles of all units of this program, one after the other."""
+    tile = 0
+    num_cleared = 0
+    for index in range(begin, end):
+        pages_ptr = plan_ptr + pages_at + page_at
+        last_page = gl.maximum(key_end - 1, 0) // PAGE_SIZE
+        for i in range(0, num_tiles_of(key_begin, key_end, TILE_K)):
+            start = key_begin + i * TILE_K
+            stage = tile % STAGES
+            was_read = (tile // STAGES + 1) & 1
+            first_page = start // PAGE_SIZE
+            mbarrier.wait(k_empty.index(stage), was_read)
+            _bring(
+                k_desc, k_tiles, stage, pages_ptr, first_page, last_page, kv_head,
+                k_full.index(stage), KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM,
+            )  # fmt: skip
+            # A tile with rows to clear is complete when they are; it arrives elsewhere first.
+            is_cut = start + TILE_K > key_end
+            mbarrier.wait(v_empty.index(stage), was_read)
+            _bring(
+                v_desc, v_tiles, stage, pages_ptr, first_page, last_page, kv_head,
+                v_full.index(gl.where(is_cut, STAGES, stage)),
+                KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM,
+            )  # fmt: skip
+            if is_cut:
+                mbarrier.wait(v_full.index(STAGES), num_cleared & 1)
+                num_cleared += 1
+                _clear(v_tiles, stage, key_end - start, TILE_K, HEAD_DIM)
+                fence_async_shared()
+                mbarrier.arrive(v_full.index(stage), count=1)
+            tile += 1
+        unit = gl.load(plan_ptr + order_at + gl.minimum(index + 1, end - 1))
+        kv_head = unit % KV_HEADS
+        piece_ptr = plan_ptr + pieces_at + (unit // KV_HEADS) * PIECE_INTS
+        page_at = gl.load(piece_ptr + PIECE_PAGES_AT)
+        key_begin = gl.load(piece_ptr + PIECE_KEY_BEGIN)
+        key_end = gl.load(piece_ptr + PIECE_KEY_END)
+
+
+@gluon.jit
+def _start_scores(q, k_tiles, stage, LAYOUT: gl.constexpr, TILE_K: gl.constexpr):
+    k = k_tiles.index(stage).permute((1, 0))
+    nothing = gl.zeros([64, TILE_K], gl.float32, LAYOUT)
+    return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _mask(scores, start, seen_by_all, limit, TILE_K: gl.constexpr, LAYOUT: gl.constexpr):
+    if start + TILE_K > seen_by_all:
+        lanes = gl.arange(0, TILE_K, gl.SliceLayout(0, LAYOUT))
+        # A thread's lanes are 8 apart, so they are constants but for the last bits.
+        is_seen = (lanes & -8)[None, :] <= (limit - start)[:, None] - (lanes & 7)[None, :]
+        scores = gl.where(is_seen, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _weigh(scores, top, scale):
+    """Weights of scores under a maximum that is the larger of theirs and `top`; that one, too."""
+    top = gl.maximum(top, gl.max(scores, 1) * scale)
+    # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
+    base = gl.where(top == float("-inf"), 0.0, top)
+    return gl.exp2(scores * scale - base[:, None]), top, base
+
+
+@gluon.jit
+def _attend(
+    q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, tile, num_tiles,
+    key_begin, seen_by_all, limit, scale,
+    TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The online softmax over the tiles of a unit: acc, top and total of its 64 rows, once the last
+    product is waited for, which reads the weights until then.
+    """
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    top = gl.full([64], float("-inf"), gl.float32, S_ROWS)
+    total = gl.zeros([64], gl.float32, S_ROWS)
+    acc = gl.zeros([64, HEAD_DIM], gl.float32, O_LAYOUT)
+    weights = gl.zeros([64, TILE_K], q.dtype, WEIGHTS)
+    for i in range(tile, tile + num_tiles):
+        stage = i % STAGES
+        mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+        pending = _start_scores(q, k_tiles, stage, S_LAYOUT, TILE_K)
+        # The first tile has none before it, and a turn of its own for it would double the
+        # instructions: it multiplies whatever there is, which the second forgets.
+        v_stage = (i + STAGES - 1) % STAGES
+        mbarrier.wait(v_full.index(v_stage), ((i - 1) // STAGES) & 1, pred=i > tile)
+        summing = warpgroup_mma(
+            weights, v_tiles.index(v_stage), acc, use_acc=i > tile + 1, is_async=True
+        )
+        scores = warpgroup_mma_wait(1, deps=(pending,))
+        release(k_empty, stage)
+        start = key_begin + (i - tile) * TILE_K
+        scores = _mask(scores, start, seen_by_all, limit, TILE_K, S_LAYOUT)
+        p, new_top, base = _weigh(scores, top, scale)
+        shrink = gl.exp2(top - base)
+        total = total * shrink + gl.sum(p, 1)
+        top = new_top
+        acc, weights = warpgroup_mma_wait(0, deps=(summing, weights))
+        release(v_empty, v_stage, i > tile)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        weights = gl.convert_layout(p.to(q.dtype), WEIGHTS)
+    last = tile + num_tiles - 1
+    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+    summing = warpgroup_mma(
+        weights, v_tiles.index(last % STAGES), acc, use_acc=num_tiles > 1, is_async=True
+    )
+    return summing, weights, top, total
+
+
+@gluon.jit
+def _consume(
+    q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+    q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+    WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_K: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Half of the rows of every unit of this program. What the next unit is, and its queries, are
+    fetched while this one is computed; the first turn does no more.
+    """
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    begin, end, next_ptr, next_kv_head = _share(plan_ptr)
+    pieces_ptr = plan_ptr + gl.load(plan_ptr + HEADER_LARGE_PIECES)
+    order_ptr = plan_ptr + gl.load(plan_ptr + HEADER_LARGE_ORDER)
+    entries_ptr = plan_ptr + gl.load(plan_ptr + HEADER_ENTRIES)
+    num_entries = gl.load(plan_ptr + HEADER_NUM_ENTRIES)
+    q_rows = q_tiles.index(WHICH)
+    kv_head = 0
+    entry = 0
+    row_begin = 0
+    row_end = 0
+    key_begin = 0
+    key_end = 0
+    first_limit = 0
+    stretch = 0
+    tile = 0
+    for index in range(begin - 1, end):
+        (
+            next_entry, next_row_begin, next_row_end, next_key_begin, next_key_end, next_limit,
+            next_stretch,
+        ) = read_piece(next_ptr)  # fmt: skip
+        unit = gl.load(order_ptr + gl.minimum(index + 2, end - 1))
+        await_queries()
+        # In registers, since shared memory is busy enough with K and V.
+        q = q_rows.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        barrier()
+        if index + 1 < end:
+            first_row = next_row_begin + WHICH * 64
+            tokens = find_tokens(
+                gl.load(next_ptr + PIECE_FIRST_TOKEN), entries_ptr + next_entry,
+                first_row, next_row_end, GROUP, 1,
+            )  # fmt: skip
+            start_queries(
+                q_ptr, q_rows, tokens, first_row, next_row_end, next_kv_head,
+                stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
+            )  # fmt: skip
+        row_begin += WHICH * 64
+        num_tiles = gl.where(index < begin, 0, num_tiles_of(key_begin, key_end, TILE_K))
+        if row_begin < row_end:
+            rows, _ = rows_of(row_begin, kv_head, GROUP, 1, gl.SliceLayout(1, S_LAYOUT))
+            limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
+            seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
+            summing, weights, top, total = _attend(
+                q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, tile, num_tiles,
+                key_begin, seen_by_all, limit, scale, TILE_K, HEAD_DIM, STAGES, S_LAYOUT, O_LAYOUT,
+            )  # fmt: skip
+            token, slot, head, is_row, is_whole = find_rows(
+                entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, 1, O_ROWS
+            )
+            share, lse = shares_of(top, total, O_ROWS)
+            acc, weights = warpgroup_mma_wait(0, deps=(summing, weights))
+            release(v_empty, (tile + num_tiles - 1) % STAGES)
+            write_rows(
+                acc, share, lse, token, slot, head, is_row, is_whole, stretch,
+                out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
+                KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
+            )  # fmt: skip
+        else:  # the other group has all rows
+            for i in range(tile, tile + num_tiles):
+                mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
+                release(k_empty, i % STAGES)
+                mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
+                release(v_empty, i % STAGES)
+        tile += num_tiles
+        kv_head = next_kv_head
+        entry = next_entry
+        row_begin = next_row_begin
+        row_end = next_row_end
+        key_begin = next_key_begin
+        key_end = next_key_end
+        first_limit = next_limit
+        stretch = next_stretch
+        next_ptr = pieces_ptr + (unit // KV_HEADS) * PIECE_INTS
+        next_kv_head = unit % KV_HEADS
+    await_queries()
+
+
+@gluon.jit
+def _large_units_kernel(
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
+    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, num_stages,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    TILE_K: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Attend to the large units of this program. `scale` includes log2(e)."""
+    gdc_wait()  # the kernel ahead may have written the plan, the queries or the pages
+    gdc_launch_dependents()
+    # What the producer begins with; it comes while barriers are made.
+    share_ptr = share_of(plan_ptr)
+    begin = gl.load(share_ptr + SHARE_LARGE_BEGIN)
+    end = gl.load(share_ptr + SHARE_LARGE_END)
+    kv_head = gl.load(share_ptr + (SHARE_FIRST_LARGE + PIECE_KV_HEAD))
+    page_at = gl.load(share_ptr + (SHARE_FIRST_LARGE + PIECE_PAGES_AT))
+    key_begin = gl.load(share_ptr + (SHARE_FIRST_LARGE + PIECE_KEY_BEGIN))
+    key_end = gl.load(share_ptr + (SHARE_FIRST_LARGE + PIECE_KEY_END))
+    pieces_at = gl.load(plan_ptr + HEADER_LARGE_PIECES)
+    pages_at = gl.load(plan_ptr + HEADER_PAGE_IDS)
+    order_at = gl.load(plan_ptr + HEADER_LARGE_ORDER)
+    dtype: gl.constexpr = k_desc.dtype
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, HEAD_DIM], TILES)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, HEAD_DIM], TILES)
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 64, HEAD_DIM], TILES)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in range(0, num_stages):  # not a constant, or it would be unrolled
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+    mbarrier.init(v_full.index(STAGES), count=1)
+    if begin == end:
+        return  # soon, since small units wait for the multiprocessor
+    gl.warp_specialize(
+        [
+            (_consume, (
+                q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+                q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+                stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+                0, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE,
+            )),
+            (_consume, (
+                q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+                q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+                stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+                1, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE,
+            )),
+            (_produce, (
+                k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+                begin, end, kv_head, page_at, key_begin, key_end, pieces_at, pages_at, order_at,
+                KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM, STAGES,
+            )),
+        ],
+        [NUM_WARPS_OF_CONSUMER, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

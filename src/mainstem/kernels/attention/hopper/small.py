@@ -1,0 +1,500 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
+# ruff: noqa: PLR0917
+"""Attention on Hopper: small units, which are bound by memory.
+
+A program has a producer, one warp that brings tiles, and a consumer, four warps that compute. The
+producer runs ahead from unit to unit, so reading does not stop between two of them. A tile is 64
+(head, key) pairs: as many keys of each of FOLD heads. A page holds its KV heads one after the
+other, so where pages are as long as that a tile is one block of memory; else it has a block of each
+head, of a part of a page or of several. Each warp takes the rows of one head, or some of them, and
+that head's keys alone: tensor cores need not multiply heads with each other.
+
+A program has its share of the units, and then claims others from the work queue (`work_queue.py`)
+until there are none; one without a share claims at once, or not at all, as the plan says. The
+producer claims some tiles before it needs the unit, since an answer takes a microsecond, and leaves
+a note about every unit for the consumer, which asks for its queries while tiles of the one before
+are left.
+
+Where there are large units it runs behind their kernel, takes multiprocessors as that one leaves
+them, and waits for it before it ends.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mainstem.kernels.attention.hopper.rows import (
+    PANEL,
+    TILES,
+    as_tiles,
+    await_queries,
+    barrier,
+    find_rows,
+    find_tokens,
+    load_box,
+    num_tiles_of,
+    read_piece,
+    release,
+    reshaped,
+    share_of,
+    shares_of,
+    start_queries,
+    write_rows,
+)
+from mainstem.kernels.attention.triton.layout import (
+    HEADER_ENTRIES,
+    HEADER_NUM_CLAIMERS,
+    HEADER_NUM_ENTRIES,
+    HEADER_NUM_QUEUED,
+    HEADER_PAGE_IDS,
+    HEADER_QUEUE,
+    HEADER_SMALL_ORDER,
+    HEADER_SMALL_PIECES,
+    NOTE_HAS_UNIT,
+    NOTE_INTS,
+    PIECE_ENTRY,
+    PIECE_FIRST_LIMIT,
+    PIECE_FIRST_PAGE,
+    PIECE_FIRST_TOKEN,
+    PIECE_INTS,
+    PIECE_KEY_BEGIN,
+    PIECE_KEY_END,
+    PIECE_KV_HEAD,
+    PIECE_PAGES_AT,
+    PIECE_ROW_BEGIN,
+    PIECE_ROW_END,
+    PIECE_STRETCH,
+    SHARE_FIRST_SMALL,
+    SHARE_SECOND_SMALL,
+    SHARE_SMALL_BEGIN,
+    SHARE_SMALL_END,
+)
+
+FOLDED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+LANES = gl.constexpr(64)  # keys x heads of a tile
+CLAIM_AHEAD = gl.constexpr(4)  # tiles that are left of a unit when the next one is claimed
+READ_AHEAD = gl.constexpr(2)  # when it is read what that is
+NOTE_AHEAD = gl.constexpr(1)  # and when the consumer is told
+NUM_WARPS = 4
+MAX_REGISTERS = 128  # two programs on a multiprocessor, of two groups of warps each
+PRODUCER_REGISTERS = gl.constexpr(40)
+
+
+def rows_of_box(fold: int, page_size: int) -> int:
+    """Rows of K or V that are copied at once: of all heads of a unit where a page of theirs fills a
+    tile, else of one.
+    """
+    lanes: int = LANES.value
+    return lanes if fold * page_size == lanes else min(page_size, lanes // fold)
+
+
+@gluon.jit
+def _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, WARPS: gl.constexpr):
+    """Take a ticket of the work queue. Nobody waits for it before `_claimed`.
+
+    Who claims does so until there is no unit left, so the last ticket of all is known, and makes
+    the queue ready for the next launch: the count begins anew behind it. (Not `atomic_add`, which
+    makes one of what a warp adds, and waits to tell its lanes apart.)
+    """
+    lanes = gl.arange(0, WARPS * 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred asks;
+        setp.ne.s32 asks, $3, 0;
+        mov.b32 $0, -1;
+        @asks atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;
+        }""",
+        "=&r,l,r,r",
+        [
+            tickets_ptr + lanes * 0, lanes * 0 + (num_queued + num_claimers - 1),
+            ((lanes == 0) & does_claim).to(gl.int32),
+        ],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _claimed(tickets, num_queued):
+    """The unit of the queue, or -1 where none is left or nobody asked."""
+    ticket = gl.max(tickets, 0)
+    return gl.where(ticket < num_queued, ticket, -1)
+
+
+@gluon.jit
+def _read_keys(unit_ptr):
+    """What the producer needs of a unit: first page id; where page ids begin, keys."""
+    return (
+        gl.load(unit_ptr + PIECE_FIRST_PAGE), gl.load(unit_ptr + PIECE_PAGES_AT),
+        gl.load(unit_ptr + PIECE_KEY_BEGIN), gl.load(unit_ptr + PIECE_KEY_END),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _bring_block(
+    desc, boxes, arrived, stage, j, first_row,
+    PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Keys of a page, of all heads or of one after the other, to lie head by head in the tile."""
+    ACROSS: gl.constexpr = HEAD_DIM // PANEL
+    for head in gl.static_range(HEADS):
+        for panel in gl.static_range(ACROSS):
+            box = boxes.index(((stage * ACROSS + panel) * HEADS + head) * PAGES + j)
+            load_box(desc, [first_row + head * PAGE_SIZE, panel * PANEL], arrived, box)
+
+
+@gluon.jit
+def _bring(
+    k_desc, v_desc, k_boxes, v_boxes, full, empty, step, count, page, pages_ptr, at, last_page,
+    kv_head,
+    KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Some tiles of a unit, each into a stage that has been read; past the span's last page, that
+    one again. `at` counts blocks.
+    """
+    KEYS: gl.constexpr = LANES // FOLD
+    PAGES: gl.constexpr = max(KEYS // PAGE_SIZE, 1)  # of a tile
+    PARTS: gl.constexpr = max(PAGE_SIZE // KEYS, 1)  # of a page, a tile each
+    HEADS: gl.constexpr = 1 if KEYS == PAGE_SIZE else FOLD
+    for _ in range(0, count):
+        next_page = gl.load(pages_ptr + gl.minimum((at + PAGES) // PARTS, last_page))
+        stage = step % STAGES
+        arrived = full.index(stage)
+        mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+        mbarrier.expect(arrived, 2 * LANES * HEAD_DIM * 2)
+        for j in gl.static_range(PAGES):
+            if j > 0:
+                page = gl.load(pages_ptr + gl.minimum(at + j, last_page))
+            row = (page * KV_HEADS + kv_head) * PAGE_SIZE + at % PARTS * KEYS
+            _bring_block(k_desc, k_boxes, arrived, stage, j, row, PAGE_SIZE, PAGES, HEADS, HEAD_DIM)
+            _bring_block(v_desc, v_boxes, arrived, stage, j, row, PAGE_SIZE, PAGES, HEADS, HEAD_DIM)
+        page = next_page
+        at += PAGES
+        step += 1
+    return step, page, at
+
+
+@gluon.jit
+def _produce(
+    k_desc, v_desc, k_tiles, v_tiles, full, empty, notes, noted, plan_ptr,
+    index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
+    num_queued, num_claimers, tickets_ptr,
+    KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Bring K and V of all units of this program; claim those that follow its share, and note down
+    for the consumer what each is.
+    """
+    UNITS: gl.constexpr = KV_HEADS // FOLD  # of a piece
+    KEYS: gl.constexpr = LANES // FOLD
+    BLOCK: gl.constexpr = min(PAGE_SIZE, KEYS)  # keys of a head that are copied at once
+    ROWS: gl.constexpr = LANES if KEYS == PAGE_SIZE else BLOCK
+    NOTE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    NOTES: gl.constexpr = 2 * STAGES
+    gl.static_assert(k_desc.block_shape[0] == ROWS)
+    k_boxes = as_tiles(k_tiles, STAGES * LANES * HEAD_DIM // (ROWS * PANEL), ROWS, PANEL)
+    v_boxes = as_tiles(v_tiles, STAGES * LANES * HEAD_DIM // (ROWS * PANEL), ROWS, PANEL)
+    pieces_at = gl.load(plan_ptr + HEADER_SMALL_PIECES)
+    order_ptr = plan_ptr + gl.load(plan_ptr + HEADER_SMALL_ORDER)
+    page_ids_ptr = plan_ptr + gl.load(plan_ptr + HEADER_PAGE_IDS)
+    queue_at = gl.load(plan_ptr + HEADER_QUEUE)
+    columns = gl.arange(0, NOTE_INTS, NOTE)
+    step = 0
+    num_noted = 0
+    is_there = True
+    while is_there:
+        pages_ptr = page_ids_ptr + page_at
+        last_page = gl.maximum(key_end - 1, 0) // PAGE_SIZE
+        at = key_begin // BLOCK
+        num_tiles = num_tiles_of(key_begin, key_end, KEYS)
+        is_long = num_tiles > CLAIM_AHEAD
+        step, page, at = _bring(
+            k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
+            gl.where(is_long, num_tiles - CLAIM_AHEAD, 0),
+            page, pages_ptr, at, last_page, kv_head,
+            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
+        )  # fmt: skip
+        index += 1
+        does_claim = (index >= end) & (num_queued > 0)
+        tickets = _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 1)
+        step, page, at = _bring(
+            k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
+            gl.where(is_long, CLAIM_AHEAD - READ_AHEAD, num_tiles),
+            page, pages_ptr, at, last_page, kv_head,
+            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
+        )  # fmt: skip
+        claimed = _claimed(tickets, num_queued)
+        is_there = (index < end) | (claimed >= 0)
+        piece = next_unit // UNITS
+        next_ptr = plan_ptr + gl.where(
+            index < end,
+            pieces_at + piece * PIECE_INTS,
+            queue_at + gl.maximum(claimed, 0) * PIECE_INTS,
+        )
+        note = gl.load(next_ptr + columns, mask=columns < PIECE_INTS, other=0)
+        next_kv_head = gl.load(next_ptr + PIECE_KV_HEAD)
+        next_page, next_page_at, next_key_begin, next_key_end = _read_keys(next_ptr)
+        if index < end:
+            next_kv_head = (next_unit - piece * UNITS) * FOLD
+        next_unit = gl.load(order_ptr + gl.maximum(gl.minimum(index + 1, end - 1), 0))
+        step, page, at = _bring(
+            k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
+            gl.where(is_long, READ_AHEAD - NOTE_AHEAD, 0),
+            page, pages_ptr, at, last_page, kv_head,
+            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
+        )  # fmt: skip
+        note = gl.where(columns == PIECE_KV_HEAD, next_kv_head, note)
+        note = gl.where(columns == NOTE_HAS_UNIT, is_there.to(gl.int32), note)
+        slot = num_noted % NOTES
+        notes.index(slot).store(note)
+        mbarrier.arrive(noted.index(slot), count=1)
+        num_noted += 1
+        step, page, at = _bring(
+            k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
+            gl.where(is_long, NOTE_AHEAD, 0),
+            page, pages_ptr, at, last_page, kv_head,
+            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
+        )  # fmt: skip
+        kv_head = next_kv_head
+        page = next_page
+        page_at = next_page_at
+        key_begin = next_key_begin
+        key_end = next_key_end
+
+
+@gluon.jit
+def _noted(fields, slot, column):
+    NOTE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(fields.index(slot * NOTE_INTS + column).load(NOTE), 0)
+
+
+@gluon.jit
+def _clear(tile, num_keys, FOLD: gl.constexpr):
+    """Zero the rows of a tile of V past the last key. Slots there hold anything, and zero weight
+    times NaN would still be NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    is_key = gl.arange(0, LANES, gl.SliceLayout(1, LAYOUT)) % (LANES // FOLD) < num_keys
+    keys = tile.load(LAYOUT)
+    tile.store(gl.where(is_key[:, None], keys, 0.0).to(keys.dtype))
+    fence_async_shared()  # before other keys are copied there
+    barrier()
+
+
+@gluon.jit
+def _consume(
+    q_rows, k_tiles, v_tiles, full, empty, notes, noted, plan_ptr,
+    unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """All units of this program: the online softmax over the tiles of each."""
+    NOTES: gl.constexpr = 2 * STAGES
+    KEYS: gl.constexpr = LANES // FOLD
+    ROWS: gl.constexpr = 64 // FOLD
+    # [head, row, key or dim]; a warp has 16 rows of one head.
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [FOLD, 4 // FOLD, 1], [1, 16, 8])
+    FIRST: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    SECOND: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
+    HEAD_ROWS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    entries_ptr = plan_ptr + gl.load(plan_ptr + HEADER_ENTRIES)
+    num_entries = gl.load(plan_ptr + HEADER_NUM_ENTRIES)
+    fields = reshaped(notes, [NOTES * NOTE_INTS, 1], ROW)
+    queries = reshaped(q_rows, [FOLD, ROWS, HEAD_DIM], FOLDED)
+    k_folded = reshaped(k_tiles, [STAGES, FOLD, KEYS, HEAD_DIM], FOLDED)
+    v_folded = reshaped(v_tiles, [STAGES, FOLD, KEYS, HEAD_DIM], FOLDED)
+    entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(unit_ptr)
+    kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
+    tokens = find_tokens(
+        gl.load(unit_ptr + PIECE_FIRST_TOKEN), entries_ptr + entry, row_begin, row_end, GROUP, FOLD
+    )
+    start_queries(
+        q_ptr, q_rows, tokens, row_begin, row_end, kv_head,
+        stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
+    )  # fmt: skip
+    step = 0
+    num_noted = 0
+    is_there = 1
+    while is_there > 0:
+        token, slot, head, is_row, is_whole = find_rows(
+            entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, FOLD, O_ROWS
+        )
+        rows = row_begin + gl.arange(0, ROWS, gl.SliceLayout(0, HEAD_ROWS))
+        limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
+        seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
+        top = gl.full([FOLD, ROWS], float("-inf"), gl.float32, HEAD_ROWS)
+        total = gl.zeros([FOLD, ROWS], gl.float32, HEAD_ROWS)
+        acc = gl.zeros([FOLD, ROWS, HEAD_DIM], gl.float32, LAYOUT)
+        next_entry = 0
+        next_row_begin = 0
+        next_row_end = 0
+        next_key_begin = 0
+        next_key_end = 0
+        next_limit = 0
+        next_stretch = 0
+        next_kv_head = 0
+        num_tiles = num_tiles_of(key_begin, key_end, KEYS)
+        # With this tile released the producer has room for all others of the unit: it tells what
+        # comes next without waiting for another.
+        ask_behind = gl.where(num_tiles > STAGES, num_tiles - STAGES, num_tiles) - 1
+        await_queries()
+        q = queries.load(FIRST)
+        for i in range(0, num_tiles):
+            start = key_begin + i * KEYS
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            if start + KEYS > key_end:
+                _clear(v_tiles.index(stage), key_end - start, FOLD)
+            k = k_folded.index(stage).permute((0, 2, 1)).load(SECOND)
+            scores = mma_v2(q, k, gl.zeros([FOLD, ROWS, KEYS], gl.float32, LAYOUT))
+            if start + KEYS > seen_by_all:
+                keys = start + gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+                is_seen = keys[None, None, :] <= limit[None, :, None]
+                scores = gl.where(is_seen, scores, float("-inf"))
+            new_top = gl.maximum(top, gl.max(scores, 2) * scale)
+            # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
+            base = gl.where(new_top == float("-inf"), 0.0, new_top)
+            p = gl.exp2(scores * scale - base[:, :, None])
+            shrink = gl.exp2(top - base)
+            total = total * shrink + gl.sum(p, 2)
+            top = new_top
+            weights = gl.convert_layout(p.to(q_rows.dtype), FIRST)
+            v = v_folded.index(stage).load(SECOND)
+            release(empty, stage)
+            acc = mma_v2(weights, v, acc * shrink[:, :, None])
+            step += 1
+            if i == ask_behind:
+                place = num_noted % NOTES
+                mbarrier.wait(noted.index(place), (num_noted // NOTES) & 1)
+                is_there = _noted(fields, place, NOTE_HAS_UNIT)
+                next_entry = _noted(fields, place, PIECE_ENTRY)
+                next_row_begin = _noted(fields, place, PIECE_ROW_BEGIN)
+                next_row_end = _noted(fields, place, PIECE_ROW_END)
+                next_key_begin = _noted(fields, place, PIECE_KEY_BEGIN)
+                next_key_end = _noted(fields, place, PIECE_KEY_END)
+                next_limit = _noted(fields, place, PIECE_FIRST_LIMIT)
+                next_stretch = _noted(fields, place, PIECE_STRETCH)
+                next_kv_head = _noted(fields, place, PIECE_KV_HEAD)
+                if is_there > 0:
+                    next_tokens = find_tokens(
+                        _noted(fields, place, PIECE_FIRST_TOKEN), entries_ptr + next_entry,
+                        next_row_begin, next_row_end, GROUP, FOLD,
+                    )  # fmt: skip
+                    start_queries(
+                        q_ptr, q_rows, next_tokens, next_row_begin, next_row_end, next_kv_head,
+                        stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
+                    )  # fmt: skip
+        num_noted += 1
+        share, lse = shares_of(
+            gl.convert_layout(top.reshape([64]), O_ROWS),
+            gl.convert_layout(total.reshape([64]), O_ROWS), O_ROWS,
+        )  # fmt: skip
+        acc = gl.convert_layout(acc.reshape([64, HEAD_DIM]), O_LAYOUT)
+        write_rows(
+            acc, share, lse, token, slot, head, is_row, is_whole, stretch,
+            out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
+            KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
+        )  # fmt: skip
+        entry = next_entry
+        row_begin = next_row_begin
+        row_end = next_row_end
+        key_begin = next_key_begin
+        key_end = next_key_end
+        first_limit = next_limit
+        stretch = next_stretch
+        kv_head = next_kv_head
+    await_queries()
+
+
+@gluon.jit
+def _wait_for_large(IS_FIRST: gl.constexpr):
+    if not IS_FIRST and gl.program_id(0) == 0:
+        gdc_wait()
+
+
+@gluon.jit
+def _small_units_kernel(
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
+    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, tickets_ptr,
+    num_barriers,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, IS_FIRST: gl.constexpr,
+):  # fmt: skip
+    """Attend to the small units of this program. `scale` includes log2(e).
+
+    Behind the kernel of the large units (not IS_FIRST) it need not wait at its begin: that one lets
+    it start behind its own wait. Whoever waits for this kernel must wait for that one, too, so one
+    program does at its end.
+    """
+    if IS_FIRST:
+        gdc_wait()  # the kernel ahead may have written the plan, the queries or the pages
+    gdc_launch_dependents()
+    # What the producer begins with; it comes while barriers are made.
+    share_ptr = share_of(plan_ptr)
+    unit_ptr = share_ptr + SHARE_FIRST_SMALL
+    begin = gl.load(share_ptr + SHARE_SMALL_BEGIN)
+    end = gl.load(share_ptr + SHARE_SMALL_END)
+    next_unit = gl.load(share_ptr + SHARE_SECOND_SMALL)
+    kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
+    page, page_at, key_begin, key_end = _read_keys(unit_ptr)
+    num_queued = gl.load(plan_ptr + HEADER_NUM_QUEUED)
+    num_claimers = gl.load(plan_ptr + HEADER_NUM_CLAIMERS)
+    dtype: gl.constexpr = k_desc.dtype
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
+    q_rows = gl.allocate_shared_memory(dtype, [64, HEAD_DIM], TILES)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    # The producer is STAGES tiles ahead at most, so as many units, and claims one more: that many
+    # notes are enough, and twice STAGES is no less.
+    notes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, NOTE_INTS], ROW)
+    noted = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
+    # Not a constant number of times, or it would be unrolled: instructions that run once are
+    # fetched from memory all the same.
+    for i in range(0, num_barriers):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in range(0, 2 * num_barriers):
+        mbarrier.init(noted.index(i), count=1)
+    has_units = begin < end
+    if not has_units:
+        does_claim = (num_claimers == gl.num_programs(0)) & (num_queued > 0)
+        tickets = _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 4)
+        claimed = _claimed(tickets, num_queued)
+        has_units = claimed >= 0
+        queue_ptr = plan_ptr + gl.load(plan_ptr + HEADER_QUEUE)
+        unit_ptr = queue_ptr + gl.maximum(claimed, 0) * PIECE_INTS
+        kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
+        page, page_at, key_begin, key_end = _read_keys(unit_ptr)
+        # Claiming takes some shared memory, where copies might come to lie, and where, unseen by
+        # the compiler, the producer's arguments do next: all warps must have read what was claimed.
+        fence_async_shared()
+        barrier()
+    if not has_units:
+        _wait_for_large(IS_FIRST)
+        return
+    gl.warp_specialize(
+        [
+            (_consume, (
+                q_rows, k_tiles, v_tiles, full, empty, notes, noted, plan_ptr,
+                unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+                stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+                KV_HEADS, GROUP, FOLD, HEAD_DIM, STAGES, HAS_LSE,
+            )),
+            (_produce, (
+                k_desc, v_desc, k_tiles, v_tiles, full, empty, notes, noted,
+                plan_ptr, begin, end, next_unit, kv_head, page, page_at, key_begin, key_end,
+                num_queued, num_claimers, tickets_ptr,
+                KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
+            )),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )  # fmt: skip
+    _wait_for_large(IS_FIRST)

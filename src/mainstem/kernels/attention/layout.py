@@ -1,0 +1,70 @@
+"""What lies where in a plan: fields that the planner writes and kernels read, by the same names.
+
+A plan is one int32 array, so that it travels in one copy:
+
+    header  | HEADER_INTS ints, the HEADER_ fields
+    shares  | [programs, SHARE_INTS]: a program's part of the orders, and what its first units are,
+            | so that it need not look them up one after the other
+    queue   | [units, PIECE_INTS]: small units that programs claim as they come free
+    orders  | [large units], [small units]: piece * (units of a piece) + (which of them)
+    large   | [pieces, PIECE_INTS]; a piece is a unit of every KV head
+    small   | [pieces, PIECE_INTS]
+    entries | [ENTRY_ROWS, entries]: a query token in a span
+    merges  | [MERGE_ROWS, merges]: a token that leaves several Partials
+    pages   | page ids of all spans
+
+Kernels take the fields from `triton/layout.py`. Nothing here needs Triton.
+"""
+
+# Header. Places are counted in ints from the begin of the plan.
+HEADER_SMALL_PIECES = 0
+HEADER_LARGE_PIECES = 1
+HEADER_ENTRIES = 2
+HEADER_NUM_ENTRIES = 3
+HEADER_PAGE_IDS = 4
+HEADER_MERGES = 5
+HEADER_NUM_MERGES = 6
+HEADER_MOST_PARTIALS = 7  # of a token
+HEADER_LARGE_ORDER = 8
+HEADER_SMALL_ORDER = 9
+HEADER_QUEUE = 10
+HEADER_NUM_QUEUED = 11
+HEADER_NUM_CLAIMERS = 12  # programs that claim units of the queue
+HEADER_INTS = 32
+
+# A program's share, which is a line of the card's memory.
+SHARE_LARGE_BEGIN = 0  # places in the order of large units, [begin, end)
+SHARE_LARGE_END = 1
+SHARE_SMALL_BEGIN = 2  # the same of small ones
+SHARE_SMALL_END = 3
+SHARE_SECOND_SMALL = 5  # its second small unit, as the order has it
+SHARE_FIRST_LARGE = 8  # its first large unit, and its first small one: PIECE_ fields from here on
+SHARE_FIRST_SMALL = 20
+SHARE_INTS = 32
+
+# A piece, or a unit that stands by itself.
+PIECE_ENTRY = 0  # first entry of the span
+PIECE_ROW_BEGIN = 1  # packed rows of the span, [begin, end)
+PIECE_ROW_END = 2
+PIECE_PAGES_AT = 3  # where the span's page ids begin
+PIECE_KEY_BEGIN = 4  # keys of the span, [begin, end)
+PIECE_KEY_END = 5
+PIECE_FIRST_LIMIT = 6  # query j sees keys up to and including this + j
+PIECE_STRETCH = 7  # which stretch of the span this is
+PIECE_FIRST_TOKEN = 8  # of the span, or -1: not all that follow are neighbours
+PIECE_FIRST_PAGE = 9  # page id of its first key
+PIECE_KV_HEAD = 10  # the first one, of a unit that stands by itself
+PIECE_INTS = 12
+
+# Rows of the tables of tokens.
+ENTRY_TOKEN = 0
+ENTRY_SLOT = 1  # of the token's first Partial in this span, or -1: it is written at once
+ENTRY_ROWS = 2
+MERGE_TOKEN = 0
+MERGE_SLOT = 1  # of its first Partial
+MERGE_PARTIALS = 2  # how many
+MERGE_ROWS = 3
+
+# A note in shared memory, from one warp of Hopper's small kernel to the others: PIECE_ fields and
+NOTE_HAS_UNIT = 11
+NOTE_INTS = 16

@@ -1,0 +1,484 @@
+"""Span attention as a caller sees it: plan once per step, run once per layer.
+
+    attention = SpanAttention(heads=32, kv_heads=8, head_dim=128, page_size=16,
+                              dtype=torch.bfloat16, device=torch.device("cuda"),
+                              limits=AttentionLimits(max_tokens=1024, max_pages=65536))
+    attention.plan(spans)                       # host side, one copy to the device
+    for k_pages, v_pages in layers:             # [pages, kv_heads, page_size, head_dim] each
+        out = attention.run(q, k_pages, v_pages)
+
+The buffers are made once, at the size of the limits, and the launch does not depend on the plan: a
+CUDA graph that captured `run` may be replayed after another `plan`. A step that needs fewer kernels
+saves the others with `run(..., launches=attention.plan(spans))`.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mainstem.core.step import Spans
+from mainstem.kernels.attention import layout
+from mainstem.kernels.attention.cutting import Pick, Shape, pick_fastest
+from mainstem.kernels.attention.plan import (
+    ALL_LAUNCHES,
+    KernelPlan,
+    Launches,
+    ReusablePlan,
+    make_plan,
+)
+from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
+from mainstem.kernels.attention.triton.span import _span_kernel
+from mainstem.kernels.attention.tuning import HOPPER, Tiles, choose_tiles
+from mainstem.kernels.attention.unshare import unshare
+from mainstem.kernels.errors import LayoutError, PlanTooLarge
+from mainstem.kernels.memory.upload import move_words
+from mainstem.kernels.overlap import can_overlap
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (64, 80, 96, 128)
+PAGE_SIZES = (16, 32, 64)
+NUM_STAGING = 3  # plans that may be on their way to the device
+PROMPT_QUERIES = 16  # of one sequence: more than a decode has
+INTERPRETER_PROGRAMS = 3
+MERGES_PER_SM = 4
+
+log = logging.getLogger("mainstem.kernels")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLimits:
+    """How large a step may be; the buffers are made for it."""
+
+    max_tokens: int  # packed tokens of a step
+    max_pages: int  # page ids over all spans
+    max_entries: int | None = None  # tokens x spans they lie in; None: 8 per token
+    max_partials: int | None = None  # of tokens in several units; None: 2 per token, at least 2,048
+
+    def entries(self) -> int:
+        return self.max_entries if self.max_entries is not None else 8 * self.max_tokens
+
+    def partials(self) -> int:
+        return (
+            self.max_partials if self.max_partials is not None else max(2 * self.max_tokens, 2048)
+        )
+
+
+class _Staging:
+    """Host memory of a plan on its way to the device; grows to what plans need."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_pinned = device.type != "cpu"
+        self._make(0)
+        self._copied = torch.cuda.Event() if self._is_pinned else None  # type: ignore[no-untyped-call]
+
+    def send(self, plan: KernelPlan, target: Tensor) -> None:
+        """Copy to a row on the device, on the current stream; waits for its own last copy only."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        count = plan.num_ints
+        if count > len(self._host):
+            self._make(min(2 * count, target.shape[1]))
+        plan.write(self._host[:count])
+        move_words(target[:, :count], self._ints[:, :count])
+        if self._copied is not None:
+            self._copied.record()
+
+    def _make(self, count: int) -> None:
+        is_pinned = self._is_pinned and count > 0
+        self._ints = torch.empty((1, count), dtype=torch.int32, pin_memory=is_pinned)
+        self._host = self._ints.numpy()[0]  # the same memory, as plans are written
+
+
+@dataclass(frozen=True, slots=True)
+class _Hopper:
+    """The kernels that only Hopper has."""
+
+    large: ModuleType
+    small: ModuleType
+    boxes_of: Callable[[Tensor, int], Any]
+
+
+@cache
+def _hopper() -> _Hopper | None:
+    """The kernels that only Hopper has, where this Triton has what they are written in."""
+    try:
+        from mainstem.kernels.attention.hopper import large, rows, small  # noqa: PLC0415
+    except (ImportError, AttributeError) as error:
+        log.warning("attention takes longer: this Triton's Gluon is not known here (%s)", error)
+        return None
+    return _Hopper(large, small, rows.boxes_of)
+
+
+def _with_kernel(
+    tiles: Tiles, device: torch.device, page_size: int
+) -> tuple[Tiles, _Hopper | None]:
+    """The tiles with the kernels of their own that they ask for; others where there are none."""
+    if not tiles.is_split:
+        if tiles.queued_share or tiles.divides_pages:
+            raise LayoutError(
+                "queued_share and divides_pages are for tiles that are split, "
+                f"got {tiles.queued_share} and {tiles.divides_pages}"
+            )
+        return tiles, None
+    if device.type == "cpu":  # one kernel has both kinds, so there is no launch to save
+        pace = replace(tiles.pace, launch_us=0.0)
+        return replace(tiles, pace=pace, queued_share=0.0, divides_pages=False), None
+    if tiles.large_q != 128 or tiles.large_k % page_size or tiles.small_q != 64:
+        raise LayoutError(
+            "tiles that are split must have large_q 128, large_k a multiple of the page size and "
+            f"small_q 64, got {tiles.large_q}, {tiles.large_k} and {tiles.small_q}"
+        )
+    hopper = _hopper()
+    return (HOPPER, None) if hopper is None else (tiles, hopper)
+
+
+@dataclass(frozen=True, slots=True)
+class _Descriptors:
+    """One layer's K or V as rows of head_dim, as units of either kind copy them."""
+
+    shape: tuple[int, ...]
+    small: Any  # of Triton's, or of Gluon's on Hopper
+    large: Any  # of Gluon's; None elsewhere, where pointers do
+
+
+class SpanAttention:
+    """Attention of one step's tokens over the spans they lie in (DESIGN 3.1). One owner, one
+    stream.
+
+    `deterministic_keys` cuts every span at multiples of so many keys, with one tile shape, and
+    merges in order: a row's bits then depend on its own keys alone, provided that spans begin at
+    multiples of it in their sequences. It costs up to twice the time. Queries of tokens that lie in
+    no span are left alone, and so is their output.
+    """
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        limits: AttentionLimits,
+        scale: float | None = None,
+        deterministic_keys: int | None = None,
+        tiles: Tiles | None = None,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise LayoutError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+        if head_dim not in HEAD_DIMS:
+            raise LayoutError(f"head_dim must be one of {HEAD_DIMS}, got {head_dim}")
+        if page_size not in PAGE_SIZES:
+            raise LayoutError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
+        if kv_heads < 1 or heads % kv_heads:
+            raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+        if tiles is None:
+            is_deterministic = deterministic_keys is not None
+            tiles = choose_tiles(device, dtype, head_dim, is_deterministic=is_deterministic)
+        tiles, self._hopper = _with_kernel(tiles, device, page_size)
+        if deterministic_keys is not None and (
+            deterministic_keys < 1 or deterministic_keys % math.lcm(tiles.large_k, page_size)
+        ):
+            raise LayoutError(
+                f"deterministic_keys must be a multiple of {math.lcm(tiles.large_k, page_size)}, "
+                f"got {deterministic_keys}"
+            )
+        self._heads, self._head_dim, self._page_size = heads, head_dim, page_size
+        self._dtype, self._device, self._tiles = dtype, device, tiles
+        self._limits = limits
+        self._scale = head_dim**-0.5 if scale is None else scale
+        self._dim = 1 << (head_dim - 1).bit_length()
+        self._is_interpreted = device.type == "cpu"
+        if self._is_interpreted:
+            num_programs = INTERPRETER_PROGRAMS
+            self._merge_programs = INTERPRETER_PROGRAMS
+        else:
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            num_programs = num_sms * tiles.programs_per_sm
+            self._merge_programs = num_sms * MERGES_PER_SM
+        self._overlaps = can_overlap(device)
+        self._shape = Shape(
+            group=heads // kv_heads,
+            kv_heads=kv_heads,
+            page_size=page_size,
+            num_programs=num_programs,
+            tiles=tiles,
+            fixed_stretch=deterministic_keys,
+            max_partials=limits.partials(),
+        )
+        self._make_buffers()
+        self._reusable: ReusablePlan | None = None
+        self._needed = Launches(large=False, merge=False)  # by the last plan
+        self._descriptors: dict[int, _Descriptors] = {}
+
+    def _make_buffers(self) -> None:
+        limits, shape, device = self._limits, self._shape, self._device
+        # Uncut, a token is in at most so many pieces of a span, and a span has one at least. Cuts
+        # make four large units a program, one or two small ones, and those of the queue that are
+        # cut once more.
+        pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
+        max_pieces = pieces_of_token * limits.entries() + 6 * shape.num_programs
+        # A unit has a place in an order, or in the queue as many as a piece.
+        unit_ints = shape.kv_heads
+        if self._tiles.queued_share:
+            unit_ints = max(unit_ints, layout.PIECE_INTS * (shape.kv_heads // shape.fold))
+        self._plan_ints = (
+            layout.HEADER_INTS + layout.SHARE_INTS * shape.num_programs
+            + (layout.PIECE_INTS + unit_ints) * max_pieces
+            + (layout.ENTRY_ROWS + layout.MERGE_ROWS) * limits.entries() + limits.max_pages
+            + layout.PIECE_INTS + 2
+        )  # fmt: skip
+        self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)
+        self._plan_row = self._plan[None]
+        rows = limits.partials() * self._heads
+        # Partials in fp16, with a factor beside the lse.
+        self._is_packed = self._hopper is not None
+        dtype, scales = (torch.float16, 2) if self._is_packed else (torch.float32, 1)
+        self._partial = torch.empty((rows, self._dim), dtype=dtype, device=device)
+        self._partial_lse = torch.empty((rows, scales), dtype=torch.float32, device=device)
+        self._tickets = torch.zeros(1, dtype=torch.int32, device=device)  # for units of the queue
+        self._staging = [
+            _Staging(device) for _ in range(1 if self._is_interpreted else NUM_STAGING)
+        ]
+        self._next_staging = 0
+
+    @property
+    def kinds_of_steps(self) -> tuple[Launches, ...]:
+        """Launches that steps may need: first those that do for any, then fewer."""
+        fewer = Launches(large=False, merge=True), Launches(large=False, merge=False)
+        return fewer if self._hopper is None else (ALL_LAUNCHES, *fewer)
+
+    def plan(self, spans: Spans, pick: Pick | None = None) -> Launches:
+        """Describe the next `run`s; returns the launches that they need. Copies to the device on
+        the current stream; does not wait for it.
+
+        A step like the last one with a few more keys is cut and shared out as that one was, which
+        takes a tenth of the time; with `pick`, which takes one of the ways to cut the spans, never.
+        """
+        self._check_spans(spans)
+        if pick is None and self._reusable is not None and self._reusable.holds_for(spans):
+            plan = self._reusable.plan(spans)
+        else:
+            plan = make_plan(spans, self._shape, pick or pick_fastest)
+        self._reusable = plan.reusable if pick is None else None
+        if not self._fits(plan) and self._shape.fixed_stretch is None:
+            plan, self._reusable = self._smaller_plan(spans), None
+        self._send(plan)
+        has_kernel = self._hopper is not None
+        self._needed = plan.launches._replace(large=plan.launches.large and has_kernel)
+        return self._needed
+
+    def _smaller_plan(self, spans: Spans) -> KernelPlan:
+        """The first that fits, or else the last, of plans with ever fewer Partials.
+
+        Prompts gain least by sharing reads, decodes most; uncut spans leave programs idle.
+        """
+        for least_queries, can_cut in ((PROMPT_QUERIES, True), (PROMPT_QUERIES, False), (1, False)):
+            fewer = unshare(spans, self._page_size, least_queries)
+            self._check_spans(fewer)
+            plan = make_plan(fewer, replace(self._shape, can_cut=can_cut))
+            if self._fits(plan):
+                break
+        return plan
+
+    def _fits(self, plan: KernelPlan) -> bool:
+        return plan.num_slots <= self._limits.partials() and plan.num_ints <= self._plan_ints
+
+    def _check_spans(self, spans: Spans) -> None:
+        limits = self._limits
+        if len(spans.query_rows) > limits.entries():
+            raise PlanTooLarge(
+                f"{len(spans.query_rows)} tokens in spans, "
+                f"AttentionLimits.max_entries is {limits.entries()}"
+            )
+        if len(spans.page_ids) > limits.max_pages:
+            raise PlanTooLarge(
+                f"{len(spans.page_ids)} page ids, AttentionLimits.max_pages is {limits.max_pages}"
+            )
+        last_token = int(spans.query_rows.max(initial=-1))
+        if last_token >= limits.max_tokens:
+            raise PlanTooLarge(
+                f"token {last_token}, AttentionLimits.max_tokens is {limits.max_tokens}"
+            )
+        queries = spans.query_starts[1:] - spans.query_starts[:-1]
+        pages = spans.page_starts[1:] - spans.page_starts[:-1]
+        if len(queries) != len(spans) or len(pages) != len(spans):
+            raise LayoutError("query_starts, page_starts: must have one entry more than key_tokens")
+        if np.count_nonzero((queries | pages | spans.key_tokens) < 0):  # the sign of any
+            raise LayoutError("query_starts, page_starts, key_tokens: a span of negative length")
+        if np.count_nonzero(spans.key_tokens > pages * self._page_size):
+            raise LayoutError("a span has more key_tokens than slots in its pages")
+        if np.count_nonzero(spans.is_causal & (queries > spans.key_tokens)):
+            raise LayoutError("a causal span has more queries than key_tokens")
+
+    def _send(self, plan: KernelPlan) -> None:
+        if plan.num_ints > self._plan_ints:
+            raise PlanTooLarge(
+                f"the plan is {plan.num_ints} ints for {plan.num_pieces} pieces, the buffer has "
+                f"{self._plan_ints}: raise AttentionLimits.max_entries"
+            )
+        if plan.num_slots > self._limits.partials():
+            raise PlanTooLarge(
+                f"{plan.num_slots} Partials, "
+                f"AttentionLimits.max_partials is {self._limits.partials()}"
+            )
+        self._staging[self._next_staging].send(plan, self._plan_row)
+        self._next_staging = (self._next_staging + 1) % len(self._staging)
+
+    def run(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        *,
+        launches: Launches = ALL_LAUNCHES,
+    ) -> Tensor:
+        """Attention of the planned step in one layer; returns `out`, [tokens, heads, head_dim].
+
+        `lse`, if given, is [tokens, heads] fp32 and receives the natural log of the sum of
+        exponents. `launches` must have those that `plan` returned.
+        """
+        if out is None:
+            out = torch.empty_like(q)
+        if self._needed.large > launches.large or self._needed.merge > launches.merge:
+            raise LayoutError(f"launches: the plan needs {self._needed}, got {launches}")
+        self._check_tensors(q, k_pages, v_pages, out, lse)
+        if self._hopper is not None:
+            self._attend_on_hopper(self._hopper, q, k_pages, v_pages, out, lse, launches.large)
+        else:
+            self._attend(q, k_pages, v_pages, out, lse)
+        if launches.merge:
+            self._merge(out, lse)
+        return out
+
+    def _attend_on_hopper(
+        self,
+        hopper: _Hopper,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        has_large: bool,
+    ) -> None:
+        tiles, shape = self._tiles, self._shape
+        large, small = hopper.large, hopper.small
+        k, v = self._views_of(k_pages), self._views_of(v_pages)
+        tensors = (
+            out, lse if lse is not None else self._partial_lse,
+            self._plan, self._partial, self._partial_lse,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1), self._scale * math.log2(math.e),
+        )  # fmt: skip
+        constants = {
+            "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": self._head_dim,
+            "PAGE_SIZE": self._page_size, "HAS_LSE": lse is not None, "launch_pdl": True,
+        }  # fmt: skip
+        if has_large:
+            large._large_units_kernel[(shape.num_large_programs,)](
+                q, k.large, v.large, *tensors, tiles.large_stages,
+                TILE_K=tiles.large_k, STAGES=tiles.large_stages,
+                num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
+            )  # fmt: skip
+        small._small_units_kernel[(shape.num_programs,)](
+            q, k.small, v.small, *tensors, self._tickets, tiles.small_stages,
+            FOLD=shape.fold, STAGES=tiles.small_stages, IS_FIRST=not has_large,
+            num_warps=small.NUM_WARPS, maxnreg=small.MAX_REGISTERS, **constants,
+        )  # fmt: skip
+
+    def _attend(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        tiles, shape = self._tiles, self._shape
+        options: dict[str, object] = {"launch_pdl": True} if self._overlaps else {}
+        if tiles.max_registers is not None and torch.version.hip is None:
+            options["maxnreg"] = tiles.max_registers
+        _span_kernel[(shape.num_programs,)](
+            q, k_pages, v_pages, self._views_of(k_pages).small, self._views_of(v_pages).small,
+            out, lse if lse is not None else self._partial_lse,
+            self._plan, self._partial, self._partial_lse,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+            k_pages.stride(0), k_pages.stride(1), self._scale * math.log2(math.e),
+            KV_HEADS=shape.kv_heads, GROUP=shape.group, HEAD_DIM=self._head_dim, DIM=self._dim,
+            PAGE_SIZE=self._page_size,
+            FOLD=shape.fold, SMALL_Q=shape.small_q, SMALL_STAGES=tiles.small_stages,
+            LARGE_Q=tiles.large_q, LARGE_K=tiles.large_k, LARGE_STAGES=tiles.large_stages,
+            PER_SM=1 if self._is_interpreted else tiles.programs_per_sm,
+            HAS_LSE=lse is not None, WIDE=k_pages.numel() >= 2**31,
+            UPCAST=self._is_interpreted, OVERLAPS=self._overlaps,
+            num_warps=tiles.num_warps, **options,
+        )  # fmt: skip
+
+    def _merge(self, out: Tensor, lse: Tensor | None) -> None:
+        options = {"launch_pdl": True} if self._overlaps else {}
+        _merge_partials_kernel[(self._merge_programs,)](
+            out, lse if lse is not None else self._partial_lse,
+            self._plan, self._partial, self._partial_lse, out.stride(0), out.stride(1),
+            HEADS=self._heads, HEAD_DIM=self._head_dim, DIM=self._dim,
+            IS_ORDERED=self._shape.fixed_stretch is not None,
+            HAS_LSE=lse is not None, IS_PACKED=self._is_packed, OVERLAPS=self._overlaps,
+            num_warps=4, **options,
+        )  # fmt: skip
+
+    def _views_of(self, pages: Tensor) -> "_Descriptors":
+        """Made once per layer, since a model keeps its pages."""
+        found = self._descriptors.get(pages.data_ptr())
+        if found is None or found.shape != tuple(pages.shape):
+            rows, hopper = pages.view(-1, self._head_dim), self._hopper
+            fold, page_size = self._shape.fold, self._page_size
+            found = _Descriptors(
+                shape=tuple(pages.shape),
+                small=TensorDescriptor.from_tensor(rows, [fold * page_size, self._dim])
+                if hopper is None
+                else hopper.boxes_of(rows, hopper.small.rows_of_box(fold, page_size)),
+                large=None if hopper is None else hopper.boxes_of(rows, self._page_size),
+            )
+            self._descriptors[pages.data_ptr()] = found
+        return found
+
+    def _check_tensors(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        tail = (self._heads, self._head_dim)
+        page = (self._shape.kv_heads, self._page_size, self._head_dim)
+        for name, tensor, shape in (
+            ("q", q, tail), ("out", out, tail),
+            ("k_pages", k_pages, page), ("v_pages", v_pages, page),
+        ):  # fmt: skip
+            if tensor.dtype != self._dtype:
+                raise LayoutError(f"{name} must be {self._dtype}, got {tensor.dtype}")
+            if tensor.device.type != self._device.type:
+                raise LayoutError(f"{name} must be on {self._device}, got {tensor.device}")
+            if tuple(tensor.shape[1:]) != shape:
+                raise LayoutError(f"{name} must be [*, {shape}], got {tuple(tensor.shape)}")
+            if tensor.stride(-1) != 1:
+                raise LayoutError(f"{name} must have a contiguous last axis")
+        if self._hopper is not None and (q.data_ptr() % 16 or q.stride(0) % 16 or q.stride(1) % 16):
+            raise LayoutError(
+                "q must begin at a multiple of 16 bytes and have strides that are multiples of 16, "
+                f"got {q.data_ptr() % 16} and {q.stride()[:2]}"
+            )
+        for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
+            if not tensor.is_contiguous():
+                raise LayoutError(f"{name} must be contiguous")
+            if tensor.data_ptr() % 16:
+                raise LayoutError(f"{name} must begin at a multiple of 16 bytes")
+        if k_pages.shape != v_pages.shape:
+            raise LayoutError(f"k_pages is {tuple(k_pages.shape)}, v_pages {tuple(v_pages.shape)}")
+        if out.shape != q.shape:
+            raise LayoutError(f"out must be {tuple(q.shape)}, got {tuple(out.shape)}")
+        if lse is not None and (
+            lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
+        ):
+            raise LayoutError(f"lse must be contiguous fp32 {tuple(q.shape[:2])}")

@@ -1,0 +1,83 @@
+"""Attention in plain PyTorch, fp32 inside: slow, obviously right, the oracle of the kernels.
+
+Nothing here changes its arguments or shares code with a fast kernel.
+
+    q, out             [tokens, heads, dim]
+    k_pages, v_pages   [pages, kv_heads, page_size, dim]
+    lse                [tokens, heads] fp32, natural log, scale applied; -inf where nothing was seen
+
+Query head h reads KV head h // (heads / kv_heads).
+"""
+
+import torch
+from torch import Tensor
+
+from mainstem.core.step import Int32s, Spans
+
+
+def span_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, spans: Spans, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of every token over all spans it lies in; zeros where it lies in none."""
+    tokens, heads, _ = q.shape
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full((tokens, heads), float("-inf"), device=q.device)
+    for index in range(len(spans)):
+        rows = _cut(spans.query_starts, spans.query_rows, index).to(q.device)
+        pages = _cut(spans.page_starts, spans.page_ids, index).to(q.device)
+        num_keys = int(spans.key_tokens[index])
+        if len(rows) == 0 or num_keys == 0:
+            continue
+        part_out, part_lse = _attend(
+            q[rows].float(),
+            _gather(k_pages, pages, num_keys),
+            _gather(v_pages, pages, num_keys),
+            scale,
+            _visible(len(rows), num_keys).to(q.device) if spans.is_causal[index] else None,
+        )
+        out[rows], lse[rows] = merge(out[rows], lse[rows], part_out, part_lse)
+    return out.to(q.dtype), lse
+
+
+def _cut(starts: Int32s, values: Int32s, index: int) -> Tensor:
+    return torch.from_numpy(values[starts[index] : starts[index + 1]].astype("int64"))
+
+
+def _gather(pages: Tensor, page_ids: Tensor, num_keys: int) -> Tensor:
+    """[kv_heads, num_keys, dim] fp32: the first slots of a page run."""
+    kv_heads, dim = pages.shape[1], pages.shape[3]
+    run = pages[page_ids].transpose(0, 1).reshape(kv_heads, -1, dim)
+    assert run.shape[1] >= num_keys, "a span has more keys than its pages have slots"
+    return run[:, :num_keys].float()
+
+
+def _visible(num_queries: int, num_keys: int) -> Tensor:
+    """[queries, keys]: of n queries the j-th sees the keys up to number keys - n + j."""
+    last = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
+    return torch.arange(num_keys)[None, :] <= last
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """q [queries, heads, dim] over k, v [kv_heads, keys, dim]."""
+    group = q.shape[1] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = torch.einsum("qhd,hkd->qhk", q, k) * scale
+    if visible is not None:
+        scores = scores.masked_fill(~visible[:, None, :], float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
+    return torch.einsum("qhk,hkd->qhd", weights, v), lse
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over keys A and B, from attention over A and over B (RelayAttention Eq. 11, 12).
+
+    No keys on either side gives zeros, not NaN.
+    """
+    lse = torch.logaddexp(lse_a.float(), lse_b.float())
+    share_a = torch.exp(lse_a - lse).nan_to_num(0.0)[..., None]
+    share_b = torch.exp(lse_b - lse).nan_to_num(0.0)[..., None]
+    out = share_a * out_a.float() + share_b * out_b.float()
+    return out.to(out_a.dtype), lse

@@ -1,0 +1,87 @@
+"""Tile shapes of the span attention kernel per card, as measured; see docs/log/kernels.md for the
+runs.
+
+Small and large units live in one kernel and share its warps and registers, so a choice is one
+record. Hopper has a kernel of its own for each kind (`hopper/`).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long units take, in microseconds where they were measured; only ratios matter."""
+
+    large_us: float = 500.0  # of a large unit beside its keys
+    large_key_us: float = 0.9
+    small_us: float = 90.0
+    small_key_us: float = 1.0  # of a key of one KV head
+    reads: float = math.inf  # keys of one KV head that come from memory in a microsecond
+    yields: float = 0.0  # what large units bear of a lack of it, small units bear the rest
+    late_us: float = 0.0  # small units that follow large ones begin so much later
+    beside: float = 1.0  # speed of small units while large ones run elsewhere, when shared out
+    merge_us: float = 0.0  # of a Partial
+    launch_us: float = 0.0  # of the kernel for large units, where it is one of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How one compiled kernel cuts its work. Rows are query tokens x the heads of one KV head."""
+
+    small_stages: int  # steps of the small tile's loop in flight
+    large_q: int  # rows of the large tile: shared prefixes and prompt chunks
+    large_k: int  # keys per step of its loop
+    large_stages: int
+    num_warps: int
+    programs_per_sm: int  # as many as fit: shares are cut for programs that all run at once
+    max_registers: int | None = None
+    pace: Pace = Pace()
+    small_q: int | None = None  # rows of the small tile; None: as many as a token needs
+    # Large units run ahead and take whole multiprocessors; small ones follow as these end.
+    is_split: bool = False
+    queued_share: float = 0.0  # of small units, that are given to no program (`work_queue.py`)
+    divides_pages: bool = False  # a step of a small unit may have a part of a page
+
+
+HOPPER = Tiles(
+    small_stages=3, large_q=64, large_k=64, large_stages=3,
+    num_warps=4, programs_per_sm=2, max_registers=255,
+)  # fmt: skip
+HOPPER_SPLIT = Tiles(
+    small_stages=2, large_q=128, large_k=128, large_stages=3, num_warps=4, programs_per_sm=2,
+    small_q=64, is_split=True, queued_share=0.25, divides_pages=True,
+    pace=Pace(
+        large_us=3.1, large_key_us=0.0108, small_us=0.9, small_key_us=0.0118, reads=9300.0,
+        yields=0.2, late_us=4.6, beside=0.6, merge_us=0.0004, launch_us=3.5,
+    ),
+)  # fmt: skip
+SPLIT_HEAD_DIMS = (64, 128)
+# Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.
+FALLBACK = Tiles(
+    small_stages=2, large_q=64, large_k=32, large_stages=2, num_warps=4, programs_per_sm=1
+)
+# fp32 is for checking: plain arithmetic units, so small tiles.
+WIDE_ELEMENTS = Tiles(
+    small_stages=1, large_q=16, large_k=32, large_stages=1, num_warps=4, programs_per_sm=1
+)
+INTERPRETER = Tiles(
+    small_stages=1, large_q=32, large_k=32, large_stages=1, num_warps=4, programs_per_sm=1
+)
+
+
+def choose_tiles(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, is_deterministic: bool
+) -> Tiles:
+    """The tuned record of a card, or one that fits any. Deterministic rows have one tile shape, so
+    decodes, which would waste most of a tile of 128 rows, decide it.
+    """
+    if device.type == "cpu":
+        return INTERPRETER
+    if dtype == torch.float32:
+        return WIDE_ELEMENTS
+    if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
+        return HOPPER_SPLIT if head_dim in SPLIT_HEAD_DIMS and not is_deterministic else HOPPER
+    return FALLBACK

@@ -1,0 +1,1 @@
+"""Linears, norms and activations: what a layer does beside attention."""

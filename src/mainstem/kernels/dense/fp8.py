@@ -1,0 +1,103 @@
+"""fp8 linears: weights per output channel, activations per token as they come (float8_e4m3fn).
+
+    y = (q(x) @ q(w).T) * x_scale * w_scale + bias       x_scale [tokens, 1], w_scale [out]
+
+On a card the product is torch's row-scaled one (compute capability 8.9 and up). On a CPU the same
+rounded numbers are multiplied in fp32: slow, but it tells what fp8 costs in accuracy.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mainstem.core.errors import ConfigError
+from mainstem.kernels.dense.fp8_rows import FP8, MAX, MIN_PEAK, Fp8Rows
+
+_ALIGN = 16  # the product wants both sides of the weight to be multiples
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] -> values, as float8_e4m3fn, and scales [out] fp32."""
+    values, scales = _quantize_rows(weight)
+    return values, scales[:, 0].contiguous()
+
+
+def require_fp8(device: torch.device) -> None:
+    """ConfigError unless fp8 products run on this device."""
+    if device.type != "cuda":
+        return  # emulated
+    if torch.version.hip is not None:
+        raise ConfigError("quantize=fp8 needs an NVIDIA card; this torch is built for ROCm")
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        raise ConfigError(
+            f"quantize=fp8 needs compute capability 8.9, "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
+        )
+
+
+class Fp8Linear:
+    """As a dense linear, from weights [out, in] of any float dtype. Takes plain rows, or rows that
+    a fused kernel has quantized already."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        require_fp8(weight.device)
+        self.num_out, self.num_in = weight.shape
+        self.out_dtype = out_dtype
+        values, scale = quantize_weight(weight)
+        out_pad, in_pad = -self.num_out % _ALIGN, -self.num_in % _ALIGN
+        # fp8 cannot be padded as such; its bytes can
+        self.values = F.pad(values.view(torch.uint8), (0, in_pad, 0, out_pad)).view(FP8)
+        self.scale = F.pad(scale, (0, out_pad))
+        self.bias = None if bias is None else F.pad(bias, (0, out_pad)).to(out_dtype)
+
+    def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
+        values, scales = quantize_rows(x) if isinstance(x, Tensor) else x
+        if values.shape[1] != self.num_in:
+            raise ValueError(f"this linear takes {self.num_in} columns, got {values.shape[1]}")
+        if values.is_cuda:
+            return self._product(values, scales)
+        return self._emulated(values, scales)
+
+    def _product(self, values: Tensor, scales: Tensor) -> Tensor:
+        if self.values.shape[1] != self.num_in:
+            padding = (0, self.values.shape[1] - self.num_in)
+            values = F.pad(values.view(torch.uint8), padding).view(FP8)
+        y: Tensor = torch._scaled_mm(
+            values,
+            self.values.t(),
+            scale_a=scales,
+            scale_b=self.scale[None, :],
+            bias=self.bias,
+            out_dtype=self.out_dtype,
+            use_fast_accum=True,
+        )
+        return y[:, : self.num_out]
+
+    def _emulated(self, values: Tensor, scales: Tensor) -> Tensor:
+        weight = self.values[: self.num_out, : self.num_in].float()
+        y = (values.float() @ weight.t()).mul_(scales).mul_(self.scale[: self.num_out])
+        if self.bias is not None:
+            y += self.bias[: self.num_out]
+        return y.to(self.out_dtype)
+
+
+def quantize_rows(x: Tensor) -> Fp8Rows:
+    """Per token, on any device."""
+    if x.is_cuda:
+        from mainstem.kernels.dense import fused  # noqa: PLC0415  a CPU needs no Triton
+
+        return fused.quantize_rows(x)
+    return _quantize_rows(x)
+
+
+def _quantize_rows(x: Tensor) -> Fp8Rows:
+    """As the fused kernels do it."""
+    wide = x.float()
+    peak = wide.abs().amax(dim=1, keepdim=True).clamp_(min=MIN_PEAK)
+    return (wide * (MAX / peak)).clamp_(-MAX, MAX).to(FP8), peak / MAX

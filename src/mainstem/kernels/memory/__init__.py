@@ -1,0 +1,1 @@
+"""K, V and inputs on their way: written, copied, turned, uploaded."""

@@ -1,0 +1,125 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
+"""Rope and append in one pass: rotate new queries and keys, write new K and V into their pages."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+
+
+@triton.jit
+def _rotated(x_ptr, offset, is_head, cos, sin, HALF: tl.constexpr, LANES: tl.constexpr):
+    """Both halves of the rotated part of some heads, fp32; dim i turns with dim i + HALF."""
+    lanes = tl.arange(0, LANES)
+    mask = is_head[:, None] & (lanes < HALF)[None, :]
+    ptrs = x_ptr + offset[:, None] + lanes[None, :]
+    first = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _store_halves(ptr, offset, is_head, first, second, HALF: tl.constexpr, LANES: tl.constexpr):
+    lanes = tl.arange(0, LANES)
+    mask = is_head[:, None] & (lanes < HALF)[None, :]
+    ptrs = ptr + offset[:, None] + lanes[None, :]
+    tl.store(ptrs, first.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptrs + HALF, second.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rope_append_kernel(
+    q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, positions_ptr, slots_ptr, inv_freq_ptr,
+    stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+    stride_page, stride_kv_head,
+    HEADS: tl.constexpr, HEAD_LANES: tl.constexpr, KV_HEADS: tl.constexpr, KV_LANES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_LANES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per token, all heads."""
+    token = tl.program_id(0).to(tl.int64)
+    halves = tl.arange(0, HALF_LANES)
+    inv_freq = tl.load(inv_freq_ptr + halves, mask=halves < HALF, other=0.0)
+    wait_for_ahead(OVERLAPS)
+    slot = tl.load(slots_ptr + token)
+    angle = tl.load(positions_ptr + token).to(tl.float32) * inv_freq
+    cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+
+    heads = tl.arange(0, HEAD_LANES)
+    is_head = heads < HEADS
+    q_offset = token * stride_q_token + heads * stride_q_head
+    first, second = _rotated(q_ptr, q_offset, is_head, cos, sin, HALF, HALF_LANES)
+    _store_halves(q_ptr, q_offset, is_head, first, second, HALF, HALF_LANES)
+
+    if slot >= 0:
+        kv_heads = tl.arange(0, KV_LANES)
+        is_kv = kv_heads < KV_HEADS
+        page_offset = (slot // PAGE_SIZE) * stride_page + (slot % PAGE_SIZE) * HEAD_DIM
+        target = page_offset + kv_heads * stride_kv_head
+        k_offset = token * stride_k_token + kv_heads * stride_k_head
+        k_first, k_second = _rotated(k_ptr, k_offset, is_kv, cos, sin, HALF, HALF_LANES)
+        _store_halves(k_pages_ptr, target, is_kv, k_first, k_second, HALF, HALF_LANES)
+        dims = tl.arange(0, DIM)
+        is_cell = is_kv[:, None] & (dims < HEAD_DIM)[None, :]
+        if 2 * HALF < HEAD_DIM:  # partial rotary: the other dims of K are copied
+            rest = is_kv[:, None] & ((dims >= 2 * HALF) & (dims < HEAD_DIM))[None, :]
+            k = tl.load(k_ptr + k_offset[:, None] + dims[None, :], mask=rest)
+            tl.store(k_pages_ptr + target[:, None] + dims[None, :], k, mask=rest)
+        v_offset = token * stride_v_token + kv_heads * stride_v_head
+        v = tl.load(v_ptr + v_offset[:, None] + dims[None, :], mask=is_cell)
+        tl.store(v_pages_ptr + target[:, None] + dims[None, :], v, mask=is_cell)
+
+
+def rope_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    inv_freq: Tensor,
+) -> None:
+    """Rotate q [tokens, heads, dim] in place; write rotated k and v [tokens, kv_heads, dim] into
+    pages.
+
+    Slots are page_id * page_size + offset, int64; a token with a negative slot (padding of a CUDA
+    graph) is not written. Rotates the first 2 * len(inv_freq) dims, dim i with dim i +
+    len(inv_freq). q, k, v may be views of one projection; k and v are not changed. inv_freq is a
+    model's constant: the kernels ahead, which may still run while it is read, do not write it.
+    """
+    tokens, heads, head_dim = q.shape
+    kv_heads, page_size = k_pages.shape[1], k_pages.shape[2]
+    half = len(inv_freq)
+    for name, tensor, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
+        if tuple(tensor.shape) != (tokens, count, head_dim) or tensor.stride(-1) != 1:
+            raise LayoutError(
+                f"{name} must be [{tokens}, {count}, {head_dim}] with a contiguous last axis, "
+                f"got {tuple(tensor.shape)}"
+            )
+        if tensor.dtype != k_pages.dtype:
+            raise LayoutError(f"{name} is {tensor.dtype}, the pages are {k_pages.dtype}")
+    if k_pages.shape != v_pages.shape or k_pages.shape[3] != head_dim:
+        raise LayoutError(f"pages must be [*, kv_heads, page_size, {head_dim}], both alike")
+    if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+        raise LayoutError("k_pages and v_pages must be contiguous")
+    if len(positions) != tokens or len(slots) != tokens or slots.dtype != torch.int64:
+        raise LayoutError(f"positions and slots (int64) must have {tokens} entries")
+    if 2 * half > head_dim or inv_freq.dtype != torch.float32:
+        raise LayoutError(f"inv_freq must be fp32 and have at most {head_dim // 2} entries")
+    if tokens == 0:
+        return
+    _rope_append_kernel[(tokens,)](
+        q, k, v, k_pages, v_pages, positions, slots, inv_freq,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        k_pages.stride(0), k_pages.stride(1),
+        HEADS=heads, HEAD_LANES=triton.next_power_of_2(heads),
+        KV_HEADS=kv_heads, KV_LANES=triton.next_power_of_2(kv_heads),
+        HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim),
+        HALF=half, HALF_LANES=max(triton.next_power_of_2(half), 1), PAGE_SIZE=page_size,
+        num_warps=4, **overlap_options(q.device),
+    )  # fmt: skip

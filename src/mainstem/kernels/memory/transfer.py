@@ -1,0 +1,62 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""Some layers of pages, from a buffer in which they lie page after page to where layers keep them.
+
+A few layers of a page are a row in host memory, and many rows are one order to a copy engine; to
+their places on the device they would be an order a page. So the engines fill the buffer, and this
+kernel spreads it within the device's memory, in some ten microseconds.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mainstem.kernels.errors import LayoutError
+
+NUM_PROGRAMS = 264
+TILE_WORDS = 2048
+
+
+@triton.jit(  # one binary for all
+    do_not_specialize=["num_layers", "num_pages"], do_not_specialize_on_alignment=["pages_ptr"]
+)
+def _spread_kernel(
+    layers_ptr, buffer_ptr, pages_ptr, num_layers, num_pages, half_words, stride_words,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """An item is TILE words of K or of V of one page and layer; programs take turns at them."""
+    tiles = tl.cdiv(half_words, TILE)
+    for item in range(tl.program_id(0), num_pages * num_layers * 2 * tiles, tl.num_programs(0)):
+        half = (item // tiles) % (2 * num_layers)  # K and V of a layer, then of the next
+        place = item // (tiles * 2 * num_layers)
+        page = tl.load(pages_ptr + place).to(tl.int64)
+        words = (item % tiles) * TILE + tl.arange(0, TILE)
+        mask = words < half_words
+        found = tl.load(buffer_ptr + (item // tiles) * half_words + words, mask=mask)
+        cells = half.to(tl.int64) * stride_words + page * half_words + words
+        tl.store(layers_ptr + cells, found, mask=mask)
+
+
+def spread_pages(layers: Tensor, buffer: Tensor, pages: Tensor) -> None:
+    """Write some layers of `pages`, int32.
+
+    layers: [layers, 2, pages, kv_heads, page_size, head_dim], which are these layers, contiguous;
+    buffer: bytes that hold [pages][layers][2][kv_heads, page_size, head_dim].
+    """
+    if layers.ndim != 6 or layers.shape[1] != 2 or not layers.is_contiguous():
+        raise LayoutError(
+            "layers must be contiguous [layers, 2, pages, kv_heads, page_size, head_dim], got "
+            f"{tuple(layers.shape)}"
+        )
+    half_bytes = layers[0, 0, 0].nbytes
+    if half_bytes % 4:
+        raise LayoutError(f"pages of {half_bytes} bytes a half are not whole words")
+    if pages.dtype != torch.int32 or pages.ndim != 1:
+        raise LayoutError(f"pages must be int32 [pages], got {pages.dtype} {tuple(pages.shape)}")
+    needed = len(pages) * len(layers) * 2 * half_bytes
+    if buffer.dtype != torch.uint8 or buffer.numel() < needed:
+        raise LayoutError(f"buffer must have {needed} bytes, got {buffer.numel()}")
+    _spread_kernel[(NUM_PROGRAMS,)](
+        layers.view(torch.int32), buffer.view(torch.int32), pages, len(layers), len(pages),
+        half_bytes // 4, layers[0, 0].nbytes // 4, TILE=TILE_WORDS, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,418 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
+"""Token ids from logits on the device: argmax, and a draw under temperature, top_k, top_p, min_p.
+
+The draw is the one of `runner/sampler.py` and needs no sort. With tokens ordered from the likeliest
+to the least likely, all three questions it asks are one: which is the first token at which a
+running sum passes a target (`search.py`)?
+
+    top_k   the sum counts tokens,          target k - 1
+    top_p   the sum is probability mass,    target just below top_p of the whole
+    draw    the sum is probability mass,    target `uniform` of what is left
+
+Four launches; sums are of whole numbers, so a token does not depend on how many parts a row has:
+
+    tops     the largest logit of each part of a row
+    survey   mass of each part, and how many of its tokens lie within 1, 2, 4, 7, 10, 15 bits of
+             the likeliest
+    collect  the likeliest tokens, as many as these bounds allow
+    finish   the searches, among the collected tokens or, where the answer lies beyond them, among
+             as many again that are gathered around it
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.sampling.search import (
+    LOWEST_KEY,
+    NO_KEY,
+    find,
+    key_of,
+    keys_at,
+    mass_above,
+    mass_of,
+    place_of,
+)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+CUT_1, CUT_2 = tl.constexpr(-1 * 2**25), tl.constexpr(-2 * 2**25)
+CUT_3, CUT_4 = tl.constexpr(-4 * 2**25), tl.constexpr(-7 * 2**25)
+CUT_5, CUT_6 = tl.constexpr(-10 * 2**25), tl.constexpr(-15 * 2**25)
+SURVEY = tl.constexpr(8)  # numbers kept of each part: its mass and six counts
+MAX_PARTS = tl.constexpr(64)
+EMPTY = tl.constexpr(-(2**63))
+
+_MAX_VOCAB = 1 << 18
+_ARGMAX_BLOCK = 4096
+_SPLIT_ROWS = 1024  # more rows fill the card without being split
+_ARGMAX_PROGRAMS = 1024  # enough to fill a large card with loads ...
+_PROGRAMS = 2048  # ... and with arithmetic
+_PART_BLOCK = 2048
+_FEW = 4096
+
+
+@triton.jit
+def _likeliest(x_ptr, begin, end, BLOCK: tl.constexpr):
+    """Largest value of x[begin:end] and its first place."""
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    place = begin + lanes
+    for start in range(begin, end, BLOCK):
+        ids = start + lanes
+        x = tl.load(x_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+        place = tl.where(x > best, ids, place)
+        best = tl.maximum(x, best)
+    top = tl.max(best, 0)
+    return top, tl.min(tl.where(best == top, place, end), 0)
+
+
+@triton.jit
+def _argmax_kernel(logits_ptr, out_ptr, best_ptr, arrived_ptr, stride_row, vocab,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    """Programs (row, part). The parts of a row meet in best_ptr[row]; the last one empties it."""
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.num_programs(1)
+    length = tl.cdiv(tl.cdiv(vocab, parts), BLOCK) * BLOCK
+    begin = tl.program_id(1) * length
+    end = tl.minimum(begin + length, vocab)
+    top, place = _likeliest(logits_ptr + row * stride_row, begin, end, BLOCK)
+    if parts == 1:
+        tl.store(out_ptr + row, place.to(tl.int64))
+    else:
+        top = tl.where(top == 0.0, 0.0, top)  # -0.0 is no less than 0.0
+        bits = top.to(tl.int32, bitcast=True)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # now ordered as the value is
+        if begin < end:
+            tl.atomic_max(best_ptr + row, (bits.to(tl.int64) << 32) + (0x7FFFFFFF - place))
+        if tl.atomic_add(arrived_ptr + row, 1) == parts - 1:
+            winner = tl.atomic_xchg(best_ptr + row, EMPTY)
+            tl.atomic_xchg(arrived_ptr + row, 0)
+            tl.store(out_ptr + row, 0x7FFFFFFF - (winner & 0xFFFFFFFF))
+
+
+@triton.jit
+def _part(vocab, BLOCK: tl.constexpr):
+    """Program (row, part) has the tokens [begin, end), which may be none."""
+    length = tl.cdiv(tl.cdiv(vocab, tl.num_programs(1)), BLOCK) * BLOCK
+    begin = tl.program_id(1) * length
+    return begin, tl.minimum(begin + length, vocab)
+
+
+@triton.jit
+def _tops_kernel(
+    logits_ptr, tops_ptr, top_ids_ptr, stride_row, vocab, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = _part(vocab, BLOCK)
+    top, place = _likeliest(logits_ptr + row * stride_row, begin, end, BLOCK)
+    here = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(tops_ptr + here, top)
+    tl.store(top_ids_ptr + here, place)
+
+
+@triton.jit
+def _top_of(tops_ptr, top_ids_ptr, row, parts):
+    """The row's largest logit and its first place."""
+    lanes = tl.arange(0, MAX_PARTS)
+    here = row * parts + lanes
+    tops = tl.load(tops_ptr + here, mask=lanes < parts, other=float("-inf"))
+    places = tl.load(top_ids_ptr + here, mask=lanes < parts, other=NO_KEY)
+    top = tl.max(tops, 0)
+    return top, tl.min(tl.where(tops == top, places, NO_KEY), 0)
+
+
+@triton.jit
+def _survey_kernel(
+    logits_ptr, tops_ptr, top_ids_ptr, survey_ptr, temperature_ptr, min_p_ptr, stride_row, vocab,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.num_programs(1)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0.0:
+        min_p = tl.load(min_p_ptr + row)
+        scale = LOG2_E / temperature
+        top, _ = _top_of(tops_ptr, top_ids_ptr, row, parts)
+        begin, end = _part(vocab, BLOCK)
+        lanes = tl.arange(0, BLOCK)
+        mass = tl.zeros([BLOCK], tl.int64)
+        # two counts in one number: a lane sees few tokens
+        pair_1, pair_2, pair_3 = (
+            tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32),
+        )  # fmt: skip
+        for start in range(begin, end, BLOCK):
+            key = keys_at(logits_ptr + row * stride_row, start + lanes, end, top, scale)
+            mass += mass_of(key, min_p)
+            pair_1 += _pair(key, CUT_1, CUT_2)
+            pair_2 += _pair(key, CUT_3, CUT_4)
+            pair_3 += _pair(key, CUT_5, CUT_6)
+        here = survey_ptr + (row * parts + tl.program_id(1)) * SURVEY
+        tl.store(here, tl.sum(mass, 0))
+        _store_pair(here + 1, pair_1)
+        _store_pair(here + 3, pair_2)
+        _store_pair(here + 5, pair_3)
+
+
+@triton.jit
+def _pair(key, cut, lower_cut):
+    return (key >= cut).to(tl.int32) + ((key >= lower_cut).to(tl.int32) << 16)
+
+
+@triton.jit
+def _store_pair(ptr, pair):
+    tl.store(ptr, tl.sum(pair & 0xFFFF, 0).to(tl.int64))
+    tl.store(ptr + 1, tl.sum(pair >> 16, 0).to(tl.int64))
+
+
+@triton.jit
+def _lower(survey_ptr, parts, part, index, key, cut, few, before, FEW: tl.constexpr):
+    """Take cut number `index`, of this key, if at most FEW tokens reach it."""
+    lanes = tl.arange(0, MAX_PARTS)
+    counts = tl.load(survey_ptr + lanes * SURVEY + index, mask=lanes < parts, other=0)
+    count = tl.sum(counts, 0)
+    is_few = count <= FEW
+    earlier = tl.sum(tl.where(lanes < part, counts, 0), 0)
+    return (
+        tl.where(is_few, key, cut), tl.where(is_few, count, few),
+        tl.where(is_few, earlier, before),
+    )  # fmt: skip
+
+
+@triton.jit
+def _cut(survey_ptr, parts, part, FEW: tl.constexpr):
+    """The lowest cut that at most FEW tokens reach, how many those are, and how many of them lie
+    in earlier parts."""
+    cut = tl.full([], NO_KEY, tl.int32)
+    few = tl.zeros([], tl.int64)
+    before = tl.zeros([], tl.int64)
+    cut, few, before = _lower(survey_ptr, parts, part, 1, CUT_1, cut, few, before, FEW)
+    cut, few, before = _lower(survey_ptr, parts, part, 2, CUT_2, cut, few, before, FEW)
+    cut, few, before = _lower(survey_ptr, parts, part, 3, CUT_3, cut, few, before, FEW)
+    cut, few, before = _lower(survey_ptr, parts, part, 4, CUT_4, cut, few, before, FEW)
+    cut, few, before = _lower(survey_ptr, parts, part, 5, CUT_5, cut, few, before, FEW)
+    cut, few, before = _lower(survey_ptr, parts, part, 6, CUT_6, cut, few, before, FEW)
+    return cut, few.to(tl.int32), before.to(tl.int32)
+
+
+@triton.jit
+def _collect_kernel(
+    logits_ptr, tops_ptr, top_ids_ptr, survey_ptr, few_ptr, few_ids_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, stride_row, vocab,
+    FEW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy the tokens that reach the cut, in the order of their ids."""
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.num_programs(1)
+    temperature = tl.load(temperature_ptr + row)
+    has_limit = (tl.load(top_k_ptr + row) < vocab) | (tl.load(top_p_ptr + row) < 1.0)
+    if (temperature > 0.0) & has_limit:
+        part = tl.program_id(1)
+        cut, _, place = _cut(survey_ptr + row * parts * SURVEY, parts, part, FEW)
+        scale = LOG2_E / temperature
+        top, _ = _top_of(tops_ptr, top_ids_ptr, row, parts)
+        begin, end = _part(vocab, BLOCK)
+        lanes = tl.arange(0, BLOCK)
+        for start in range(begin, end, BLOCK):
+            ids = start + lanes
+            x = tl.load(logits_ptr + row * stride_row + ids, mask=ids < end, other=float("-inf"))
+            is_in = (key_of(x.to(tl.float32), top, scale) >= cut) & (ids < end)
+            count = tl.sum(is_in.to(tl.int32), 0)
+            if count > 0:
+                places = row * FEW * 2 + place + tl.cumsum(is_in.to(tl.int32), 0) - 1
+                tl.store(few_ptr + places, x, mask=is_in)
+                tl.store(few_ids_ptr + places, ids, mask=is_in)
+            place += count
+
+
+@triton.jit
+def _place_by_id(
+    x_ptr, survey_ptr, vocab, parts, top, scale, min_p, target, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The first id at which the mass, in the order of ids, passes `target`."""
+    lanes = tl.arange(0, MAX_PARTS)
+    masses = tl.load(survey_ptr + lanes * SURVEY, mask=lanes < parts, other=0)
+    is_before = tl.cumsum(masses, 0) <= target  # whole parts
+    before = tl.sum(tl.where(is_before, masses, 0), 0)
+    length = tl.cdiv(tl.cdiv(vocab, parts), BLOCK) * BLOCK
+    start = tl.sum((is_before & (lanes < parts)).to(tl.int32), 0) * length
+    place = tl.full([], -1, tl.int32)
+    lanes = tl.arange(0, BLOCK)
+    while (place < 0) & (start < vocab):
+        ids = start + lanes
+        mass = mass_of(keys_at(x_ptr, ids, vocab, top, scale), min_p)
+        total = tl.sum(mass, 0)
+        if before + total > target:
+            reached = before + tl.cumsum(mass, 0)
+            place = tl.min(tl.where(reached > target, ids, NO_KEY), 0)
+        before += total
+        start += BLOCK
+    return tl.maximum(place, 0)
+
+
+@triton.jit
+def _finish_kernel(
+    logits_ptr, tops_ptr, top_ids_ptr, survey_ptr, few_ptr, few_ids_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, uniform_ptr, out_ptr,
+    stride_row, vocab, parts,
+    FEW: tl.constexpr, PART_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr = logits_ptr + row * stride_row
+    temperature = tl.load(temperature_ptr + row)
+    top, token_id = _top_of(tops_ptr, top_ids_ptr, row, parts)
+    if temperature > 0.0:
+        top_k = tl.load(top_k_ptr + row).to(tl.int64)
+        top_p = tl.load(top_p_ptr + row).to(tl.float64)
+        min_p = tl.load(min_p_ptr + row)
+        uniform = tl.load(uniform_ptr + row).to(tl.float64)
+        scale = LOG2_E / temperature
+        survey_ptr += row * parts * SURVEY
+        lanes = tl.arange(0, MAX_PARTS)
+        mass = tl.sum(tl.load(survey_ptr + lanes * SURVEY, mask=lanes < parts, other=0), 0)
+        if (top_k >= vocab) & (top_p >= 1.0):
+            target = (uniform * mass.to(tl.float64)).to(tl.int64)
+            token_id = _place_by_id(
+                x_ptr, survey_ptr, vocab, parts, top, scale, min_p, target, PART_BLOCK
+            )  # fmt: skip
+        else:
+            few_ptr += row * FEW * 2
+            few_ids_ptr += row * FEW * 2
+            cut, few, _ = _cut(survey_ptr, parts, 0, FEW)
+            few_mass = mass_above(few_ptr, few, top, scale, min_p, LOWEST_KEY, BLOCK)
+            if top_k < vocab:
+                key, above, source, size, ids_ptr, is_row = find(
+                    x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, few.to(tl.int64),
+                    top, scale, min_p, top_k - 1, True, FEW, BLOCK,
+                )  # fmt: skip
+                mass = (top_k - above) * mass_of(key, min_p)
+                if top_k <= few:
+                    mass += mass_above(few_ptr, few, top, scale, min_p, key, BLOCK)
+                else:
+                    mass += mass_above(x_ptr, vocab, top, scale, min_p, key, BLOCK)
+            if top_p < 1.0:
+                share = top_p * mass.to(tl.float64)
+                last = share.to(tl.int64)
+                last = tl.maximum(tl.where(last.to(tl.float64) < share, last, last - 1), 0)
+                key, above, source, size, ids_ptr, is_row = find(
+                    x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, few_mass,
+                    top, scale, min_p, last, False, FEW, BLOCK,
+                )  # fmt: skip
+                each = mass_of(key, min_p)
+                mass = above + ((last - above) // each + 1) * each
+            target = (uniform * mass.to(tl.float64)).to(tl.int64)
+            key, above, source, size, ids_ptr, is_row = find(
+                x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, few_mass,
+                top, scale, min_p, target, False, FEW, BLOCK,
+            )  # fmt: skip
+            skipped = ((target - above) // mass_of(key, min_p)).to(tl.int32)
+            token_id = place_of(source, size, top, scale, key, skipped, BLOCK)
+            if not is_row:
+                token_id = tl.load(ids_ptr + token_id)
+    tl.store(out_ptr + row, token_id.to(tl.int64))
+
+
+def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """The likeliest id of each row, the lowest of equals; logits [rows, vocab] -> int64 [rows].
+
+    Few rows are shared out over the whole card. The parts of a row meet in a small buffer that
+    belongs to the device and must exist before a CUDA graph is captured: call it once before. Two
+    streams must not run it at once.
+    """
+    rows, vocab = _check_logits(logits)
+    out = _check_ids(logits, out)
+    if rows == 0:
+        return out
+    parts = 1
+    if rows < _SPLIT_ROWS:
+        parts = min(triton.cdiv(vocab, _ARGMAX_BLOCK), max(_ARGMAX_PROGRAMS // rows, 1))
+    best, arrived = _meeting_places(logits.device)
+    _argmax_kernel[(rows, parts)](
+        logits, out, best, arrived, logits.stride(0), vocab, BLOCK=_ARGMAX_BLOCK, num_warps=8
+    )
+    return out
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token per row of logits [rows, vocab]; int64 [rows].
+
+    Settings are [rows], fp32 but top_k, which is int32 and at least 1; temperature 0 takes the
+    likeliest. A row's token depends on nothing but the row.
+    """
+    rows, vocab = _check_logits(logits)
+    for name, setting, dtype in (
+        ("temperature", temperature, torch.float32), ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32), ("min_p", min_p, torch.float32),
+        ("uniform", uniform, torch.float32),
+    ):  # fmt: skip
+        if setting.dtype != dtype or setting.shape != (rows,) or not setting.is_contiguous():
+            raise LayoutError(f"{name} must be contiguous {dtype} [{rows}], "
+                              f"got {setting.dtype} {tuple(setting.shape)}")  # fmt: skip
+    out = _check_ids(logits, out)
+    if rows == 0:
+        return out
+    parts = min(triton.cdiv(vocab, _PART_BLOCK), max(_PROGRAMS // rows, 1), MAX_PARTS.value)
+    tops = logits.new_empty(rows, parts, dtype=torch.float32)
+    top_ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    survey = torch.empty(rows, parts, SURVEY.value, dtype=torch.int64, device=logits.device)
+    few = logits.new_empty(rows, 2, _FEW)  # collected, and gathered around one target
+    few_ids = torch.empty(rows, 2, _FEW, dtype=torch.int32, device=logits.device)
+    grid, stride = (rows, parts), logits.stride(0)
+    block = min(triton.next_power_of_2(vocab), _PART_BLOCK)
+    _tops_kernel[grid](logits, tops, top_ids, stride, vocab, BLOCK=block, num_warps=8)
+    _survey_kernel[grid](
+        logits, tops, top_ids, survey, temperature, min_p, stride, vocab, BLOCK=block, num_warps=8
+    )
+    _collect_kernel[grid](
+        logits, tops, top_ids, survey, few, few_ids, temperature, top_k, top_p, stride, vocab,
+        FEW=_FEW, BLOCK=block, num_warps=8,
+    )  # fmt: skip
+    _finish_kernel[(rows,)](
+        logits, tops, top_ids, survey, few, few_ids, temperature, top_k, top_p, min_p, uniform,
+        out, stride, vocab, parts,
+        FEW=_FEW, PART_BLOCK=block, BLOCK=min(triton.next_power_of_2(vocab), _FEW), num_warps=16,
+    )  # fmt: skip
+    return out
+
+
+@cache
+def _meeting_places(device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each row the best of its parts so far and how many have come; left as they were found."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise LayoutError("argmax must run once on this device before a graph is captured")
+    best = torch.full((_SPLIT_ROWS,), EMPTY.value, dtype=torch.int64, device=device)
+    return best, torch.zeros(_SPLIT_ROWS, dtype=torch.int32, device=device)
+
+
+def _check_logits(logits: Tensor) -> tuple[int, int]:
+    if logits.dim() != 2 or logits.stride(1) != 1:
+        raise LayoutError(f"logits must be [rows, vocab] with a contiguous last axis, "
+                          f"got {tuple(logits.shape)}")  # fmt: skip
+    if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise LayoutError(f"logits must be bfloat16, float16 or float32, got {logits.dtype}")
+    rows, vocab = logits.shape
+    if not 0 < vocab <= _MAX_VOCAB:
+        raise LayoutError(f"logits must have 1 to {_MAX_VOCAB} columns, got {vocab}")
+    return rows, vocab
+
+
+def _check_ids(logits: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if out.dtype != torch.int64 or out.shape != (len(logits),) or not out.is_contiguous():
+        raise LayoutError(f"out must be contiguous int64 [{len(logits)}], "
+                          f"got {out.dtype} {tuple(out.shape)}")  # fmt: skip
+    return out
