@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "wire": "core text",
     "batch": "core plan text wire",
     "server": "core plan text wire batch",
-    "llm": "core plan engine text checkpoints batch",
+    "llm": "core plan engine text checkpoints",
     "cli": "core plan kv checkpoints simulate text wire batch server llm runner",
 }
 MAIN = {"__init__", "__main__"}  # join the packages; `mainstem.LLM` is imported when asked for
