@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := 2.13.0
+PYTEST := $(BIN)/python -m pytest -q --durations=10
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 PYTHON_CHECK := (3, 11) <= sys.version_info < (3, 13) or sys.exit("needs Python 3.11 or 3.12: make PYTHON=python3.12")
 
 help:        ## this list
@@ -20,14 +22,16 @@ setup: .venv/ready  ## make .venv with everything (torch first, pinned)
 demo: setup  ## answer questions over shared documents, sharing on and off
 	$(BIN)/mainstem demo --out out/demo.jsonl
 
-test: setup lint  ## everything CI runs: lint, types, tests
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+test: setup lint  ## everything CI runs: lint, types, tests; 8 minutes on 2 cores at most
+	$(PYTEST) $(WORKERS) -m "not gpu and not slow and not serial"
+	$(PYTEST) -m "not gpu and not slow and serial"
 
 test-full: setup lint  ## the long tests too
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(PYTEST) $(WORKERS) -m "not gpu and not serial"
+	$(PYTEST) -m "not gpu and serial"
 
 test-gpu:    ## what needs a CUDA device; uses the python on PATH
-	PYTHONPATH=src:. $(PYTHON) -m pytest -q -m gpu tests
+	PYTHONPATH=src:. $(PYTHON) -m pytest -q -m gpu tests/gpu
 
 sanitize:    ## small attention cases under compute-sanitizer, on a CUDA device
 	PYTHONPATH=src:. PYTORCH_NO_CUDA_MEMORY_CACHING=1 \

@@ -1,13 +1,35 @@
-"""Fixtures that several test packages use."""
+"""Fixtures that several test packages use, and how tests are dealt to workers."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from mainstem.checkpoints.hub import resolve_model
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a core each
+
+LONGEST_FIRST = (
+    "kernels/test_aot.py",
+    "kernels/test_interpreter.py",
+    "metamorphic/test_real_model.py",
+    "runner/test_perplexity.py",
+    "test_llm.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of half a minute and more begin first, so that no worker ends with one of them."""
+    tests = Path(__file__).parent
+    place = {tests / name: index for index, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
+
 
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
-    """The embedded model as a Hugging Face folder; fetched and converted once per user cache."""
+    """The embedded model as a Hugging Face folder; fetched and converted once per user cache.
+
+    Workers that begin together do not both convert it: there is a lock.
+    """
     return resolve_model("smollm2")

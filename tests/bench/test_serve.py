@@ -156,6 +156,7 @@ def test_a_closed_loop_measures_every_request(
     assert len(openings) == 1  # one system prompt for all
 
 
+@pytest.mark.serial
 def test_poisson_arrivals_do_not_wait_for_answers(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -317,6 +317,7 @@ def test_a_step_still_on_the_device_does_not_write_to_pages_of_others() -> None:
     assert not runner._late
 
 
+@pytest.mark.serial
 def test_taking_a_request_in_does_not_look_through_what_is_to_be_told() -> None:
     """A crowd gives up, and others come before anybody was told."""
     engine = an_engine()

@@ -155,8 +155,9 @@ def test_any_page_size(page_size: int) -> None:
     check(spans_of(*spans), rows, page_size=page_size)
 
 
-def test_long_shared_run_is_split_and_merged() -> None:
-    """Enough work to be cut for the cores, with a remainder that fills no page."""
+def test_long_shared_run_is_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough work to be cut for two cores, with a remainder that fills no page."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     group = list(range(64))
     own = [([row], [100 + row], 1 + row % 16, True) for row in group]
     check(spans_of((group, list(range(70)), 1115, False), *own), 64, heads=3, kv_heads=1)

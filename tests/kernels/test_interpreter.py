@@ -1,4 +1,4 @@
-"""Runs the kernel tests under Triton's interpreter, in a process of their own."""
+"""Runs the tests of kernels and of the GPU runner under Triton's interpreter, in a process."""
 
 import importlib.util
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 MODULES = [
     "test_span.py", "test_merge.py", "test_merge_partials.py", "test_append.py", "test_rotate.py",
     "test_fused.py", "test_sample.py", "test_invariant.py", "test_transfer.py", "test_upload.py",
@@ -18,11 +19,11 @@ MODULES = [
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they run directly")
 def test_kernels_pass_their_tests_under_the_interpreter() -> None:
-    folder = Path(__file__).parent
+    paths = [f"tests/kernels/{name}" for name in MODULES] + ["tests/runner/test_gpu.py"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", *(str(folder / name) for name in MODULES)],
+        [sys.executable, "-m", "pytest", "-q", "-x", *paths],
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=folder.parents[1],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,

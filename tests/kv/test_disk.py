@@ -301,6 +301,7 @@ def a_run(first: int = 0) -> list[ReadJob]:
     return [ReadJob(key(n), n, crc, zeros) for n in range(first, first + READ_RUN)]
 
 
+@pytest.mark.serial
 def test_a_run_that_fails_is_read_again_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +357,7 @@ def test_closing_finishes_what_is_read_again(
     assert sorted(told) == sorted(key(n) for n in range(40 * READ_RUN))
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("num_reads", [1, NUM_READERS + 1], ids=["under way", "in line"])
 def test_few_writes_wait_for_reads_but_not_for_ever(
     num_reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -417,6 +419,7 @@ while True:
 """
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("delay_ms", [0, 3, 11, 29, 53])
 def test_kill_9_leaves_what_was_committed(tmp_path: Path, delay_ms: int) -> None:
     """Whatever the moment: all that was flushed and not replaced is there, and all of it right."""

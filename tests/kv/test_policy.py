@@ -330,6 +330,7 @@ def test_who_came_and_went_leaves_nothing_behind_where_nothing_is_read_ahead() -
     policy.check()
 
 
+@pytest.mark.serial
 def test_who_gives_up_behind_many_that_want_the_same_is_not_searched_for() -> None:
     """The last of 64 times as many leaves in about the time of the last of a few."""
 

@@ -161,6 +161,7 @@ def test_unused_pages_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     tiered.engine.close()
 
 
+@pytest.mark.serial
 def test_a_slow_disk_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads take half a second each; a request that needs none is answered meanwhile."""
     FaultyFiles.reset()
@@ -342,6 +343,7 @@ def test_what_an_urgent_request_needs_is_read_ahead_before_what_came_earlier(
     again.engine.close()
 
 
+@pytest.mark.serial
 def test_a_step_is_made_late_while_somebody_waits_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

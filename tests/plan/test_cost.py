@@ -77,6 +77,7 @@ def test_arithmetic_bounds_a_run_with_very_many_readers() -> None:
     assert 1 < speedup[0] < 100
 
 
+@pytest.mark.serial
 def test_deciding_for_a_thousand_runs_takes_well_under_a_millisecond() -> None:
     members, tokens = np.full(1000, 4, np.int32), np.full(1000, 500, np.int32)
     worth_sharing(H200, LLAMA_8B, members, tokens)

@@ -1,12 +1,8 @@
 """The GPU runner under Triton's interpreter: the same tokens as the CPU runner."""
 
-import importlib.util
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,29 +25,15 @@ from tests.runner.steps import Seq, Work, a_step, run
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SHAPE = ModelShape("test", 32, 48, 1, 2, 1, 64, 96, 10_000.0, 512)
-interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1")
+interpreted = pytest.mark.skipif(
+    not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=2, ignore_eos=True)
 EDITED = SamplingParams(
     temperature=0.0, repetition_penalty=1.5, max_tokens=2, logprobs=2, ignore_eos=True
 )
-
-
-@pytest.mark.torch
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-@pytest.mark.skipif(IS_INTERPRETED, reason="they run directly")
-def test_gpu_runner_passes_its_tests_under_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
 
 
 def a_config(share: Share = Share.READS, page_size: int = 16) -> EngineConfig:

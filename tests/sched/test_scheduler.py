@@ -1,6 +1,7 @@
 """The scheduler under any order of submit, step, abort and stop: nothing lost, nothing twice."""
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -171,7 +172,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+class LongMachine(SchedulerMachine):
+    """The same for five times as many orders."""
+
+
+TestSchedulerLong = pytest.mark.slow(LongMachine.TestCase)
+TestSchedulerLong.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
 
 
 def test_random_numbers_depend_on_seed_and_index_only() -> None:

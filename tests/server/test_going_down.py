@@ -59,6 +59,7 @@ def test_open_answers_finish(is_streaming: bool) -> None:
             assert response.json()["usage"]["completion_tokens"] == 30
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("is_streaming", [True, False])
 def test_answers_that_take_too_long_end_with_an_error(is_streaming: bool) -> None:
     with a_server(shutdown_s=0.3) as running:

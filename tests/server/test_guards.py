@@ -17,6 +17,8 @@ from mainstem.server.limits import Gate, ServerLimits
 from tests.batch.fake_batch import FakeEngines
 from tests.server.running import Running, a_server, until
 
+pytestmark = pytest.mark.serial  # half a second is much on a busy machine
+
 TIGHT = ServerLimits(
     body_bytes=20_000, header_bytes=4_000, header_s=0.4, body_s=0.4, write_s=0.5, open_answers=6
 )

@@ -5,6 +5,8 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from mainstem.core.request import SamplingParams
 from mainstem.server.worker import Worker
 from mainstem.text.text_engine import TextEngine
@@ -21,6 +23,7 @@ def num_on_disk(folder: Path) -> int:
         return int(index.execute("SELECT count(*) FROM pages").fetchone()[0])
 
 
+@pytest.mark.serial
 def test_an_idle_engine_saves_its_pages_and_forgets_old_ones(tmp_path: Path) -> None:
     """More pages than are saved at once: the rest is saved though no request follows."""
 

@@ -18,6 +18,8 @@ import pytest
 
 from tests.server.running import until
 
+pytestmark = pytest.mark.serial
+
 NUM_CLIENTS = 200
 LEAVING = 0.2
 SYSTEM = "All of these conversations begin with the same few words about nothing much. "

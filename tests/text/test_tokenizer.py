@@ -440,6 +440,7 @@ def test_the_first_word_keeps_its_space_after_a_prompt() -> None:
     assert Detokenizer(LLAMA, context=[1, the]).push(cat) == " cat"
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("name", ["byte level", "sentencepiece"])
 def test_a_long_answer_costs_the_same_per_token(tokenizer: Tokenizer, name: str) -> None:
     """Eight times the tokens may take 40 times as long at most; quadratic work would take 64."""
@@ -509,6 +510,7 @@ def test_only_a_possible_beginning_is_held_back() -> None:
     assert checker.finish() == "##"
 
 
+@pytest.mark.serial
 def test_many_long_stop_strings_are_cheap() -> None:
     stops = ["a" * 2000 + str(index) for index in range(64)]
     start = time.perf_counter()
