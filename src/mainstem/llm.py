@@ -104,6 +104,7 @@ class LLM:
         threads: int | None = None,
         chat_template: str | Path | None = None,
         deterministic: bool = False,
+        ignore_config_fields: str | Sequence[str] | None = None,
         seed: int = 0,
         truncation_ratio: float = 0.5,
         sink_tokens: int | None = None,

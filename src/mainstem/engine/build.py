@@ -1,5 +1,6 @@
 """Config -> Engine: the only place where parts are chosen and joined."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,8 @@ from mainstem.sched.truncation import TruncationRules
 
 DETERMINISTIC_CHUNK_TOKENS = 1024  # each token has a Partial for every few hundred keys
 
+log = logging.getLogger("mainstem.engine")
+
 
 def build_engine(
     folder: Path,
@@ -38,7 +41,15 @@ def build_engine(
     settings.
     """
     config = with_chunk(config)
-    runner, facts = load_runner(folder_origin(folder), config)
+    origin = folder_origin(folder, config.model.ignore_config_fields or ())
+    if ignored := origin.spec.ignored_fields:
+        log.warning(
+            "config.json of %s: ignored %s, as ignore_config_fields wants it; answers are wrong if "
+            "the model depends on it",
+            config.model.model,
+            ", ".join(ignored),
+        )
+    runner, facts = load_runner(origin, config)
     return join(runner, facts, config, bus or EventBus(), choose_kept, around)
 
 
