@@ -12,6 +12,7 @@ from mainstem.core.request import ChooseKept
 from mainstem.core.shapes import ModelShape
 from mainstem.core.step import Runner
 from mainstem.engine.engine import Engine
+from mainstem.engine.store_log import StoreLog
 from mainstem.engine.tiers import make_fetching, make_tiers
 from mainstem.kv.store import KVStore
 from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
@@ -58,7 +59,9 @@ def build_random_engine(
 ) -> Engine:
     """An engine around random weights of a known shape, for measuring speed."""
     config = with_chunk(config)
-    return join(*load_runner(RandomOrigin(shape, seed), config), config, bus or EventBus())
+    runner, facts = load_runner(RandomOrigin(shape, seed), config)
+    named = replace(config, model=replace(config.model, model=f"random weights, {shape.name}"))
+    return join(runner, facts, named, bus or EventBus())
 
 
 def with_chunk(config: EngineConfig) -> EngineConfig:
@@ -82,7 +85,8 @@ def join(
 ) -> Engine:
     """An engine around a loaded runner, whose pages the tiers below the device are joined to.
     Steps go through what `around` makes of it."""
-    tiers = make_tiers(runner, facts.identity, config.store, bus)
+    StoreLog(bus)
+    tiers = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
     store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers)
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)

@@ -161,8 +161,8 @@ _HARMLESS = _words(
     "loss_type ignore_index "
     # how it is run; and Qwen's windows, which others do not have
     "max_window_layers use_cache output_attentions output_hidden_states return_dict "
-    "return_dict_in_generate torchscript chunk_size_feed_forward attn_implementation use_flash_attn "
-    "use_flash_attention use_flash_attention_2 flash_attention "
+    "return_dict_in_generate torchscript chunk_size_feed_forward attn_implementation "
+    "use_flash_attn use_flash_attention use_flash_attention_2 flash_attention "
     # heads for other tasks
     "id2label label2id num_labels problem_type finetuning_task task_specific_params "
     "classifier_dropout "

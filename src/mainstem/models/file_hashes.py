@@ -38,6 +38,11 @@ class Stamp:
         return Stamp(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
     @property
+    def of_contents(self) -> tuple[int, int, int]:
+        """Without ctime, which a new link to the file changes, too."""
+        return self.size, self.mtime_ns, self.inode
+
+    @property
     def changed_ns(self) -> int:
         return max(self.mtime_ns, self.ctime_ns)
 

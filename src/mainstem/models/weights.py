@@ -165,7 +165,7 @@ class WeightDigest:
         digest = hashlib.sha256(self._config)
         for file, stamp in self._stamps.items():
             digest.update(f"{file.name}:{stamp.size}:".encode() + self._hashes[file].result())
-            if Stamp.of(file) != stamp:
+            if Stamp.of(file).of_contents != stamp.of_contents:
                 raise UnsupportedModel(
                     f"{file} changed while it was loaded; load the model again once nobody "
                     "writes to it"
