@@ -13,7 +13,7 @@ from mainstem.core.settings import Setting
 PATH = Path(__file__).resolve().parent / "settings.md"
 BEGIN, END = "<!-- settings: python docs/settings_table.py -->", "<!-- end of settings -->"
 SEE = {"store": "([the store](design/kv.md))"}  # by section
-KINDS = {int: "a whole number", float: "a number", str: "text"}
+KINDS = {int: "a whole number", float: "a number", str: "text", tuple: "names, commas between"}
 
 
 def table() -> str:

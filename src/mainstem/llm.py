@@ -104,6 +104,7 @@ class LLM:
         threads: int | None = None,
         chat_template: str | Path | None = None,
         deterministic: bool = False,
+        ignore_config_fields: str | Sequence[str] | None = None,
         seed: int = 0,
         truncation_ratio: float = 0.5,
         sink_tokens: int | None = None,
@@ -230,6 +231,8 @@ class LLM:
     def close(self) -> None:
         """Stop whatever runs: a call on another thread ends after its step, with an error. The
         memory goes with the last reference to the LLM."""
+        if self.text_engine.engine.is_forked:
+            return  # its threads, and who holds the lock, are in the other process
         self._is_closed = True
         with self._lock, guarded_interrupts():
             self.text_engine.engine.close()
@@ -237,7 +240,9 @@ class LLM:
     @contextmanager
     def _call(self) -> Iterator[None]:
         """One call at a time; one from within another (by a callback) would take its answers.
-        Ctrl-C waits for a change of the engine's books."""
+        Ctrl-C waits for a change of the engine's books. In a forked child it raises ForkedProcess:
+        the lock may be held by a thread that is not there."""
+        self.text_engine.engine.check_process()
         with self._lock, guarded_interrupts():
             if self._is_called:
                 raise InvalidRequest("LLM", "cannot be called from within one of its calls")

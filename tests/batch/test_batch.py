@@ -17,7 +17,7 @@ from mainstem.batch import windows
 from mainstem.cli.batch import main
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
-from mainstem.core.events import RequestSubmitted, StepFinished
+from mainstem.core.events import PagesLost, RequestSubmitted, StepFinished, StoreOpened
 from mainstem.core.request import Request
 from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import FakeEngines, expected_text
@@ -78,6 +78,41 @@ def prompts(count: int, **fields: object) -> list[Row | str]:
         prompt = f"document number {index % 4}, which is long; question {index}"
         rows.append({"custom_id": f"q{index}", "prompt": prompt, "temperature": 0, **fields})
     return rows
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+def test_the_summary_tells_of_a_store_that_lost_pages(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = folder.engines
+
+    def engines(config: EngineConfig) -> TextEngine:
+        engine = make(config)
+        engine.engine.bus.publish(StoreOpened("/store", 7, "index damaged", {"index": 5}))
+        return engine
+
+    folder.engines = engines  # type: ignore[assignment]
+    make.at_step = lambda _: make.engine.engine.bus.publish(  # type: ignore[union-attr]
+        PagesLost(1, "disk", "checksum")
+    )
+    folder.write(prompts(1, max_tokens=1))
+    found = folder.run_with_summary()
+    assert found["store_fault"].startswith("the KV store in /store has lost 5 pages: index damaged")
+    assert found["lost_pages"] == {"index": 5, "checksum": 1}
+    told = capsys.readouterr().err.splitlines()
+    assert found["store_fault"] in told
+    assert "stored pages that were lost and computed again: index 5, checksum 1" in told
+
+
+def test_the_summary_is_silent_about_a_sound_store(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.write(prompts(1, max_tokens=1))
+    found = folder.run_with_summary()
+    assert (found["store_fault"], found["lost_pages"]) == (None, {})
+    assert "store" not in capsys.readouterr().err
 
 
 # --- what rows leave open -------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import pytest
 
 from mainstem.cli import cache
 from mainstem.core.errors import StoreError
+from mainstem.kv.bytes.ledger import ledger_of
+from mainstem.kv.bytes.page_index import MODEL, PageIndex, read_about
 from mainstem.kv.bytes.segments import SegmentFiles
 from tests.builders import a_request, run_all
 from tests.kv.tiered import a_tiered_engine
@@ -36,6 +38,28 @@ def test_stats_count_pages_and_bytes(folder: Path, capsys: pytest.CaptureFixture
     assert found["folder"] == str(folder / "model")
     cache.main(["stats", str(folder)])
     assert "model" in capsys.readouterr().out
+
+
+def test_stats_name_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask(capsys, "stats", str(folder))[1]["model"] is None, "a store of an older version"
+    store = folder / "model"
+    about = read_about(store)
+    PageIndex(store, about | {MODEL: "org/tiny"}).close()
+    found = ask(capsys, "stats", str(folder))[1]
+    assert (found["model"], found["identity"]) == ("org/tiny", "fake")
+    cache.main(["stats", str(folder)])
+    assert "org/tiny  fake" in capsys.readouterr().out
+
+
+def test_a_store_that_was_cleared_is_not_missed(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAINSTEM_CACHE", str(folder / "cache"))
+    note = ledger_of(folder / "model")
+    note.parent.mkdir(parents=True)
+    note.write_text("10 pages")
+    ask(capsys, "clear", str(folder))
+    assert not note.exists()
 
 
 def test_verify_finds_a_flipped_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,3 +142,19 @@ def test_freed_memory_is_kept_unless_the_user_said_otherwise(
     monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "10")
     keep_freed_memory()
     assert os.environ["MIMALLOC_PURGE_DELAY"] == "10"
+
+
+def test_names_come_from_repeated_flags_lists_and_text(tmp_path: Path) -> None:
+    wanted = ("a", "b", "c")
+    flags = ["--ignore-config-fields", "a, b", "--ignore-config-fields", "c"]
+    assert engine_config(parse(flags)).model.ignore_config_fields == wanted
+    assert engine_config(parse([])).model.ignore_config_fields is None
+    file = tmp_path / "a.toml"
+    for text in ('"a,b,c"', '["a", "b,c"]'):
+        file.write_text(f"[model]\nignore_config_fields = {text}\n")
+        assert load_config(file).model.ignore_config_fields == wanted
+    made = with_arguments(EngineConfig(), {"ignore_config_fields": ["a", "b", "c"]}, "LLM")
+    assert made.model.ignore_config_fields == wanted
+    file.write_text("[model]\nignore_config_fields = 7\n")
+    with pytest.raises(ConfigError, match="ignore_config_fields must be names with commas"):
+        load_config(file)

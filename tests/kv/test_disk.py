@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -26,7 +27,7 @@ from mainstem.kv.bytes.disk import (
     WriteJob,
     Written,
 )
-from mainstem.kv.bytes.page_index import FILE, PageIndex, PageRow
+from mainstem.kv.bytes.page_index import FILE, MODEL, PageIndex, PageRow, read_about
 from mainstem.kv.bytes.segments import SegmentFiles
 
 PAGE = 8192
@@ -126,17 +127,35 @@ def test_a_flipped_bit_is_found(stored: Path) -> None:
 def test_a_truncated_segment_loses_its_end_only(stored: Path) -> None:
     os.truncate(stored / "0000.pages", 3 * PAGE + 100)
     tier = open_tier(stored)
+    assert read_all(tier) == {1: None, 2: None, 3: None}
+    assert tier.found == "segment files are missing or truncated"
+    assert tier.lost == {"truncated": 2}
+    tier.close()
+    tier = open_tier(stored)
+    assert tier.found is None, "it is told once"
+    tier.close()
+
+
+def test_a_segment_that_is_truncated_in_use_loses_its_end_only(stored: Path) -> None:
+    tier = open_tier(stored)
+    os.truncate(stored / "0000.pages", 3 * PAGE + 100)
     assert read_all(tier) == {1: None, 2: None, 3: None, 4: "truncated", 5: "truncated"}
+    tier.close()
+
+
+def test_a_segment_that_goes_in_use_is_told(stored: Path) -> None:
+    tier = open_tier(stored)
+    (stored / "0000.pages").unlink()
+    assert set(read_all(tier).values()) == {"missing"}
     tier.close()
 
 
 def test_a_missing_segment_is_told_and_made_again(stored: Path) -> None:
     (stored / "0000.pages").unlink()
     tier = open_tier(stored)
-    assert set(read_all(tier).values()) == {"missing"}
-    tier.delete([row.key for row in tier.rows])
-    for row in tier.rows:
-        tier.give_back_record(row.record)
+    assert tier.rows == []
+    assert tier.found == "segment files are missing or truncated"
+    assert tier.lost == {"missing": 5}
     write(tier, 7, 8)
     tier.close()
     tier = open_tier(stored)
@@ -162,6 +181,125 @@ def test_a_damaged_index_is_replaced_and_told(stored: Path) -> None:
     assert "index damaged" in tier.found
     write(tier, 1)
     tier.close()
+
+
+@pytest.fixture
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the number of pages is kept."""
+    return tmp_path_factory.mktemp("notes") / "count"
+
+
+def open_counted(folder: Path, ledger: Path, room: int = ROOM) -> DiskTier:
+    return DiskTier(folder, PAGE, room, "model", ledger=ledger)
+
+
+@pytest.fixture
+def counted(tmp_path: Path, ledger: Path) -> Path:
+    """As `stored`, and counted."""
+    tier = open_counted(tmp_path, ledger)
+    write(tier, 1, 2, 3, 4, 5)
+    tier.close()
+    return tmp_path
+
+
+def damage(folder: Path, kind: str) -> None:
+    match kind:
+        case "emptied":
+            shutil.rmtree(folder)
+        case "index gone":
+            (folder / FILE).unlink()
+        case "index damaged":
+            (folder / FILE).write_bytes(b"not a database" * 1000)
+        case "rows gone":
+            database = sqlite3.connect(folder / FILE)
+            with database:
+                database.execute("DELETE FROM pages")
+            database.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "lost"),
+    [
+        ("emptied", "it is empty, and held 5 pages when it was last used", {"emptied": 5}),
+        ("rows gone", "it is empty, and held 5 pages when it was last used", {"emptied": 5}),
+        ("index gone", "no index for 1 segment files", {"index": 5}),
+        ("index damaged", "index damaged", {"index": 5}),
+        ("nothing", None, {}),
+    ],
+)
+def test_a_store_that_held_more_says_so_once(
+    kind: str, words: str | None, lost: dict[str, int], counted: Path, ledger: Path
+) -> None:
+    damage(counted, kind)
+    tier = open_counted(counted, ledger)
+    assert tier.lost == lost
+    assert tier.found is None if words is None else words in str(tier.found)
+    tier.close()
+    tier = open_counted(counted, ledger)
+    assert tier.found is None
+    assert not tier.lost
+    tier.close()
+
+
+def test_the_count_follows_what_is_written_and_deleted(tmp_path: Path, ledger: Path) -> None:
+    tier = open_counted(tmp_path, ledger)
+    write(tier, *range(8))
+    tier.delete([key(1), key(2), key(99)])
+    tier.flush()
+    assert int(ledger.read_text().split()[0]) == 6
+    tier.delete([key(number) for number in range(8)])
+    tier.close()
+    tier = open_counted(tmp_path, ledger)
+    assert tier.found is None, "it was emptied by its owner"
+    tier.close()
+
+
+def test_an_index_of_an_earlier_day_is_told(
+    counted: Path, ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "MAX_BATCH", 2)  # what a kill may leave uncounted
+    database = sqlite3.connect(counted / FILE)
+    with database:
+        database.execute("DELETE FROM pages WHERE record >= 2")
+    database.close()
+    tier = open_counted(counted, ledger)
+    assert tier.found == "its index held 5 pages when it was last used"
+    assert tier.lost == {"index": 3}
+    assert read_all(tier) == {1: None, 2: None}
+    tier.close()
+
+
+@pytest.mark.parametrize("text", ["", "pages", "     x     "])
+def test_a_damaged_count_says_nothing(text: str, counted: Path, ledger: Path) -> None:
+    ledger.write_text(text)
+    shutil.rmtree(counted)
+    tier = open_counted(counted, ledger)
+    assert tier.found is None
+    tier.close()
+
+
+def test_a_count_that_cannot_be_kept_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    tier = open_counted(tmp_path / "store", tmp_path / "file" / "count")
+    write(tier, 1)
+    tier.close()
+
+
+def test_a_smaller_bound_is_no_loss(counted: Path, ledger: Path) -> None:
+    tier = open_counted(counted, ledger, room=3 * PAGE)
+    assert (tier.found, tier.lost) == (None, {})
+    tier.close()
+
+
+def test_the_store_is_named_after_its_model_and_the_name_may_change(stored: Path) -> None:
+    assert MODEL not in read_about(stored), "an older store"
+    for name in ("smollm2", "/models/smollm2"):
+        tier = DiskTier(stored, PAGE, ROOM, "model", model=name)
+        assert len(tier.rows) == 5
+        tier.close()
+        assert read_about(stored)[MODEL] == name
+    open_tier(stored).close()
+    assert read_about(stored)[MODEL] == name, "it stays"
 
 
 @pytest.mark.parametrize(
@@ -275,10 +413,9 @@ def test_neighbours_are_read_in_one_go_and_fail_alone(
     assert read_all(tier) == dict.fromkeys(range(12))
     assert sorted(runs) == [(0, READ_RUN), (READ_RUN, 12 - READ_RUN)]
     tier.close()
-    with open(tmp_path / "0000.pages", "r+b") as file:
-        file.truncate(10 * PAGE + 100)
     runs.clear()
     tier = open_tier(tmp_path)
+    os.truncate(tmp_path / "0000.pages", 10 * PAGE + 100)
     assert read_all(tier) == {n: "truncated" if n >= 10 else None for n in range(12)}
     assert len(runs) == 2 + 12 - READ_RUN
     tier.close()
@@ -493,7 +630,8 @@ def test_a_disk_too_full_for_the_index_gives_up_the_last_pages(
     tier = open_tier(stored)
     assert tier.found is not None
     assert "disk full" in tier.found
-    assert read_all(tier) == {1: None, 2: None, 3: None, 4: "truncated", 5: "truncated"}
+    assert tier.lost == {"truncated": 2}
+    assert read_all(tier) == {1: None, 2: None, 3: None}
     tier.close()
 
 

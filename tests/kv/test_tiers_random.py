@@ -3,6 +3,7 @@
 Bytes and policy may never part: a page is where the policy says, or nowhere at all.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -71,6 +72,7 @@ class _Disk:
 
     def __init__(self, rng: Random, num_records: int) -> None:
         self.folder, self.found = Path(), None
+        self.lost: Counter[str] = Counter()
         self.rows: list[PageRow] = []
         self.num_records = num_records
         self.num_writes_pending = 0

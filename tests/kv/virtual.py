@@ -5,7 +5,7 @@ for a read, or because there is nothing to do. So a crowd on a large card takes 
 comes out the same each time.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +133,7 @@ class VirtualDisk:
 
     def __init__(self, clock: VirtualClock, num_records: int, bytes_per_s: float) -> None:
         self.folder, self.found = Path(), None
+        self.lost: Counter[str] = Counter()
         self.rows: list[object] = []
         self.num_records = num_records
         self.num_writes_pending = 0

@@ -1,6 +1,7 @@
 """config.json -> ModelSpec: what is read, what is refused and by which name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,59 @@ def test_end_tokens_of_the_generation_config_are_added(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert read_spec(tmp_path).eos_ids == (2, 7, 9)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"unsloth_version": "2024.9"},
+        {"_attn_implementation_autoset": True},
+        {"_anything_private": {"of": "a tool"}},
+        {"neftune_noise_alpha": 5},
+        {"auto_map": {"AutoConfig": "configuration_llama.LlamaConfig"}},
+        {"model_max_length": 4096},
+        {"max_sequence_length": 2048},
+        {"tokenizer_model_max_length": 4096, "tokenizer_padding_side": "right"},
+        {"use_flash_attention": True},
+        {"max_new_tokens": 512},
+        {"bf16": True},
+        {"num_labels": 2, "classifier_dropout": 0.1},
+        {"max_window_layers": 28},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_notes_of_other_tools_change_nothing(field: dict[str, object]) -> None:
+    assert spec_from_config({**LLAMA, **field}) == spec_from_config(LLAMA)
+
+
+def test_llama_1_names_its_positions_otherwise() -> None:
+    older = {name: value for name, value in LLAMA.items() if name != "max_position_embeddings"}
+    assert spec_from_config({**older, "max_sequence_length": 2048}).max_positions == 2048
+    with pytest.raises(UnsupportedModel, match="max_position_embeddings is missing"):
+        spec_from_config(older)
+
+
+UNKNOWN: dict[str, object] = {"scale_depth": 1.4, "dim_model_base": {"of": "x" * 200}}
+
+
+def test_unknown_fields_are_refused_together_and_the_way_out_is_named() -> None:
+    with pytest.raises(UnsupportedModel) as refused:
+        spec_from_config({**LLAMA, **UNKNOWN})
+    told = str(refused.value)
+    assert "scale_depth=1.4" in told
+    assert told.endswith("--ignore-config-fields scale_depth,dim_model_base")
+    assert len(told) < 400, "a long value is cut"
+
+
+def test_unknown_fields_are_ignored_by_order() -> None:
+    made = spec_from_config({**LLAMA, **UNKNOWN}, ["dim_model_base", "scale_depth", "not_there"])
+    assert made.ignored_fields == ("dim_model_base", "scale_depth")
+    assert replace(made, ignored_fields=()) == spec_from_config(LLAMA)
+    with pytest.raises(UnsupportedModel, match="--ignore-config-fields scale_depth"):
+        spec_from_config({**LLAMA, **UNKNOWN}, ["dim_model_base"])
+
+
+@pytest.mark.parametrize("name", ["rope_theta", "hidden_act", "attention_bias", "layer_types"])
+def test_what_answers_depend_on_cannot_be_ignored(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{name} cannot be ignored"):
+        spec_from_config(LLAMA, [name])

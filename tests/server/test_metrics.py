@@ -25,6 +25,7 @@ from mainstem.core.events import (
     SequencePreempted,
     SequenceResumed,
     StepFinished,
+    StoreOpened,
 )
 from mainstem.core.ids import RequestId
 from mainstem.core.request import FinishReason, Overflow
@@ -82,7 +83,8 @@ EXPORTED = {
         mainstem:steps_total mainstem:spans_total mainstem:computed_tokens_total
         mainstem:decoded_tokens_total mainstem:recomputed_tokens_total
         mainstem:key_tokens_read_total mainstem:key_tokens_saved_total
-        mainstem:prefetched_pages_total mainstem:truncated_prompts_total
+        mainstem:damaged_stores_total mainstem:prefetched_pages_total
+        mainstem:truncated_prompts_total
         mainstem:dropped_tokens_total mainstem:moved_pages_total mainstem:host_seconds_total
         mainstem:device_seconds_total
     """,
@@ -123,6 +125,16 @@ def test_names_and_labels_are_those_that_dashboards_know() -> None:
     for name in HISTOGRAMS:
         wanted |= {f"{name}_sum": {()}, f"{name}_count": {()}}
     assert found == wanted
+
+
+def test_a_store_that_lost_pages_before_anybody_listened_is_counted() -> None:
+    bus = EventBus()
+    bus.publish(StoreOpened("/bad", 7, "index damaged", {"index": 5, "missing": 2}))
+    values = read(ServerMetrics(bus))
+    assert values["mainstem:damaged_stores_total"] == 1
+    assert values["mainstem:lost_pages_total{index,disk}"] == 5
+    assert values["mainstem:lost_pages_total{missing,disk}"] == 2
+    assert read(ServerMetrics(EventBus()))["mainstem:damaged_stores_total"] == 0
 
 
 def test_an_event_is_counted_once_for_the_metrics_and_for_the_page() -> None:

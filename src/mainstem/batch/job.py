@@ -14,6 +14,7 @@ from mainstem.batch.summary import Summary
 from mainstem.batch.supply import Supply
 from mainstem.batch.windows import Failure
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.events import StoreOpened
 from mainstem.core.ids import RequestId
 from mainstem.core.plan import Int32s
 from mainstem.core.request import Delivery, Request, SamplingParams
@@ -75,6 +76,7 @@ class Job:
         self._estimate = LengthEstimate()
         self._open: dict[str, _Open] = {}
         summary.counters.attach(engine.engine.bus)
+        engine.engine.bus.subscribe(StoreOpened, summary.note_store)
         self._supply = Supply(engine.engine.step_tokens)
 
     def run(self, windows: Ahead[PlannedWindow]) -> None:

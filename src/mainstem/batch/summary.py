@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from mainstem.core.events import StoreOpened
 from mainstem.core.metrics import Counters
 from mainstem.core.tables import table
 
@@ -28,6 +29,11 @@ class Summary:
     seconds: float = 0.0
     counters: Counters = field(default_factory=Counters)
     deduplicated_tokens: int = 0  # prompt tokens of the copies
+    store_fault: str | None = None  # a disk store that was opened with pages lost
+
+    def note_store(self, event: StoreOpened) -> None:
+        """What was found when the disk store was opened."""
+        self.store_fault = event.words
 
     @property
     def saved_tokens(self) -> int:
@@ -62,6 +68,8 @@ class Summary:
             "saving_ratio": round(self.saving_ratio, 6),
             "generated_tokens": counters.generated_tokens,
             "preemptions": counters.preemptions,
+            "lost_pages": dict(counters.lost_pages),
+            "store_fault": self.store_fault,
             "steps": counters.steps,
             "windows": self.windows,
             "plan_seconds": round(self.plan_s, 6),
@@ -90,6 +98,11 @@ class Summary:
         if self.errors:
             found = ", ".join(f"{code} {count:,}" for code, count in self.errors.most_common())
             lines.append(f"errors: {found}")
+        if self.store_fault is not None:
+            lines.append(self.store_fault)
+        if counters.lost_pages:
+            lost = ", ".join(f"{reason} {num:,}" for reason, num in counters.lost_pages.items())
+            lines.append(f"stored pages that were lost and computed again: {lost}")
         if self.other_models:
             names = ", ".join(repr(name) for name, _ in self.other_models.most_common(3))
             total = sum(self.other_models.values())

@@ -20,7 +20,8 @@ from zlib import crc32
 from mainstem.core.errors import StoreError
 from mainstem.core.tables import gigabytes, table
 from mainstem.kv.bytes.folder import StoreFolder
-from mainstem.kv.bytes.page_index import FILE, PageIndex, read_about, remove_index
+from mainstem.kv.bytes.ledger import ledger_of
+from mainstem.kv.bytes.page_index import FILE, MODEL, PageIndex, read_about, remove_index
 from mainstem.kv.bytes.segments import SegmentFiles
 
 
@@ -29,7 +30,8 @@ class StoreStats:
     """What is in the folder of one model."""
 
     folder: str
-    identity: str
+    model: str | None  # as it was called when the store was last used; None: not noted
+    identity: str  # hash of its weights, their form and the layout of pages
     pages: int
     page_tokens: int
     page_bytes: int
@@ -101,6 +103,7 @@ def stats(store: Path) -> StoreStats:
     now = time()
     return StoreStats(
         folder=str(store),
+        model=about.get(MODEL),
         identity=about.get("identity", ""),
         pages=count,
         page_tokens=(token_bytes or 0) // 4,
@@ -149,6 +152,7 @@ def clear(store: Path) -> int:
         remove_index(store)
         for path in store.glob("*.pages"):
             path.unlink(missing_ok=True)
+        ledger_of(store).unlink(missing_ok=True)  # nobody is to wonder where they are
         return freed
     finally:
         lock.close()
@@ -159,7 +163,7 @@ def _print(results: list[dict[str, object]], is_json: bool) -> None:
         for result in results:
             print(json.dumps(result))
         return
-    names = [name for name in results[0] if name != "identity"]  # the folder's name begins it
+    names = list(results[0])
     rows = [[_cell(name, result[name]) for name in names] for result in results]
     print(table(names, rows))
 
@@ -167,6 +171,8 @@ def _print(results: list[dict[str, object]], is_json: bool) -> None:
 def _cell(name: str, value: object) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
         return gigabytes(value) if value >= 10_000_000 else f"{value:,}"
+    if name == "identity":
+        return str(value)[:16]
     if isinstance(value, dict):
         return ", ".join(f"{reason} {count}" for reason, count in value.items()) or "none"
     return "" if value is None else str(value)

@@ -42,6 +42,9 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
     if setting.choices is not None:
         group.add_argument(setting.flag, choices=setting.choices, help=words)
         return
+    if setting.kind is tuple:
+        group.add_argument(setting.flag, action="append", metavar=setting.metavar, help=words)
+        return
     kind = {int: int, float: float}.get(setting.kind, str)
     group.add_argument(setting.flag, type=kind, metavar=setting.metavar, help=words)
 

@@ -33,7 +33,6 @@ from mainstem.server.logs import LEVELS, set_up_logs
 from mainstem.server.metrics import ServerMetrics
 from mainstem.server.routes import make_app
 from mainstem.server.served_model import ServedModel
-from mainstem.server.store_log import StoreLog
 from mainstem.server.worker import Worker, WorkerState
 from mainstem.text.encoding import App
 from mainstem.text.session_file import SessionFile
@@ -202,7 +201,6 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
         log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes
         engine = make_engine(config)
         metrics = ServerMetrics(engine.engine.bus, names[0])
-        StoreLog(engine.engine.bus)
         gateway = Gateway(
             Worker(engine),
             ServedModel(names, int(time()), model_defaults(args, engine.tokenizer)),

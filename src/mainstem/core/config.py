@@ -118,6 +118,14 @@ class ModelConfig:
             "answers to the bit the same whatever runs beside them; GPU, up to 2x slower"
         ),
     )
+    ignore_config_fields: tuple[str, ...] | None = field(
+        default=None,
+        metadata=about(
+            "fields of config.json that are not known and do not matter, by name; repeatable",
+            unset="none",
+            metavar="NAME[,NAME]",
+        ),
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -10,6 +10,7 @@ MainstemError
   OutOfDeviceMemory  a step did not fit the device: the engine retries with smaller ones
   AnswerFailed     steps failed over a request whenever it was tried; others are answered
   EngineLost       steps fail whatever is in them: nothing can be answered any more
+  ForkedProcess    an engine was called in a child of the process that loaded it
 """
 
 from collections.abc import Sequence
@@ -67,6 +68,17 @@ class AnswerFailed(MainstemError):
 
 class EngineLost(MainstemError):
     """Steps fail whatever is in them; its cause is the last failure."""
+
+
+class ForkedProcess(MainstemError):
+    """An engine was called in a forked child of the process that loaded it."""
+
+    def __init__(self, owner: int, caller: int) -> None:
+        super().__init__(
+            f"the model was loaded in process {owner} and is called in process {caller}, a fork of "
+            "it, where its threads and its device are not: the call would hang. Load the model "
+            'after the fork, or start processes with multiprocessing.get_context("spawn")'
+        )
 
 
 class StoreError(MainstemError):

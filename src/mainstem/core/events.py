@@ -1,8 +1,8 @@
 """What happened, as typed records; metrics, progress bars, logs and tests subscribe."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mainstem.core.ids import RequestId
@@ -123,11 +123,26 @@ class PagesLost:
 
 @dataclass(frozen=True, slots=True)
 class StoreOpened:
-    """A disk store was opened with `num_pages`; `found` says what was wrong with it."""
+    """A disk store was opened with `num_pages`; `found` says what was wrong with it, and `lost` how
+    many pages that cost, by reason, where it is known: `index`, `emptied`, `missing`, `truncated`.
+    Told to whoever subscribes later, too: it happens before an engine has listeners."""
 
     folder: str
     num_pages: int
     found: str | None = None
+    lost: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str | None:
+        """A sentence for people; None: nothing was wrong."""
+        if self.found is None:
+            return None
+        num_lost = sum(self.lost.values())
+        lost = f"has lost {num_lost:,} pages" if num_lost else "may have lost pages"
+        return (
+            f"the KV store in {self.folder} {lost}: {self.found}. {self.num_pages:,} are left; "
+            "what is lost is computed again"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,18 +199,25 @@ E = TypeVar("E", bound=Event)
 
 
 class EventBus:
-    """Delivers events to whoever subscribed to their kind, in order, on the publishing thread."""
+    """Delivers events to whoever subscribed to their kind, in order, on the publishing thread. How
+    stores were opened is delivered to late subscribers as well."""
 
     def __init__(self) -> None:
         self._listeners: dict[type, list[Callable[[Event], None]]] = defaultdict(list)
+        self._openings: list[StoreOpened] = []
 
     def subscribe(self, kind: type[E], listener: Callable[[E], None]) -> None:
         self._listeners[kind].append(listener)  # type: ignore[arg-type]  # only its own kind comes
+        for event in self._openings:
+            if isinstance(event, kind):
+                listener(event)
 
     def has_listeners(self, kind: type[Event]) -> bool:
         """Lets a hot path skip building an event nobody wants."""
         return bool(self._listeners.get(kind))
 
     def publish(self, event: Event) -> None:
+        if isinstance(event, StoreOpened):
+            self._openings.append(event)
         for listener in self._listeners.get(type(event), ()):
             listener(event)

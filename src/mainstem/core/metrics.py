@@ -20,6 +20,7 @@ from mainstem.core.events import (
     SequenceResumed,
     StepFailed,
     StepFinished,
+    StoreOpened,
 )
 
 
@@ -46,6 +47,7 @@ class Counters:
     dropped_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     unsaved_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
     lost_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
+    damaged_stores: int = 0  # disk stores that were opened with pages lost
     prefetched_pages: int = 0
     truncated_prompts: int = 0
     dropped_tokens: int = 0  # of truncated prompts
@@ -67,6 +69,7 @@ class Counters:
         bus.subscribe(PagesSaved, self._saved)
         bus.subscribe(SavesSkipped, self._skipped)
         bus.subscribe(PagesLost, self._lost)
+        bus.subscribe(StoreOpened, self._opened)
         bus.subscribe(PagesPrefetched, self._prefetched)
         bus.subscribe(PromptTruncated, self._truncated)
         bus.subscribe(PagesMoved, self._moved)
@@ -118,6 +121,11 @@ class Counters:
 
     def _lost(self, event: PagesLost) -> None:
         self.lost_pages[event.reason] += event.num_pages
+
+    def _opened(self, event: StoreOpened) -> None:
+        self.damaged_stores += event.found is not None
+        for reason, count in event.lost.items():
+            self.lost_pages[reason] += count
 
     def _prefetched(self, event: PagesPrefetched) -> None:
         self.prefetched_pages += event.num_pages

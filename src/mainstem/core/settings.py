@@ -4,13 +4,13 @@ docs/settings.md are made from this.
     page_size: int = field(default=16, metadata=about("tokens per page", range=POWER_OF_TWO))
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from math import isfinite
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from mainstem.core.errors import ConfigError
 
@@ -124,11 +124,21 @@ class Setting:
             raise ConfigError(f"{must} true or false, got {value!r}")
         if self.kind is str and isinstance(value, Path):
             return str(value)
+        if self.kind is tuple:
+            return self._read_names(value, must)
         allowed = (int, float) if self.kind is float else self.kind
         is_number = isinstance(value, bool) and self.kind is not bool
         if is_number or not isinstance(value, allowed):
             raise ConfigError(f"{must} {self.kind.__name__}, got {value!r}")
         return value
+
+    def _read_names(self, value: object, must: str) -> tuple[str, ...]:
+        """From text with commas between the names, or from a list of such texts."""
+        given = [value] if isinstance(value, str) else value
+        if not isinstance(given, Sequence) or not all(isinstance(item, str) for item in given):
+            raise ConfigError(f"{must} names with commas between them, or a list, got {value!r}")
+        names = [name.strip() for item in given for name in item.split(",")]
+        return tuple(name for name in names if name)
 
 
 def settings_of(section_name: str, section: type[Any]) -> Iterator[Setting]:
@@ -138,6 +148,7 @@ def settings_of(section_name: str, section: type[Any]) -> Iterator[Setting]:
         kinds = get_args(hints[each.name]) or (hints[each.name],)
         (kind,) = (kind for kind in kinds if kind is not NoneType)
         said = each.metadata[ABOUT]
+        kind = get_origin(kind) or kind  # tuple[str, ...] is a tuple
         yield Setting(section_name, each.name, kind, NoneType in kinds, each.default, said)
 
 

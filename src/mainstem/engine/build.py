@@ -1,5 +1,6 @@
 """Config -> Engine: the only place where parts are chosen and joined."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from mainstem.core.request import ChooseKept
 from mainstem.core.shapes import ModelShape
 from mainstem.core.step import Runner
 from mainstem.engine.engine import Engine
+from mainstem.engine.store_log import StoreLog
 from mainstem.engine.tiers import make_fetching, make_tiers
 from mainstem.kv.store import KVStore
 from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
@@ -21,6 +23,8 @@ from mainstem.sched.scheduler import Scheduler
 from mainstem.sched.truncation import TruncationRules
 
 DETERMINISTIC_CHUNK_TOKENS = 1024  # each token has a Partial for every few hundred keys
+
+log = logging.getLogger("mainstem.engine")
 
 
 def build_engine(
@@ -38,7 +42,15 @@ def build_engine(
     settings.
     """
     config = with_chunk(config)
-    runner, facts = load_runner(folder_origin(folder), config)
+    origin = folder_origin(folder, config.model.ignore_config_fields or ())
+    if ignored := origin.spec.ignored_fields:
+        log.warning(
+            "config.json of %s: ignored %s, as ignore_config_fields wants it; answers are wrong if "
+            "the model depends on it",
+            config.model.model,
+            ", ".join(ignored),
+        )
+    runner, facts = load_runner(origin, config)
     return join(runner, facts, config, bus or EventBus(), choose_kept, around)
 
 
@@ -47,7 +59,9 @@ def build_random_engine(
 ) -> Engine:
     """An engine around random weights of a known shape, for measuring speed."""
     config = with_chunk(config)
-    return join(*load_runner(RandomOrigin(shape, seed), config), config, bus or EventBus())
+    runner, facts = load_runner(RandomOrigin(shape, seed), config)
+    named = replace(config, model=replace(config.model, model=f"random weights, {shape.name}"))
+    return join(runner, facts, named, bus or EventBus())
 
 
 def with_chunk(config: EngineConfig) -> EngineConfig:
@@ -71,7 +85,8 @@ def join(
 ) -> Engine:
     """An engine around a loaded runner, whose pages the tiers below the device are joined to.
     Steps go through what `around` makes of it."""
-    tiers = make_tiers(runner, facts.identity, config.store, bus)
+    StoreLog(bus)
+    tiers = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
     store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers)
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)

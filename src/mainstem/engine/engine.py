@@ -2,10 +2,11 @@
 
 import logging
 from dataclasses import dataclass
+from os import getpid
 from time import perf_counter
 
 from mainstem.core.config import StoreConfig
-from mainstem.core.errors import EngineLost, OutOfDeviceMemory
+from mainstem.core.errors import EngineLost, ForkedProcess, OutOfDeviceMemory
 from mainstem.core.events import EventBus
 from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.interrupts import held_interrupts
@@ -36,7 +37,18 @@ class Engine:
         self._num_failures = 0
         self._num_blamed = 0
         self._is_torn = False  # a step was left in the middle, and nothing was put right since
+        self._owner = getpid()
         self.bus = bus
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a fork of the process that made the engine: threads are not here."""
+        return getpid() != self._owner
+
+    def check_process(self) -> None:
+        """Raise ForkedProcess where a call would wait for threads that are not here."""
+        if self.is_forked:
+            raise ForkedProcess(self._owner, getpid())
 
     @property
     def has_work(self) -> bool:
@@ -64,6 +76,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest if it can never run. After an interrupt it may
         have come in or not, and `abort` is right in both cases."""
+        self.check_process()
         self._scheduler.submit(request)
 
     @held_interrupts()
@@ -89,6 +102,7 @@ class Engine:
         last Output. Raises EngineLost when step after step fails, whatever is in it. An interrupt
         goes through, wherever it comes: everything waits again; outputs come with the next step.
         """
+        self.check_process()
         if self._is_torn:  # another interrupt came before everything waited
             self._recover()
         self._is_torn = True
@@ -195,6 +209,7 @@ class Engine:
 
     def flush(self) -> None:
         """Return when every page that is to be saved is saved."""
+        self.check_process()
         self._scheduler.flush()
 
     @held_interrupts()
@@ -213,7 +228,10 @@ class Engine:
         self._scheduler.check()
 
     def close(self) -> None:
-        """Drop everything that runs and free the device."""
+        """Drop everything that runs and free the device. In a fork of the process that made it
+        nothing happens: all of it belongs to the other."""
+        if self.is_forked:
+            return
         try:
             if self._in_flight is not None:
                 self._end_last(self._in_flight)

@@ -6,6 +6,7 @@ from mainstem.core.config import StoreConfig
 from mainstem.core.events import EventBus
 from mainstem.core.step import Runner
 from mainstem.kv.bytes.disk import DiskTier
+from mainstem.kv.bytes.ledger import ledger_of
 from mainstem.kv.policy import PolicyKind
 from mainstem.kv.store import KVStore
 from mainstem.kv.tiers import LowerTiers
@@ -17,16 +18,24 @@ PROMPT_TOKENS = 512  # a step of so many is what a prompt's token costs
 
 
 def make_tiers(
-    runner: Runner, identity: bytes, config: StoreConfig, bus: EventBus
+    runner: Runner, identity: bytes, name: str, config: StoreConfig, bus: EventBus
 ) -> LowerTiers | None:
-    """Host memory and disk for a runner's pages; None: the config wants none."""
+    """Host memory and disk for a runner's pages; None: the config wants none. `name` is what people
+    call the model of this identity."""
     if config.host_bytes == 0:
         return None
     copier = connect(runner, config.host_bytes)
     disk = None
     if config.disk_dir is not None:
         folder = store_folder(Path(config.disk_dir), identity)
-        disk = DiskTier(folder, copier.page_bytes, config.disk_bytes, identity.hex())
+        disk = DiskTier(
+            folder,
+            copier.page_bytes,
+            config.disk_bytes,
+            identity.hex(),
+            model=name,
+            ledger=ledger_of(folder),
+        )
     kind = PolicyKind(config.policy.value)
     return LowerTiers(copier, kind, config.ttl_s, disk, bus)
 

@@ -449,7 +449,9 @@ class LowerTiers:
         for row in disk.rows:
             if row.key not in self._policy:
                 self._settle(self._entries[row.key])
-        self._bus.publish(StoreOpened(str(disk.folder), len(self._policy), disk.found))
+        self._bus.publish(
+            StoreOpened(str(disk.folder), len(self._policy), disk.found, dict(+disk.lost))
+        )
         disk.rows = []
 
     def _take_slot(self) -> int | None:

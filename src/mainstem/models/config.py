@@ -1,12 +1,14 @@
 """ModelSpec: what a checkpoint's config.json says about the mathematics, and nothing else.
 
 Every field of the file is either read, known to be harmless, or accepted only at given values.
-Anything else is refused by name: a field we do not know may change the answer.
+Names that begin with an underscore are private notes of the tool that wrote them. Anything else is
+refused by name, unless the user says that it does not matter: a field we do not know may change the
+answer.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -83,6 +85,7 @@ class ModelSpec:
     sliding_window: int | None
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    ignored_fields: tuple[str, ...] = ()  # of the file: not known, and ignored by order
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -141,19 +144,39 @@ _READ = _words(
     "bos_token_id eos_token_id sliding_window use_sliding_window"
 )
 
-# names, training settings, generation defaults and task heads: none changes a decoder's logits
+# none of these changes a decoder's logits
 _HARMLESS = _words(
-    "_name_or_path model_type transformers_version use_cache initializer_range pad_token_id "
-    "attention_dropout hidden_dropout attn_pdrop resid_pdrop embd_pdrop output_attentions "
-    "output_hidden_states return_dict id2label label2id problem_type chunk_size_feed_forward "
-    "torchscript finetuning_task task_specific_params tokenizer_class prefix unk_token_id "
-    "sep_token_id decoder_start_token_id bad_words_ids do_sample temperature top_k top_p "
-    "max_length min_length num_beams repetition_penalty length_penalty no_repeat_ngram_size "
-    "early_stopping typical_p num_return_sequences forced_bos_token_id forced_eos_token_id "
-    "suppress_tokens begin_suppress_tokens remove_invalid_values exponential_decay_length_penalty "
-    "diversity_penalty num_beam_groups encoder_no_repeat_ngram_size output_scores "
-    "return_dict_in_generate _attn_implementation attn_implementation use_bfloat16 "
-    "transformers.js_config is_llama_config _flash_attn_2_enabled"
+    # names and versions
+    "model_type model_name name version model_version transformers_version unsloth_version "
+    "unsloth_fixed base_model base_model_name_or_path tokenizer_class transformers.js_config "
+    "is_llama_config license language tags library_name auto_map "
+    # lengths beside max_position_embeddings
+    "model_max_length max_sequence_length max_seq_len max_seq_length seq_length "
+    "tokenizer_model_max_length tokenizer_padding_side "
+    # training
+    "initializer_range initializer_factor attention_dropout hidden_dropout attn_pdrop resid_pdrop "
+    "embd_pdrop attention_probs_dropout_prob hidden_dropout_prob attn_dropout_prob "
+    "emb_dropout_prob resid_dropout embd_dropout residual_dropout embedding_dropout dropout "
+    "dropout_rate layerdrop neftune_noise_alpha gradient_checkpointing use_bfloat16 bf16 fp16 fp32 "
+    "loss_type ignore_index "
+    # how it is run; and Qwen's windows, which others do not have
+    "max_window_layers use_cache output_attentions output_hidden_states return_dict "
+    "return_dict_in_generate torchscript chunk_size_feed_forward attn_implementation "
+    "use_flash_attn use_flash_attention use_flash_attention_2 flash_attention "
+    # heads for other tasks
+    "id2label label2id num_labels problem_type finetuning_task task_specific_params "
+    "classifier_dropout "
+    # generation
+    "pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id "
+    "bos_token eos_token pad_token unk_token prefix bad_words_ids do_sample temperature top_k "
+    "top_p min_p top_h max_length min_length max_new_tokens min_new_tokens max_time num_beams "
+    "repetition_penalty length_penalty no_repeat_ngram_size early_stopping typical_p "
+    "num_return_sequences forced_bos_token_id forced_eos_token_id forced_decoder_ids "
+    "force_words_ids constraints sequence_bias suppress_tokens begin_suppress_tokens "
+    "remove_invalid_values exponential_decay_length_penalty diversity_penalty num_beam_groups "
+    "encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff "
+    "guidance_scale low_memory penalty_alpha renormalize_logits num_assistant_tokens output_scores "
+    "output_logits generation_config"
 )
 
 _ONLY_AT: dict[str, tuple[object, ...]] = {
@@ -181,12 +204,13 @@ _ONLY_AT: dict[str, tuple[object, ...]] = {
 _DTYPES = {"float32": DType.FP32, "bfloat16": DType.BF16, "float16": DType.FP16}
 
 
-def read_spec(folder: Path) -> ModelSpec:
+def read_spec(folder: Path, ignored: Collection[str] = ()) -> ModelSpec:
     """The spec of the checkpoint in `folder`; UnsupportedModel names the field in the way.
 
+    Fields that are not known and whose names are in `ignored` are passed over; the spec names them.
     Chat models often name further end tokens in generation_config.json; they are added.
     """
-    spec = spec_from_config(_read_object(folder / CONFIG_FILE))
+    spec = spec_from_config(_read_object(folder / CONFIG_FILE), ignored)
     generation = folder / GENERATION_FILE
     if not generation.is_file():
         return spec
@@ -206,15 +230,18 @@ def _read_object(path: Path) -> dict[str, object]:
     return config
 
 
-def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
+def spec_from_config(config: Mapping[str, object], ignored: Collection[str] = ()) -> ModelSpec:
     """As read_spec, from the parsed file."""
     architecture = _architecture(config)
-    _refuse_unknown(config, architecture)
+    _refuse_known(ignored, architecture)
+    unknown = _unknown_fields(config, architecture)
+    if refused := [name for name in unknown if name not in ignored]:
+        raise UnsupportedModel(_told_unknown(config, refused, architecture))
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     attention_bias = bool(config.get("attention_bias"))
     hidden_size, num_heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
     head_dim = _int(config, "head_dim", hidden_size // num_heads)
-    max_positions = _int(config, "max_position_embeddings")
+    max_positions = _int(config, _positions_field(config))
     return ModelSpec(
         architecture=architecture,
         vocab_size=_int(config, "vocab_size"),
@@ -238,6 +265,7 @@ def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
         sliding_window=_sliding_window(config, architecture),
         bos_id=_ids(config, "bos_token_id")[0] if _ids(config, "bos_token_id") else None,
         eos_ids=_ids(config, "eos_token_id"),
+        ignored_fields=tuple(sorted(unknown)),
     )
 
 
@@ -252,10 +280,12 @@ def _architecture(config: Mapping[str, object]) -> str:
     return names[0]
 
 
-def _refuse_unknown(config: Mapping[str, object], architecture: str) -> None:
-    own = _ARCHITECTURES[architecture]
+def _unknown_fields(config: Mapping[str, object], architecture: str) -> list[str]:
+    """The fields that are not known; raises UnsupportedModel for a known one at a value that is not
+    supported."""
+    own, unknown = _ARCHITECTURES[architecture], []
     for name, value in config.items():
-        if name in own or name in _READ or name in _HARMLESS:
+        if name in own or name in _READ or name in _HARMLESS or name.startswith("_"):
             continue
         if name == "layer_types":
             if isinstance(value, list) and set(value) <= {"full_attention"}:
@@ -263,12 +293,42 @@ def _refuse_unknown(config: Mapping[str, object], architecture: str) -> None:
             raise UnsupportedModel("layer_types: only full_attention layers are supported")
         if name not in _ONLY_AT:
             # a field left at nothing cannot change anything
-            if value is None or value is False:
-                continue
-            raise UnsupportedModel(f"config field {name}={value!r} is not known to {architecture}")
-        if value not in _ONLY_AT[name]:
+            if value is not None and value is not False:
+                unknown.append(name)
+        elif value not in _ONLY_AT[name]:
             allowed = " or ".join(repr(choice) for choice in _ONLY_AT[name])
             raise UnsupportedModel(f"config field {name}={value!r}: only {allowed} is supported")
+    return unknown
+
+
+def _told_unknown(config: Mapping[str, object], names: Sequence[str], architecture: str) -> str:
+    fields = ", ".join(f"{name}={_shorten(repr(config[name]))}" for name in names)
+    them = "it" if len(names) == 1 else "them"
+    return (
+        f"config field {fields} is not known to {architecture} and may change the answers. If you "
+        f"know that it does not, load the model without {them}: "
+        f"--ignore-config-fields {','.join(names)}"
+    )
+
+
+def _refuse_known(ignored: Collection[str], architecture: str) -> None:
+    """What is known to change the answers cannot be wished away."""
+    known = _READ | _ONLY_AT.keys() | _ARCHITECTURES[architecture] | {"layer_types"}
+    if refused := sorted(known.intersection(ignored)):
+        raise UnsupportedModel(
+            f"ignore_config_fields: {', '.join(refused)} cannot be ignored: answers depend on it. "
+            "Only fields that are not known can be"
+        )
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _positions_field(config: Mapping[str, object]) -> str:
+    """LLaMA-1 has another name for it, alone or beside the usual one."""
+    usual, older = "max_position_embeddings", "max_sequence_length"
+    return older if config.get(usual) is None and config.get(older) is not None else usual
 
 
 def _sliding_window(config: Mapping[str, object], architecture: str) -> int | None:

@@ -2,8 +2,13 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Protocol
 
 import torch
@@ -13,10 +18,12 @@ from torch import Tensor
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config import CONFIG_FILE
+from mainstem.models.file_hashes import Stamp, file_sha256
 from mainstem.models.layers import has_onednn
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MOST_HASHERS = 4  # threads, of one core each, and no more than half of the cores
 
 _CPU = torch.device("cpu")
 _TORCH_DTYPES = {
@@ -132,22 +139,47 @@ def _shorten(names: list[str]) -> str:
 
 
 def checkpoint_digest(folder: Path) -> bytes:
-    """A hash that tells checkpoints apart: config, tensor tables and samples of the weights.
+    """Equal for checkpoints whose config and weights are equal to the last byte."""
+    return WeightDigest(folder).wait()
 
-    Reading every byte would take longer than loading; 64 blocks of 4 KiB spread over each file
-    catch a fine-tuned copy of the same shape.
+
+class WeightDigest:
+    """Hashes config and weights of a folder on threads of its own, while others load them.
+
+    Every byte counts: a tensor that is missed would let a changed model read the pages of the
+    model it was. Hashes of files are remembered (file_hashes.py).
     """
-    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
-    for file in weight_files(folder):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}:".encode())
-        with file.open("rb") as stream:
-            header_bytes = int.from_bytes(stream.read(8), "little")
-            digest.update(stream.read(min(header_bytes, size)))
-            for index in range(64):
-                stream.seek(max(0, (size - 4096) * index // 63))
-                digest.update(stream.read(4096))
-    return digest.digest()
+
+    def __init__(self, folder: Path) -> None:
+        self._config = (folder / CONFIG_FILE).read_bytes()
+        self._stamps = {file: Stamp.of(file) for file in weight_files(folder)}
+        self._hashes: dict[Path, Future[bytes]] = {file: Future() for file in self._stamps}
+        self._todo: SimpleQueue[Path] = SimpleQueue()
+        for file in self._stamps:
+            self._todo.put(file)
+        for _ in range(min(len(self._stamps), max(1, (os.cpu_count() or 1) // 2), MOST_HASHERS)):
+            Thread(target=self._hash_files, name="weight-hash", daemon=True).start()
+
+    def wait(self) -> bytes:
+        """The digest; raises UnsupportedModel where a file changed since this object was made."""
+        digest = hashlib.sha256(self._config)
+        for file, stamp in self._stamps.items():
+            digest.update(f"{file.name}:{stamp.size}:".encode() + self._hashes[file].result())
+            if Stamp.of(file).of_contents != stamp.of_contents:
+                raise UnsupportedModel(
+                    f"{file} changed while it was loaded; load the model again once nobody "
+                    "writes to it"
+                )
+        return digest.digest()
+
+    def _hash_files(self) -> None:
+        with suppress(Empty):
+            while True:
+                file = self._todo.get_nowait()
+                try:
+                    self._hashes[file].set_result(file_sha256(file))
+                except Exception as error:  # goes to whoever waits
+                    self._hashes[file].set_exception(error)
 
 
 class RandomWeights:

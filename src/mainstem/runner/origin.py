@@ -1,6 +1,7 @@
 """Where weights come from, and what a model loaded from there is to the control plane."""
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +12,7 @@ from mainstem.core.config import DType, EngineConfig, Quantize
 from mainstem.core.errors import ConfigError
 from mainstem.core.shapes import ModelShape
 from mainstem.models.config import ModelSpec, Norm, RopeSpec, read_spec
-from mainstem.models.weights import Checkpoint, RandomWeights, WeightSource, checkpoint_digest
+from mainstem.models.weights import Checkpoint, RandomWeights, WeightDigest, WeightSource
 from mainstem.runner.facts import RunnerFacts
 
 
@@ -34,9 +35,15 @@ class FolderOrigin:
 
     folder: Path
     spec: ModelSpec
+    weights: WeightDigest
 
     def digest(self) -> bytes:
-        return checkpoint_digest(self.folder)
+        """Fields that were ignored by order are a part of it: config.json, which is hashed, holds
+        them, but a version that knows them computes other pages from the same file."""
+        digest = hashlib.sha256(self.weights.wait())
+        if self.spec.ignored_fields:
+            digest.update(f"ignored:{','.join(self.spec.ignored_fields)}".encode())
+        return digest.digest()
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
         return Checkpoint(self.folder, dtype, device)
@@ -84,9 +91,10 @@ class RandomOrigin:
         return RandomWeights(dtype, device, self.seed)
 
 
-def folder_origin(folder: Path) -> FolderOrigin:
-    """Raises UnsupportedModel for mathematics we do not have."""
-    return FolderOrigin(folder, read_spec(folder))
+def folder_origin(folder: Path, ignored: Collection[str] = ()) -> FolderOrigin:
+    """Raises UnsupportedModel for mathematics we do not have. Fields of config.json that nobody
+    here knows are in the way, unless they are `ignored`. Begins to hash the weights."""
+    return FolderOrigin(folder, read_spec(folder, ignored), WeightDigest(folder))
 
 
 def make_facts(

@@ -23,6 +23,7 @@ from mainstem.core.events import (
     SequenceAdmitted,
     SequenceFinished,
     StepFinished,
+    StoreOpened,
 )
 from mainstem.core.metrics import Counters
 from mainstem.core.request import FinishReason
@@ -61,6 +62,7 @@ COUNTERS = {
     "mainstem:recomputed_tokens": "Tokens computed again after a preemption.",
     "mainstem:key_tokens_read": "Keys read by attention, a shared run once for all its readers.",
     "mainstem:key_tokens_saved": "Keys that were not read again because readers share a span.",
+    "mainstem:damaged_stores": "Disk stores that were opened with pages lost.",
     "mainstem:prefetched_pages": "Pages read from disk into host memory for waiting requests.",
     "mainstem:truncated_prompts": "Prompts that were longer than the context window.",
     "mainstem:dropped_tokens": "Tokens that truncated prompts lost.",
@@ -162,6 +164,7 @@ class ServerMetrics:
         within.subscribe(PagesLoaded, self._loaded)
         within.subscribe(SavesSkipped, self._unsaved)
         within.subscribe(PagesLost, self._lost)
+        within.subscribe(StoreOpened, self._opened)
         within.subscribe(StepFinished, self._stepped)
 
         def take(event: Event) -> None:
@@ -259,6 +262,7 @@ class ServerMetrics:
             "mainstem:recomputed_tokens": counted.recomputed_tokens,
             "mainstem:key_tokens_read": counted.key_tokens_read,
             "mainstem:key_tokens_saved": counted.key_tokens_saved,
+            "mainstem:damaged_stores": counted.damaged_stores,
             "mainstem:prefetched_pages": counted.prefetched_pages,
             "mainstem:truncated_prompts": counted.truncated_prompts,
             "mainstem:dropped_tokens": counted.dropped_tokens,
@@ -303,6 +307,10 @@ class ServerMetrics:
 
     def _lost(self, event: PagesLost) -> None:
         self._labelled["mainstem:lost_pages"][event.reason, event.tier] += event.num_pages
+
+    def _opened(self, event: StoreOpened) -> None:
+        for reason, count in event.lost.items():
+            self._labelled["mainstem:lost_pages"][reason, "disk"] += count
 
     def _stepped(self, event: StepFinished) -> None:
         self._histograms["vllm:iteration_tokens_total"].observe(event.num_tokens)

@@ -14,6 +14,7 @@ row is gone before its record is used again.
 import errno
 import os
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,7 +30,8 @@ from zlib import crc32
 from mainstem.core.errors import StoreError
 from mainstem.core.ids import PageKey
 from mainstem.kv.bytes.folder import StoreFolder
-from mainstem.kv.bytes.page_index import FILE, PageIndex, PageRow, remove_index
+from mainstem.kv.bytes.ledger import Ledger
+from mainstem.kv.bytes.page_index import FILE, MODEL, PageIndex, PageRow, remove_index
 from mainstem.kv.bytes.segments import SegmentFiles
 
 NUM_READERS = 16  # checksums take about as long as reading, and all stand in line for Python's lock
@@ -104,18 +106,27 @@ class DiskTier:
         max_bytes: int,
         identity: str,
         make_files: Callable[[Path, int], SegmentFiles] = SegmentFiles,
+        *,
+        model: str | None = None,
+        ledger: Path | None = None,
     ) -> None:
         """Open the store of one model in `folder`, made if need be.
 
-        Raises StoreError if it is in use, of another format or cannot be opened. A damaged or
-        missing index means an empty store; `found` then says so.
+        `model` is its name, for people; `ledger` is where the number of pages is kept, so that an
+        emptied store is noticed. Raises StoreError if it is in use, of another format or cannot be
+        opened. A damaged or missing index means an empty store; `found` then says so, and `lost`
+        how many pages that cost where it is known.
         """
         self.folder = folder
         self.found: str | None = None
+        self.lost: Counter[str] = Counter()  # by reason
         self._lock = StoreFolder(folder)
         self._files = make_files(folder, page_bytes)
         self.num_records = max_bytes // self._files.record_bytes
         self._about = {"identity": identity, "page_bytes": str(page_bytes)}
+        if model is not None:
+            self._about[MODEL] = model
+        self._ledger = Ledger(ledger)
         try:
             if self.num_records < 1:
                 raise StoreError(f"{max_bytes} bytes do not hold a page of {page_bytes}")
@@ -123,6 +134,9 @@ class DiskTier:
         except BaseException:
             self._lock.close()
             raise
+        self._num_rows = len(self.rows)  # of the index, for the writer thread
+        self._ledger.open(folder)
+        self._ledger.note(self._num_rows)
         self._free: list[int] = []  # heap: low records first, so that files fill in order
         self._next_record = 0  # every record from here on was never used
         self._skip_used()
@@ -218,21 +232,43 @@ class DiskTier:
         self._writers.shutdown()
         self._files.close()
         self._index.close()
+        self._ledger.close()
         self._lock.close()
 
     # --- opening --------------------------------------------------------------------------------
 
     def _open_index(self) -> tuple[PageIndex, list[PageRow]]:
-        """The index and its pages within the bound; what lies beyond goes: it was larger once."""
+        """The index and its pages that are there; what lies beyond the bound goes: it was larger
+        once."""
         try:
             index, rows = self._sound_index()
+            self._note_fewer(len(rows))
             self._files.cut(self.num_records)
-            beyond = [row.key for row in rows if row.record >= self.num_records]
-            if beyond:
-                index.delete(beyond)
+            kept = [row for row in rows if row.record < self.num_records]
+            cut_off = self._files.find_cut_off(row.record for row in kept)
+            kept = [row for row in kept if row.record not in cut_off]
+            if len(kept) < len(rows):
+                records = {row.record for row in kept}
+                index.delete([row.key for row in rows if row.record not in records])
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"the pages in {self.folder} cannot be opened: {error}") from error
-        return index, [row for row in rows if row.record < self.num_records]
+        self.lost.update(cut_off.values())
+        if cut_off and self.found is None:
+            self.found = "segment files are missing or truncated"
+        return index, kept
+
+    def _note_fewer(self, num_rows: int) -> None:
+        """Compare with the number of pages when the store was last used. A process that was killed
+        may have changed the index once more after it had noted that."""
+        before = self._ledger.read() or 0
+        if self.found is not None and num_rows == 0:
+            self.lost["index"] = before
+        elif num_rows == 0 and before:
+            self.found = f"it is empty, and held {before:,} pages when it was last used"
+            self.lost["emptied"] = before
+        elif num_rows < before - MAX_BATCH:
+            self.found = self.found or f"its index held {before:,} pages when it was last used"
+            self.lost["index"] = before - num_rows
 
     def _sound_index(self) -> tuple[PageIndex, list[PageRow]]:
         """An empty index in place of a damaged one, and only of such: a disk that is full or a file
@@ -295,7 +331,7 @@ class DiskTier:
                 if isinstance(order, WriteJob):
                     continue
             if isinstance(order, _Delete):
-                self._in_index(partial(self._index.delete, order.keys))
+                self._in_index(partial(self._delete, order.keys))
             elif isinstance(order, _Touch):
                 self._in_index(partial(self._index.touch, order.used_at))
             elif isinstance(order, Event):
@@ -313,12 +349,18 @@ class DiskTier:
         with suppress(sqlite3.Error):
             change()
 
+    def _delete(self, keys: Sequence[PageKey]) -> None:
+        self._num_rows -= self._index.delete(keys)
+        self._ledger.note(self._num_rows)
+
     def _write_batch(self, jobs: list[WriteJob]) -> None:
         """Records first, then fsync, then their rows: a row never points at less than its page."""
         rows = [row for row in self._writers.map(self._write_page, jobs) if row is not None]
         with self._reporting([row.key for row in rows]):
             self._files.sync([row.record for row in rows])
             self._index.insert(rows)
+            self._num_rows += len(rows)
+            self._ledger.note(self._num_rows)
             for row in rows:
                 self._done.put(Written(row.key, row.crc32))
 

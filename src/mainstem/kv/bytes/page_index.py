@@ -15,6 +15,7 @@ from mainstem.core.ids import PageKey
 
 FORMAT = 1
 FILE = "index.sqlite"
+MODEL = "model"  # what the user called it: told, and not compared
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -43,7 +44,8 @@ class PageIndex:
     """One connection; used by one thread at a time."""
 
     def __init__(self, folder: Path, about: dict[str, str]) -> None:
-        """Open or create. `about` says what the store is for (model identity, page bytes).
+        """Open or create. `about` says what the store is for (model identity, page bytes; the
+        model's name, which may change).
 
         Raises StoreError where the index is of another format or for something else, and
         sqlite3.DatabaseError where it cannot be read.
@@ -62,7 +64,7 @@ class PageIndex:
         database.executescript(_SCHEMA)
         found = dict(database.execute("SELECT name, value FROM about"))
         for name, value in about.items():
-            if name in found and found[name] != value:
+            if name != MODEL and name in found and found[name] != value:
                 raise StoreError(
                     f"{folder} holds pages of {name} {found[name]}, this is {name} {value}; "
                     f"use another folder or `mainstem cache clear`"
@@ -84,9 +86,13 @@ class PageIndex:
                 [(row.key, row.record, row.token_ids, row.crc32, row.used_at) for row in rows],
             )
 
-    def delete(self, keys: Sequence[PageKey]) -> None:
+    def delete(self, keys: Sequence[PageKey]) -> int:
+        """Forget pages; returns how many there were."""
         with self._database:
-            self._database.executemany("DELETE FROM pages WHERE key = ?", [(key,) for key in keys])
+            done = self._database.executemany(
+                "DELETE FROM pages WHERE key = ?", [(key,) for key in keys]
+            )
+        return done.rowcount
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
         """Note when pages were last used."""

@@ -8,6 +8,7 @@ Every record begins at a multiple of ALIGNMENT, so reads and writes can bypass t
 
 import errno
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Lock
 
@@ -77,6 +78,19 @@ class SegmentFiles:
                 path.unlink(missing_ok=True)
             elif segment == last and path.stat().st_size > end:
                 os.truncate(path, end)
+
+    def find_cut_off(self, records: Iterable[int]) -> dict[int, str]:
+        """Records that the files do not hold, with what is wrong: `missing` or `truncated`."""
+        sizes = {int(path.stem): path.stat().st_size for path in self._folder.glob("[0-9]*.pages")}
+        found: dict[int, str] = {}
+        for record in records:
+            segment, offset = self._place(record)
+            size = sizes.get(segment)
+            if size is None:
+                found[record] = "missing"
+            elif size < offset + self._page_bytes:
+                found[record] = "truncated"
+        return found
 
     def shorten(self, num_bytes: int) -> None:
         """Cut at least `num_bytes` off the last segments; their records end too early then."""

@@ -1,15 +1,18 @@
-"""What an operator should hear of the store: a disk that is full, pages that are damaged."""
+"""What a person should hear of the store: a disk that is full, pages that are lost.
+
+Lines go to the logger `mainstem.store`: on standard error, unless the process has logs of its own.
+"""
 
 import logging
 from collections import Counter
 from collections.abc import Callable
 from time import monotonic
 
-from mainstem.core.events import EventBus, PagesLost, SavesSkipped
+from mainstem.core.events import EventBus, PagesLost, SavesSkipped, StoreOpened
 
 QUIET_S = 60.0  # the same trouble is told so often at most
 
-log = logging.getLogger("mainstem.server")
+log = logging.getLogger("mainstem.store")
 
 
 class StoreLog:
@@ -24,6 +27,17 @@ class StoreLog:
         self._told_s: dict[tuple[str, str, str], float] = {}
         bus.subscribe(SavesSkipped, self._skipped)
         bus.subscribe(PagesLost, self._lost)
+        bus.subscribe(StoreOpened, self._opened)
+
+    def _opened(self, event: StoreOpened) -> None:
+        if event.found is not None:
+            facts = {
+                "folder": event.folder,
+                "reason": event.found,
+                "pages": event.num_pages,
+                "lost": dict(event.lost),
+            }
+            log.warning(event.words, extra={"facts": facts})
 
     def _skipped(self, event: SavesSkipped) -> None:
         if event.tier == "disk":  # host memory is skipped whenever it is busy, which is no trouble
@@ -40,4 +54,5 @@ class StoreLog:
             return
         self._told_s[kind] = now_s
         facts = {"tier": event.tier, "reason": event.reason, "pages": self._pages.pop(kind)}
-        log.warning(words, extra={"facts": facts})
+        told = f"{words}: {facts['pages']:,} ({event.tier}, {event.reason})"
+        log.warning(told, extra={"facts": facts})

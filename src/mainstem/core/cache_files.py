@@ -1,0 +1,44 @@
+"""Notes about files elsewhere, in the user's cache folder: a small file for each path.
+
+Nothing depends on them: who finds one missing or damaged, or cannot write it, does without.
+"""
+
+import os
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from platform import node
+from tempfile import NamedTemporaryFile
+
+from mainstem.core.config import cache_dir
+
+MOST_FILES = 512  # of a kind; the oldest go
+
+
+def cache_file(kind: str, path: Path) -> Path:
+    """Where notes of one kind about `path` on this machine lie; not created here."""
+    place = f"{node()}\0{path.resolve()}".encode("utf-8", "surrogateescape")
+    return cache_dir() / kind / sha256(place).hexdigest()[:32]
+
+
+def write_cache_file(target: Path, text: str) -> None:
+    """Replace a note as a whole; raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with NamedTemporaryFile("w", dir=target.parent, encoding="utf-8", delete=False) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.replace(file.name, target)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    _keep_newest(target.parent)
+
+
+def _keep_newest(folder: Path) -> None:
+    found = list(folder.iterdir())
+    if len(found) > MOST_FILES:
+        with suppress(OSError):  # another process does the same
+            found.sort(key=lambda path: path.stat().st_mtime_ns)
+            for path in found[:-MOST_FILES]:
+                path.unlink(missing_ok=True)

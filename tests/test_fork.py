@@ -1,0 +1,65 @@
+"""An LLM in a forked child: an error at once, where it would hang without a word."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PARENT = """
+import os, sys, threading
+from pathlib import Path
+import pytest
+from tests.batch.fake_batch import FakeEngines
+from tests.builders import a_request, run_all
+from tests.fake_llm import a_fake_llm
+from tests.kv.tiered import a_tiered_engine
+
+def in_child(work):
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+            os._exit(0)
+        print("returned", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+with pytest.MonkeyPatch.context() as patch:
+    llm = a_fake_llm(FakeEngines(), patch)
+llm.generate("before", use_tqdm=False)
+held = llm._lock  # as if another thread were in a call
+threading.Thread(target=held.acquire).start()
+in_child(lambda: llm.generate("x", use_tqdm=False))
+in_child(lambda: llm.chat([{"role": "user", "content": "x"}], use_tqdm=False))
+in_child(llm.close)
+tiered = a_tiered_engine(disk_dir=Path(sys.argv[1]))
+run_all(tiered.engine, [a_request([1, 2, 3], 2)])
+in_child(lambda: tiered.engine.submit(a_request([1], 1)))
+in_child(tiered.engine.step)
+in_child(tiered.engine.flush)
+in_child(tiered.engine.close)
+run_all(tiered.engine, [a_request([1, 2, 3], 2)])
+tiered.engine.close()
+print("the parent goes on", flush=True)
+"""
+
+
+def test_a_fork_is_told_and_does_not_hang(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PARENT, str(tmp_path)],  # Python warns of forks
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    errors = [line for line in told if line.startswith("ForkedProcess: ")]
+    assert len(errors) == 5
+    assert all('multiprocessing.get_context("spawn")' in line for line in errors)
+    assert told.count("returned") == 2, "closing leaves all to the parent"
+    assert told[-1] == "the parent goes on"
