@@ -16,6 +16,10 @@ from mainstem.core.errors import UnsupportedModel
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+QUANTIZED = (  # what is said of checkpoints whose weights are quantized
+    "quantized checkpoints are not supported yet. Use the model's fp32, bf16 or fp16 checkpoint; "
+    "--quantize int8 (CPU) or fp8 (GPU) makes its weights smaller as they are loaded"
+)
 
 
 class Norm(Enum):
@@ -208,6 +212,7 @@ def _read_object(path: Path) -> dict[str, object]:
 
 def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
     """As read_spec, from the parsed file."""
+    _refuse_quantized(config)
     architecture = _architecture(config)
     _refuse_unknown(config, architecture)
     is_qwen2 = architecture == "Qwen2ForCausalLM"
@@ -269,6 +274,17 @@ def _refuse_unknown(config: Mapping[str, object], architecture: str) -> None:
         if value not in _ONLY_AT[name]:
             allowed = " or ".join(repr(choice) for choice in _ONLY_AT[name])
             raise UnsupportedModel(f"config field {name}={value!r}: only {allowed} is supported")
+
+
+def _refuse_quantized(config: Mapping[str, object]) -> None:
+    found = config.get("quantization_config")
+    if not found:
+        return
+    known = found if isinstance(found, Mapping) else {}
+    bits = known.get("bits", 4 if known.get("load_in_4bit") else None)
+    said = [str(known.get("quant_method", "unknown method")), f"{bits}-bit" if bits else ""]
+    how = ", ".join(filter(None, said))
+    raise UnsupportedModel(f"quantization_config: the weights are quantized ({how}); {QUANTIZED}")
 
 
 def _sliding_window(config: Mapping[str, object], architecture: str) -> int | None:
