@@ -97,7 +97,8 @@ def missing_part(folder: Path) -> str | None:
 
 def lfs_pointer(folder: Path) -> str | None:
     """The first file of a model folder that was cloned without Git LFS, or None."""
-    for path in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.json")):
+    files = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.json"))]
+    for path in filter(Path.is_file, files):
         with path.open("rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 return path.name
