@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -165,6 +166,21 @@ def test_closing_ends_a_stream_with_an_error(llm: LLM) -> None:
     llm.close()
     with pytest.raises(InvalidRequest, match="LLM: is closed"):
         list(stream)
+
+
+def test_ctrl_c_ends_a_stream_and_the_llm_goes_on(llm: LLM, engines: FakeEngines) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    try:
+        stream = llm.stream("one", LONG)
+        next(stream)
+        engines.at_step = lambda _: signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+        engines.at_step = None
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert joined(list(llm.stream("one", SHORT))) == expected_text("one", 9)
+    assert at_rest(llm)
 
 
 def test_a_streamed_turn_is_remembered(llm: LLM) -> None:

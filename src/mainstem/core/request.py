@@ -56,6 +56,10 @@ def _check_int(field_name: str, value: int, low: int, high: int) -> None:
     _check_range(field_name, value, low, high)
 
 
+# what SamplingParams' arguments of vLLM are where nobody gives them
+_NEUTRAL = (None, False, None, None, None, None, None, True)
+
+
 class AnswerForm(Protocol):
     """A form of answers as a caller describes it."""
 
@@ -121,7 +125,8 @@ class SamplingParams:
             raise InvalidRequest(
                 "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
-        self._refuse(others)
+        if any(value is not own for value, own in zip(others, _NEUTRAL, strict=True)):
+            self._refuse(others)
         self._take_form()
         for name, value in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
             if self.grammar is not None and value:
@@ -262,7 +267,10 @@ def id_array(given: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
         raise InvalidRequest("prompt", f"token ids must be whole numbers, got {found.dtype}")
     if int(found.min()) < 0:
         raise InvalidRequest("prompt", f"token id {int(found.min())} is negative")
-    if int(found.max()) >= 2**31:
+    if found.dtype == np.int32:
+        if not found.flags["W"] and found.base is None:
+            return found  # it came from here
+    elif int(found.max()) >= 2**31:
         raise InvalidRequest("prompt", f"token id {int(found.max())} is out of range")
     ids = found.astype(np.int32)  # a copy: the caller's array stays the caller's
     ids.setflags(write=False)

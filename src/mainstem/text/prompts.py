@@ -3,9 +3,9 @@
 Prompts may come from a list, a generator, an array or a tensor; so may the ids of one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 
 from mainstem.core.errors import InvalidRequest
@@ -36,21 +36,35 @@ class Refusals:
         self._is_lone = is_lone
         self.on_error = on_error
 
-    @contextmanager
-    def at(self, index: int) -> Iterator[None]:
-        """What is done here is done for one prompt: an InvalidRequest is noted, or goes on with
+    def at(self, index: int) -> "_At":
+        """A context for what is done for one prompt: an InvalidRequest is noted, or goes on with
         the prompt's number."""
-        try:
-            yield
-        except InvalidRequest as error:
-            if self.on_error is OnError.RETURN:
-                self.reasons[index] = str(error)
-                return
-            if self._is_lone:
-                raise
-            is_itself = error.field in ("prompt", "messages")
-            reason = error.reason if is_itself else str(error)
-            raise InvalidRequest(f"{self._name}[{index}]", reason) from None
+        return _At(self, index)
+
+    def take(self, index: int, error: InvalidRequest) -> bool:
+        """Whether the call goes on without this prompt; raises where it does not."""
+        if self.on_error is OnError.RETURN:
+            self.reasons[index] = str(error)
+            return True
+        if self._is_lone:
+            return False
+        is_itself = error.field in ("prompt", "messages")
+        reason = error.reason if is_itself else str(error)
+        raise InvalidRequest(f"{self._name}[{index}]", reason) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _At:
+    """See Refusals.at; by hand, because there are three for every prompt of a call."""
+
+    refusals: Refusals
+    index: int
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        return isinstance(error, InvalidRequest) and self.refusals.take(self.index, error)
 
 
 # --- prompts -------------------------------------------------------------------------------------
