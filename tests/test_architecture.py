@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "batch": "core plan text wire",
     "server": "core plan text wire batch",
     "llm": "core plan engine text checkpoints",
+    "async_llm": "core text llm",
     "cli": "core plan kv checkpoints simulate text wire batch server llm runner",
 }
 MAIN = {"__init__", "__main__"}  # join the packages; `mainstem.LLM` is imported when asked for

@@ -98,11 +98,16 @@ def test_logprobs_belong_to_the_tokens(llm: LLM) -> None:
     (result,) = llm.generate("The capital of France is", sampling, use_tqdm=False)
     answer = result.outputs[0]
     assert answer.logprobs is not None
-    assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
-    assert all(entry.rank == 1 and len(entry.top_ids) == 2 for entry in answer.logprobs)
-    assert answer.cumulative_logprob == pytest.approx(sum(e.logprob for e in answer.logprobs))
+    assert [next(iter(place)) for place in answer.logprobs] == answer.token_ids
+    assert all([found.rank for found in place.values()] == [1, 2] for place in answer.logprobs)
+    chosen = [place[i] for i, place in zip(answer.token_ids, answer.logprobs, strict=True)]
+    assert "".join(str(found.decoded_token) for found in chosen) == answer.text
+    assert answer.cumulative_logprob == pytest.approx(sum(found.logprob for found in chosen))
     assert result.prompt_logprobs is not None
-    assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+    assert [place and list(place) for place in result.prompt_logprobs] == [
+        None,
+        *([token_id] for token_id in result.prompt_token_ids[1:]),
+    ]
 
 
 def test_calls_from_several_threads_wait_for_each_other(llm: LLM) -> None:

@@ -162,7 +162,7 @@ def test_a_template_may_leave_out_what_was_said(template: str, common: int) -> N
 def test_arguments_of_llm_are_the_settings_and_their_defaults() -> None:
     """They are written out for who reads them, and for editors."""
     made = dict(inspect.signature(LLM.__init__).parameters)
-    del made["self"], made["choose_kept"]
+    del made["self"], made["choose_kept"], made["others"]
     hints = get_type_hints(LLM.__init__)
     assert set(made) == {row.argument for row in SETTINGS}
     for row in SETTINGS:

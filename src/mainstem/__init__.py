@@ -3,25 +3,67 @@
 from mainstem import LLM, SamplingParams
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mainstem.core.config import keep_freed_memory
-from mainstem.core.errors import InvalidRequest, MainstemError
+from mainstem.core.errors import (
+    AnswerFailed,
+    ConfigError,
+    EngineLost,
+    InvalidRequest,
+    MainstemError,
+    ModelNotFound,
+    UnsupportedModel,
+)
 from mainstem.core.request import SamplingParams
 
 if TYPE_CHECKING:
+    from mainstem.async_llm import AsyncLLM
     from mainstem.llm import LLM
+    from mainstem.text.grammar import StructuredOutputsParams
+    from mainstem.text.results import AnswerPiece, CompletionOutput, Logprob, RequestOutput
+    from mainstem.text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "InvalidRequest", "MainstemError", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AnswerFailed",
+    "AnswerPiece",
+    "AsyncLLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineLost",
+    "InvalidRequest",
+    "Logprob",
+    "MainstemError",
+    "ModelNotFound",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "Tokenizer",
+    "UnsupportedModel",
+    "__version__",
+]
+
+# imported when first asked for: LLM brings torch, the others the tokenizer's library
+_LAZY = {
+    "LLM": "mainstem.llm",
+    "AsyncLLM": "mainstem.async_llm",
+    "AnswerPiece": "mainstem.text.results",
+    "CompletionOutput": "mainstem.text.results",
+    "Logprob": "mainstem.text.results",
+    "RequestOutput": "mainstem.text.results",
+    "StructuredOutputsParams": "mainstem.text.grammar",
+    "Tokenizer": "mainstem.text.tokenizer",
+}
 
 keep_freed_memory()
 
 
 def __getattr__(name: str) -> object:
-    """LLM pulls in torch, so it is imported when first asked for."""
-    if name == "LLM":
-        from mainstem.llm import LLM  # noqa: PLC0415
-
-        return LLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """What is imported when first asked for."""
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module), name)

@@ -1,11 +1,13 @@
-"""LLM: the engine for scripts, with the names vLLM users know."""
+"""LLM: the engine for scripts, with the names vLLM users know (docs/python.md)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from threading import RLock
+from threading import Lock, RLock
+from typing import NoReturn, Self
 
 import numpy as np
 from tqdm import tqdm
@@ -22,70 +24,44 @@ from mainstem.core.plan import Prompts
 from mainstem.core.request import (
     ChooseKept,
     Delivery,
+    Grammar,
     Overflow,
     Request,
     SamplingParams,
-    TokenLogprobs,
+    id_array,
 )
+from mainstem.core.step import Int32s
+from mainstem.core.vllm_names import own_arguments
 from mainstem.engine.build import build_engine
 from mainstem.plan.order import shared_with_next
 from mainstem.plan.planner import plan_prompts
 from mainstem.text.prompts import (
-    Message,
+    Conversation,
+    OnError,
+    Refusals,
     ScriptPrompt,
+    is_conversation,
     listed_conversations,
     listed_params,
     listed_prompts,
+    listed_sessions,
+    read_conversation,
+    read_prompt,
+)
+from mainstem.text.results import (
+    AnswerPiece,
+    RequestOutput,
+    add_piece,
+    empty_result,
+    piece_of,
 )
 from mainstem.text.sessions import SessionLimits, Sessions, continued_ids, spoken_text
 from mainstem.text.text_engine import TextEngine, TextOutput
 from mainstem.text.tokenizer import GENERATION_FILE, Tokenizer
 
 
-@dataclass(slots=True)
-class CompletionOutput:
-    """One answer."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Log-probability of the whole answer, when logprobs were asked for."""
-        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A prompt and its answers."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    num_cached_tokens: int = 0
-    num_dropped_tokens: int = 0  # of a prompt that was longer than the context window
-
-    @property
-    def finished(self) -> bool:
-        return all(output.finish_reason is not None for output in self.outputs)
-
-
-class LLM:
-    """A model loaded once, answering batches of prompts.
-
-        llm = LLM("smollm2")
-        for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
-            print(answer.outputs[0].text)
-
-    Prompts that begin alike share what they have in common: it is computed once, stored once and
-    read once per step. Calls from several threads wait for each other; prompts of one call do not.
-    """
+class LoadedModel:
+    """A model with its engine and tokenizer: what LLM and AsyncLLM have in common."""
 
     def __init__(  # noqa: PLR0913  # the settings a script may name, all by keyword
         self,
@@ -116,16 +92,18 @@ class LLM:
         store_policy: str = "lookahead",
         store_fetch: str = "auto",
         preload: str = "auto",
+        **others: object,
     ) -> None:
         """Settings mean what the flags of the same names mean (docs/settings.md); `choose_kept`
-        names pages that a truncation should spare (docs/design/truncation.md)."""
+        names pages that a truncation should spare (docs/design/truncation.md). `others` are
+        arguments of vLLM: taken where they mean the same, else refused (core/vllm_names.py)."""
         given = dict(locals())  # all arguments, which are settings but for these
-        del given["self"], given["choose_kept"]
-        config = with_arguments(EngineConfig(), given, "LLM")
+        del given["self"], given["choose_kept"], given["others"]
+        config = with_arguments(EngineConfig(), own_arguments(given, others), "LLM")
         self._connect(config, choose_kept)
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> "LLM":
+    def from_config(cls, config: EngineConfig) -> Self:
         """An LLM from a whole EngineConfig, as the command line makes it."""
         llm = cls.__new__(cls)
         llm._connect(config)
@@ -140,70 +118,37 @@ class LLM:
         engine = build_engine(folder, config, bus, choose_kept=choose_kept)
         self.text_engine = TextEngine(engine, tokenizer)
         self._request_ids = count()
-        self._lock = RLock()  # held while answers are made; a signal handler may close the LLM
-        self._is_called = self._is_closed = False
+        self._is_closed = False
         self._sessions = Sessions(SessionLimits())
+        self._sessions_lock = Lock()
         self._shares = config.sched.share is not Share.NONE
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: it holds a model and an engine. "
+            "Make one in each process that needs one, and send prompts and results between them"
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self.text_engine.tokenizer
 
-    def generate(
-        self,
-        prompts: ScriptPrompt | Sequence[ScriptPrompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        *,
-        sessions: Sequence[str] | None = None,
-        overflow: Overflow | str | None = None,
-    ) -> list[RequestOutput]:
-        """Answer prompts, given as text, token ids, {"prompt": text} or {"prompt_token_ids": ids};
-        results in the order of the prompts.
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer and chat template: `encode`, `decode`, `render_chat`."""
+        return self.tokenizer
 
-        Without `sampling_params`, `get_default_sampling_params` has its say. `sessions` names the
-        conversation each prompt continues. `overflow` says what becomes of a
-        prompt longer than the context window: "kv" (the default in sessions), "recompute" or
-        "error". Raises InvalidRequest before anything runs if one of them cannot be answered, and
-        AnswerFailed after everything ran if steps failed over one again and again.
-        """
-        listed = listed_prompts(prompts)
-        texts = [prompt for prompt in listed if isinstance(prompt, str)]
-        encoded = iter(self.tokenizer.encode_batch(texts))
-        ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in listed]
-        shown = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        params = self._params(sampling_params, len(listed))
-        window = _window_rules(sessions, overflow, len(listed))
-        with self._call():
-            return self._run(shown, ids, params, window, use_tqdm)
-
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        *,
-        sessions: Sequence[str] | None = None,
-        overflow: Overflow | str | None = None,
-    ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the model's chat template; `sessions` and
-        `overflow` as in `generate`. A turn of a session extends the ids of the turns before it."""
-        conversations = listed_conversations(messages)
-        texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
-        params = self._params(sampling_params, len(texts))
-        window = _window_rules(sessions, overflow, len(texts))
-        turns = list(zip(window.sessions, texts, strict=True))
-        with self._call():
-            ids = [self.encode_turn(session, text) for session, text in turns]
-            results = self._run(texts, ids, params, window, use_tqdm)
-            for (session, text), result in zip(turns, results, strict=True):
-                self.keep_turn(session, text, result.prompt_token_ids, result.outputs[0].token_ids)
-        return results
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given: as the model's generation_config.json advises."""
+        try:
+            return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
+        except InvalidRequest as error:
+            raise ConfigError(f"{GENERATION_FILE}: {error}; SamplingParams do without it") from None
 
     def encode_turn(self, session: str | None, text: str) -> list[int]:
         """Ids of a conversation: where it goes on from what `session` has said, those ids and the
         new ones. Encoding an answer again could give others, whose pages are not cached."""
-        known = None if session is None else self._sessions.find("", session)
+        with self._sessions_lock:
+            known = None if session is None else self._sessions.find("", session)
         ids = continued_ids(known, text, self.tokenizer)
         return self.tokenizer.encode_plain(text) if ids is None else ids
 
@@ -214,23 +159,245 @@ class LLM:
         if session is not None:
             said = spoken_text(text, output_ids, self.tokenizer)
             token_ids = np.array([*prompt_ids, *output_ids], np.int32)
-            self._sessions.keep("", session, token_ids, said)
+            with self._sessions_lock:
+                self._sessions.keep("", session, token_ids, said)
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where none are given: as the model's generation_config.json advises."""
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InvalidRequest("LLM", "is closed")
+
+    def _next_id(self) -> RequestId:
+        return RequestId(f"{next(self._request_ids)}")
+
+    def _compiled(self, sampling: SamplingParams) -> Grammar | None:
+        """The form that answers must have, if any; raises InvalidRequest."""
+        if sampling.grammar is None:
+            return None
         try:
-            return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
+            return self.text_engine.grammars.compile(sampling.grammar)
         except InvalidRequest as error:
-            raise ConfigError(f"{GENERATION_FILE}: {error}; SamplingParams do without it") from None
+            raise InvalidRequest("structured_outputs", error.reason) from None
+
+    def _turn(
+        self,
+        prompt: ScriptPrompt | Conversation,
+        sampling_params: SamplingParams | None,
+        session: str | None,
+        overflow: Overflow | str | None,
+        delivery: Delivery = Delivery.EACH_STEP,
+    ) -> "Turn":
+        """One prompt or conversation, ready to be submitted; raises InvalidRequest."""
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        (sampling,) = listed_params(sampling_params, 1)
+        (session,) = listed_sessions(session, 1)
+        text: str | None
+        if is_conversation(prompt):
+            text = self.tokenizer.render_chat(read_conversation(prompt))
+            ids = self.encode_turn(session, text)
+        else:
+            given = read_prompt(prompt)
+            if not isinstance(given, str) and any(isinstance(item, str) for item in given):
+                raise InvalidRequest("prompt", "must be one prompt here; open a stream for each")
+            text = given if isinstance(given, str) else None
+            ids = self.tokenizer.encode(given) if isinstance(given, str) else given
+        request = Request(
+            self._next_id(),
+            id_array(ids),
+            sampling,
+            grammar=self._compiled(sampling),
+            delivery=delivery,
+            session=None if session is None else SessionId(session),
+            overflow=_overflow(overflow),
+        )
+        return Turn(request, text, session if is_conversation(prompt) else None, ids)
+
+    def _keep(self, turn: "Turn", output_ids: list[int]) -> None:
+        if turn.text is not None:
+            self.keep_turn(turn.session, turn.text, turn.prompt_ids, output_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A prompt on its way to the engine."""
+
+    request: Request
+    text: str | None  # None: it was given as ids
+    session: str | None  # that remembers it when it has ended
+    prompt_ids: list[int]
+
+
+class LLM(LoadedModel):
+    """A model loaded once, answering batches of prompts.
+
+        llm = LLM("smollm2")
+        for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
+            print(answer.outputs[0].text)
+
+    Prompts that begin alike share what they have in common: it is computed once, stored once and
+    read once per step. Calls from several threads wait for each other; prompts of one call do not,
+    nor do streams, which take turns step by step.
+    """
+
+    def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
+        super()._connect(config, choose_kept)
+        self._lock = RLock()  # held while answers are made; a signal handler may close the LLM
+        self._is_called = False
+        self._streams: dict[str, deque[TextOutput]] = {}  # what nobody has read yet, by request
+        self._abandoned: deque[str] = deque()  # streams that nobody reads any more
+
+    def generate(
+        self,
+        prompts: ScriptPrompt | Iterable[ScriptPrompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        sessions: str | Iterable[str | None] | None = None,
+        overflow: Overflow | str | None = None,
+        errors: OnError | str = OnError.RAISE,
+    ) -> list[RequestOutput]:
+        """Answer prompts, given as text, token ids, {"prompt": text} or {"prompt_token_ids": ids};
+        results in the order of the prompts.
+
+        Without `sampling_params`, `get_default_sampling_params` has its say. `sessions` names the
+        conversation each prompt continues. `overflow` says what becomes of a
+        prompt longer than the context window: "kv" (the default in sessions), "recompute" or
+        "error". Raises InvalidRequest, which names the prompt, before anything runs if one of them
+        cannot be answered, and AnswerFailed after everything ran if steps failed over one again and
+        again. With errors="return" it raises neither: such a prompt's result has an `error`.
+        """
+        listed, refusals = listed_prompts(prompts, errors)
+        texts = [prompt for prompt in listed if isinstance(prompt, str)]
+        encoded = iter(self.tokenizer.encode_batch(texts))
+        ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in listed]
+        shown = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        params = self._params(sampling_params, len(listed))
+        names, policy = listed_sessions(sessions, len(listed)), _overflow(overflow)
+        with self._call():
+            return self._run(_Prompts(shown, ids, params, names, policy), refusals, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        sessions: str | Iterable[str | None] | None = None,
+        overflow: Overflow | str | None = None,
+        errors: OnError | str = OnError.RAISE,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template; `sessions`,
+        `overflow` and `errors` as in `generate`. A turn of a session extends the ids of the turns
+        before it."""
+        conversations, refusals = listed_conversations(messages, errors)
+        texts: list[str | None] = [None] * len(conversations)
+        for index, conversation in enumerate(conversations):
+            if conversation is not None:
+                with refusals.at(index):
+                    texts[index] = self.tokenizer.render_chat(conversation)
+        params = self._params(sampling_params, len(texts))
+        names, policy = listed_sessions(sessions, len(texts)), _overflow(overflow)
+        turns = list(zip(names, texts, strict=True))
+        with self._call():
+            ids: list[list[int] | None] = [None] * len(texts)
+            for index, (session, text) in enumerate(turns):
+                if text is not None:
+                    with refusals.at(index):
+                        ids[index] = self.encode_turn(session, text)
+            results = self._run(_Prompts(texts, ids, params, names, policy), refusals, use_tqdm)
+            for (session, text), result in zip(turns, results, strict=True):
+                if text is not None and result.error is None:
+                    output_ids = result.outputs[0].token_ids
+                    self.keep_turn(session, text, result.prompt_token_ids, output_ids)
+        return results
+
+    def stream(
+        self,
+        prompt: ScriptPrompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        session: str | None = None,
+        overflow: Overflow | str | None = None,
+    ) -> Iterator[AnswerPiece]:
+        """The answer to one prompt, or to a list of messages, piece by piece as it is made.
+
+        The prompt is queued when the first piece is asked for, and steps run while a piece is
+        waited for; streams that are read in turn share them. Whoever stops reading (`break`) ends
+        the answer. Raises as `generate` does.
+        """
+        with self._call():
+            turn = self._turn(prompt, sampling_params, session, overflow)
+        return self._pieces(turn)
+
+    def _pieces(self, turn: Turn) -> Iterator[AnswerPiece]:
+        request, news = turn.request, deque[TextOutput]()
+        num_open, output_ids = request.sampling.n, list[int]()
+        try:
+            with self._call():
+                self._streams[request.request_id] = news
+                self.text_engine.submit(request)
+            while num_open:
+                while not news:
+                    with self._call():
+                        assert news or self.text_engine.has_work, "a stream was lost"
+                        if not news:
+                            self._step()
+                output = news.popleft()
+                if output.fault is not None:
+                    raise AnswerFailed(f"the prompt could not be answered: {output.fault}")
+                num_open -= output.finish_reason is not None
+                if output.index == 0:
+                    output_ids += output.token_ids
+                if not num_open:
+                    self._keep(turn, output_ids)
+                yield piece_of(output, self.tokenizer)
+        finally:
+            self._leave(request.request_id)
+
+    def _leave(self, request_id: str) -> None:
+        """A stream was read to its end, or nobody wants the rest. May come at any time and on any
+        thread, since Python closes what is no longer used: whoever runs a step sees to it."""
+        self._abandoned.append(request_id)
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not (self._is_called or self._is_closed):
+                with guarded_interrupts():
+                    self._settle()
+        finally:
+            self._lock.release()
+
+    def _step(self) -> list[TextOutput]:
+        """Advance the engine by one step; streams get their part, the caller the rest."""
+        self._end_abandoned()
+        outputs = self.text_engine.step()
+        if not self._streams:
+            return outputs
+        rest: list[TextOutput] = []
+        for output in outputs:
+            self._streams.get(output.request_id, rest).append(output)
+        return rest
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            request_id = self._abandoned.popleft()
+            self._streams.pop(request_id, None)
+            self.text_engine.abort(request_id)
+
+    def _settle(self) -> None:
+        """Let the engine come to rest, unless there are streams, which go on."""
+        self._end_abandoned()
+        while self.text_engine.has_work and not self._streams:
+            self._step()
 
     def _params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, number: int
+        self, given: SamplingParams | Iterable[SamplingParams] | None, number: int
     ) -> list[SamplingParams]:
         return listed_params(self.get_default_sampling_params() if given is None else given, number)
 
     def close(self) -> None:
-        """Stop whatever runs: a call on another thread ends after its step, with an error. The
-        memory goes with the last reference to the LLM."""
+        """Stop whatever runs: a call on another thread ends after its step, with an error, and so
+        do streams. The memory goes with the last reference to the LLM."""
         if self.text_engine.engine.is_forked:
             return  # its threads, and who holds the lock, are in the other process
         self._is_closed = True
@@ -253,60 +420,74 @@ class LLM:
             finally:
                 self._is_called = False
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise InvalidRequest("LLM", "is closed")
-
     def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(
-        self,
-        prompts: Sequence[str | None],
-        ids: Sequence[list[int]],
-        params: Sequence[SamplingParams],
-        window: "_WindowRules",
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        results: dict[str, RequestOutput] = {}
-        for prompt, prompt_ids, sampling in zip(prompts, ids, params, strict=True):
-            request_id = f"{next(self._request_ids)}"
-            results[request_id] = _empty_result(request_id, prompt, prompt_ids, sampling)
-        request_ids = list(results)
+    def _run(self, given: "_Prompts", refusals: Refusals, use_tqdm: bool) -> list[RequestOutput]:
+        results: list[RequestOutput] = []
+        arrays: dict[int, Int32s] = {}
+        rows = zip(given.texts, given.ids, given.params, strict=True)
+        for index, (text, ids, sampling) in enumerate(rows):
+            results.append(empty_result(self._next_id(), text, ids or [], sampling))
+            if ids is not None:
+                with refusals.at(index):
+                    arrays[index] = id_array(ids)
+        running: dict[str, RequestOutput] = {}
         try:
-            for index, place in self._order(ids):
-                session = window.sessions[index]
-                request = Request(
-                    RequestId(request_ids[index]),
-                    np.asarray(ids[index]),
-                    params[index],
-                    delivery=Delivery.AT_END,
-                    plan_place=place,
-                    session=None if session is None else SessionId(session),
-                    overflow=window.overflow,
-                )
-                self.text_engine.submit(request)
-            self._drain(results, use_tqdm)
+            for index, place in self._order(arrays):
+                result = running[results[index].request_id] = results[index]
+                with refusals.at(index):
+                    self._submit(given, index, result.request_id, arrays[index], place)
+                if index in refusals.reasons:
+                    del running[result.request_id]
+            faults = self._drain(running, use_tqdm)
         except BaseException:
-            for request_id in results:  # an error or Ctrl-C leaves nothing running
+            for request_id in running:  # an error or Ctrl-C leaves nothing running
                 self.text_engine.abort(request_id)
-            while self.text_engine.has_work:
-                self.text_engine.step()
+            self._settle()
             raise
-        return list(results.values())
+        for index, reason in refusals.reasons.items():
+            results[index].outputs, results[index].error = [], reason
+        if faults and refusals.on_error is OnError.RAISE:
+            first = next(index for index, each in enumerate(results) if each.request_id in faults)
+            fault = faults[results[first].request_id]
+            counted = f"{len(faults)} of {len(results)} prompts could not be answered"
+            raise AnswerFailed(f"{counted}; number {first}: {fault}", results)
+        for request_id, fault in faults.items():
+            running[request_id].error = fault
+        return results
 
-    def _order(self, ids: Sequence[list[int]]) -> list[tuple[int, int | None]]:
+    def _submit(
+        self, given: "_Prompts", index: int, request_id: str, ids: Int32s, place: int | None
+    ) -> None:
+        session = given.sessions[index]
+        request = Request(
+            RequestId(request_id),
+            ids,
+            given.params[index],
+            grammar=self._compiled(given.params[index]),
+            delivery=Delivery.AT_END,
+            plan_place=place,
+            session=None if session is None else SessionId(session),
+            overflow=given.overflow,
+        )
+        self.text_engine.submit(request)
+
+    def _order(self, ids: Mapping[int, Int32s]) -> list[tuple[int, int | None]]:
         """Prompts in the order to run, with their places in it: what shares a prefix together."""
         if not self._shares or len(ids) < 2:
-            return [(index, None) for index in range(len(ids))]
-        plan = plan_prompts(Prompts.from_lists(ids))
-        first = self.text_engine.expect(shared_with_next(plan))
-        return [(index, first + place) for place, index in enumerate(plan.members.tolist())]
+            return [(index, None) for index in ids]
+        starts = np.zeros(len(ids) + 1, np.int64)
+        np.cumsum([len(row) for row in ids.values()], out=starts[1:])
+        plan = plan_prompts(Prompts(np.concatenate([*ids.values()]), starts))
+        first, indices = self.text_engine.expect(shared_with_next(plan)), [*ids]
+        return [(indices[row], first + place) for place, row in enumerate(plan.members.tolist())]
 
-    def _drain(self, results: Mapping[str, RequestOutput], use_tqdm: bool) -> None:
+    def _drain(self, results: Mapping[str, RequestOutput], use_tqdm: bool) -> dict[str, str]:
+        """Run steps until all is answered; returns what failed, by request."""
         counters = self.counters
         num_prompt = sum(
             len(result.prompt_token_ids) * len(result.outputs) for result in results.values()
@@ -314,20 +495,22 @@ class LLM:
         prefilled = counters.computed_tokens + counters.cached_tokens
         decoded = counters.decoded_tokens
         faults: dict[str, str] = {}
+        num_open = len(results)
         with tqdm(
             total=len(results), unit="req", disable=not use_tqdm, miniters=0, dynamic_ncols=True
         ) as bar:
-            while self.text_engine.has_work:
+            while self.text_engine.has_work and (num_open or not self._streams):
                 num_finished = 0
-                for output in self.text_engine.step():
+                for output in self._step():
                     result = results.get(output.request_id)
                     if result is None:
                         continue  # the last word of a call that was interrupted
-                    add_output(result, output)
+                    add_piece(result, piece_of(output, self.tokenizer))
                     if output.fault is not None:
                         faults[output.request_id] = output.fault
                     num_finished += result.finished
                 self._check_open()
+                num_open -= num_finished
                 done = min(
                     num_prompt, counters.computed_tokens + counters.cached_tokens - prefilled
                 )
@@ -338,58 +521,25 @@ class LLM:
                     refresh=False,
                 )
                 bar.update(num_finished)
-        for request_id, fault in faults.items():
-            place, total = list(results).index(request_id), len(results)
-            raise AnswerFailed(
-                f"{len(faults)} of {total} prompts could not be answered; number {place}: {fault}",
-                list(results.values()),
-            )
-
-
-def add_output(result: RequestOutput, output: TextOutput) -> None:
-    """Put news of an answer where it belongs."""
-    answer = result.outputs[output.index]
-    answer.text += output.text
-    answer.token_ids += output.token_ids
-    if answer.logprobs is not None:
-        answer.logprobs += output.logprobs
-    if output.prompt_logprobs is not None:
-        result.prompt_logprobs = list(output.prompt_logprobs)
-    if output.index == 0:
-        result.num_cached_tokens = output.num_cached_tokens
-        result.num_dropped_tokens = output.num_dropped_tokens
-    if output.finish_reason is not None:
-        answer.finish_reason = output.finish_reason.value
-        answer.stop_reason = output.stop_reason
-
-
-def _empty_result(
-    request_id: str, prompt: str | None, prompt_ids: list[int], sampling: SamplingParams
-) -> RequestOutput:
-    wants_logprobs = sampling.logprobs is not None
-    answers = [
-        CompletionOutput(index, logprobs=[] if wants_logprobs else None)
-        for index in range(sampling.n)
-    ]
-    return RequestOutput(request_id, prompt, prompt_ids, answers)
+        return faults
 
 
 @dataclass(frozen=True, slots=True)
-class _WindowRules:
-    """What becomes of prompts that are longer than the context window."""
+class _Prompts:
+    """The prompts of a call, in its order, and how each is to be answered."""
 
+    texts: Sequence[str | None]  # None: given as ids, or refused
+    ids: Sequence[list[int] | None]  # None: refused
+    params: Sequence[SamplingParams]
     sessions: Sequence[str | None]
     overflow: Overflow | None
 
 
-def _window_rules(
-    sessions: Sequence[str] | None, overflow: Overflow | str | None, number: int
-) -> _WindowRules:
-    if sessions is not None and len(sessions) != number:
-        raise InvalidRequest("sessions", f"{len(sessions)} given for {number} prompts")
-    if isinstance(overflow, str):
-        known = [policy.value for policy in Overflow]
-        if overflow not in known:
-            raise InvalidRequest("overflow", f"must be one of {known}, got {overflow!r}")
-        overflow = Overflow(overflow)
-    return _WindowRules([None] * number if sessions is None else sessions, overflow)
+def _overflow(given: Overflow | str | None) -> Overflow | None:
+    """What becomes of prompts that are longer than the context window."""
+    if not isinstance(given, str):
+        return given
+    known = [policy.value for policy in Overflow]
+    if given not in known:
+        raise InvalidRequest("overflow", f"must be one of {known}, got {given!r}")
+    return Overflow(given)

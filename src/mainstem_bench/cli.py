@@ -3,6 +3,8 @@
 import sys
 from importlib import import_module
 
+from mainstem.core.spelling import did_you_mean
+
 BENCHES = {
     "host": ("mainstem_bench.host", "scheduler time per step at 1,000 sequences"),
     "cpu": ("mainstem_bench.cpu", "64 requests over one prefix, beside installed rivals"),
@@ -29,6 +31,9 @@ BENCHES = {
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] not in BENCHES:
+        if argv and not argv[0].startswith("-"):
+            hint = did_you_mean(argv[0], BENCHES)
+            print(f"mainstem bench: no benchmark {argv[0]!r}.{hint}\n", file=sys.stderr)
         print("usage: mainstem bench NAME [flags]\n", file=sys.stderr)
         for name, (_, summary) in BENCHES.items():
             print(f"  {name:<10} {summary}", file=sys.stderr)

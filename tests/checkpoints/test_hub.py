@@ -399,6 +399,19 @@ def test_a_sharded_folder_must_have_every_shard(tmp_path: Path) -> None:
         hub.resolve_model(str(folder))
 
 
+@pytest.mark.parametrize(
+    "name", ["b.safetensors", "tokenizer.json", "model.safetensors.index.json"]
+)
+def test_a_folder_cloned_without_git_lfs_is_told_from_a_damaged_one(
+    tmp_path: Path, name: str
+) -> None:
+    folder = write_model_folder(tmp_path, "a.safetensors")
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4976698672\n"
+    (folder / name).write_text(text)
+    with pytest.raises(ModelNotFound, match=f"{name} is a Git LFS pointer.*`git lfs install && "):
+        hub.resolve_model(str(folder))
+
+
 def test_folders_without_config_or_safe_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"config\.json is missing"):
         hub.resolve_model(str(tmp_path))

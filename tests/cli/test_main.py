@@ -55,6 +55,25 @@ def test_a_terminal_without_a_character_gets_a_question_mark(
     assert terminal.buffer.getvalue().endswith(b"?\n")
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["sreve"], "mainstem: no command 'sreve'. Did you mean serve?\n"),
+        (["Generate"], "mainstem: no command 'Generate'. Did you mean generate?\n"),
+        (["zzzz"], "mainstem: no command 'zzzz'.\n"),
+        (["bench", "kernels"], "mainstem bench: no benchmark 'kernels'. Did you mean kernel?\n"),
+        (["bench", "zzzz"], "mainstem bench: no benchmark 'zzzz'.\n"),
+    ],
+)
+def test_a_slip_in_a_name_is_answered_with_the_name_that_was_meant(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    captured = capsys.readouterr().err
+    assert captured.startswith(said)
+    assert "usage: " in captured
+
+
 def test_a_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)  # as Python leaves it
     with pytest.raises(ModelNotFound, match="no such folder"):

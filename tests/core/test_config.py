@@ -45,8 +45,16 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("[cash]\n", "unknown section"),
-        ("[cache]\npage_sise = 16\n", "unknown setting.*page_sise"),
+        ("[cash]\n", r"unknown section \[cash\]. Did you mean cache\? Sections are \[model\], "),
+        ("[zzz]\n", r"unknown section \[zzz\]. Sections are \[model\], "),
+        ("page_size = 16\n", r"'page_size' is outside a section. .* below a line \[cache\]"),
+        ('model = "smollm2"\n', r"'model' is outside a section. Put model below a line \[model\]"),
+        ("store_ttl = 5\n", r"'store_ttl' is outside a section. Put ttl_s below .* \[store\]"),
+        ("chunk_token = 5\n", r"no setting has that name. Did you mean chunk_tokens\?"),
+        ("[cache]\npage_sise = 16\n", "'page_sise'. Did you mean page_size.* Known: kv_tokens, "),
+        ("[cache]\nzzz = 16\n", "unknown setting 'zzz'. Known: kv_tokens, memory_share"),
+        ("[cache]\nhost_gb = 16\n", r"'host_gb'. It is called host_gb, in section \[store\]"),
+        ("[cache]\ngpu_memory_utilization = 1\n", "It is called memory_share$"),
         ('[cache]\npage_size = "big"\n', "page_size must be int"),
         ("[cache]\npage_size = 12\n", "power of two"),
         ("[cache]\nmemory_share = 1.5\n", "memory_share must be above 0 and at most 1"),
@@ -92,7 +100,7 @@ def test_arguments_may_be_paths_and_unknown_ones_are_refused(tmp_path: Path) -> 
     made = with_arguments(EngineConfig(), {"disk_dir": tmp_path, "share": "none"}, "LLM")
     assert made.store.disk_dir == str(tmp_path)
     assert made.sched.share is Share.NONE
-    with pytest.raises(ConfigError, match=r"LLM: unknown setting.*'ttl_s'"):
+    with pytest.raises(ConfigError, match=r"LLM: unknown setting 'ttl_s'"):
         with_arguments(EngineConfig(), {"ttl_s": 1.0}, "LLM")
 
 

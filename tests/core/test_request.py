@@ -5,7 +5,7 @@ import pytest
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId
-from mainstem.core.request import Request, SamplingParams
+from mainstem.core.request import Request, SamplingParams, id_array
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,17 @@ def test_stop_ids_join_eos_and_the_callers_own() -> None:
 def test_a_temperature_that_would_overflow_is_greedy() -> None:
     assert SamplingParams(temperature=1e-40).is_greedy
     assert not SamplingParams(temperature=0.01).is_greedy
+
+
+def test_the_ids_of_a_prompt_are_copied_once() -> None:
+    given = np.array([1, 2, 3], np.int32)
+    ids = id_array(given)
+    given[0] = 9
+    assert ids.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="read-only"):
+        ids[0] = 9
+    assert id_array(ids) is ids
+    whole = np.array([1, 2, 3], np.int32)
+    view = whole[:2]
+    view.setflags(write=False)
+    assert id_array(view) is not view, "whoever has the whole may change it"

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mainstem import LLM, SamplingParams
-from mainstem.core.request import TokenLogprobs
+from mainstem.text.results import PlaceLogprobs
 from mainstem.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent.parent / "data" / "prompts50.jsonl"
@@ -30,10 +30,10 @@ def read_prompts(tokenizer: Tokenizer) -> dict[str, list[int]]:
     return prompts
 
 
-def margin(record: TokenLogprobs) -> float:
+def margin(chosen_id: int, place: PlaceLogprobs) -> float:
     """How far the chosen token is ahead of the best other one; below 0 where it is not."""
-    others = zip(record.top_ids, record.top_logprobs, strict=True)
-    return record.logprob - max(logprob for token, logprob in others if token != record.token_id)
+    others = [found.logprob for token_id, found in place.items() if token_id != chosen_id]
+    return place[chosen_id].logprob - max(others)
 
 
 def main(path: Path) -> None:
@@ -45,13 +45,14 @@ def main(path: Path) -> None:
     for (name, prompt_ids), answer in zip(prompts.items(), answers, strict=True):
         output = answer.outputs[0]
         assert output.logprobs is not None
+        places = list(zip(output.token_ids, output.logprobs, strict=True))
         rows.append(
             {
                 "id": name,
                 "prompt_ids": prompt_ids,
                 "answer_ids": list(output.token_ids),
-                "logprobs": [round(record.logprob, 5) for record in output.logprobs],
-                "margins": [round(margin(record), 5) for record in output.logprobs],
+                "logprobs": [round(place[chosen].logprob, 5) for chosen, place in places],
+                "margins": [round(margin(chosen, place), 5) for chosen, place in places],
             }
         )
     path.write_text(json.dumps(rows))

@@ -76,6 +76,17 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> N
         load(tmp_path)
 
 
+def test_weights_of_4_bits_are_told_from_missing_ones(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    edit(
+        tmp_path,
+        model__layers__0__mlp__up_proj__weight=None,
+        model__layers__0__mlp__up_proj__qweight=torch.zeros(6, 80, dtype=torch.int32),
+    )
+    with pytest.raises(UnsupportedModel, match=r"GPTQ or AWQ, 4-bit.*not supported yet"):
+        load(tmp_path)
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     path = tmp_path / SINGLE_FILE

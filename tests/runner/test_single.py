@@ -30,9 +30,10 @@ def test_a_lone_sequence_gives_the_same_logprobs_either_way(
             for layer in range(30):
                 runner.pages.joint(layer).fill_(poison)
             (result,) = llm.generate([prompt], params, use_tqdm=False)
-        logprobs = result.outputs[0].logprobs
+        token_ids, logprobs = result.outputs[0].token_ids, result.outputs[0].logprobs
         assert logprobs is not None
-        return result.outputs[0].token_ids, [entry.logprob for entry in logprobs]
+        places = zip(token_ids, logprobs, strict=True)
+        return token_ids, [place[token_id].logprob for token_id, place in places]
 
     fast_ids, fast = answer(float("nan"))
     monkeypatch.setattr(SingleTokenPass, "make", lambda *_: None)

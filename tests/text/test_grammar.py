@@ -3,7 +3,9 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Event
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher
@@ -14,6 +16,7 @@ from mainstem.core.request import SamplingParams
 from mainstem.text.grammar import (
     MAX_FORM_CHARS,
     Grammars,
+    StructuredOutputsParams,
     choice_form,
     json_form,
     regex_form,
@@ -74,6 +77,62 @@ def test_an_answer_has_the_schemas_form() -> None:
     assert len(texts) == 6
     for text in texts:
         check_person(text)
+
+
+class Person:
+    """Stands for a class of pydantic."""
+
+    @staticmethod
+    def model_json_schema() -> dict[str, object]:
+        return SCHEMA
+
+
+@pytest.mark.parametrize(
+    ("given", "form"),
+    [
+        ({"json": SCHEMA}, json_form(SCHEMA)),
+        ({"json": json.dumps(SCHEMA)}, json_form(SCHEMA)),
+        ({"json": Person}, json_form(SCHEMA)),
+        ({"json_object": True}, json_form({"type": "object"})),
+        ({"regex": "a+"}, regex_form("a+")),
+        ({"choice": ("yes", "no")}, choice_form(["yes", "no"])),
+        ({"grammar": "start: /a+/"}, regex_form("a+")),
+    ],
+)
+def test_vllms_names_of_forms(given: dict[str, Any], form: str) -> None:
+    described = StructuredOutputsParams(**given)
+    sampling = SamplingParams(structured_outputs=described)
+    assert described.form == sampling.grammar == form
+    assert replace(sampling, n=2).grammar == form
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({}, "needs one of json, regex, choice, grammar, json_object, got none"),
+        ({"json_object": False}, "got none"),
+        ({"regex": "a", "choice": ["b"]}, "got regex, choice"),
+        ({"json": "not JSON"}, "must be an object, or one as text, got 'not JSON'"),
+        ({"json": "[1]"}, "must be an object"),
+        ({"json": 5}, "must be an object"),
+        ({"regex": 5}, "regex must be text"),
+        ({"choice": "yes"}, "choice must be a list of texts, got 'yes'"),
+        ({"choice": []}, "choices"),
+    ],
+)
+def test_what_describes_no_form_is_refused(given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^structured_outputs: .*{complaint}"):
+        StructuredOutputsParams(**given)
+
+
+def test_a_form_is_given_once_and_as_one() -> None:
+    described = StructuredOutputsParams(regex="a")
+    with pytest.raises(InvalidRequest, match="cannot be combined with grammar"):
+        SamplingParams(structured_outputs=described, grammar=regex_form("b"))
+    with pytest.raises(InvalidRequest, match="must be StructuredOutputsParams, got"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="min_tokens"):
+        SamplingParams(structured_outputs=described, min_tokens=2)
 
 
 @pytest.mark.parametrize("can_overlap", [False, True])

@@ -4,11 +4,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.request import SamplingParams
-from mainstem.text.prompts import listed_conversations, listed_params, listed_prompts
+from mainstem.text.prompts import (
+    is_conversation,
+    listed_conversations,
+    listed_params,
+    listed_prompts,
+    listed_sessions,
+)
 
 USER = {"role": "user", "content": "x"}
 
@@ -24,12 +31,25 @@ USER = {"role": "user", "content": "x"}
         ([{"prompt": "hi"}, {"prompt_token_ids": [1, 2]}], ["hi", [1, 2]]),
         ([{"prompt": None, "prompt_token_ids": (1, 2)}], [[1, 2]]),
         (np.array([1, 2]), [[1, 2]]),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        (torch.tensor([1, 2]), [[1, 2]]),
+        (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([torch.tensor([1, 2]), "hi"], [[1, 2], "hi"]),
+        ({"prompt_token_ids": torch.tensor([1, 2])}, [[1, 2]]),
+        ([np.int64(1), np.int32(2)], [[1, 2]]),
+        ([torch.tensor(1), torch.tensor(2)], [[1, 2]]),
+        ((text for text in ("hi", "ho")), ["hi", "ho"]),
+        ((number for number in (1, 2)), [[1, 2]]),
+        ([range(3), "hi"], [[0, 1, 2], "hi"]),
+        ({1: "hi", 2: "ho"}.values(), ["hi", "ho"]),
         ([np.array([1, 2]), np.array([3])], [[1, 2], [3]]),
         ([], []),
     ],
 )
 def test_prompts_of_every_kind_are_taken(given: Any, listed: object) -> None:
-    assert listed_prompts(given) == listed
+    found, refusals = listed_prompts(given)
+    assert found == listed
+    assert not refusals.reasons
 
 
 @pytest.mark.parametrize(
@@ -38,13 +58,17 @@ def test_prompts_of_every_kind_are_taken(given: Any, listed: object) -> None:
         (None, "got NoneType"),
         (5, "got int"),
         (b"hi", "text or token ids"),
-        ([b"hi"], "prompt 0 must be text"),
-        (["hi", None], "prompt 1 must be text"),
+        ([b"hi"], r"prompts\[0\]: must be text"),
+        (["hi", None], r"prompts\[1\]: must be text"),
+        ({"hi", "ho"}, "got set"),
+        (["hi", {1, 2}], r"prompts\[1\]: must be text"),
+        (["hi", "\ud800"], r"prompts\[1\]: is not valid Unicode"),
+        ("\ud800", "^prompt: is not valid Unicode"),
         ([{"prompt": "hi", "multi_modal_data": {}}], "multi_modal_data"),
-        ([{"prompt": 5}], "prompt 0"),
+        ([{"prompt": 5}], r"prompts\[0\]: must have a prompt"),
         ([{"prompt_token_ids": "hi"}], "prompt_token_ids"),
         ([{"prompt_embeds": [0.5]}], "prompt_embeds"),
-        ([{}], "prompt 0"),
+        ([{}], r"prompts\[0\]"),
     ],
 )
 def test_what_is_no_prompt_is_refused(given: Any, complaint: str) -> None:
@@ -58,14 +82,50 @@ def test_settings_that_are_no_sampling_params_are_refused(given: Any) -> None:
         listed_params(given, 1)
 
 
+def test_refused_prompts_are_noted_where_that_is_wanted() -> None:
+    prompts: list[Any] = ["hi", None, [1], b"ho"]
+    chats: list[Any] = [[USER], [5]]
+    listed, refusals = listed_prompts(prompts, "return")
+    assert listed == ["hi", None, [1], None]
+    assert list(refusals.reasons) == [1, 3]
+    assert refusals.reasons[1] == "prompt: must be text or token ids, got None"
+    _, refusals = listed_conversations(chats, "return")
+    assert refusals.reasons == {1: "messages: message 0 must be an object: 5"}
+    with pytest.raises(InvalidRequest, match=r"^messages\[1\]: message 0 must be an object: 5"):
+        listed_conversations(chats)
+    with pytest.raises(InvalidRequest, match=r"errors: must be 'raise' or 'return', got 'skip'"):
+        listed_prompts("hi", "skip")
+
+
+def test_a_session_for_each_prompt() -> None:
+    assert listed_sessions(None, 2) == [None, None]
+    assert listed_sessions("alice", 1) == ["alice"]
+    assert listed_sessions(["alice", None], 2) == ["alice", None]
+    assert listed_sessions((name for name in "ab"), 2) == ["a", "b"]
+    for given, number, complaint in (
+        ("alice", 5, "'alice' is one name for 5 prompts; give a list, a name for each"),
+        (["a"], 2, "1 given for 2 prompts"),
+        ([5], 1, "must be names"),
+        (5, 1, "must be names"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"sessions: .*{complaint}"):
+            listed_sessions(given, number)  # type: ignore[arg-type]  # as a script may
+
+
+def test_a_list_of_messages_is_told_from_a_prompt() -> None:
+    assert is_conversation([USER])
+    for prompt in ("hi", [1, 2], {"prompt": "hi"}, [{"prompt": "hi"}], []):
+        assert not is_conversation(prompt)
+
+
 def test_a_conversation_and_a_list_of_them_are_told_apart() -> None:
-    assert listed_conversations([USER]) == [[USER]]
-    assert listed_conversations([[USER], [USER, USER]]) == [[USER], [USER, USER]]
+    assert listed_conversations([USER])[0] == [[USER]]
+    assert listed_conversations([[USER], [USER, USER]])[0] == [[USER], [USER, USER]]
 
 
 def test_texts_in_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert listed_conversations([{"role": "user", "content": parts}]) == [
+    assert listed_conversations([{"role": "user", "content": parts}])[0] == [
         [{"role": "user", "content": "a\nb"}]
     ]
 

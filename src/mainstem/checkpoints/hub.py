@@ -23,6 +23,7 @@ from mainstem.core.config import cache_dir
 from mainstem.core.errors import ModelNotFound
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # what git leaves where LFS is not set up
 HUB_SKIPPED = ["*/*", "consolidated*"]  # other formats in subfolders; a second copy of the weights
 
 
@@ -53,6 +54,12 @@ def resolve_model(name: str, progress: Progress = unseen, check: Check = Check.S
         return embedded_folder(SMOLLM2, cache_dir() / "models", progress=progress, check=check)
     folder = Path(name).expanduser() if name.startswith("~/") else Path(name)
     if folder.is_dir():
+        if pointer := lfs_pointer(folder):
+            raise ModelNotFound(
+                f"{name}: {pointer} is a Git LFS pointer, not the file itself. Fetch the files "
+                "with `git lfs install && git lfs pull` in that folder, or the whole model with "
+                "`hf download OWNER/NAME --local-dir DIR`"
+            )
         if lacking := missing_part(folder):
             raise ModelNotFound(
                 f"{name}: {lacking} is missing. A model folder holds config.json, tokenizer.json "
@@ -86,6 +93,16 @@ def missing_part(folder: Path) -> str | None:
     except (ValueError, KeyError, AttributeError):
         return f"a readable {index.name}"
     return next((shard for shard in shards if not (folder / shard).is_file()), None)
+
+
+def lfs_pointer(folder: Path) -> str | None:
+    """The first file of a model folder that was cloned without Git LFS, or None."""
+    files = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.json"))]
+    for path in filter(Path.is_file, files):
+        with path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                return path.name
+    return None
 
 
 def _embedded_record(model: EmbeddedModel, models_dir: Path) -> ModelRecord:

@@ -19,7 +19,8 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.metrics import Counters
 from mainstem.core.request import SamplingParams
 from mainstem.core.tables import table
-from mainstem.llm import LLM, RequestOutput
+from mainstem.llm import LLM
+from mainstem.text.results import RequestOutput
 
 INSTRUCTION = "Answer the question from the document, in one short sentence."
 

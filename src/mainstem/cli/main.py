@@ -8,6 +8,7 @@ from io import TextIOWrapper
 
 from mainstem import __version__
 from mainstem.core.errors import MainstemError
+from mainstem.core.spelling import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     command = COMMANDS.get(argv[0])
     if command is None:
-        print(f"mainstem: no command {argv[0]!r}\n\n{usage()}", file=sys.stderr)
+        hint = did_you_mean(argv[0], COMMANDS)
+        print(f"mainstem: no command {argv[0]!r}.{hint}\n\n{usage()}", file=sys.stderr)
         return 2
     return run(argv[0], command, argv[1:])
 
@@ -87,7 +89,8 @@ def run(name: str, command: Command, argv: list[str]) -> int:
         extra = EXTRAS.get(error.name or "")
         if extra is None:
             raise
-        print(f"mainstem {name} needs more: pip install 'mainstem[{extra}]'", file=sys.stderr)
+        needs = f"needs the {extra} extra: pip install 'mainstem[{extra}]'"
+        print(f"mainstem {name} {needs}", file=sys.stderr)
         return 2
     except MainstemError as error:
         print(f"mainstem {name}: {error}", file=sys.stderr)

@@ -29,6 +29,7 @@ from mainstem.core.settings import (
     check_ranges,
     settings_of,
 )
+from mainstem.core.spelling import did_you_mean
 
 
 def cache_dir() -> Path:
@@ -340,23 +341,53 @@ def load_config(path: Path) -> EngineConfig:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    known = {section.name for section in fields(EngineConfig())}
-    if unknown := set(table) - known:
-        raise ConfigError(f"{path}: unknown section {sorted(unknown)}; known: {sorted(known)}")
     for name, section in table.items():
-        if not isinstance(section, dict):
-            raise ConfigError(f"{path}: {name} must be a section, [{name}]")
+        _check_section(path, name, section)
     config = EngineConfig()
     for name, values in table.items():
         config = _updated(config, name, values, f"{path} [{name}]")
     return config
 
 
+def _check_section(path: Path, name: str, value: object) -> None:
+    """Raise ConfigError unless a file's top-level entry is a section that there is."""
+    sections = [section.name for section in fields(EngineConfig())]
+    listed = ", ".join(f"[{section}]" for section in sections)
+    if isinstance(value, dict):
+        if name not in sections:
+            raise ConfigError(
+                f"{path}: unknown section [{name}].{did_you_mean(name, sections)} "
+                f"Sections are {listed}"
+            )
+        return
+    home = next((row for row in SETTINGS if name in (row.name, row.argument)), None)
+    if home is None:
+        raise ConfigError(
+            f"{path}: {name!r} is outside a section, and no setting has that name."
+            f"{did_you_mean(name, [row.name for row in SETTINGS])} Sections are {listed}"
+        )
+    raise ConfigError(
+        f"{path}: {name!r} is outside a section. Put {home.name} below a line [{home.section}]"
+    )
+
+
+def _advice(name: str, section: str) -> str:
+    """What may have been meant by a name that a section of a file does not have."""
+    for row in SETTINGS:
+        if name in (row.name, row.argument):
+            here = "" if row.section == section else f", in section [{row.section}]"
+            return f"It is called {row.name}{here}"
+    known = sorted(row.name for row in SETTINGS if row.section == section)
+    return f"{did_you_mean(name, known).lstrip()} Known: {', '.join(known)}".lstrip()
+
+
 def with_arguments(config: EngineConfig, values: Mapping[str, object], where: str) -> EngineConfig:
     """A copy with `values` put in, named as flags and arguments of LLM are; enum members are given
     by their value."""
-    if unknown := set(values) - {row.argument for row in SETTINGS}:
-        raise ConfigError(f"{where}: unknown setting {sorted(unknown)}")
+    known = [row.argument for row in SETTINGS]
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown setting {name!r}.{did_you_mean(name, known)}")
     for section in fields(config):
         rows = [row for row in SETTINGS if row.section == section.name]
         given = {row.name: values[row.argument] for row in rows if row.argument in values}
@@ -369,8 +400,9 @@ def _updated(
 ) -> EngineConfig:
     """A copy with `values` put into a section."""
     known = {row.name: row for row in SETTINGS if row.section == section}
-    if unknown := set(values) - set(known):
-        raise ConfigError(f"{where}: unknown setting {sorted(unknown)}; known: {sorted(known)}")
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown setting {name!r}. {_advice(name, section)}")
     changes = {name: known[name].read(value, where) for name, value in values.items()}
     # names and types were checked by `read`
     made = replace(getattr(config, section), **changes)

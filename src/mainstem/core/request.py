@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId, SessionId
+from mainstem.core.vllm_names import SAMPLING_ARGUMENTS
 
 MAX_N = 128
 MIN_TEMPERATURE = 1e-5  # below it only the likeliest token is left: greedy
@@ -55,6 +56,19 @@ def _check_int(field_name: str, value: int, low: int, high: int) -> None:
     _check_range(field_name, value, low, high)
 
 
+# what SamplingParams' arguments of vLLM are where nobody gives them
+_NEUTRAL = (None, False, None, None, None, None, None, True)
+
+
+class AnswerForm(Protocol):
+    """A form of answers as a caller describes it."""
+
+    @property
+    def form(self) -> str:
+        """As text/grammar.py writes it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Names and defaults as in vLLM.
@@ -79,11 +93,22 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # top tokens beside each chosen one; 0: the chosen one only
     prompt_logprobs: int | None = None
-    grammar: str | None = None  # the form of the answer, as text/grammar.py writes it
+    grammar: str | None = None  # the form of the answer, as text/grammar.py writes it ...
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: AnswerForm | None = None  # ... or this, which `grammar` is made from
+    # vLLM's, taken only where they change nothing (core/vllm_names.py)
+    best_of: InitVar[object] = None
+    use_beam_search: InitVar[object] = False
+    guided_decoding: InitVar[object] = None
+    logits_processors: InitVar[object] = None
+    bad_words: InitVar[object] = None
+    allowed_token_ids: InitVar[object] = None
+    truncate_prompt_tokens: InitVar[object] = None
+    detokenize: InitVar[object] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *others: object) -> None:
+        """`others`: the arguments of vLLM, in order."""
         for name, (low, high) in SAMPLING_RANGES.items():
             value = getattr(self, name)
             if value is None and name in OPEN_FIELDS:
@@ -100,6 +125,9 @@ class SamplingParams:
             raise InvalidRequest(
                 "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
+        if any(value is not own for value, own in zip(others, _NEUTRAL, strict=True)):
+            self._refuse(others)
+        self._take_form()
         for name, value in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
             if self.grammar is not None and value:
                 raise InvalidRequest(name, "cannot be combined with a form of the answer")
@@ -108,6 +136,23 @@ class SamplingParams:
                 raise InvalidRequest(name, f"must be true or false, got {getattr(self, name)!r}")
         self._normalise_stops()
         self._normalise_logit_bias()
+
+    def _refuse(self, others: Sequence[object]) -> None:
+        for (name, rule), value in zip(SAMPLING_ARGUMENTS.items(), others, strict=True):
+            is_all = name == "best_of" and value == self.n  # of as many, all are best
+            if not rule.takes(value) and not is_all:
+                raise InvalidRequest(name, f"{value!r} is not supported: {rule.instead}")
+
+    def _take_form(self) -> None:
+        if self.structured_outputs is None:
+            return
+        form = getattr(self.structured_outputs, "form", None)
+        if not isinstance(form, str):
+            got = f"got {self.structured_outputs!r:.80}"
+            raise InvalidRequest("structured_outputs", f"must be StructuredOutputsParams, {got}")
+        if self.grammar not in (None, form):
+            raise InvalidRequest("structured_outputs", "cannot be combined with grammar")
+        object.__setattr__(self, "grammar", form)
 
     def _normalise_stops(self) -> None:
         for name in ("stop", "stop_token_ids"):
@@ -208,6 +253,30 @@ class FinishReason(Enum):
     ERROR = "error"  # steps failed over it, and it was alone in the last; `Output.fault` says how
 
 
+def id_array(given: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+    """A prompt's ids as an array of its own, not to be written; raises InvalidRequest."""
+    try:
+        found = np.asarray(given)
+    except (ValueError, OverflowError, TypeError):  # lists of different lengths, for instance
+        raise InvalidRequest("prompt", "token ids must be one row of whole numbers") from None
+    if found.ndim > 1:
+        raise InvalidRequest("prompt", "token ids must be one row of whole numbers")
+    if found.ndim == 0 or len(found) == 0:
+        raise InvalidRequest("prompt", "must hold at least one token")
+    if found.dtype.kind not in "iu":
+        raise InvalidRequest("prompt", f"token ids must be whole numbers, got {found.dtype}")
+    if int(found.min()) < 0:
+        raise InvalidRequest("prompt", f"token id {int(found.min())} is negative")
+    if found.dtype == np.int32:
+        if not found.flags["W"] and found.base is None:
+            return found  # it came from here
+    elif int(found.max()) >= 2**31:
+        raise InvalidRequest("prompt", f"token id {int(found.max())} is out of range")
+    ids = found.astype(np.int32)  # a copy: the caller's array stays the caller's
+    ids.setflags(write=False)
+    return ids
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt and how to answer it; immutable. The scheduler checks it against its limits."""
@@ -228,17 +297,7 @@ class Request:
     expected_tokens: int | None = None  # length of the answer, as far as the caller can tell
 
     def __post_init__(self) -> None:
-        given = np.asarray(self.prompt_ids)
-        if given.ndim != 1 or len(given) == 0:
-            raise InvalidRequest("prompt", "must hold at least one token")
-        if given.dtype.kind not in "iu":
-            raise InvalidRequest("prompt", f"token ids must be whole numbers, got {given.dtype}")
-        if int(given.min()) < 0:
-            raise InvalidRequest("prompt", f"token id {int(given.min())} is negative")
-        if int(given.max()) >= 2**31:
-            raise InvalidRequest("prompt", f"token id {int(given.max())} is out of range")
-        ids = given.astype(np.int32)  # a copy: the caller's array stays the caller's
-        ids.setflags(write=False)
+        ids = id_array(self.prompt_ids)
         object.__setattr__(self, "prompt_ids", ids)
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
         _check_int("public_tokens", self.public_tokens, 0, len(ids))
@@ -277,6 +336,14 @@ class TokenLogprobs:
 
     def __post_init__(self) -> None:
         assert not math.isnan(self.logprob)
+
+    def ranked(self) -> dict[int, tuple[float, int]]:
+        """Token -> its logprob and rank: the token that is there, then the likeliest ones."""
+        places = {self.token_id: (self.logprob, self.rank)}
+        pairs = zip(self.top_ids, self.top_logprobs, strict=True)
+        for rank, (token_id, logprob) in enumerate(pairs, start=1):
+            places.setdefault(token_id, (logprob, rank))
+        return places
 
 
 @dataclass(slots=True)  # not frozen: a thousand are made per step, and frozen costs 3x

@@ -18,6 +18,10 @@ from mainstem.core.errors import UnsupportedModel
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+QUANTIZED = (  # what is said of checkpoints whose weights are quantized
+    "quantized checkpoints are not supported yet. Use the model's fp32, bf16 or fp16 checkpoint; "
+    "--quantize int8 (CPU) or fp8 (GPU) makes its weights smaller as they are loaded"
+)
 
 
 class Norm(Enum):
@@ -232,6 +236,7 @@ def _read_object(path: Path) -> dict[str, object]:
 
 def spec_from_config(config: Mapping[str, object], ignored: Collection[str] = ()) -> ModelSpec:
     """As read_spec, from the parsed file."""
+    _refuse_quantized(config)
     architecture = _architecture(config)
     _refuse_known(ignored, architecture)
     unknown = _unknown_fields(config, architecture)
@@ -329,6 +334,17 @@ def _positions_field(config: Mapping[str, object]) -> str:
     """LLaMA-1 has another name for it, alone or beside the usual one."""
     usual, older = "max_position_embeddings", "max_sequence_length"
     return older if config.get(usual) is None and config.get(older) is not None else usual
+
+
+def _refuse_quantized(config: Mapping[str, object]) -> None:
+    found = config.get("quantization_config")
+    if not found:
+        return
+    known = found if isinstance(found, Mapping) else {}
+    bits = known.get("bits", 4 if known.get("load_in_4bit") else None)
+    said = [str(known.get("quant_method", "unknown method")), f"{bits}-bit" if bits else ""]
+    how = ", ".join(filter(None, said))
+    raise UnsupportedModel(f"quantization_config: the weights are quantized ({how}); {QUANTIZED}")
 
 
 def _sliding_window(config: Mapping[str, object], architecture: str) -> int | None:

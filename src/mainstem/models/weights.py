@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
-from mainstem.models.config import CONFIG_FILE
+from mainstem.models.config import CONFIG_FILE, QUANTIZED
 from mainstem.models.file_hashes import Stamp, file_sha256
 from mainstem.models.layers import has_onednn
 
@@ -125,6 +125,8 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Raise UnsupportedModel naming what is missing or was not expected."""
+        if any(name.endswith(".qweight") for name in self._open):
+            raise UnsupportedModel(f"the weights are quantized (GPTQ or AWQ, 4-bit); {QUANTIZED}")
         if self._missing:
             raise UnsupportedModel(f"the checkpoint lacks {_shorten(self._missing)}")
         # old Llama checkpoints carry the rotary frequencies; they follow from the config

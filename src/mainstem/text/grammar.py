@@ -9,8 +9,9 @@ that small models do not come back from.
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, fields
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,67 @@ def _form(grammar: dict[str, object]) -> str:
     return text
 
 
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """The form an answer must have; one of these. Names as in vLLM.
+
+    SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    """
+
+    json: str | Mapping[str, object] | None = None  # a JSON schema, or one as text
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # in llguidance's dialect of Lark
+    json_object: bool | None = None  # any JSON object
+
+    def __post_init__(self) -> None:
+        given = [
+            each.name for each in fields(self) if getattr(self, each.name) not in (None, False)
+        ]
+        if len(given) != 1:
+            names = ", ".join(each.name for each in fields(self))
+            reason = f"needs one of {names}, got {', '.join(given) or 'none'}"
+            raise InvalidRequest("structured_outputs", reason)
+        _ = self.form  # raises what is wrong with it
+
+    @property
+    def form(self) -> str:
+        """The form as text."""
+        try:
+            return self._form()
+        except InvalidRequest as error:
+            raise InvalidRequest("structured_outputs", error.reason) from None
+
+    def _form(self) -> str:
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise InvalidRequest(name, f"{name} must be text, got {getattr(self, name)!r:.80}")
+        if self.regex is not None:
+            return regex_form(self.regex)
+        if self.choice is not None:
+            choices = self.choice
+            if isinstance(choices, str) or not all(isinstance(each, str) for each in choices):
+                raise InvalidRequest(
+                    "choice", f"choice must be a list of texts, got {choices!r:.80}"
+                )
+            return choice_form(list(choices))
+        if self.grammar is not None:
+            return lark_form(self.grammar)
+        return json_form({"type": "object"} if self.json is None else _schema(self.json))
+
+
+def _schema(given: str | Mapping[str, object]) -> object:
+    if isinstance(given, Mapping):
+        return dict(given)
+    if callable(make := getattr(given, "model_json_schema", None)):
+        return make()  # a class of pydantic
+    try:
+        return json.loads(given)
+    except (ValueError, TypeError):
+        reason = f"a JSON schema must be an object, or one as text, got {given!r:.80}"
+        raise InvalidRequest("json", reason) from None
+
+
 # --- compiled ------------------------------------------------------------------------------------
 
 
@@ -114,7 +176,9 @@ class Grammars:
         try:
             from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415  # an optional package
         except ImportError:
-            raise InvalidRequest(FIELD, "needs the package llguidance: mainstem[server]") from None
+            raise InvalidRequest(
+                FIELD, "needs llguidance: pip install 'mainstem[server]'"
+            ) from None
         with self._words_lock:
             words = self._words or self._load_words()
         limits = LLParserLimits(

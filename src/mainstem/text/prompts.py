@@ -1,84 +1,171 @@
-"""What a script may hand to LLM: one prompt or many, as text, ids or vLLM's dictionaries."""
+"""What a script may hand to LLM: one prompt or many, as text, ids or vLLM's dictionaries.
 
-from collections.abc import Mapping, Sequence
+Prompts may come from a list, a generator, an array or a tensor; so may the ids of one.
+"""
 
-import numpy as np
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from enum import Enum
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import SamplingParams
+from mainstem.text.tokenizer import check_unicode
 
 Message = Mapping[str, object]
 ScriptPrompt = (
-    str | Sequence[int] | Mapping[str, object]
+    str | Iterable[int] | Mapping[str, object]
 )  # {"prompt": text} or {"prompt_token_ids": ids}
+Conversation = Sequence[Message]
 
 
-def listed_prompts(prompts: ScriptPrompt | Sequence[ScriptPrompt]) -> list[str | list[int]]:
-    """Every prompt as a text or as ids; one alone is a list of one."""
-    given: object = prompts
-    if isinstance(given, np.ndarray):
-        given = given.tolist()
+class OnError(Enum):
+    """What a prompt that cannot be answered does to the call."""
+
+    RAISE = "raise"  # ends it before anything runs
+    RETURN = "return"  # nothing: its result says why
+
+
+class Refusals:
+    """The prompts of a call that cannot be answered, and why."""
+
+    def __init__(self, name: str, is_lone: bool, on_error: OnError) -> None:
+        """`name`: of the argument they came in. `is_lone`: it was one prompt, not a list."""
+        self.reasons: dict[int, str] = {}
+        self._name = name
+        self._is_lone = is_lone
+        self.on_error = on_error
+
+    def at(self, index: int) -> "_At":
+        """A context for what is done for one prompt: an InvalidRequest is noted, or goes on with
+        the prompt's number."""
+        return _At(self, index)
+
+    def take(self, index: int, error: InvalidRequest) -> bool:
+        """Whether the call goes on without this prompt; raises where it does not."""
+        if self.on_error is OnError.RETURN:
+            self.reasons[index] = str(error)
+            return True
+        if self._is_lone:
+            return False
+        is_itself = error.field in ("prompt", "messages")
+        reason = error.reason if is_itself else str(error)
+        raise InvalidRequest(f"{self._name}[{index}]", reason) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _At:
+    """See Refusals.at; by hand, because there are three for every prompt of a call."""
+
+    refusals: Refusals
+    index: int
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        return isinstance(error, InvalidRequest) and self.refusals.take(self.index, error)
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def listed_prompts(
+    prompts: ScriptPrompt | Iterable[ScriptPrompt], errors: OnError | str = OnError.RAISE
+) -> tuple[list[str | list[int] | None], Refusals]:
+    """Every prompt as a text or as ids, None where it was refused; one alone is a list of one."""
+    items, is_lone = _items(prompts)
+    refusals = Refusals("prompts", is_lone, _on_error(errors))
+    listed: list[str | list[int] | None] = [None] * len(items)
+    for index, item in enumerate(items):
+        with refusals.at(index):
+            listed[index] = read_prompt(item)
+    return listed, refusals
+
+
+def _items(prompts: object) -> tuple[list[object], bool]:
+    """The prompts of a call, and whether it was one that did not come in a list."""
+    given = _plain(prompts)
     if isinstance(given, str | bytes | Mapping):
-        return [_prompt(given, 0)]
-    if not isinstance(given, Sequence):
+        return [given], True
+    if not isinstance(given, Iterable) or isinstance(given, AbstractSet):
         kind = type(given).__name__
         raise InvalidRequest("prompts", f"must be a prompt or a list of prompts, got {kind}")
-    if given and all(isinstance(item, int) for item in given):
-        return [list(given)]
-    return [_prompt(item, index) for index, item in enumerate(given)]
+    items = list(given)
+    if items and all(_is_id(item) for item in items):
+        return [items], True
+    return items, False
 
 
-def _prompt(given: object, index: int) -> str | list[int]:
+def _plain(given: object) -> object:
+    """The lists of an array or a tensor of any library; anything else as it is."""
+    convert = getattr(given, "tolist", None)
+    return convert() if callable(convert) else given
+
+
+def _is_id(item: object) -> bool:
+    return isinstance(item, int) or getattr(item, "ndim", None) == 0  # a number of numpy or torch
+
+
+def read_prompt(given: object) -> str | list[int]:
+    """One prompt as a text or as ids; the ids are not looked at. Raises InvalidRequest."""
     if isinstance(given, Mapping):
-        given = _of_mapping(given, index)
-    if isinstance(given, np.ndarray):
-        given = given.tolist()
+        given = _of_mapping(given)
+    given = _plain(given)
     if isinstance(given, str):
+        check_unicode("prompt", given)
         return given
-    if isinstance(given, Sequence) and not isinstance(given, bytes):
-        return list(given)
-    raise InvalidRequest("prompt", f"prompt {index} must be text or token ids: {given!r:.80}")
+    if not isinstance(given, Iterable) or isinstance(given, bytes | Mapping | AbstractSet):
+        raise InvalidRequest("prompt", f"must be text or token ids, got {given!r:.80}")
+    ids = list(given)
+    if ids and not isinstance(ids[0], int):
+        ids = [_plain(item) for item in ids]
+    return ids
 
 
-def _of_mapping(given: Mapping[str, object], index: int) -> object:
+def _of_mapping(given: Mapping[str, object]) -> object:
     names = [name for name, value in given.items() if value is not None]
     if names == ["prompt"] and isinstance(given["prompt"], str):
         return given["prompt"]
     if names == ["prompt_token_ids"] and not isinstance(given["prompt_token_ids"], str):
         return given["prompt_token_ids"]
-    raise InvalidRequest(
-        "prompt", f"prompt {index} must have a prompt or prompt_token_ids and no more: {names}"
-    )
+    raise InvalidRequest("prompt", f"must have a prompt or prompt_token_ids and no more: {names}")
 
 
-def listed_params(
-    params: SamplingParams | Sequence[SamplingParams], number: int
-) -> list[SamplingParams]:
-    """The settings of each of `number` prompts."""
-    if isinstance(params, SamplingParams):
-        return [params] * number
-    is_list = isinstance(params, Sequence)
-    if not is_list or not all(isinstance(item, SamplingParams) for item in params):
-        reason = f"must be SamplingParams, or one for each prompt, got {params!r:.80}"
-        raise InvalidRequest("sampling_params", reason)
-    if len(params) != number:
-        raise InvalidRequest("sampling_params", f"{len(params)} given for {number} prompts")
-    return list(params)
+# --- conversations -------------------------------------------------------------------------------
+
+
+def is_conversation(given: object) -> bool:
+    """Whether a prompt is a list of messages."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
+        return False
+    return isinstance(given[0], Mapping) and "role" in given[0]
 
 
 def listed_conversations(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> list[list[Message]]:
-    """Every conversation; one alone is a list of one. Texts in parts are joined."""
+    messages: Conversation | Iterable[Conversation], errors: OnError | str = OnError.RAISE
+) -> tuple[list[list[Message] | None], Refusals]:
+    """Every conversation, None where it was refused; one alone is a list of one. Texts in parts
+    are joined."""
     given: object = messages
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise InvalidRequest("messages", "must be a list with at least one message")
-    if isinstance(given[0], Mapping):
-        return [_conversation(given)]
-    return [_conversation(conversation) for conversation in given]
+    items = list(given)
+    if not items:
+        raise InvalidRequest("messages", "must be a list with at least one message")
+    is_lone = isinstance(items[0], Mapping)
+    if is_lone:
+        items = [items]
+    refusals = Refusals("messages", is_lone, _on_error(errors))
+    listed: list[list[Message] | None] = [None] * len(items)
+    for index, item in enumerate(items):
+        with refusals.at(index):
+            listed[index] = read_conversation(item)
+    return listed, refusals
 
 
-def _conversation(messages: object) -> list[Message]:
+def read_conversation(messages: object) -> list[Message]:
+    """One conversation; raises InvalidRequest."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequest("messages", f"a conversation must be a list, got {messages!r:.80}")
     return [_message(message, index) for index, message in enumerate(messages)]
@@ -95,3 +182,51 @@ def _message(message: object, index: int) -> Message:
     if len(kinds) < len(content) or set(kinds) != {"text"}:
         raise InvalidRequest("messages", f"the content of message {index} must be text: {kinds}")
     return {**message, "content": "\n".join(map(str, texts))}
+
+
+# --- what goes with them -------------------------------------------------------------------------
+
+
+def listed_params(
+    params: SamplingParams | Iterable[SamplingParams], number: int
+) -> list[SamplingParams]:
+    """The settings of each of `number` prompts."""
+    if isinstance(params, SamplingParams):
+        return [params] * number
+    given: object = params
+    is_list = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
+    listed = list(params) if is_list else []
+    if not is_list or not all(isinstance(item, SamplingParams) for item in listed):
+        reason = f"must be SamplingParams, or one for each prompt, got {params!r:.80}"
+        raise InvalidRequest("sampling_params", reason)
+    if len(listed) != number:
+        raise InvalidRequest("sampling_params", f"{len(listed)} given for {number} prompts")
+    return listed
+
+
+def listed_sessions(sessions: str | Iterable[str | None] | None, number: int) -> list[str | None]:
+    """The session of each of `number` prompts; a name alone is that of a prompt alone."""
+    if sessions is None:
+        return [None] * number
+    if isinstance(sessions, str):
+        if number != 1:
+            reason = f"{sessions!r} is one name for {number} prompts; give a list, a name for each"
+            raise InvalidRequest("sessions", reason)
+        return [sessions]
+    given: object = sessions
+    listed = list(sessions) if isinstance(given, Iterable) else None
+    if listed is None or not all(isinstance(name, str | None) for name in listed):
+        raise InvalidRequest(
+            "sessions", f"must be names, one for each prompt, got {sessions!r:.80}"
+        )
+    if len(listed) != number:
+        raise InvalidRequest("sessions", f"{len(listed)} given for {number} prompts")
+    return listed
+
+
+def _on_error(errors: OnError | str) -> OnError:
+    try:
+        return OnError(errors)
+    except ValueError:
+        known = " or ".join(repr(each.value) for each in OnError)
+        raise InvalidRequest("errors", f"must be {known}, got {errors!r}") from None

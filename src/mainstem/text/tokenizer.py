@@ -86,18 +86,18 @@ class Tokenizer:
 
         add_bos_token in tokenizer_config.json has no say, as in Hugging Face's loader.
         """
-        _check_unicode("prompt", text)
+        check_unicode("prompt", text)
         return self._backend.encode(text).ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of the text alone; special tokens written out in it still become their ids."""
-        _check_unicode("prompt", text)
+        check_unicode("prompt", text)
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many prompts, on all cores."""
         for text in texts:
-            _check_unicode("prompt", text)
+            check_unicode("prompt", text)
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts))]
 
     def encode_chat(
@@ -109,7 +109,7 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a conversation; see `render_chat`."""
         text = self.render_chat(messages, tools, add_generation_prompt, template_args)
-        _check_unicode("messages", text)
+        check_unicode("messages", text)
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def render_chat(
@@ -169,7 +169,8 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
 
-def _check_unicode(field: str, text: str) -> None:
+def check_unicode(field: str, text: str) -> None:
+    """Raise InvalidRequest if a text cannot be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -91,15 +91,11 @@ def prompt_logprobs(
 
 
 def _prompt_place(entry: TokenLogprobs, tokenizer: Tokenizer) -> Json:
-    places = {entry.token_id: (entry.logprob, entry.rank)}
-    pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-    for rank, (token_id, logprob) in enumerate(pairs, start=1):
-        places.setdefault(token_id, (logprob, rank))
     return {
         str(token_id): {
             "logprob": max(logprob, LEAST_LOGPROB),
             "rank": rank,
             "decoded_token": token_text(token_id, tokenizer),
         }
-        for token_id, (logprob, rank) in places.items()
+        for token_id, (logprob, rank) in entry.ranked().items()
     }

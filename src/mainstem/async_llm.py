@@ -1,0 +1,141 @@
+"""AsyncLLM: the engine for programs that run an event loop (docs/python.md)."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from mainstem.core.config import EngineConfig
+from mainstem.core.request import ChooseKept, Delivery, Overflow, SamplingParams
+from mainstem.llm import LoadedModel, Turn
+from mainstem.text.engine_thread import Ended, EngineThread, News
+from mainstem.text.prompts import Conversation, ScriptPrompt
+from mainstem.text.results import AnswerPiece, RequestOutput, add_piece, empty_result, piece_of
+
+
+class AsyncLLM(LoadedModel):
+    """A model loaded once, answering prompts as they come, piece by piece.
+
+        async with AsyncLLM("smollm2") as llm:
+            async for piece in llm.stream("The capital of France is", SamplingParams(max_tokens=9)):
+                print(piece.text, end="")
+
+    The engine runs on a thread of its own; requests that are open at the same time share its
+    steps. Loading takes seconds and blocks: make it before the loop has other work. Methods are for
+    coroutines, of one event loop or of several.
+    """
+
+    def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
+        super()._connect(config, choose_kept)
+        self._listeners: dict[str, _Listener] = {}  # by request
+        self._thread = EngineThread(self.text_engine, self._hand_over)
+
+    async def stream(
+        self,
+        prompt: ScriptPrompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        session: str | None = None,
+        overflow: Overflow | str | None = None,
+    ) -> AsyncGenerator[AnswerPiece, None]:
+        """The answer to one prompt, or to a list of messages, piece by piece as it is made.
+
+        Whoever stops reading, or is cancelled, ends the answer. `session` and `overflow` as in
+        LLM.generate. Raises InvalidRequest for what cannot be answered and after `close`,
+        AnswerFailed if steps failed over it again and again, EngineLost if they fail whatever is
+        in them.
+        """
+        args = (prompt, sampling_params, session, overflow)
+        turn = await self._prepared(args, Delivery.EACH_STEP)
+        async with aclosing(self._pieces(turn)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def generate(
+        self,
+        prompt: ScriptPrompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        session: str | None = None,
+        overflow: Overflow | str | None = None,
+    ) -> RequestOutput:
+        """The whole answer to one prompt, or to a list of messages; else as `stream`.
+        `asyncio.gather` asks for many at once."""
+        args = (prompt, sampling_params, session, overflow)
+        turn = await self._prepared(args, Delivery.AT_END)
+        request = turn.request
+        result = empty_result(request.request_id, turn.text, turn.prompt_ids, request.sampling)
+        async with aclosing(self._pieces(turn)) as pieces:
+            async for piece in pieces:
+                add_piece(result, piece)
+        return result
+
+    async def close(self) -> None:
+        """Stop the engine; what is open ends with an error."""
+        self._is_closed = True
+        await asyncio.to_thread(self._thread.close)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _prepared(self, args: "_Args", delivery: Delivery) -> Turn:
+        """Encoding a long prompt and compiling a form take a while: the loop goes on meanwhile."""
+        self._check_open()
+        return await asyncio.to_thread(self._turn, *args, delivery)
+
+    async def _pieces(self, turn: Turn) -> AsyncGenerator[AnswerPiece, None]:
+        request = turn.request
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        num_open, output_ids = request.sampling.n, list[int]()
+        self._listeners[request.request_id] = listener
+        try:
+            self._thread.submit(request)
+            while num_open:
+                news = await listener.queue.get()
+                if isinstance(news, Ended):
+                    num_open = 0
+                    raise news.error
+                num_open -= news.finish_reason is not None
+                if news.index == 0:
+                    output_ids += news.token_ids
+                if not num_open:
+                    self._keep(turn, output_ids)
+                yield piece_of(news, self.tokenizer)
+        finally:
+            self._listeners.pop(request.request_id, None)
+            if num_open:
+                self._thread.abort(request.request_id)
+
+    def _hand_over(self, news: list[News]) -> None:
+        """On the engine's thread: wake each loop once for all that its coroutines wait for."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Listener, News]]] = {}
+        for each in news:
+            listener = self._listeners.get(each.request_id)
+            if listener is not None:
+                by_loop.setdefault(listener.loop, []).append((listener, each))
+        for loop, items in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put, items)
+            except RuntimeError:  # the loop is closed, and nobody is left to read
+                for _, each in items:
+                    self._listeners.pop(each.request_id, None)
+                    self._thread.abort(each.request_id)
+
+
+_Args = tuple[ScriptPrompt | Conversation, SamplingParams | None, str | None, Overflow | str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    """A coroutine that waits for news of a request."""
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[News]
+
+
+def _put(items: Iterable[tuple[_Listener, News]]) -> None:
+    for listener, news in items:
+        listener.queue.put_nowait(news)

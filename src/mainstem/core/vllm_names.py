@@ -1,0 +1,122 @@
+"""Arguments that scripts written for vLLM bring along: taken where they mean the same here, refused
+by name with what to use instead, never ignored in silence.
+
+Arguments of the same name and meaning (`max_model_len`, `gpu_memory_utilization`, `seed`) are plain
+settings and not listed here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mainstem.core.config import SETTINGS
+from mainstem.core.errors import ConfigError
+from mainstem.core.spelling import did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyAt:
+    """An argument that may be given where its value says what happens here anyway."""
+
+    values: tuple[object, ...]
+    instead: str  # what to do where another value is wanted
+
+    def takes(self, value: object) -> bool:
+        return any(type(value) is type(each) and value == each for each in self.values)
+
+
+_ONE_GPU = "one GPU per engine so far; leave it out"
+_FIXED_MEMORY = "pages and weights share one budget: gpu_memory_utilization or kv_tokens sets it"
+
+# vLLM's name of an argument of LLM -> ours, which means the same
+SAME_MEANING = {"max_num_batched_tokens": "chunk_tokens", "block_size": "page_size"}
+
+LLM_ARGUMENTS: dict[str, OnlyAt] = {
+    "tensor_parallel_size": OnlyAt((1, None), _ONE_GPU),
+    "pipeline_parallel_size": OnlyAt((1, None), _ONE_GPU),
+    "data_parallel_size": OnlyAt((1, None), _ONE_GPU),
+    "distributed_executor_backend": OnlyAt((None,), _ONE_GPU),
+    "max_num_seqs": OnlyAt(
+        (None,),
+        "requests are not counted, memory (kv_tokens) and chunk_tokens are the limits; leave it "
+        "out",
+    ),
+    "enforce_eager": OnlyAt(
+        (False, None), "small steps always run as CUDA graphs, which change no answer; leave it out"
+    ),
+    "trust_remote_code": OnlyAt(
+        (False, None), "code that comes with a checkpoint is never run; leave it out"
+    ),
+    "quantization": OnlyAt(
+        (None,),
+        "use quantize='int8' (CPU) or quantize='fp8' (GPU); checkpoints that are quantized already "
+        "are not supported yet",
+    ),
+    "kv_cache_dtype": OnlyAt(("auto", None), "pages have the model's dtype; leave it out"),
+    "enable_prefix_caching": OnlyAt((True, None), "use share='none' to share nothing"),
+    "enable_chunked_prefill": OnlyAt((True, None), "prompts are always cut to chunk_tokens"),
+    "swap_space": OnlyAt((0, None), "use host_gb: memory for pages that leave the device"),
+    "cpu_offload_gb": OnlyAt((0, None), "weights must fit on the device; use quantize, or device"),
+    "num_gpu_blocks_override": OnlyAt((None,), "use kv_tokens: tokens of KV on the device"),
+    "kv_cache_memory_bytes": OnlyAt((None,), _FIXED_MEMORY),
+    "kv_transfer_config": OnlyAt((None,), "use host_gb and disk_dir"),
+    "tokenizer": OnlyAt((None,), "the tokenizer is the one in the model's folder"),
+    "tokenizer_mode": OnlyAt(("auto", None), "the tokenizer is read from tokenizer.json"),
+    "skip_tokenizer_init": OnlyAt((False, None), "prompts may be token ids all the same"),
+    "revision": OnlyAt(
+        (None,), "fetch it with `hf download ID --revision REV --local-dir DIR`, then LLM(DIR)"
+    ),
+    "download_dir": OnlyAt((None,), "set the environment variable HF_HOME"),
+    "hf_token": OnlyAt((None,), "log in with `hf auth login`"),
+    "hf_overrides": OnlyAt((None,), "edit config.json in a copy of the model's folder"),
+    "load_format": OnlyAt(("auto", "safetensors", None), "weights are read from safetensors"),
+    "disable_log_stats": OnlyAt((True, None), "nothing is logged; llm.counters has the numbers"),
+    "enable_lora": OnlyAt((False, None), "adapters are not supported: merge it into the weights"),
+    "speculative_config": OnlyAt((None,), "not supported; leave it out"),
+    "compilation_config": OnlyAt((None,), "nothing is compiled; leave it out"),
+    "runner": OnlyAt(("auto", "generate", None), "models that generate text are all there is"),
+    "task": OnlyAt(("auto", "generate", None), "models that generate text are all there is"),
+}
+
+# in the order of SamplingParams' own declarations
+SAMPLING_ARGUMENTS: dict[str, OnlyAt] = {
+    "best_of": OnlyAt(
+        (None,), "ask for n answers with logprobs=0 and keep the best by cumulative_logprob"
+    ),
+    "use_beam_search": OnlyAt((False, None), "beam search is not supported; use n"),
+    "guided_decoding": OnlyAt(
+        (None,), "use structured_outputs=StructuredOutputsParams(json=..., regex=..., choice=...)"
+    ),
+    "logits_processors": OnlyAt((None, [], ()), "use logit_bias, or structured_outputs"),
+    "bad_words": OnlyAt((None, [], ()), "use logit_bias with -100 for their tokens"),
+    "allowed_token_ids": OnlyAt((None,), "use structured_outputs with a choice or a regex"),
+    "truncate_prompt_tokens": OnlyAt((None,), "use overflow='recompute', or cut the prompt"),
+    "detokenize": OnlyAt((True, None), "answers always have text; leave it out"),
+}
+
+_DTYPES = {"half": "float16", "float": "float32"}
+
+
+def own_arguments(given: Mapping[str, object], others: Mapping[str, object]) -> dict[str, object]:
+    """The settings of a call of LLM by our names: those `given` by them, and `others`.
+
+    Raises ConfigError for what has no meaning here, or two.
+    """
+    settings = dict(given)
+    dtype = str(given["dtype"]).removeprefix("torch.")
+    settings["dtype"] = _DTYPES.get(dtype, dtype)
+    defaults = {row.argument: row.default for row in SETTINGS}
+    for name, value in others.items():
+        own = SAME_MEANING.get(name)
+        rule = LLM_ARGUMENTS.get(name)
+        if own is not None:
+            if value is None:
+                continue
+            if given[own] != defaults[own]:
+                raise ConfigError(f"LLM: {name} and {own} mean the same; give {own} only")
+            settings[own] = value
+        elif rule is None:
+            meant = did_you_mean(name, [*defaults, "choose_kept"])
+            raise ConfigError(f"LLM: unknown setting {name!r}.{meant} docs/settings.md has all")
+        elif not rule.takes(value) and not (name == "tokenizer" and value == given["model"]):
+            raise ConfigError(f"LLM: {name}={value!r} is not supported: {rule.instead}")
+    return settings

@@ -1,0 +1,151 @@
+"""A TextEngine on a thread of its own, for callers on any thread.
+
+submit, abort, close  --- commands (queue) --->  engine thread, between two steps
+deliver(news)         <-------------------------  once per step, on the engine's thread
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+
+from mainstem.core.errors import AnswerFailed, EngineLost, InvalidRequest, MainstemError
+from mainstem.core.request import Request
+from mainstem.text.text_engine import TextEngine, TextOutput
+
+IDLE_S = 0.2  # between two steps with nothing to run, which look after pages that are being saved
+MAX_LAST_STEPS = 100
+
+log = logging.getLogger("mainstem.text")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that ended early, and why."""
+
+    request_id: str
+    error: MainstemError
+
+
+News = TextOutput | Ended
+
+
+class EngineThread:
+    """Runs the engine; the TextEngine is touched by its thread alone.
+
+    Every request that was submitted comes to an end in `deliver`: by outputs with a finish reason,
+    one for each of its answers, or by one `Ended`; unless it was aborted, then by nothing.
+    """
+
+    def __init__(self, engine: TextEngine, deliver: Callable[[list[News]], None]) -> None:
+        """`deliver` is called on the engine's thread and must not wait."""
+        self._engine = engine
+        self._deliver = deliver
+        self._commands: SimpleQueue[Request | str | None] = SimpleQueue()  # None: stop
+        self._num_open: dict[str, int] = {}  # answers that are not finished; for the thread alone
+        self._is_stopped = False
+        self._lock = Lock()  # nothing is submitted after the command to stop
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; what is wrong with it comes as news."""
+        with self._lock:
+            if self._is_stopped:
+                raise _closed()
+            self._commands.put(request)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; nothing more is heard of it, save what is on its way."""
+        self._commands.put(request_id)
+
+    def close(self) -> None:
+        """End what is open with an error, and wait for the thread, which closes the engine."""
+        with self._lock:
+            self._is_stopped = True
+            self._commands.put(None)
+        self._thread.join()
+
+    # --- on the engine's thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._report(self._engine.step())
+            self._stop()
+        except Exception as error:
+            log.exception("the engine is lost")
+            self._fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._engine.engine.close()
+
+    def _take_commands(self) -> bool:
+        """Obey what has been asked; waits a while when there is nothing to run. False: stop."""
+        is_waiting = not self._engine.has_work
+        while True:
+            try:
+                command = self._commands.get(block=is_waiting, timeout=IDLE_S)
+            except Empty:
+                return True
+            is_waiting = False
+            if command is None:
+                return False
+            if isinstance(command, Request):
+                self._submit(command)
+            else:
+                self._num_open.pop(command, None)
+                self._engine.abort(command)
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self._engine.submit(request)
+        except InvalidRequest as error:
+            self._deliver([Ended(request.request_id, error)])
+        else:
+            self._num_open[request.request_id] = request.sampling.n
+
+    def _report(self, outputs: list[TextOutput]) -> None:
+        news: list[News] = []
+        for output in outputs:
+            request_id = output.request_id
+            if request_id not in self._num_open:
+                continue  # it was aborted, or another of its answers failed
+            if output.fault is not None:
+                error = AnswerFailed(f"the prompt could not be answered: {output.fault}")
+                news.append(Ended(request_id, error))
+                del self._num_open[request_id]
+                self._engine.abort(request_id)  # its other answers
+                continue
+            news.append(output)
+            if output.finish_reason is not None:
+                self._num_open[request_id] -= 1
+                if not self._num_open[request_id]:
+                    del self._num_open[request_id]
+        if news:
+            self._deliver(news)
+
+    def _stop(self) -> None:
+        """End what is open and let the engine come to rest."""
+        for request_id in self._num_open:
+            self._engine.abort(request_id)
+        self._end_all(_closed)
+        for _ in range(MAX_LAST_STEPS):
+            if not self._engine.has_work:
+                break
+            self._engine.step()
+
+    def _end_all(self, make_error: Callable[[], MainstemError]) -> None:
+        self._deliver([Ended(request_id, make_error()) for request_id in self._num_open])
+        self._num_open.clear()
+
+    def _fail(self, reason: str) -> None:
+        """The engine is lost: end what is open, and what still comes in, until `close`."""
+        self._end_all(lambda: EngineLost(reason))
+        while (command := self._commands.get()) is not None:
+            if isinstance(command, Request):
+                self._deliver([Ended(command.request_id, EngineLost(reason))])
+
+
+def _closed() -> InvalidRequest:
+    return InvalidRequest("LLM", "is closed")

@@ -1,0 +1,133 @@
+"""What scripts get back from LLM and AsyncLLM, with the names vLLM users know."""
+
+from dataclasses import dataclass, field
+
+from mainstem.core.request import SamplingParams, TokenLogprobs
+from mainstem.text.text_engine import TextOutput
+from mainstem.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was at one place of a text."""
+
+    logprob: float
+    rank: int | None = None  # 1 is the likeliest
+    decoded_token: str | None = None  # U+FFFD where it is no whole character
+
+
+# token id -> Logprob at one place: of the token that is there, then of the likeliest ones
+PlaceLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PlaceLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Log-probability of the whole answer, when logprobs were asked for."""
+        if self.logprobs is None:
+            return None
+        places = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(place[token_id].logprob for token_id, place in places)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its answers; where `error` is set, why there are none, or not all of one."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[PlaceLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    num_dropped_tokens: int = 0  # of a prompt that was longer than the context window
+    error: str | None = None  # only in calls with errors="return"
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPiece:
+    """What is new of one answer in a stream; the pieces of an answer joined are its
+    CompletionOutput."""
+
+    index: int  # which of the n answers
+    text: str  # may be empty: part of a character, or of what may become a stop string
+    token_ids: list[int]
+    logprobs: list[PlaceLogprobs] | None  # of these tokens, where they were asked for
+    finish_reason: str | None  # in the last piece of an answer
+    stop_reason: str | int | None
+    num_cached_tokens: int
+    num_dropped_tokens: int
+    prompt_logprobs: list[PlaceLogprobs | None] | None = None  # once, with the first token
+
+
+def empty_result(
+    request_id: str, prompt: str | None, prompt_ids: list[int], sampling: SamplingParams
+) -> RequestOutput:
+    """A result whose answers are yet to come."""
+    wants_logprobs = sampling.logprobs is not None
+    answers = [
+        CompletionOutput(index, logprobs=[] if wants_logprobs else None)
+        for index in range(sampling.n)
+    ]
+    return RequestOutput(request_id, prompt, prompt_ids, answers)
+
+
+def piece_of(output: TextOutput, tokenizer: Tokenizer) -> AnswerPiece:
+    """News of an answer, for who streams it."""
+    reason = output.finish_reason
+    return AnswerPiece(
+        index=output.index,
+        text=output.text,
+        token_ids=list(output.token_ids),
+        logprobs=[_place(entry, tokenizer) for entry in output.logprobs] or None,
+        finish_reason=None if reason is None else reason.value,
+        stop_reason=output.stop_reason,
+        num_cached_tokens=output.num_cached_tokens,
+        num_dropped_tokens=output.num_dropped_tokens,
+        prompt_logprobs=_prompt_places(output, tokenizer),
+    )
+
+
+def add_piece(result: RequestOutput, piece: AnswerPiece) -> None:
+    """Put news of an answer where it belongs."""
+    answer = result.outputs[piece.index]
+    answer.text += piece.text
+    answer.token_ids += piece.token_ids
+    if answer.logprobs is not None:
+        answer.logprobs += piece.logprobs or []
+    if piece.prompt_logprobs is not None:
+        result.prompt_logprobs = piece.prompt_logprobs
+    if piece.index == 0:
+        result.num_cached_tokens = piece.num_cached_tokens
+        result.num_dropped_tokens = piece.num_dropped_tokens
+    if piece.finish_reason is not None:
+        answer.finish_reason = piece.finish_reason
+        answer.stop_reason = piece.stop_reason
+
+
+def _prompt_places(output: TextOutput, tokenizer: Tokenizer) -> list[PlaceLogprobs | None] | None:
+    if output.prompt_logprobs is None:
+        return None
+    entries = output.prompt_logprobs
+    return [None if entry is None else _place(entry, tokenizer) for entry in entries]
+
+
+def _place(entry: TokenLogprobs, tokenizer: Tokenizer) -> PlaceLogprobs:
+    return {
+        token_id: Logprob(logprob, rank, tokenizer.token_bytes(token_id).decode(errors="replace"))
+        for token_id, (logprob, rank) in entry.ranked().items()
+    }
