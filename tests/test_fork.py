@@ -7,12 +7,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 PARENT = """
-import os, sys, threading
+import asyncio, os, sys, threading
 from pathlib import Path
 import pytest
 from tests.batch.fake_batch import FakeEngines
 from tests.builders import a_request, run_all
-from tests.fake_llm import a_fake_llm
+from tests.fake_llm import a_fake_async_llm, a_fake_llm
 from tests.kv.tiered import a_tiered_engine
 
 def in_child(work):
@@ -29,12 +29,16 @@ def in_child(work):
 
 with pytest.MonkeyPatch.context() as patch:
     llm = a_fake_llm(FakeEngines(), patch)
+    async_llm = a_fake_async_llm(FakeEngines(), patch)
 llm.generate("before", use_tqdm=False)
 held = llm._lock  # as if another thread were in a call
 threading.Thread(target=held.acquire).start()
 in_child(lambda: llm.generate("x", use_tqdm=False))
 in_child(lambda: llm.chat([{"role": "user", "content": "x"}], use_tqdm=False))
 in_child(llm.close)
+in_child(lambda: asyncio.run(async_llm.generate("x")))
+in_child(lambda: asyncio.run(async_llm.close()))
+asyncio.run(async_llm.close())
 tiered = a_tiered_engine(disk_dir=Path(sys.argv[1]))
 run_all(tiered.engine, [a_request([1, 2, 3], 2)])
 in_child(lambda: tiered.engine.submit(a_request([1], 1)))
@@ -59,7 +63,7 @@ def test_a_fork_is_told_and_does_not_hang(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
     errors = [line for line in told if line.startswith("ForkedProcess: ")]
-    assert len(errors) == 5
+    assert len(errors) == 6
     assert all('multiprocessing.get_context("spawn")' in line for line in errors)
-    assert told.count("returned") == 2, "closing leaves all to the parent"
+    assert told.count("returned") == 3, "closing leaves all to the parent"
     assert told[-1] == "the parent goes on"

@@ -163,6 +163,7 @@ class LoadedModel:
                 self._sessions.keep("", session, token_ids, said)
 
     def _check_open(self) -> None:
+        self.text_engine.engine.check_process()
         if self._is_closed:
             raise InvalidRequest("LLM", "is closed")
 
