@@ -23,7 +23,8 @@ from mainstem.wire.errors import WireError
 from mainstem.wire.replies import Heading, PromptAnswers, Reply
 
 MAX_CUSTOM_ID_CHARS = 512
-SERVER_ONLY = ("context_overflow", "echo", "session_id", "stream")  # needs a client that waits
+# needs a client that waits
+SERVER_ONLY = frozenset(["context_overflow", "echo", "session_id", "stream"])
 
 Json = Mapping[str, object]
 
@@ -83,11 +84,12 @@ def parse_row(
 ) -> tuple[Row, Prompt]:
     """What a row asks; raises WireError."""
     body, kind = _body(row)
-    for name in SERVER_ONLY:
-        if body.get(name) not in (None, False):
+    for name in sorted(SERVER_ONLY & body.keys()):
+        if body[name] not in (None, False):
             raise WireError("unknown_field", f"the field {name!r} is not supported in rows", name)
-    plain = {name: value for name, value in body.items() if name != "stream_options"}
-    call, prompts = parser.parse(plain, kind)
+    if "stream_options" in body:
+        body = {name: value for name, value in body.items() if name != "stream_options"}
+    call, prompts = parser.parse(body, kind)
     if len(prompts) != 1:
         reason = "prompt: must be one text or one list of token ids; a row has one prompt"
         raise WireError("invalid_value", reason, "prompt")
@@ -99,11 +101,11 @@ def _body(row: Json) -> tuple[Json, Kind]:
     if "body" in row or "url" in row:
         envelope = read_fields(row, RowEnvelope)
         return envelope.body, Kind(envelope.url)
-    body = {name: value for name, value in row.items() if name != "custom_id"}
-    given = [kind for kind in Kind if body.get(kind.prompt_field) is not None]
-    if len(given) != 1:
+    has_chat, has_prompt = row.get("messages") is not None, row.get("prompt") is not None
+    if has_chat is has_prompt:
         raise WireError("invalid_row", "the line must have a body, a prompt or messages")
-    return body, given[0]
+    body = {name: value for name, value in row.items() if name != "custom_id"}
+    return body, Kind.CHAT if has_chat else Kind.COMPLETION
 
 
 # --- out -----------------------------------------------------------------------------------------
