@@ -8,12 +8,14 @@ from time import time
 from mainstem.batch.ahead import Ahead
 from mainstem.batch.answer_file import AnswerFile
 from mainstem.batch.bar import JobBar
+from mainstem.batch.done import ENGINE_FAILED, MISSING_PACKAGE, State
+from mainstem.batch.marks import Marker
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow, certain_output
 from mainstem.batch.rows import Row, answer_row, error_row
 from mainstem.batch.summary import Summary
 from mainstem.batch.supply import Supply
 from mainstem.batch.windows import Failure
-from mainstem.core.errors import InvalidRequest
+from mainstem.core.errors import InvalidRequest, MissingPackage
 from mainstem.core.ids import RequestId
 from mainstem.core.plan import Int32s
 from mainstem.core.request import Delivery, Request, SamplingParams
@@ -30,6 +32,7 @@ class JobConfig:
 
     model_name: str  # as answers tell it
     seed: int = 0  # from which rows that bring none get theirs
+    marker: Marker | None = None  # of the lines written
 
 
 @dataclass(slots=True)
@@ -111,6 +114,8 @@ class Job:
         summary.plan_s += planned.plan_s
         summary.rows = window.num_rows_read
         summary.skipped += window.num_skipped
+        summary.changed += window.states[State.CHANGED]
+        summary.of_other_model += window.states[State.OTHER_MODEL]
         self._bar.show_window(window.num_rows_read, window.num_skipped, window.progress)
         for failure in window.failures:
             self._fail(failure)
@@ -155,8 +160,11 @@ class Job:
             )
             self._engine.submit(request)
         except InvalidRequest as error:
+            fault = from_invalid(error)
+            if isinstance(error, MissingPackage):
+                fault = WireError(MISSING_PACKAGE, fault.message, fault.param)
             for failed in (row, *item.copies):
-                self._fail(Failure(failed.line, failed.custom_id, from_invalid(error)))
+                self._fail(Failure(failed.line, failed.custom_id, fault, failed.digest))
             return
         answers = PromptAnswers(len(item.prompt_ids), sampling)
         self._open[request_id] = _Open(row, item.copies, item.template, answers)
@@ -189,21 +197,26 @@ class Job:
         """Steps failed over a row whenever it was tried: it and its copies are error rows."""
         del self._open[request_id]
         self._engine.abort(request_id)
-        fault = WireError("engine_failed", f"steps failed over this row: {reason}")
+        fault = WireError(ENGINE_FAILED, f"steps failed over this row: {reason}")
         for row in (opened.row, *opened.copies):
-            self._fail(Failure(row.line, row.custom_id, fault))
+            self._fail(Failure(row.line, row.custom_id, fault, row.digest))
 
     def _answer(self, row: Row, answers: PromptAnswers) -> None:
         name, tokenizer = self._config.model_name, self._engine.tokenizer
-        self._out.append(answer_row(row, answers, name, tokenizer, int(time())))
+        self._write(answer_row(row, answers, name, tokenizer, int(time())), row.digest)
         self._summary.answered += 1
         self._bar.show_row()
 
     def _fail(self, failure: Failure) -> None:
-        self._out.append(error_row(failure.line, failure.custom_id, failure.error))
+        line = error_row(failure.line, failure.custom_id, failure.error)
+        self._write(line, failure.digest)
         self._summary.failed += 1
         self._summary.errors[failure.error.code] += 1
         self._bar.show_row()
+
+    def _write(self, line: dict[str, object], digest: str) -> None:
+        marker = self._config.marker
+        self._out.append(line if marker is None else marker.marked(line, digest))
 
     def _note_model(self, name: str) -> None:
         counted = self._summary.other_models

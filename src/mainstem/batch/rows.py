@@ -36,6 +36,7 @@ class Row:
     line: int
     custom_id: str
     call: Call
+    digest: str = ""  # of what it asks; empty where nobody needs it
 
 
 # --- in ------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ def custom_id_of(row: Json, line_number: int) -> str:
 
 
 def parse_row(
-    parser: CallParser, row: Json, line_number: int, custom_id: str
+    parser: CallParser, row: Json, line_number: int, custom_id: str, digest: str = ""
 ) -> tuple[Row, Prompt]:
     """What a row asks; raises WireError."""
     body, kind = _body(row)
@@ -93,7 +94,7 @@ def parse_row(
     if len(prompts) != 1:
         reason = "prompt: must be one text or one list of token ids; a row has one prompt"
         raise WireError("invalid_value", reason, "prompt")
-    return Row(line_number, custom_id, call), prompts[0]
+    return Row(line_number, custom_id, call, digest), prompts[0]
 
 
 def _body(row: Json) -> tuple[Json, Kind]:

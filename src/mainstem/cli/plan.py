@@ -19,7 +19,7 @@ from time import perf_counter
 
 import numpy as np
 
-from mainstem.batch.answer_file import Done
+from mainstem.batch.done import Done
 from mainstem.batch.files import InputFile, Line
 from mainstem.batch.ordering import output_limits
 from mainstem.batch.windows import Failure, RowReader, RowSource, WindowReader

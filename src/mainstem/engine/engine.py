@@ -28,7 +28,10 @@ class Engine:
     next_step n   --> launch n   --> wait n --> commit n       (it cannot)
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, bus: EventBus) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, bus: EventBus, identity: bytes = b""
+    ) -> None:
+        """`identity` is the model's: weights, dtype, quantization and page layout."""
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight: _Launched | None = None
@@ -37,6 +40,7 @@ class Engine:
         self._num_blamed = 0
         self._is_torn = False  # a step was left in the middle, and nothing was put right since
         self.bus = bus
+        self.identity = identity
 
     @property
     def has_work(self) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mainstem.core.errors import InvalidRequest
+from mainstem.core.errors import InvalidRequest, MissingPackage
 from mainstem.core.step import Bytes, Int32s
 from mainstem.text.tokenizer import Tokenizer
 
@@ -114,7 +114,7 @@ class Grammars:
         try:
             from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415  # an optional package
         except ImportError:
-            raise InvalidRequest(FIELD, "needs the package llguidance: mainstem[server]") from None
+            raise MissingPackage(FIELD, "needs the package llguidance: mainstem[server]") from None
         with self._words_lock:
             words = self._words or self._load_words()
         limits = LLParserLimits(
