@@ -402,6 +402,20 @@ def test_a_bad_line_becomes_an_error_row_and_the_rest_goes_on(folder: Folder) ->
     assert summary["errors"]["invalid_value"] == 4
 
 
+def test_a_line_that_is_not_utf8_is_an_error_row_with_its_line(folder: Folder) -> None:
+    """Bytes within a text came past the first parser's errors and ended the job."""
+    lines = [b'{"prompt": "a"}', b'{"prompt": "caf\xe9"}', b"\xff\xfe", b'{"prompt": "b"}']
+    folder.input.write_bytes(b"\n".join(lines) + b"\n")
+    assert folder.run("--max-tokens", "2") == 1
+    rows = [json.loads(line) for line in folder.output.read_text().splitlines()]
+    failed = {row["error"]["line"]: row["error"] for row in rows if row["error"] is not None}
+    assert {line: error["code"] for line, error in failed.items()} == dict.fromkeys(
+        (2, 3), "invalid_json"
+    )
+    assert "not UTF-8: invalid continuation byte at byte 16" in failed[2]["message"]
+    assert len(rows) == 4
+
+
 def test_an_empty_input_is_an_empty_output(folder: Folder) -> None:
     folder.write([])
     assert folder.run() == 0
@@ -741,8 +755,11 @@ def test_the_bar_tells_speed_saving_and_total(
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stderr", shown)
     assert main([str(folder.input), "-o", str(folder.output)], folder.engines) == 0
+    assert "reading" in shown.getvalue().split("\r")[1]
     last = shown.getvalue().split("\r")[-1]
-    assert "12/12" in last
+    assert "running 100%" in last
+    assert "12/12 rows" in last
+    assert "prompt tokens" in last
     assert "req/s" in last or "s/req" in last
     assert "tok/s" in last
     assert "of prompts saved" in last

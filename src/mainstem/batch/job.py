@@ -87,7 +87,7 @@ class Job:
         while not self._should_stop():
             if upcoming is None and not windows.is_ended:
                 is_idle = not self._engine.has_work
-                window = windows.wait(self._should_stop) if is_idle else windows.poll()
+                window = windows.wait(self._waits_in_vain) if is_idle else windows.poll()
                 if window is not None:
                     ready = self._take(window)
                     upcoming = next(ready, None)
@@ -99,11 +99,17 @@ class Job:
             if self._engine.has_work:
                 for output in self._engine.step():
                     self._hear(output)
+                self._bar.show_step()
             elif upcoming is None and windows.is_ended:
                 if windows.fault is not None:
                     raise windows.fault
                 self._summary.is_complete = True
                 return
+
+    def _waits_in_vain(self) -> bool:
+        """Asked again and again while the next window is made."""
+        self._bar.show_preparing()
+        return self._should_stop()
 
     # --- rows to the engine ---------------------------------------------------------------------
 
@@ -116,7 +122,7 @@ class Job:
         summary.skipped += window.num_skipped
         summary.changed += window.states[State.CHANGED]
         summary.of_other_model += window.states[State.OTHER_MODEL]
-        self._bar.show_window(window.num_rows_read, window.num_skipped, window.progress)
+        self._bar.show_window(window)
         for failure in window.failures:
             self._fail(failure)
         for row in window.rows:
@@ -186,10 +192,10 @@ class Job:
         del self._open[output.request_id]
         for answer in answers.answers:
             self._estimate.observe(opened.template, len(answer.token_ids))
-        self._answer(opened.row, answers)
+        self._answer(opened.row, answers, is_copy=False)
         answers.cached_tokens = answers.prompt_tokens  # a copy computes nothing
         for row in opened.copies:
-            self._answer(row, answers)
+            self._answer(row, answers, is_copy=True)
             self._summary.deduplicated += 1
             self._summary.deduplicated_tokens += answers.prompt_tokens * row.call.sampling.n
 
@@ -201,18 +207,18 @@ class Job:
         for row in (opened.row, *opened.copies):
             self._fail(Failure(row.line, row.custom_id, fault, row.digest))
 
-    def _answer(self, row: Row, answers: PromptAnswers) -> None:
+    def _answer(self, row: Row, answers: PromptAnswers, is_copy: bool) -> None:
         name, tokenizer = self._config.model_name, self._engine.tokenizer
         self._write(answer_row(row, answers, name, tokenizer, int(time())), row.digest)
         self._summary.answered += 1
-        self._bar.show_row()
+        self._bar.show_row(answers.prompt_tokens, row.call.sampling.n, is_copy)
 
     def _fail(self, failure: Failure) -> None:
         line = error_row(failure.line, failure.custom_id, failure.error)
         self._write(line, failure.digest)
         self._summary.failed += 1
         self._summary.errors[failure.error.code] += 1
-        self._bar.show_row()
+        self._bar.show_row(0, 0, is_copy=True)
 
     def _write(self, line: dict[str, object], digest: str) -> None:
         marker = self._config.marker

@@ -48,7 +48,7 @@ def parse_json(line: Line) -> dict[str, object]:
         raise WireError("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:
         value = msgspec.json.decode(line.data)
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         value = _explained_json(line.data)
     if not isinstance(value, dict):
         raise WireError("invalid_row", "the line must be a JSON object")
@@ -60,7 +60,10 @@ def _explained_json(data: bytes) -> object:
     NaN and half characters, whose field is then the one to blame."""
     try:
         return json.loads(data)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+    except UnicodeDecodeError as error:
+        place = f"{error.reason} at byte {error.start + 1} of the line"
+        raise WireError("invalid_json", f"not UTF-8: {place}; save the file as UTF-8") from None
+    except (ValueError, RecursionError) as error:
         raise WireError("invalid_json", f"not JSON: {error}") from None
 
 

@@ -111,7 +111,7 @@ class WindowReader:
         self._done = done
         self._window_bytes = window_bytes
         self._seen = IdSet()
-        self._num_rows = 0
+        self.num_rows = 0  # read so far; others may look
         self.tokenize_s = 0.0
 
     def __iter__(self) -> Iterator[Window]:
@@ -123,7 +123,7 @@ class WindowReader:
             for line in self._source:
                 if line.data is not None and not line.data.strip():
                     continue
-                self._num_rows += 1
+                self.num_rows += 1
                 draft.num_seen += 1
                 parsed = self._parse(line, draft)
                 if parsed is not None:
@@ -155,7 +155,7 @@ class WindowReader:
             failures=failures,
             num_skipped=draft.num_skipped,
             states=draft.states,
-            num_rows_read=self._num_rows,
+            num_rows_read=self.num_rows,
             progress=progress,
         )
 

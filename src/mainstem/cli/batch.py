@@ -20,7 +20,7 @@ from time import perf_counter
 
 from mainstem.batch.ahead import Ahead
 from mainstem.batch.answer_file import AnswerFile, Existing
-from mainstem.batch.bar import JobBar
+from mainstem.batch.bar import JobBar, read_so_far
 from mainstem.batch.done import Stale, find_stale
 from mainstem.batch.files import STANDARD, FileFault, InputFile
 from mainstem.batch.job import Job, JobConfig
@@ -146,7 +146,14 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
             summary.failed_before = out.done.num_failed
             rows = RowReader(call_parser, lambda: tokenizer, find_app, limit, marker)
             reader = WindowReader(source, rows, out.done, window_bytes)
-            with closing(engine.engine), JobBar(summary, not args.no_progress) as bar:
+
+            def preparing() -> str:
+                if planner.num_planning:
+                    return f"planning {planner.num_planning:,} rows"
+                return "reading" + read_so_far(reader.num_rows, source.progress)
+
+            bar = JobBar(summary, preparing, not args.no_progress)
+            with closing(engine.engine), bar:
                 job_config = JobConfig(config.model.model, args.seed, marker)
                 job = Job(engine, out, job_config, summary, stop.is_set, bar)
                 fault = _run(job, map(planner.plan, reader), out, summary, stop)
