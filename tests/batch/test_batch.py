@@ -198,7 +198,7 @@ def test_an_openai_batch_is_answered_in_openais_form(folder: Folder) -> None:
     assert folder.run("--model", "fake") == 0
     rows = folder.rows()
     row = rows["c"]
-    assert set(row) == {"id", "custom_id", "response", "error"}
+    assert set(row) == {"id", "custom_id", "response", "error", "mainstem"}
     assert row["error"] is None
     assert row["response"]["status_code"] == 200
     assert row["response"]["request_id"]
@@ -437,6 +437,20 @@ def test_a_bad_line_becomes_an_error_row_and_the_rest_goes_on(folder: Folder) ->
     assert summary["errors"]["invalid_value"] == 4
 
 
+def test_a_line_that_is_not_utf8_is_an_error_row_with_its_line(folder: Folder) -> None:
+    """Bytes within a text came past the first parser's errors and ended the job."""
+    lines = [b'{"prompt": "a"}', b'{"prompt": "caf\xe9"}', b"\xff\xfe", b'{"prompt": "b"}']
+    folder.input.write_bytes(b"\n".join(lines) + b"\n")
+    assert folder.run("--max-tokens", "2") == 1
+    rows = [json.loads(line) for line in folder.output.read_text().splitlines()]
+    failed = {row["error"]["line"]: row["error"] for row in rows if row["error"] is not None}
+    assert {line: error["code"] for line, error in failed.items()} == dict.fromkeys(
+        (2, 3), "invalid_json"
+    )
+    assert "not UTF-8: invalid continuation byte at byte 16" in failed[2]["message"]
+    assert len(rows) == 4
+
+
 def test_an_empty_input_is_an_empty_output(folder: Folder) -> None:
     folder.write([])
     assert folder.run() == 0
@@ -549,6 +563,148 @@ def test_ctrl_c_stops_between_steps_and_can_be_resumed(folder: Folder) -> None:
     assert len(folder.texts()) == 60
 
 
+# --- rows that changed, and other models ----------------------------------------------------------
+
+
+def check_exactly_once(folder: Folder, rows: Sequence[Row]) -> None:
+    """Every row has one line, and it is what this row asks for now."""
+    lines = [json.loads(line) for line in folder.output.read_text().splitlines()]
+    assert sorted(line["custom_id"] for line in lines) == sorted(row["custom_id"] for row in rows)
+    assert folder.texts() == {
+        row["custom_id"]: expected_text(row["prompt"], row["max_tokens"]) for row in rows
+    }
+
+
+def greedy(count: int) -> list[Row]:
+    return [row for row in prompts(count, max_tokens=4) if isinstance(row, dict)]
+
+
+def test_rows_that_changed_are_counted_and_redone_when_asked(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = greedy(10)
+    folder.write(rows)
+    folder.run()
+    before = folder.output.read_text()
+    rows[3] |= {"prompt": "something else"}
+    rows[6] |= {"max_tokens": 7}
+    folder.write(rows[::-1])  # the order of rows and of fields does not matter
+    summary = folder.run_with_summary("--resume")
+    assert (summary["skipped"], summary["changed"], summary["answered"]) == (10, 2, 0)
+    assert "2 rows changed" in capsys.readouterr().err
+    assert folder.output.read_text() == before
+    summary = folder.run_with_summary("--resume", "changed")
+    assert (summary["redone"], summary["answered"], summary["changed"]) == (2, 2, 0)
+    assert folder.run_with_summary("--resume=changed")["answered"] == 0
+    check_exactly_once(folder, rows)
+    assert not list(folder.path.glob("*.part"))
+
+
+def test_answers_of_another_model_are_counted_and_redone_when_asked(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = greedy(6)
+    folder.write(rows[:4])
+    folder.run("--model", "one")
+    folder.write(rows)
+    summary = folder.run_with_summary("--resume", "--model", "two")
+    assert (summary["of_other_model"], summary["changed"], summary["answered"]) == (4, 0, 2)
+    assert "4 lines of" in capsys.readouterr().err
+    summary = folder.run_with_summary("--resume=changed", "--model", "two")
+    assert (summary["redone"], summary["answered"]) == (4, 4)
+    check_exactly_once(folder, rows)
+    models = {row["response"]["body"]["model"] for row in folder.rows().values()}
+    assert models == {"two"}
+
+
+def test_only_flags_that_a_row_leaves_open_change_it(folder: Folder) -> None:
+    row = {"prompt": "x", "temperature": 0}
+    folder.write([row | {"custom_id": "own", "max_tokens": 2}, row | {"custom_id": "open"}])
+    folder.run("--max-tokens", "3")
+    assert folder.run_with_summary("--resume", "--max-tokens", "3", "--seed", "9")["changed"] == 0
+    assert folder.run_with_summary("--resume=changed", "--max-tokens", "5")["redone"] == 1
+    usage = {name: row["response"]["body"]["usage"] for name, row in folder.rows().items()}
+    assert {name: count["completion_tokens"] for name, count in usage.items()} == {
+        "own": 2, "open": 5,
+    }  # fmt: skip
+
+
+def test_a_mended_row_is_answered_where_its_error_row_was(folder: Folder) -> None:
+    rows: list[Row | str] = [*greedy(3), "broken", {"custom_id": "bad", "prompt": "x", "nope": 1}]
+    folder.write(rows)
+    assert folder.run() == 1
+    mended = {"custom_id": "mended", "prompt": "y", "temperature": 0, "max_tokens": 4}
+    folder.write([*rows[:3], mended, rows[4]])
+    assert folder.run_with_summary("--resume")["changed"] == 1
+    assert folder.run("--resume=changed") == 1, "the other error row is still right"
+    lines = [json.loads(line) for line in folder.output.read_text().splitlines()]
+    assert sorted(line["custom_id"] for line in lines) == ["bad", "mended", "q0", "q1", "q2"]
+
+
+def test_an_output_of_an_older_version_is_resumed_without_a_word(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[Row | str] = [*prompts(6, max_tokens=4), "broken"]
+    folder.write(rows)
+    folder.run()
+    lines = [json.loads(line) for line in folder.output.read_text().splitlines()]
+    for line in lines:
+        del line["mainstem"]
+    folder.output.write_text("".join(json.dumps(line) + "\n" for line in lines[:5]))
+    capsys.readouterr()
+    summary = folder.run_with_summary("--resume", "--model", "another")
+    assert (summary["skipped"], summary["changed"], summary["of_other_model"]) == (5, 0, 0)
+    shown = capsys.readouterr().err
+    assert "changed" not in shown
+    assert "another model" not in shown
+    assert folder.run_with_summary("--resume=changed")["redone"] == 2  # those with a mark
+
+
+def test_standard_input_cannot_be_looked_through_for_changes(folder: Folder) -> None:
+    with pytest.raises(InvalidRequest, match="read twice"):
+        main(["-", "-o", str(folder.output), "--resume=changed"], folder.engines)
+
+
+def test_resume_may_stand_before_the_input(folder: Folder) -> None:
+    folder.write(greedy(2))
+    assert main(["--resume", str(folder.input), "-o", str(folder.output)], folder.engines) == 0
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+def test_rows_that_failed_for_want_of_a_package_are_tried_again(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    form = {"temperature": 0, "max_tokens": 9, "guided_choice": ["left", "right"]}
+    rows = [*greedy(3), {"custom_id": "form", "prompt": "x", **form}, {"custom_id": "bad"}]
+    folder.write(rows)
+    output = folder.path / name
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "llguidance", None)
+        assert folder.run(output=output) == 1
+    assert b"missing_package" in read_output(output)
+    assert folder.run("--resume", output=output) == 1
+    lines = [json.loads(line) for line in read_output(output).splitlines()]
+    assert len(lines) == 5
+    errors = [line["error"]["code"] for line in lines if line["error"] is not None]
+    assert errors == ["invalid_row"]
+
+
+def read_output(path: Path) -> bytes:
+    data = path.read_bytes()
+    return gzip.decompress(data) if path.suffix == ".gz" else data
+
+
+def test_rows_over_which_the_engine_failed_are_tried_again(folder: Folder) -> None:
+    folder.write(greedy(2))
+    folder.run()
+    lines = folder.output.read_text().splitlines(keepends=True)
+    error = {"code": "engine_failed", "message": "steps failed", "param": None, "line": 2}
+    failed = {"id": "x", "custom_id": "q1", "response": None, "error": error}
+    folder.output.write_text(lines[0] + json.dumps(failed) + "\n")
+    assert folder.run("--resume") == 0
+    check_exactly_once(folder, greedy(2))
+
+
 # --- files that fail -----------------------------------------------------------------------------
 
 
@@ -634,8 +790,11 @@ def test_the_bar_tells_speed_saving_and_total(
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stderr", shown)
     assert main([str(folder.input), "-o", str(folder.output)], folder.engines) == 0
+    assert "reading" in shown.getvalue().split("\r")[1]
     last = shown.getvalue().split("\r")[-1]
-    assert "12/12" in last
+    assert "running 100%" in last
+    assert "12/12 rows" in last
+    assert "prompt tokens" in last
     assert "req/s" in last or "s/req" in last
     assert "tok/s" in last
     assert "of prompts saved" in last

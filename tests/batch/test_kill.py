@@ -14,8 +14,11 @@ SOME_FAILED = 1  # the exit status, since the input has bad rows
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def write_input(path: Path) -> None:
-    """Questions over shared documents, some sampled, some refused, some the same."""
+def write_input(path: Path, changed: int = NUM_ROWS) -> None:
+    """Questions over shared documents, some sampled, some refused, some the same.
+
+    Every `changed`-th row asks something else than it did.
+    """
     rows: list[str] = []
     for index in range(NUM_ROWS):
         row: dict[str, object] = {
@@ -25,6 +28,8 @@ def write_input(path: Path) -> None:
             "temperature": index % 2,
             "ignore_eos": True,
         }
+        if index % changed == changed - 1:
+            row["prompt"] = f"changed {index}"
         if index % 17 == 3:
             row["custom_id"] = "row 0"  # used before
         if index % 19 == 4:
@@ -33,10 +38,10 @@ def write_input(path: Path) -> None:
     path.write_text("".join(f"{row}\n" for row in rows))
 
 
-def run(source: Path, output: Path, kill_at_bytes: int = 0) -> int:
+def run(source: Path, output: Path, kill_at_bytes: int = 0, resume: str = "--resume") -> int:
     """Start or resume the job in a process of its own; 0: it may come to its end."""
     module = [sys.executable, "-m", "tests.batch.fake_batch", str(kill_at_bytes)]
-    flags = [str(source), "-o", str(output), "--no-progress", "--resume", "--window-mib", "64"]
+    flags = [str(source), "-o", str(output), "--no-progress", resume, "--window-mib", "64"]
     done = subprocess.run([*module, *flags], cwd=ROOT, check=False, stderr=subprocess.DEVNULL)
     return done.returncode
 
@@ -64,6 +69,22 @@ def check_kills(tmp_path: Path, num_kills: int) -> None:
     for point in sorted(points):
         assert run(source, output, point) == -signal.SIGKILL
     assert run(source, output) == SOME_FAILED
+    assert essences(output) == essences(whole)
+
+
+def test_kills_while_changed_rows_are_redone(tmp_path: Path) -> None:
+    """Some of the points are in the copy that takes the changed rows out, some after it."""
+    source, whole, output = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
+    write_input(source)
+    assert run(source, output) == SOME_FAILED
+    before = essences(output)
+    write_input(source, changed=5)
+    assert run(source, whole) == SOME_FAILED
+    num_bytes = whole.stat().st_size
+    assert run(source, output, num_bytes // 2, "--resume=changed") == -signal.SIGKILL
+    assert essences(output) == before, "the old file is whole until the copy is"
+    assert run(source, output, num_bytes * 9 // 10, "--resume=changed") == -signal.SIGKILL
+    assert run(source, output, resume="--resume=changed") == SOME_FAILED
     assert essences(output) == essences(whole)
 
 

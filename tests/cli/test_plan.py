@@ -17,6 +17,7 @@ from mainstem.text.tokenizer import Tokenizer
 from mainstem.text.tools import ToolFormat
 from mainstem.wire.calls import CallParser
 from tests.batch.fake_batch import a_tokenizer
+from tests.batch.test_progress import Terminal
 from tests.plan.reading import group_of, read_plan
 from tests.text.test_tools import HERMES
 
@@ -288,3 +289,26 @@ def test_an_empty_file_is_an_empty_plan(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([str(path), "--json"], no_tokenizer) == 0
     assert json.loads(capsys.readouterr().out)["requests"] == 0
     assert main([str(path), "--plot", str(tmp_path / "x.png")], no_tokenizer) == 0
+
+
+def test_phases_are_shown_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "in.jsonl", [{"prompt": [7, 7, n]} for n in range(300)])
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    assert main([str(path), "--json"], no_tokenizer) == 0
+    phases = ["reading 64 rows", "planning 300 prompts of 900 tokens", "comparing"]
+    places = [shown.getvalue().find(phase) for phase in phases]
+    assert -1 not in places
+    assert places == sorted(places)
+    shown.truncate(0)
+    assert main([str(path), "--json", "--no-progress"], no_tokenizer) == 0
+    assert shown.getvalue() == ""
+
+
+@pytest.mark.parametrize("line", [b'{"prompt": "\xff"}', b"\xff\xfe"])
+def test_a_line_that_is_not_utf8_is_named_and_the_others_go_on(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"prompt": "fine"}\n' + line + b'\n{"prompt": "fine"}\n')
+    found = read(path)
+    assert found.lines == [1, 3]
+    assert (found.failures[0].line, found.failures[0].error.code) == (2, "invalid_json")

@@ -10,7 +10,8 @@ from mainstem.cli import capacity
 from mainstem.core.errors import InvalidRequest
 from mainstem.kv.policy import PolicyConfig
 from mainstem.simulate.capacity import Replay, most_sessions
-from mainstem.simulate.traces import ReadOptions, TraceRequest, read_trace
+from mainstem.simulate.trace_records import ReadOptions, TraceRequest
+from mainstem.simulate.traces import read_trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 SESSIONS = DATA / "sessions_sample.jsonl.gz"

@@ -12,7 +12,8 @@ from mainstem.kv.policy import PolicyKind
 from mainstem.simulate import plots
 from mainstem.simulate.service import Prices, ServiceRates
 from mainstem.simulate.simulator import Queue, Report, SimulationConfig, simulate
-from mainstem.simulate.traces import ReadOptions, Trace, TraceFormat, TraceRequest, read_trace
+from mainstem.simulate.trace_records import ReadOptions, Trace, TraceFormat, TraceRequest
+from mainstem.simulate.traces import read_trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 MOONCAKE = DATA / "mooncake_sample.jsonl.gz"
@@ -254,3 +255,21 @@ def test_a_warmup_that_leaves_nothing_is_refused() -> None:
 def test_sizes_must_pair_up() -> None:
     with pytest.raises(ConfigError, match="2 values of --host-gb and 3 of --disk-gb"):
         cli.main([str(MOONCAKE), "--host-gb", "1,2", "--disk-gb", "1,2,3", *FLAGS])
+
+
+def test_a_trace_read_with_the_wrong_page_size_gives_no_hit_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """256 tokens an id, and all requests share the first of four: read as 512, half was a hit."""
+    lines = []
+    for index in range(400):
+        ids = [0, *range(3 * index + 1, 3 * index + 4)]
+        row = {"timestamp": index, "input_length": 1024, "output_length": 1, "hash_ids": ids}
+        lines.append(json.dumps(row) + "\n")
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(lines))
+    flags = [str(path), "--host-gb", "2000", "--json", *FLAGS]
+    with pytest.raises(InvalidRequest, match=r"trace\.jsonl:1: .*--page-tokens 256"):
+        cli.main(flags)
+    assert cli.main([*flags, "--page-tokens", "256"]) == 0
+    assert json.loads(capsys.readouterr().out)["hit_rate"] == pytest.approx(0.25, abs=0.001)

@@ -9,7 +9,8 @@ import pytest
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.simulate.arrivals import load_think_times
-from mainstem.simulate.traces import ReadOptions, Trace, TraceFormat, read_trace
+from mainstem.simulate.trace_records import ReadOptions, Trace, TraceFormat
+from mainstem.simulate.traces import read_trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -113,9 +114,131 @@ def test_a_rate_stretches_recorded_arrivals(tmp_path: Path) -> None:
 def test_samples_are_found_out_by_their_content() -> None:
     assert read_trace(DATA / "mooncake_sample.jsonl.gz").format is TraceFormat.MOONCAKE
     assert read_trace(DATA / "sessions_sample.jsonl.gz").format is TraceFormat.SESSIONS
+    assert read_trace(DATA / "weka_sample.jsonl.gz").format is TraceFormat.WEKA
+    assert read_trace(DATA / "chitchat_sample.jsonl.gz").format is TraceFormat.CHITCHAT
+    assert read_trace(DATA / "servegen_sample.csv.gz", LENGTHS).format is TraceFormat.SERVEGEN
 
 
 GOOD = mooncake(0, 512, [1])
+
+
+# --- ids that do not fit the page size ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_tokens", [16, 128, 256, 300, 1024])
+def test_ids_of_another_page_size_are_refused_with_the_size_that_fits(
+    tmp_path: Path, page_tokens: int
+) -> None:
+    """With 256 tokens an id, reading 512 took the first half of the ids for all of them: a hit rate
+    of 0.499 where 0.25 is true."""
+    sizes = [100 * page_tokens // 3, 7 * page_tokens + 1, 41 * page_tokens]
+    lines = [mooncake(0, 100, [7])] if page_tokens >= 100 else []
+    for size in sizes:
+        lines.append(mooncake(1, size, list(range(-(-size // page_tokens)))))
+    with pytest.raises(InvalidRequest, match=rf"trace:\d: .*--page-tokens {page_tokens}$"):
+        read(tmp_path, "".join(lines))
+    trace = read(tmp_path, "".join(lines), ReadOptions(page_tokens=page_tokens))
+    assert len(trace.requests[-1].keys) == 41
+
+
+def test_the_first_request_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    lines = [GOOD, mooncake(1, 1024, [1, 2, 3, 4]), mooncake(2, 2048, [9] * 8)]
+    with pytest.raises(InvalidRequest, match=r"trace:2: hash_ids has 4 ids, its tokens make at mo"):
+        read(tmp_path, "".join(lines))
+
+
+def test_ids_of_no_page_size_are_refused_without_advice(tmp_path: Path) -> None:
+    lines = [mooncake(1, 1024, [1, 2, 3, 4]), mooncake(2, 1024, [9] * 8)]
+    with pytest.raises(InvalidRequest, match=r"trace:1: .* no page size fits every request"):
+        read(tmp_path, "".join(lines))
+
+
+def test_a_partial_page_may_have_an_id_or_none(tmp_path: Path) -> None:
+    trace = read(tmp_path, mooncake(0, 1030, [1, 2, 3]) + mooncake(1, 1030, [1, 2]))
+    assert [list(r.keys) for r in trace.requests] == [[1, 2], [1, 2]]
+
+
+# --- WEKA, ServeGen, ChitChat ---------------------------------------------------------------------
+
+SERVEGEN = "client,t_s,rate_rps,cv,pattern,p1,p2\n"
+LENGTHS = ReadOptions(prompt_tokens=1000, answer_tokens=200)
+
+
+def weka(requests: list[tuple[float, str, int, list[list[int]]]], **more: object) -> str:
+    rows = [
+        {"t": t, "agent": agent, "input_length": length, "output_length": 5, "think_s": 2.0,
+         "hash_runs": runs}
+        for t, agent, length, runs in requests
+    ]  # fmt: skip
+    return json.dumps({"session": "s", "block_size": 64, "requests": rows, **more}) + "\n"
+
+
+def test_weka_ids_are_of_their_session_and_agents_go_on_by_themselves(tmp_path: Path) -> None:
+    requests = [
+        (0.0, "main", 130, [[1, 2]]),
+        (9.0, "agent_1", 64, [[50, 1]]),
+        (10.0, "main", 200, [[1, 1], [7, 2]]),
+    ]
+    trace = read(tmp_path, weka(requests) + weka(requests))
+    assert trace.page_tokens == 64
+    first = [r for r in trace.requests if r.session == 0]
+    assert [len(r.keys) for r in first] == [2, 1, 3]
+    assert first[2].keys[0] == first[0].keys[0] != first[2].keys[1]
+    assert [r.arrival_s - first[0].arrival_s for r in first] == pytest.approx([0, 9, 10])
+    assert first[1].previous is None
+    assert trace.requests[first[2].previous or 0] is first[0]
+    keys = [{key for r in trace.requests if r.session == s for key in r.keys} for s in (0, 1)]
+    assert not keys[0] & keys[1]
+
+
+def test_weka_sessions_of_the_sample_share_within_themselves() -> None:
+    trace = read_trace(DATA / "weka_sample.jsonl.gz")
+    assert (len(trace.requests), len({r.session for r in trace.requests})) == (29, 3)
+    assert all(len(r.keys) == r.input_tokens // 64 for r in trace.requests)
+
+
+def test_weka_pages_are_those_of_the_ids(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"trace:1: block_size is 32.*--page-tokens 32"):
+        read(tmp_path, weka([(0.0, "main", 64, [[1, 2]])], block_size=32))
+    with pytest.raises(InvalidRequest, match=r"trace:1: hash_runs has 9 ids"):
+        read(tmp_path, weka([(0.0, "main", 128, [[1, 9]])]))
+    with pytest.raises(InvalidRequest, match=r"trace:1: hash_runs must be"):
+        read(tmp_path, weka([(0.0, "main", 128, [[1]])]))
+
+
+def test_chitchat_turns_are_prompts_and_answers_at_their_own_times(tmp_path: Path) -> None:
+    text = '{"turns": [[0, 4, 100], [10, 12, 30], [20, 22, 7], [30, 40, 5], [50, 50, 9]]}\n'
+    first, second = read(tmp_path, text, ReadOptions(page_tokens=10)).requests
+    assert (first.input_tokens, first.output_tokens) == (100, 30)
+    assert (second.input_tokens, second.output_tokens) == (137, 5)
+    assert second.think_s == 10  # from the answer's last message to the prompt's
+    assert second.arrival_s - first.arrival_s == 18
+    assert list(second.keys) == [*first.kept]
+
+
+def test_servegen_draws_as_many_requests_as_the_rates_say(tmp_path: Path) -> None:
+    """Gaps are scaled to their window, so each has its count but for rounding."""
+    rows = ["0,1200,0.5,2.0,Gamma,0.25,9.0", "1,1200,0.1,1.5,Weibull,0.5,3", "0,1800,1,1,Gamma,1,1"]
+    text = SERVEGEN + "\n".join(rows)
+    trace = read(tmp_path, text, LENGTHS)
+    windows = [
+        sum(begin <= r.arrival_s < begin + 600 for r in trace.requests) for begin in (0, 600)
+    ]
+    assert windows == [360, 600]
+    assert {r.session for r in trace.requests} == {0, 1}
+    assert {(r.input_tokens, r.output_tokens) for r in trace.requests} == {(1000, 200)}
+    assert not trace.can_share
+    assert all(a.arrival_s <= b.arrival_s for a, b in pairwise(trace.requests))
+    slow = read(tmp_path, text, ReadOptions(prompt_tokens=9, answer_tokens=9, rate=0.08))
+    assert len(slow.requests) == pytest.approx(96, abs=2)
+
+
+def test_servegen_needs_lengths_and_a_bound(tmp_path: Path) -> None:
+    text = SERVEGEN + "0,0,9000,1,Gamma,1,1\n"
+    with pytest.raises(InvalidRequest, match="--prompt-tokens"):
+        read(tmp_path, text)
+    with pytest.raises(InvalidRequest, match=r"--limit: these rates make 5,400,000 requests"):
+        read(tmp_path, text, LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +267,11 @@ def test_a_bad_line_is_named(tmp_path: Path, bad: str, reason: str) -> None:
         ("timestamp_ms,input_length,output_length\n0,1\n", ":2: 2 columns"),
         ('{"turns": [[1, 2]]}\n{"turns": [[1]]}\n', ":2: turns"),
         ('{"turns": [[1, 2]]}\n{"turns": [[1, -2]]}\n', ":2: turns"),
+        ('{"turns": [[1, 2, 3]]}\n{"turns": [[1, 2]]}\n', ":2: turns"),
+        (f"{SERVEGEN}0,0,1,1,Gamma,1\n", ":2: 6 columns"),
+        (f"{SERVEGEN}0,0,fast,1,Gamma,1,1\n", ":2: .*fast"),
+        (f"{SERVEGEN}0,0,1,1,Pareto,1,1\n", ":2: pattern"),
+        (f"{SERVEGEN}0,0,1,1,Gamma,0,1\n", ":2: a rate of 1 with a shape of 0"),
         ("hello\n", ":1: not a trace in a known format"),
         ("", "not a trace"),
         ("timestamp_ms,input_length,output_length\n", "holds no request"),
@@ -151,7 +279,7 @@ def test_a_bad_line_is_named(tmp_path: Path, bad: str, reason: str) -> None:
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
-        read(tmp_path, text)
+        read(tmp_path, text, LENGTHS)
 
 
 def test_a_format_can_be_forced(tmp_path: Path) -> None:

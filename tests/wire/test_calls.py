@@ -168,3 +168,57 @@ def test_the_document_knows_tools_parts_and_uploads() -> None:
     paths = found["paths"]
     assert isinstance(paths, dict)
     assert "post" in paths["/v1/files"]
+
+
+# --- bodies that differ in their prompt alone -----------------------------------------------------
+
+PROMPTS: list[object] = [
+    "x", "", [], [1, 2], [1, True], [1.0], [1.5], [-1], [2**31 - 1], [2**31], [2**70], ["a"],
+    ["a", "b"], [["a"]], [[1], [2]], [1, "a"], 5, {}, [None], "\ud800",
+]  # fmt: skip
+CHATS: list[object] = [
+    [{"role": "user", "content": "x"}],
+    [],
+    "hi",
+    [5],
+    [{"role": "user"}],
+    [{"content": "x"}],
+    [{"role": 1, "content": "x"}],
+    [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+    [{"role": "user", "content": [{"type": "image"}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+]
+RESTS: list[dict[str, object]] = [
+    {},
+    {"temperature": 0, "max_tokens": 4},
+    {"max_tokens": 4.0},
+    {"max_tokens": True},
+    {"max_tokens": 1},
+    {"n": 3, "user": "u"},
+    {"messages": CHATS[0]},
+    {"prompt": "q"},
+    {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    {"echo": True, "max_tokens": 0},
+    {"chat_template_kwargs": {"a": 1}},
+    {"best_of": 2},
+]
+
+
+@pytest.mark.parametrize("rest", RESTS, ids=repr)
+def test_a_parser_that_has_seen_such_a_body_says_what_a_fresh_one_says(
+    rest: dict[str, object],
+) -> None:
+    def read(parser: CallParser, body: dict[str, object], kind: Kind) -> object:
+        try:
+            call, prompts = parser.parse(body, kind)
+        except WireError as error:
+            return error.code, error.message, error.param
+        return call, prompts, [type(prompt) for prompt in prompts]
+
+    seasoned = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+    for kind, prompts in ((Kind.COMPLETION, PROMPTS), (Kind.CHAT, CHATS)):
+        for prompt in (prompts[0], *prompts):
+            body = rest | {kind.prompt_field: prompt}
+            fresh = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+            assert read(seasoned, body, kind) == read(fresh, body, kind), body

@@ -6,6 +6,9 @@ Nothing but the file itself says what is done:
     {"custom_id": "b", "response": null, "error": {"line": 7}} refused: line 7
     {"custom_id": "c", "respo                                  torn by a kill: cut off on resume
 
+A line also says which row and which model it is of (marks.py), so that a later run can tell stale
+answers; `forget` takes those out, by way of a copy that replaces the file when it is complete.
+
 A line goes to the operating system in one piece as soon as it is known, which a kill of this
 process cannot undo. It goes to the disk (fsync) every few seconds and at the end: after a power
 failure the last seconds are answered again.
@@ -15,14 +18,15 @@ import fcntl
 import io
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from stat import S_ISREG
 from time import monotonic
 from types import TracebackType
 
+from mainstem.batch.done import Done, Entry, read_entry
 from mainstem.batch.files import (
     STANDARD,
     FileFault,
@@ -32,10 +36,10 @@ from mainstem.batch.files import (
     unpack_error,
     unpacker,
 )
-from mainstem.batch.idset import IdSet
 from mainstem.core.errors import InvalidRequest
 
 SYNC_S = 5.0
+COPY_BYTES = 1 << 16  # written at once where lines are copied
 
 
 class Existing(Enum):
@@ -46,19 +50,8 @@ class Existing(Enum):
     OVERWRITE = "overwrite"
 
 
-@dataclass(slots=True)
-class Done:
-    """What an earlier run has written."""
-
-    answered: IdSet = field(default_factory=IdSet)  # custom ids
-    failed_lines: IdSet = field(default_factory=IdSet)  # line numbers as text
-    num_answered: int = 0
-    num_failed: int = 0
-    num_bytes: int = 0  # of whole lines, unpacked
-
-
 class AnswerFile:
-    """Appends rows to the output. Nothing on the disk changes before `start`.
+    """Appends rows to the output. Nothing on the disk changes before `start` or `forget`.
 
     Raises InvalidRequest on opening and FileFault afterwards; one process at a time holds a file.
     """
@@ -69,6 +62,7 @@ class AnswerFile:
         self.num_appended = 0
         self._pack: Pack | None = new_pack(name)
         self._is_started = False
+        self._is_copied = False  # into a fresh file, which has whole lines only
         self._is_ours = name != STANDARD and not os.path.lexists(name)  # made here, still empty
         self._end = 0  # of the last whole line in the file
         self._synced_s = monotonic()
@@ -100,14 +94,39 @@ class AnswerFile:
             raise
         return raw
 
+    def forget(self, is_stale: Callable[[Entry], bool]) -> int:
+        """Take entries out, so that their rows are answered again; returns how many there were.
+
+        The file is replaced when its copy is complete: a kill leaves the old one or the new one.
+        """
+        kept, num_stale = Done(), 0
+
+        def is_kept(line: bytes) -> bool:
+            nonlocal num_stale
+            entry = read_entry(line)
+            if is_stale(entry):
+                num_stale += 1
+                return False
+            kept.note(entry, len(line))
+            return True
+
+        try:
+            self._copy(is_kept)
+        except OSError as error:
+            raise self._fault(error) from None
+        self.done = kept
+        return num_stale
+
     def start(self) -> None:
         """Make the file ready for appending: torn ends are cut, what is to be replaced goes."""
         self._is_started, self._is_ours = True, False
         if self.name == STANDARD or not _is_regular(self._raw):
             return  # a pipe or a device takes what comes
+        if self._is_copied:
+            return
         try:
             if self._pack is not None and self.done.num_bytes:
-                self._repack()
+                self._copy(lambda line: True)  # a compressed stream that was cut cannot go on
             else:
                 self._end = self.done.num_bytes
                 self._raw.truncate(self._end)
@@ -187,21 +206,20 @@ class AnswerFile:
             f"cannot write {self.name}: {reason}; the {num_rows} rows written before are safe"
         )
 
-    def _repack(self) -> None:
-        """Copy whole lines to a fresh file: a compressed stream that was cut cannot go on."""
-        assert self._pack is not None
+    def _copy(self, is_kept: Callable[[bytes], bool]) -> None:
+        """Copy whole lines to a fresh file, and put it in this one's place."""
         fresh_name = f"{self.name}.part"
         fresh = io.FileIO(fresh_name, "wb")
         _lock(fresh)
-        old, self._raw = self._raw, fresh
-        left = self.done.num_bytes
+        old, self._raw, self._end = self._raw, fresh, 0
+        self._pack = new_pack(self.name)
         try:
+            os.fchmod(fresh.fileno(), os.fstat(old.fileno()).st_mode)
             with io.FileIO(self.name, "rb") as packed:
                 stream = buffered(packed, unpacker(self.name))
-                while left:
-                    data = stream.read1(min(left, 1 << 16))
-                    left -= len(data)
-                    self._write(self._pack.line(data))
+                lines = (line for _, line in _whole_lines(stream) if is_kept(line))
+                for data in _in_chunks(lines):
+                    self._write(data if self._pack is None else self._pack.line(data))
             os.fsync(fresh.fileno())
             os.replace(fresh_name, self.name)
         except BaseException:
@@ -209,6 +227,7 @@ class AnswerFile:
             raise
         finally:
             old.close()
+        self._is_copied = True
 
 
 def _is_regular(raw: io.FileIO) -> bool:
@@ -224,36 +243,42 @@ def _lock(raw: io.FileIO) -> None:
         return  # a file system without locks; two runs at once are then the user's to avoid
 
 
+def _in_chunks(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in larger pieces."""
+    held = bytearray()
+    for line in lines:
+        held += line
+        if len(held) >= COPY_BYTES:
+            yield bytes(held)
+            held.clear()
+    if held:
+        yield bytes(held)
+
+
 def _read_done(name: str) -> Done:
     """What the whole lines of an output say; an end that a kill tore off is left out."""
     done = Done()
     with io.FileIO(name, "rb") as raw:
-        stream = buffered(raw, unpacker(name))
-        number = 0
+        stream, number = buffered(raw, unpacker(name)), 0
         try:
-            while (line := stream.readline()).endswith(b"\n"):
-                number += 1
-                _note(done, line, name, number)
-                done.num_bytes += len(line)
-        except EOFError:
-            pass  # a compressed file that a kill cut off; its last line with it
+            for number, line in _whole_lines(stream):
+                try:
+                    done.note(read_entry(line), len(line))
+                except ValueError:
+                    reason = f"line {number} is not of a batch output; cannot resume"
+                    raise InvalidRequest(name, reason) from None
         except (OSError, unpack_error(name)) as error:
             raise InvalidRequest(name, f"cannot be read after line {number}: {error}") from None
     return done
 
 
-def _note(done: Done, line: bytes, name: str, number: int) -> None:
+def _whole_lines(stream: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
+    """Lines and their numbers, up to where a kill cut the file off."""
     try:
-        row = json.loads(line)
-        custom_id, error = row["custom_id"], row["error"]
-        is_answer = row["response"] is not None and isinstance(custom_id, str)
-        failed_line = None if is_answer else int(error["line"])
-    except (ValueError, KeyError, TypeError):
-        reason = f"line {number} is not of a batch output; cannot resume"
-        raise InvalidRequest(name, reason) from None
-    if failed_line is None:
-        done.answered.add(custom_id)
-        done.num_answered += 1
-    else:
-        done.failed_lines.add(str(failed_line))
-        done.num_failed += 1
+        for number in count(1):
+            line = stream.readline()
+            if not line.endswith(b"\n"):
+                return
+            yield number, line
+    except EOFError:
+        return  # a compressed file that a kill cut off; its last line with it

@@ -1,49 +1,96 @@
-"""The progress bar of a batch job."""
+"""Progress of a batch job, and of other work in phases, on standard error."""
 
 import sys
+from collections.abc import Callable
+from time import monotonic
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from tqdm import tqdm
 
 from mainstem.batch.summary import Summary
+from mainstem.batch.windows import Window
+from mainstem.batch.work import Work
 
 LOG_INTERVAL_S = 30.0  # where nobody watches
+PREPARING = "{desc} [{elapsed}]"
+RUNNING = (
+    "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} prompt tokens"
+    " [{elapsed}<{remaining}{postfix}]"
+)
 
 
 class JobBar:
-    """Rows done, requests/s, tokens/s, saving so far and time left, on standard error.
+    """What the job does (reading, planning, running) and how far it is.
 
-    The total is unknown at first; as windows are read it is guessed from the bytes of the input,
-    and it is exact once all was read.
+    While rows run: prompt tokens done and time left, rows done, requests/s, tokens/s and saving so
+    far. `preparing` says what the thread does that reads ahead. Totals are unknown at first; as
+    windows are read they are guessed from the bytes of the input, and they are exact once all was
+    read.
     """
 
-    def __init__(self, summary: Summary, is_shown: bool) -> None:
+    def __init__(self, summary: Summary, preparing: Callable[[], str], is_shown: bool) -> None:
         self._summary = summary
+        self._preparing = preparing
+        self._work = Work(summary.counters)
         self._bar: tqdm[NoReturn] | None = None
+        self._began_s: float | None = None  # when rows began to run
+        self._next_s = 0.0  # when to look again
+        self._interval_s = interval_s = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
         if is_shown:
-            interval_s = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
-            self._bar = tqdm(unit="req", dynamic_ncols=True, mininterval=interval_s)
+            self._bar = tqdm(
+                desc=preparing(),
+                unit_scale=True,
+                dynamic_ncols=True,
+                mininterval=interval_s,
+                smoothing=0.0,  # rows end in bursts
+                bar_format=PREPARING,
+            )
 
-    def show_window(self, num_rows_read: int, num_skipped: int, progress: float | None) -> None:
-        """A window was read; rows that were done before count as there from the start."""
+    def show_preparing(self) -> None:
+        """Nothing runs: the next rows are not ready."""
+        if self._bar is not None:
+            self._bar.set_description_str(self._preparing(), refresh=False)
+            self._bar.update(0)  # it looks at the clock by itself
+
+    def show_window(self, window: Window) -> None:
+        """A window was read and planned, and its rows begin to run."""
         if self._bar is None:
             return
-        self._bar.initial += num_skipped
-        self._bar.n += num_skipped
-        if progress:
-            self._bar.total = round(num_rows_read / progress)
+        self._work.add_window(window)
+        if self._began_s is None:
+            self._began_s = monotonic()
+            self._bar.bar_format = RUNNING
+            self._bar.reset()  # time left is about rows that run
+        self._bar.set_description_str("running", refresh=False)
+        self._bar.total = self._work.total_tokens
         self._bar.refresh()
 
-    def show_row(self) -> None:
-        """A row was written."""
-        if self._bar is None:
+    def show_step(self) -> None:
+        """Rows that run have come further. Most calls only look at the clock."""
+        now = monotonic()
+        if now >= self._next_s:
+            self._next_s = now + self._interval_s
+            self._show(now)
+
+    def _show(self, now: float) -> None:
+        if self._bar is None or self._began_s is None:
             return
-        elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
-        speed = self._summary.counters.generated_tokens / elapsed
-        text = f"{speed:.0f} tok/s, {self._summary.saving_ratio:.0%} of prompts saved"
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update()
+        elapsed = max(now - self._began_s, 1e-9)
+        work, summary = self._work, self._summary
+        total = "?" if work.total_rows is None else f"{work.total_rows:,}"
+        self._bar.set_postfix_str(
+            f"{work.rows_done:,}/{total} rows, {summary.answered / elapsed:.2f} req/s, "
+            f"{summary.counters.generated_tokens / elapsed:.0f} tok/s, "
+            f"{summary.saving_ratio:.0%} of prompts saved",
+            refresh=False,
+        )
+        self._bar.update(max(0, work.tokens - self._bar.n))
+
+    def show_row(self, prompt_tokens: int, num_answers: int, is_copy: bool) -> None:
+        """A row was written; one that failed had no tokens to compute."""
+        if self._bar is not None:
+            self._work.finish(prompt_tokens, num_answers, is_copy)
 
     def __enter__(self) -> "JobBar":
         return self
@@ -55,6 +102,62 @@ class JobBar:
         trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
+            self._show(monotonic())
             if error is None and self._summary.is_complete:
-                self._bar.total = self._bar.n
+                self._bar.n = self._bar.total = self._work.tokens_read
             self._bar.close()
+
+
+def read_so_far(num_rows: int, progress: float | None) -> str:
+    """Words for how far the reading of an input has come."""
+    share = "" if progress is None else f", {progress:.0%}"
+    return f" {num_rows:,} rows{share}"
+
+
+class PhaseLine:
+    """One line about work in phases: rewritten on a terminal, elsewhere written now and then.
+
+    Work that is done at once is not mentioned where nobody watches.
+    """
+
+    QUIET_S = 2.0  # before the first line, where it is not a terminal
+    LOG_S = 10.0  # between lines there
+    REFRESH_S = 0.1  # on a terminal
+
+    def __init__(self, name: str, is_shown: bool, stream: TextIO | None = None) -> None:
+        self._name = name
+        self._stream = (stream or sys.stderr) if is_shown else None
+        self._is_terminal = self._stream is not None and self._stream.isatty()
+        self._began_s = monotonic()
+        self._next_s = 0.0 if self._is_terminal else self._began_s + self.QUIET_S
+        self._is_dirty = False
+
+    def show(self, text: str) -> None:
+        """Called as often as there is something new; most calls only look at the clock."""
+        now = monotonic()
+        if self._stream is None or now < self._next_s:
+            return
+        self._next_s = now + (self.REFRESH_S if self._is_terminal else self.LOG_S)
+        self._write(text)
+
+    def begin(self, text: str) -> None:
+        """A phase that cannot say how far it is begins: this is shown until it ends."""
+        if self._stream is None:
+            return
+        if self._is_terminal or monotonic() >= self._began_s + self.QUIET_S:
+            self._write(text)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._stream is not None and self._is_dirty:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._is_dirty = False
+
+    def _write(self, text: str) -> None:
+        assert self._stream is not None
+        seconds = monotonic() - self._began_s
+        line = f"{self._name}: {text} [{seconds:.0f} s]"
+        self._stream.write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
+        self._stream.flush()
+        self._is_dirty = self._is_terminal

@@ -21,6 +21,7 @@ MAX_LINE_BYTES = 1 << 26  # far above any context window
 RAW_BYTES = 1 << 14  # read at once from a compressed file
 GZIP_WINDOW = 31  # zlib: the largest window, in gzip's format
 STANDARD = "-"
+LINES_PER_LOOK = 64  # after which an input looks how far it has come
 
 
 class FileFault(MainstemError):
@@ -99,12 +100,14 @@ class InputFile:
         try:
             while data := self._stream.readline(MAX_LINE_BYTES):
                 number += 1
-                if self._num_bytes:
+                if self._num_bytes and number % LINES_PER_LOOK == 0:
                     self._bytes_read = self._raw.tell()
                 is_whole = len(data) < MAX_LINE_BYTES or data.endswith(b"\n")
                 while len(data) == MAX_LINE_BYTES and not data.endswith(b"\n"):
                     data = self._stream.readline(MAX_LINE_BYTES)
                 yield Line(number, data if is_whole else None)
+            if self._num_bytes:
+                self._bytes_read = self._raw.tell()
             self._check_size()
         except (OSError, EOFError, unpack_error(self.name)) as error:
             reason = getattr(error, "strerror", None) or str(error)

@@ -23,6 +23,8 @@ class IdSet:
         return len(self._recent) + sum(len(run) for run in self._runs)
 
     def __contains__(self, name: str) -> bool:
+        if not self._recent and not self._runs:
+            return False
         return self._has(_digest(name))
 
     def add(self, name: str) -> bool:

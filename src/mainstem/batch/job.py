@@ -8,12 +8,14 @@ from time import time
 from mainstem.batch.ahead import Ahead
 from mainstem.batch.answer_file import AnswerFile
 from mainstem.batch.bar import JobBar
+from mainstem.batch.done import ENGINE_FAILED, MISSING_PACKAGE, State
+from mainstem.batch.marks import Marker
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow, certain_output
 from mainstem.batch.rows import Row, answer_row, error_row
 from mainstem.batch.summary import Summary
 from mainstem.batch.supply import Supply
 from mainstem.batch.windows import Failure
-from mainstem.core.errors import InvalidRequest
+from mainstem.core.errors import InvalidRequest, MissingPackage
 from mainstem.core.events import StoreOpened
 from mainstem.core.ids import RequestId
 from mainstem.core.plan import Int32s
@@ -31,6 +33,7 @@ class JobConfig:
 
     model_name: str  # as answers tell it
     seed: int = 0  # from which rows that bring none get theirs
+    marker: Marker | None = None  # of the lines written
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ class Job:
         while not self._should_stop():
             if upcoming is None and not windows.is_ended:
                 is_idle = not self._engine.has_work
-                window = windows.wait(self._should_stop) if is_idle else windows.poll()
+                window = windows.wait(self._waits_in_vain) if is_idle else windows.poll()
                 if window is not None:
                     ready = self._take(window)
                     upcoming = next(ready, None)
@@ -98,11 +101,17 @@ class Job:
             if self._engine.has_work:
                 for output in self._engine.step():
                     self._hear(output)
+                self._bar.show_step()
             elif upcoming is None and windows.is_ended:
                 if windows.fault is not None:
                     raise windows.fault
                 self._summary.is_complete = True
                 return
+
+    def _waits_in_vain(self) -> bool:
+        """Asked again and again while the next window is made."""
+        self._bar.show_preparing()
+        return self._should_stop()
 
     # --- rows to the engine ---------------------------------------------------------------------
 
@@ -113,7 +122,9 @@ class Job:
         summary.plan_s += planned.plan_s
         summary.rows = window.num_rows_read
         summary.skipped += window.num_skipped
-        self._bar.show_window(window.num_rows_read, window.num_skipped, window.progress)
+        summary.changed += window.states[State.CHANGED]
+        summary.of_other_model += window.states[State.OTHER_MODEL]
+        self._bar.show_window(window)
         for failure in window.failures:
             self._fail(failure)
         for row in window.rows:
@@ -157,8 +168,11 @@ class Job:
             )
             self._engine.submit(request)
         except InvalidRequest as error:
+            fault = from_invalid(error)
+            if isinstance(error, MissingPackage):
+                fault = WireError(MISSING_PACKAGE, fault.message, fault.param)
             for failed in (row, *item.copies):
-                self._fail(Failure(failed.line, failed.custom_id, from_invalid(error)))
+                self._fail(Failure(failed.line, failed.custom_id, fault, failed.digest))
             return
         answers = PromptAnswers(len(item.prompt_ids), sampling)
         self._open[request_id] = _Open(row, item.copies, item.template, answers)
@@ -180,10 +194,10 @@ class Job:
         del self._open[output.request_id]
         for answer in answers.answers:
             self._estimate.observe(opened.template, len(answer.token_ids))
-        self._answer(opened.row, answers)
+        self._answer(opened.row, answers, is_copy=False)
         answers.cached_tokens = answers.prompt_tokens  # a copy computes nothing
         for row in opened.copies:
-            self._answer(row, answers)
+            self._answer(row, answers, is_copy=True)
             self._summary.deduplicated += 1
             self._summary.deduplicated_tokens += answers.prompt_tokens * row.call.sampling.n
 
@@ -191,21 +205,26 @@ class Job:
         """Steps failed over a row whenever it was tried: it and its copies are error rows."""
         del self._open[request_id]
         self._engine.abort(request_id)
-        fault = WireError("engine_failed", f"steps failed over this row: {reason}")
+        fault = WireError(ENGINE_FAILED, f"steps failed over this row: {reason}")
         for row in (opened.row, *opened.copies):
-            self._fail(Failure(row.line, row.custom_id, fault))
+            self._fail(Failure(row.line, row.custom_id, fault, row.digest))
 
-    def _answer(self, row: Row, answers: PromptAnswers) -> None:
+    def _answer(self, row: Row, answers: PromptAnswers, is_copy: bool) -> None:
         name, tokenizer = self._config.model_name, self._engine.tokenizer
-        self._out.append(answer_row(row, answers, name, tokenizer, int(time())))
+        self._write(answer_row(row, answers, name, tokenizer, int(time())), row.digest)
         self._summary.answered += 1
-        self._bar.show_row()
+        self._bar.show_row(answers.prompt_tokens, row.call.sampling.n, is_copy)
 
     def _fail(self, failure: Failure) -> None:
-        self._out.append(error_row(failure.line, failure.custom_id, failure.error))
+        line = error_row(failure.line, failure.custom_id, failure.error)
+        self._write(line, failure.digest)
         self._summary.failed += 1
         self._summary.errors[failure.error.code] += 1
-        self._bar.show_row()
+        self._bar.show_row(0, 0, is_copy=True)
+
+    def _write(self, line: dict[str, object], digest: str) -> None:
+        marker = self._config.marker
+        self._out.append(line if marker is None else marker.marked(line, digest))
 
     def _note_model(self, name: str) -> None:
         counted = self._summary.other_models

@@ -195,10 +195,12 @@ class WindowPlanner:
         self._config = config
         self._has_dedupe = has_dedupe
         self._templates = Templates()
+        self.num_planning = 0  # rows that are planned at the moment; others may look
 
     def plan(self, window: Window) -> PlannedWindow:
         """Find equal rows and put the others in order."""
         rows = window.rows
+        self.num_planning = len(rows)
         began_s = perf_counter()
         if self._has_dedupe:
             copies = group_equals(rows, window.prompts)
@@ -212,6 +214,7 @@ class WindowPlanner:
                 self._plan_rows(window, chosen[priorities == priority], self._config)
                 for priority in np.unique(priorities)
             ]
+        self.num_planning = 0
         return PlannedWindow(window, copies, parts, perf_counter() - began_s)
 
     def _plan_rows(self, window: Window, indices: Int64s, config: PlanConfig) -> PlannedRows:

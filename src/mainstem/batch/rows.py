@@ -23,7 +23,8 @@ from mainstem.wire.errors import WireError
 from mainstem.wire.replies import Heading, PromptAnswers, Reply
 
 MAX_CUSTOM_ID_CHARS = 512
-SERVER_ONLY = ("context_overflow", "echo", "session_id", "stream")  # needs a client that waits
+# needs a client that waits
+SERVER_ONLY = frozenset(["context_overflow", "echo", "session_id", "stream"])
 
 Json = Mapping[str, object]
 
@@ -35,6 +36,7 @@ class Row:
     line: int
     custom_id: str
     call: Call
+    digest: str = ""  # of what it asks; empty where nobody needs it
 
 
 # --- in ------------------------------------------------------------------------------------------
@@ -46,7 +48,7 @@ def parse_json(line: Line) -> dict[str, object]:
         raise WireError("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:
         value = msgspec.json.decode(line.data)
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         value = _explained_json(line.data)
     if not isinstance(value, dict):
         raise WireError("invalid_row", "the line must be a JSON object")
@@ -58,7 +60,10 @@ def _explained_json(data: bytes) -> object:
     NaN and half characters, whose field is then the one to blame."""
     try:
         return json.loads(data)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+    except UnicodeDecodeError as error:
+        place = f"{error.reason} at byte {error.start + 1} of the line"
+        raise WireError("invalid_json", f"not UTF-8: {place}; save the file as UTF-8") from None
+    except (ValueError, RecursionError) as error:
         raise WireError("invalid_json", f"not JSON: {error}") from None
 
 
@@ -79,19 +84,20 @@ def custom_id_of(row: Json, line_number: int) -> str:
 
 
 def parse_row(
-    parser: CallParser, row: Json, line_number: int, custom_id: str
+    parser: CallParser, row: Json, line_number: int, custom_id: str, digest: str = ""
 ) -> tuple[Row, Prompt]:
     """What a row asks; raises WireError."""
     body, kind = _body(row)
-    for name in SERVER_ONLY:
-        if body.get(name) not in (None, False):
+    for name in sorted(SERVER_ONLY & body.keys()):
+        if body[name] not in (None, False):
             raise WireError("unknown_field", f"the field {name!r} is not supported in rows", name)
-    plain = {name: value for name, value in body.items() if name != "stream_options"}
-    call, prompts = parser.parse(plain, kind)
+    if "stream_options" in body:
+        body = {name: value for name, value in body.items() if name != "stream_options"}
+    call, prompts = parser.parse(body, kind)
     if len(prompts) != 1:
         reason = "prompt: must be one text or one list of token ids; a row has one prompt"
         raise WireError("invalid_value", reason, "prompt")
-    return Row(line_number, custom_id, call), prompts[0]
+    return Row(line_number, custom_id, call, digest), prompts[0]
 
 
 def _body(row: Json) -> tuple[Json, Kind]:
@@ -99,11 +105,11 @@ def _body(row: Json) -> tuple[Json, Kind]:
     if "body" in row or "url" in row:
         envelope = read_fields(row, RowEnvelope)
         return envelope.body, Kind(envelope.url)
-    body = {name: value for name, value in row.items() if name != "custom_id"}
-    given = [kind for kind in Kind if body.get(kind.prompt_field) is not None]
-    if len(given) != 1:
+    has_chat, has_prompt = row.get("messages") is not None, row.get("prompt") is not None
+    if has_chat is has_prompt:
         raise WireError("invalid_row", "the line must have a body, a prompt or messages")
-    return body, given[0]
+    body = {name: value for name, value in row.items() if name != "custom_id"}
+    return body, Kind.CHAT if has_chat else Kind.COMPLETION
 
 
 # --- out -----------------------------------------------------------------------------------------

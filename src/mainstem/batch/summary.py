@@ -21,6 +21,9 @@ class Summary:
     answered: int = 0  # in this run
     failed: int = 0  # error rows of this run
     failed_before: int = 0  # error rows of earlier runs
+    changed: int = 0  # of the skipped ones, rows that ask something else now
+    of_other_model: int = 0  # of the skipped ones, what another model wrote
+    redone: int = 0  # lines of earlier runs that were taken out to be made again
     deduplicated: int = 0  # of the answered ones, copies of an equal row's answer
     errors: Counter[str] = field(default_factory=Counter)  # by code
     other_models: Counter[str] = field(default_factory=Counter)  # names that rows gave
@@ -59,6 +62,9 @@ class Summary:
             "answered": self.answered,
             "failed": self.failed,
             "failed_before": self.failed_before,
+            "changed": self.changed,
+            "of_other_model": self.of_other_model,
+            "redone": self.redone,
             "deduplicated": self.deduplicated,
             "errors": dict(self.errors),
             "prompt_tokens": counters.prompt_tokens + self.deduplicated_tokens,
@@ -107,6 +113,12 @@ class Summary:
             names = ", ".join(repr(name) for name, _ in self.other_models.most_common(3))
             total = sum(self.other_models.values())
             lines.append(f"{total:,} rows name another model ({names}); {self.model} answered")
+        if self.changed or self.of_other_model:
+            lines.append(
+                f"stale: {self.changed:,} rows changed since they were answered, "
+                f"{self.of_other_model:,} lines are of another model; "
+                "--resume=changed answers them again"
+            )
         if not self.is_complete:
             lines.append("the job is not complete; run it again with --resume")
         return "\n".join(lines)

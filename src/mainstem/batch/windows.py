@@ -7,6 +7,7 @@ A window is bounded in memory, so an input may be of any size.
 
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -14,9 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
-from mainstem.batch.answer_file import Done
+from mainstem.batch.done import Done, State
 from mainstem.batch.files import FileFault, Line
 from mainstem.batch.idset import IdSet
+from mainstem.batch.marks import Marker
 from mainstem.batch.rows import Row, custom_id_of, parse_json, parse_row
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.plan import Prompts
@@ -38,6 +40,7 @@ class Failure:
     line: int
     custom_id: str | None
     error: WireError
+    digest: str = ""  # as that of a Row
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class Window:
     num_skipped: int  # done by an earlier run
     num_rows_read: int  # since the beginning, with failures and skipped ones
     progress: float | None  # of the input's bytes; None where its size is not known
+    states: Counter[State] = field(default_factory=Counter)  # of those skipped, by their marks
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class _Draft:
     sizes: list[int] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     num_skipped: int = 0
+    states: Counter[State] = field(default_factory=Counter)
     num_seen: int = 0
 
     @property
@@ -87,13 +92,14 @@ class RowReader:
     """How rows become calls and token ids; the same for a job, a server's batch and a plan.
 
     The tokenizer is loaded by the first row that needs it. `find_app` says which app a row is for;
-    it raises WireError for one that is not there.
+    it raises WireError for one that is not there. `marker` is for outputs that can be resumed.
     """
 
     parser: CallParser
     load_tokenizer: Callable[[], Tokenizer]
     find_app: Callable[[Call], App | None] = lambda call: None
     max_model_len: int = sys.maxsize
+    marker: Marker | None = None
 
 
 class WindowReader:
@@ -105,7 +111,7 @@ class WindowReader:
         self._done = done
         self._window_bytes = window_bytes
         self._seen = IdSet()
-        self._num_rows = 0
+        self.num_rows = 0  # read so far; others may look
         self.tokenize_s = 0.0
 
     def __iter__(self) -> Iterator[Window]:
@@ -117,7 +123,7 @@ class WindowReader:
             for line in self._source:
                 if line.data is not None and not line.data.strip():
                     continue
-                self._num_rows += 1
+                self.num_rows += 1
                 draft.num_seen += 1
                 parsed = self._parse(line, draft)
                 if parsed is not None:
@@ -143,36 +149,57 @@ class WindowReader:
         prompts = Prompts(np.frombuffer(draft.token_ids, dtype=np.int32), starts)
         failures = sorted(draft.failures, key=lambda failure: failure.line)
         progress = self._source.progress
-        return Window(draft.rows, prompts, failures, draft.num_skipped, self._num_rows, progress)
+        return Window(
+            rows=draft.rows,
+            prompts=prompts,
+            failures=failures,
+            num_skipped=draft.num_skipped,
+            states=draft.states,
+            num_rows_read=self.num_rows,
+            progress=progress,
+        )
 
     def _parse(self, line: Line, draft: _Draft) -> tuple[Row, Prompt] | None:
         """What a line asks; None where it failed or was done before, which `draft` notes."""
         custom_id: str | None = None
+        marker, done, digest = self._rows.marker, self._done, ""
         try:
             row = parse_json(line)
+            if marker is not None:
+                digest = marker.of_row(row)
             custom_id = custom_id_of(row, line.number)
             is_new = self._seen.add(custom_id)
-            if str(line.number) in self._done.failed_lines:
-                draft.num_skipped += 1
+            if str(line.number) in done.failed_lines:
+                self._skip(draft, done.error_state(line.number, digest, self._model))
                 return None
             if not is_new:
                 reason = f"the custom_id {custom_id!r} was used on an earlier line"
                 raise WireError("duplicate_custom_id", reason, "custom_id")
-            if custom_id in self._done.answered:
-                draft.num_skipped += 1
+            if custom_id in done.answered:
+                self._skip(draft, done.answer_state(custom_id, digest, self._model))
                 return None
-            return parse_row(self._rows.parser, row, line.number, custom_id)
+            return parse_row(self._rows.parser, row, line.number, custom_id, digest)
         except WireError as error:
-            self._fail(draft, line.number, custom_id, error)
+            if marker is not None and not digest:
+                digest = marker.of_line(line)
+            self._fail(draft, Failure(line.number, custom_id, error, digest))
             return None
 
-    def _fail(
-        self, draft: _Draft, line_number: int, custom_id: str | None, error: WireError
-    ) -> None:
-        if str(line_number) in self._done.failed_lines:
-            draft.num_skipped += 1
+    @property
+    def _model(self) -> str:
+        return "" if self._rows.marker is None else self._rows.marker.model
+
+    def _skip(self, draft: _Draft, state: State) -> None:
+        draft.num_skipped += 1
+        if self._rows.marker is not None:
+            draft.states[state] += 1
+
+    def _fail(self, draft: _Draft, failure: Failure) -> None:
+        if str(failure.line) in self._done.failed_lines:
+            state = self._done.error_state(failure.line, failure.digest, self._model)
+            self._skip(draft, state)
         else:
-            draft.failures.append(Failure(line_number, custom_id, error))
+            draft.failures.append(failure)
 
     def _tokenize(self, waiting: list[tuple[Row, Prompt]], draft: _Draft) -> None:
         began_s = perf_counter()
@@ -180,7 +207,7 @@ class WindowReader:
             try:
                 draft.add(row, self._checked(ids))
             except WireError as error:
-                self._fail(draft, row.line, row.custom_id, error)
+                self._fail(draft, Failure(row.line, row.custom_id, error, row.digest))
         self.tokenize_s += perf_counter() - began_s
 
     def _encode_all(self, waiting: list[tuple[Row, Prompt]]) -> "list[array[int] | WireError]":

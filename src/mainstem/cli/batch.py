@@ -20,9 +20,11 @@ from time import perf_counter
 
 from mainstem.batch.ahead import Ahead
 from mainstem.batch.answer_file import AnswerFile, Existing
-from mainstem.batch.bar import JobBar
-from mainstem.batch.files import FileFault, InputFile
+from mainstem.batch.bar import JobBar, read_so_far
+from mainstem.batch.done import Stale, find_stale
+from mainstem.batch.files import STANDARD, FileFault, InputFile
 from mainstem.batch.job import Job, JobConfig
+from mainstem.batch.marks import Marker
 from mainstem.batch.ordering import PlannedWindow, WindowPlanner
 from mainstem.batch.summary import Summary
 from mainstem.batch.windows import RowReader, WindowReader
@@ -45,20 +47,29 @@ from mainstem.wire.calls import CallParser
 
 MIB = 1 << 20
 LARGEST_WINDOW_MIB = 2048
+KEEP_ALL, REDO_CHANGED = "all", "changed"  # values of --resume
 DEFAULT_FLAGS = ["max_tokens", *DRAW_FLAGS, "stop", "ignore_eos"]  # fields of SamplingParams
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "mainstem batch",
-        usage="%(prog)s IN -o OUT [--resume | --overwrite] [flags]",
+        usage="%(prog)s IN -o OUT [--resume[=changed] | --overwrite] [flags]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("input", metavar="IN", help="JSON lines, also .gz or .zst; -: standard input")
     made.add_argument("-o", "--output", required=True, metavar="OUT", help="-: standard output")
     existing = made.add_mutually_exclusive_group()
-    existing.add_argument("--resume", action="store_true", help="go on with an OUT that is there")
+    existing.add_argument(
+        "--resume",
+        nargs="?",
+        choices=[KEEP_ALL, REDO_CHANGED],
+        const=KEEP_ALL,
+        metavar=REDO_CHANGED,
+        help="go on with an OUT that is there; =changed: and answer rows again that changed since, "
+        "or that another model answered",
+    )
     existing.add_argument("--overwrite", action="store_true", help="replace an OUT that is there")
     add_app_flag(made)
     made.add_argument("--no-plan", action="store_true", help="keep the input's order")
@@ -104,7 +115,9 @@ def open_engine(config: EngineConfig) -> TextEngine:
 
 def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engine) -> int:
     """Exit status as above; what is wrong with the call is raised as a MainstemError."""
-    args = parser().parse_args(argv)
+    args = parser().parse_args(_joined(argv))
+    if args.resume == REDO_CHANGED and args.input == STANDARD:
+        raise InvalidRequest("--resume=changed", "needs an input that can be read twice, a file")
     config = engine_config(args)
     defaults = _defaults(args)
     CallParser(defaults)  # raises if they are not valid
@@ -120,7 +133,6 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
         if source.is_same_file(args.output):
             raise InvalidRequest("-o", "is the input itself")
         with AnswerFile(args.output, _existing(args)) as out:
-            summary.failed_before = out.done.num_failed
             engine = load(config)
             tokenizer = engine.tokenizer
             call_parser = CallParser(
@@ -128,10 +140,21 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
                 find_tool_format=lambda: tool_format(tokenizer),
             )
             limit = engine.engine.max_model_len
-            rows = RowReader(call_parser, lambda: tokenizer, find_app, limit)
+            identity = engine.engine.identity or config.model.model.encode()
+            marker = Marker(call_parser.defaults, args.seed, identity)
+            summary.redone = _forget_stale(args, out, marker)
+            summary.failed_before = out.done.num_failed
+            rows = RowReader(call_parser, lambda: tokenizer, find_app, limit, marker)
             reader = WindowReader(source, rows, out.done, window_bytes)
-            with closing(engine.engine), JobBar(summary, not args.no_progress) as bar:
-                job_config = JobConfig(config.model.model, args.seed)
+
+            def preparing() -> str:
+                if planner.num_planning:
+                    return f"planning {planner.num_planning:,} rows"
+                return "reading" + read_so_far(reader.num_rows, source.progress)
+
+            bar = JobBar(summary, preparing, not args.no_progress)
+            with closing(engine.engine), bar:
+                job_config = JobConfig(config.model.model, args.seed, marker)
                 job = Job(engine, out, job_config, summary, stop.is_set, bar)
                 fault = _run(job, map(planner.plan, reader), out, summary, stop)
     print(summary.to_text(), file=sys.stderr)
@@ -170,6 +193,41 @@ def _run(
         if windows is not None:
             windows.close()
     return None
+
+
+def _joined(argv: list[str]) -> list[str]:
+    """`--resume changed` is `--resume=changed`; any other word after --resume is not its value."""
+    found: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == "--resume":
+            after = next(words, None)
+            value = REDO_CHANGED if after == REDO_CHANGED else KEEP_ALL
+            found += [f"--resume={value}", *([after] if after not in (None, REDO_CHANGED) else [])]
+        else:
+            found.append(word)
+    return found
+
+
+def _forget_stale(args: argparse.Namespace, out: AnswerFile, marker: Marker) -> int:
+    """Take lines out of an output that are to be made again; returns how many.
+
+    Always those that were this machine's fault; changed rows and answers of another model where
+    that is asked for.
+    """
+    stale = Stale()
+    if args.resume == REDO_CHANGED:
+        with closing(InputFile(args.input)) as source:
+            stale = find_stale(source, marker, out.done)
+    elif num_others := out.done.models.total() - out.done.models[marker.model]:
+        print(
+            f"mainstem batch: {num_others:,} lines of {args.output} are of another model (other "
+            "weights, dtype or kind of device); --resume=changed answers their rows again",
+            file=sys.stderr,
+        )
+    if not stale.counts and not out.done.num_machine_faults:
+        return 0
+    return out.forget(lambda entry: entry.is_machine_fault or stale.has(entry))
 
 
 def _existing(args: argparse.Namespace) -> Existing:

@@ -19,8 +19,9 @@ from time import perf_counter
 
 import numpy as np
 
-from mainstem.batch.answer_file import Done
-from mainstem.batch.files import InputFile, Line
+from mainstem.batch.bar import PhaseLine, read_so_far
+from mainstem.batch.done import Done
+from mainstem.batch.files import LINES_PER_LOOK, InputFile, Line
 from mainstem.batch.ordering import output_limits
 from mainstem.batch.windows import Failure, RowReader, RowSource, WindowReader
 from mainstem.checkpoints.hub import resolve_model
@@ -68,6 +69,24 @@ class KeptLines:
             if line.data is not None and line.data.strip():
                 self.lines[line.number] = line.data.rstrip(b"\r\n") + b"\n"
             yield line
+
+    @property
+    def progress(self) -> float | None:
+        return self._source.progress
+
+
+class WatchedLines:
+    """An input that says how far it was read."""
+
+    def __init__(self, source: RowSource, line: PhaseLine) -> None:
+        self._source = source
+        self._line = line
+
+    def __iter__(self) -> Iterator[Line]:
+        for number, line in enumerate(self._source, 1):
+            yield line
+            if number % LINES_PER_LOOK == 0:
+                self._line.show("reading" + read_so_far(number, self.progress))
 
     @property
     def progress(self) -> float | None:
@@ -249,6 +268,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the biggest groups")
     made.add_argument("--emit-order", metavar="OUT", help="write the lines in planned order, - too")
     made.add_argument("--emit-plan", metavar="OUT", help="write the plan as JSON lines, - too")
+    made.add_argument("--no-progress", action="store_true", help="say nothing while it works")
     return made
 
 
@@ -270,16 +290,22 @@ def main(args: list[str], load: Load = load_tokenizer) -> int:
     tokenizer = cache(lambda: load(flags.model, flags.chat_template))
     call_parser = CallParser(find_tool_format=lambda: tool_format(tokenizer()))
     rows = RowReader(call_parser, tokenizer, apps_by_name(flags.app))
-    with closing(InputFile(flags.file)) as source:
+    with (
+        closing(InputFile(flags.file)) as source,
+        closing(PhaseLine("mainstem plan", not flags.no_progress)) as line,
+    ):
         kept = KeptLines(source)
-        read = read_prompts(kept if flags.emit_order is not None else source, rows)
+        lines = kept if flags.emit_order is not None else source
+        read = read_prompts(WatchedLines(lines, line), rows)
+        what = f"{len(read.prompts):,} prompts of {len(read.prompts.token_ids):,} tokens"
+        line.begin(f"planning {what}")
+        began_s = perf_counter()
+        tree = build_tree(read.prompts)
+        plan = plan_tree(tree, config, read.max_tokens)
+        plan_s = perf_counter() - began_s
+        line.begin("comparing with other ways of sharing")
+        savings = compare(tree, _multi_level(tree, plan, config), lru)
     _report_failures(read.failures)
-
-    began_s = perf_counter()
-    tree = build_tree(read.prompts)
-    plan = plan_tree(tree, config, read.max_tokens)
-    plan_s = perf_counter() - began_s
-    savings = compare(tree, _multi_level(tree, plan, config), lru)
 
     if flags.emit_order is not None:
         ordered = [read.lines[index] for index in plan.members.tolist()]

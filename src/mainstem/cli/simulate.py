@@ -25,7 +25,8 @@ from mainstem.kv.policy import HEADROOM, PolicyKind
 from mainstem.simulate.plots import plot_reports, require_matplotlib
 from mainstem.simulate.service import Prices, ServiceRates
 from mainstem.simulate.simulator import Queue, Report, SimulationConfig, simulate
-from mainstem.simulate.traces import Trace, read_trace
+from mainstem.simulate.trace_records import Trace
+from mainstem.simulate.traces import read_trace
 
 
 def parser() -> argparse.ArgumentParser:

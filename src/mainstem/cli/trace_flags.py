@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from mainstem.cli.flag_types import positive, positive_count
-from mainstem.simulate.traces import ReadOptions, Trace, TraceFormat
+from mainstem.simulate.trace_records import ReadOptions, Trace, TraceFormat
 
 
 def add_trace_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,13 +28,15 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         "--page-tokens",
         type=positive_count,
         metavar="N",
-        help="tokens of a page: mooncake 512, qwen 16, others 128",
+        help="tokens of a page: mooncake 512, qwen 16, weka 64, others 128; that of its ids, "
+        "where the trace has ids",
     )
     group.add_argument(
         "--rate",
         type=positive,
         metavar="R",
-        help="sessions: starts a second (1); others: requests a second (as recorded)",
+        help="sessions, weka, chitchat: starts a second (1); others: requests a second "
+        "(as recorded)",
     )
     group.add_argument(
         "--context-tokens",
@@ -43,6 +45,13 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         help="leave out what is longer, and the rest of its session (no limit)",
     )
     group.add_argument("--limit", type=positive_count, metavar="N", help="read N requests (all)")
+    for flag, what in (("--prompt-tokens", "prompt"), ("--answer-tokens", "answer")):
+        group.add_argument(
+            flag,
+            type=positive_count,
+            metavar="N",
+            help=f"tokens of every {what}, for a trace without lengths (servegen)",
+        )
     group.add_argument(
         "--think-times", type=Path, metavar="FILE", help="gaps between turns (the shipped table)"
     )
@@ -59,9 +68,14 @@ def read_options(args: argparse.Namespace) -> ReadOptions:
         limit=args.limit,
         seed=args.seed,
         think_times=args.think_times,
+        prompt_tokens=args.prompt_tokens,
+        answer_tokens=args.answer_tokens,
     )
 
 
 def warn_if_nothing_is_shared(trace: Trace) -> None:
     if not trace.can_share:
-        print("this trace has lengths only: nothing in it can be shared", file=sys.stderr)
+        print(
+            "this trace does not say what is in prompts: nothing in it can be shared",
+            file=sys.stderr,
+        )

@@ -3,6 +3,7 @@
 MainstemError
   ConfigError      a setting is out of range or does not fit the others
   InvalidRequest   the caller's fault: 4xx at the server, an error row in a batch
+    MissingPackage   a field that an optional package is needed for
   UnsupportedModel a checkpoint whose mathematics this engine does not have
   ModelNotFound    a model argument that names nothing we can reach
   OutOfPages       load: the scheduler catches it and waits
@@ -31,6 +32,10 @@ class InvalidRequest(MainstemError):
         super().__init__(f"{field}: {reason}")
         self.field = field
         self.reason = reason
+
+
+class MissingPackage(InvalidRequest):
+    """A field is right, but the package that serves it is not installed."""
 
 
 class UnsupportedModel(MainstemError):

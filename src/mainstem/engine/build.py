@@ -106,4 +106,4 @@ def join(
         if tiers is None
         else make_fetching(card, facts.num_params, config.store, store),
     )
-    return Engine(scheduler, runner if around is None else around(runner), bus)
+    return Engine(scheduler, runner if around is None else around(runner), bus, facts.identity)

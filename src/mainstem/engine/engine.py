@@ -29,7 +29,10 @@ class Engine:
     next_step n   --> launch n   --> wait n --> commit n       (it cannot)
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, bus: EventBus) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, bus: EventBus, identity: bytes = b""
+    ) -> None:
+        """`identity` is the model's: weights, dtype, quantization and page layout."""
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight: _Launched | None = None
@@ -39,6 +42,7 @@ class Engine:
         self._is_torn = False  # a step was left in the middle, and nothing was put right since
         self._owner = getpid()
         self.bus = bus
+        self.identity = identity
 
     @property
     def is_forked(self) -> bool:

@@ -19,7 +19,7 @@ from mainstem.kv.policy import PolicyConfig, PolicyKind, TierPolicy
 from mainstem.simulate.plots import CapacityPoint
 from mainstem.simulate.service import GB, ServiceRates
 from mainstem.simulate.simulator import without_garbage_collection
-from mainstem.simulate.traces import Trace, TraceRequest
+from mainstem.simulate.trace_records import Trace, TraceRequest
 
 PRECISION = 1.03  # the capacity found is at most so many times the least one
 PLOTTED_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)

@@ -22,7 +22,7 @@ from time import perf_counter
 from mainstem.core.errors import ConfigError
 from mainstem.kv.policy import HEADROOM, PolicyConfig, PolicyKind, TierPolicy
 from mainstem.simulate.service import GB, Prices, ServiceRates
-from mainstem.simulate.traces import Trace, TraceRequest
+from mainstem.simulate.trace_records import Trace, TraceRequest
 
 READ_AHEAD_S = 1.0  # prefetches are handed to the disk so far ahead of it, not further
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mainstem.core.errors import InvalidRequest
+from mainstem.core.errors import InvalidRequest, MissingPackage
 from mainstem.core.step import Bytes, Int32s
 from mainstem.text.tokenizer import Tokenizer
 
@@ -176,9 +176,8 @@ class Grammars:
         try:
             from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415  # an optional package
         except ImportError:
-            raise InvalidRequest(
-                FIELD, "needs llguidance: pip install 'mainstem[server]'"
-            ) from None
+            reason = "needs llguidance: pip install 'mainstem[server]'"
+            raise MissingPackage(FIELD, reason) from None
         with self._words_lock:
             words = self._words or self._load_words()
         limits = LLParserLimits(

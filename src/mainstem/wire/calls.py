@@ -11,7 +11,9 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+import msgspec
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import Overflow, SamplingParams
@@ -20,6 +22,7 @@ from mainstem.text.grammar import choice_form, json_form, regex_form
 from mainstem.text.tools import ToolFormat, ToolUse, offer_tools
 from mainstem.wire import bodies
 from mainstem.wire.bodies import (
+    HARMLESS,
     AnswerBody,
     ChatBody,
     ChosenTool,
@@ -36,9 +39,12 @@ from mainstem.wire.errors import WireError, from_invalid
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat has no limit
 MAX_TOKEN_ID = 2**31 - 1
 SAMPLINGS_KEPT = 1024  # different settings whose objects are shared between calls
-MAX_KEPT_CHARS = 4096  # of such settings
+CALLS_KEPT = 1024  # different bodies, apart from their prompts, that are read once
+MAX_KEPT_CHARS = 4096  # of such settings and bodies
 
 T = TypeVar("T")
+Messages = Annotated[list[bodies.Message], msgspec.Meta(min_length=1)]
+TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 
 # SamplingParams takes these under the same name and checks their values
 SAMPLING_FIELDS = (
@@ -69,7 +75,10 @@ class Kind(Enum):
 
     @property
     def prompt_field(self) -> str:
-        return "messages" if self is Kind.CHAT else "prompt"
+        return PROMPT_FIELDS[self]
+
+
+PROMPT_FIELDS = {Kind.CHAT: "messages", Kind.COMPLETION: "prompt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,14 @@ class Call:
         return self.num_prompts * self.sampling.n
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A body that was read before, apart from its prompt."""
+
+    call: Call
+    chat: Chat | None  # without its messages; None: a completion
+
+
 @dataclass(slots=True)
 class CallParser:
     """Reads bodies, with defaults for the sampling fields that they leave open.
@@ -118,15 +135,36 @@ class CallParser:
     limits: BodyLimits = field(default_factory=BodyLimits)
     find_tool_format: Callable[[], ToolFormat | None] = lambda: None
     _samplings: dict[str, SamplingParams] = field(default_factory=dict)
+    _known: dict[str, _Known] = field(default_factory=dict)  # by the rest of the body
 
     def __post_init__(self) -> None:
         self._sampling(self.defaults)
 
     def parse(self, body: Json, kind: Kind) -> tuple[Call, tuple[Prompt, ...]]:
-        """Raises WireError that names the field."""
-        if body.get(kind.prompt_field) is None:
-            name = kind.prompt_field
+        """Raises WireError that names the field.
+
+        Bodies that differ in their prompt alone, as those of a batch do, are checked once.
+        """
+        name = PROMPT_FIELDS[kind]
+        prompt = body.get(name)
+        if prompt is None:
             raise WireError("invalid_row", f"{name}: is required", name)
+        key = _key_of(body, name)
+        known = self._known.get(key)
+        if known is not None:
+            read = _known_prompt(prompt, known)
+            if read is not None:
+                return known.call, (read,)
+        call, prompts = self._read(body, kind)
+        if len(prompts) == 1 and 0 < len(key) <= MAX_KEPT_CHARS:
+            if len(self._known) == CALLS_KEPT:
+                self._known.clear()
+            chat = prompts[0] if isinstance(prompts[0], Chat) else None
+            self._known[key] = _Known(call, None if chat is None else replace(chat, messages=[]))
+        return call, prompts
+
+    def _read(self, body: Json, kind: Kind) -> tuple[Call, tuple[Prompt, ...]]:
+        """The whole way from a body to a Call."""
         if kind is Kind.CHAT and body.get("echo"):
             reason = "the field 'echo' is not supported in a chat"
             raise WireError("unknown_field", reason, "echo")
@@ -333,6 +371,32 @@ def _in_session(call: Call, body: AnswerBody) -> Call:
 # --- prompts -------------------------------------------------------------------------------------
 
 
+def _key_of(body: Json, prompt_field: str) -> str:
+    """Equal for bodies that ask the same of different prompts; empty: too deep to tell."""
+    rest = {
+        name: value for name, value in body.items() if name != prompt_field and name not in HARMLESS
+    }
+    try:
+        return f"{prompt_field}{rest!r}"
+    except RecursionError:
+        return ""
+
+
+def _known_prompt(given: object, known: _Known) -> "Prompt | None":
+    """The prompt of a body whose other fields were checked before; None: it is not a plain one,
+    and the whole way finds out what it is or what is wrong with it."""
+    if known.chat is None and isinstance(given, str):
+        return given
+    try:
+        if known.chat is not None:
+            messages = _messages(given, msgspec.convert(given, Messages))
+            return replace(known.chat, messages=messages)
+        ids: list[int] = msgspec.convert(given, TokenIds)
+        return array("i", ids)
+    except (msgspec.ValidationError, InvalidRequest, TypeError):
+        return None
+
+
 def _prompts(given: str | list[int | str | list[int]], limits: BodyLimits) -> Iterator[Prompt]:
     """One text, one list of ids, or a list of these."""
     if isinstance(given, str) or not given or isinstance(given[0], int):
@@ -360,17 +424,20 @@ def _prompt(value: object) -> Prompt:
 
 
 def _chat(body: ChatBody, fields: Json, tools: ToolUse | None) -> Chat:
-    """The conversation as the template wants it: the messages as they came, with one text each."""
-    given = fields["messages"]
-    assert isinstance(given, list)
-    pairs = zip(given, body.messages, strict=True)
-    messages = [_message(index, raw, checked) for index, (raw, checked) in enumerate(pairs)]
+    """The conversation as the template wants it."""
     return Chat(
-        messages,
+        _messages(fields["messages"], body.messages),
         add_generation_prompt=body.add_generation_prompt is not False,
         template_args=body.chat_template_kwargs or {},
         tools=None if tools is None else tools.tools,
     )
+
+
+def _messages(given: object, checked: Sequence[bodies.Message]) -> list[Message]:
+    """The messages as they came, with one text each."""
+    assert isinstance(given, list)
+    pairs = zip(given, checked, strict=True)
+    return [_message(index, raw, read) for index, (raw, read) in enumerate(pairs)]
 
 
 def _message(index: int, message: Message, checked: bodies.Message) -> Message:

@@ -1,0 +1,157 @@
+"""What an earlier run has written to an output, in little memory, and what of it is stale."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mainstem.batch.files import Line
+from mainstem.batch.idset import IdSet
+from mainstem.batch.marks import MARK, Marker
+from mainstem.batch.rows import custom_id_of, parse_json
+from mainstem.wire.errors import WireError
+
+ENGINE_FAILED = "engine_failed"
+MISSING_PACKAGE = "missing_package"
+MACHINE_FAULTS = frozenset([ENGINE_FAILED, MISSING_PACKAGE])  # not about the row: tried again
+OLD_MISSING_PACKAGE = "needs the package"  # how it was told before it had a code
+
+
+class State(Enum):
+    """What an output line of an earlier run is to this one."""
+
+    FRESH = "fresh"
+    UNKNOWN = "unknown"  # it has no mark: an older version wrote it
+    CHANGED = "changed"  # its row asks something else now
+    OTHER_MODEL = "other model"
+
+    @property
+    def is_stale(self) -> bool:
+        return self in (State.CHANGED, State.OTHER_MODEL)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of an output: the answer to a custom id, or the error of a line."""
+
+    custom_id: str | None  # of an answer
+    line: int | None  # of an error
+    is_machine_fault: bool
+    row_digest: str | None
+    model_digest: str | None
+
+    @property
+    def name(self) -> str:
+        return _answer_name(self.custom_id) if self.line is None else _error_name(self.line)
+
+
+def read_entry(data: bytes) -> Entry:
+    """Raises ValueError where this is not a line of a batch output."""
+    try:
+        row = json.loads(data)
+        custom_id, error = row["custom_id"], row["error"]
+        is_answer = row["response"] is not None and isinstance(custom_id, str)
+        line = None if is_answer else int(error["line"])
+        is_fault = not is_answer and (
+            error.get("code") in MACHINE_FAULTS or OLD_MISSING_PACKAGE in str(error.get("message"))
+        )
+        mark = row.get(MARK) or {}
+        row_digest, model_digest = mark.get("row"), mark.get("model")
+    except (KeyError, TypeError, AttributeError, RecursionError) as fault:
+        raise ValueError(str(fault)) from None
+    return Entry(custom_id if is_answer else None, line, is_fault, row_digest, model_digest)
+
+
+@dataclass(slots=True)
+class Done:
+    """What an earlier run has written."""
+
+    answered: IdSet = field(default_factory=IdSet)  # custom ids
+    failed_lines: IdSet = field(default_factory=IdSet)  # line numbers as text
+    num_answered: int = 0
+    num_failed: int = 0
+    num_machine_faults: int = 0  # of the failed ones
+    num_bytes: int = 0  # of whole lines, unpacked
+    models: Counter[str] = field(default_factory=Counter)  # lines by the model of their mark
+    _marks: IdSet = field(default_factory=IdSet)  # entry, row and model together
+    _unmarked: IdSet = field(default_factory=IdSet)  # entries
+
+    def note(self, entry: Entry, num_bytes: int) -> None:
+        """One more whole line."""
+        self.num_bytes += num_bytes
+        if entry.line is None:
+            self.answered.add(entry.custom_id or "")
+            self.num_answered += 1
+        else:
+            self.failed_lines.add(str(entry.line))
+            self.num_failed += 1
+            self.num_machine_faults += entry.is_machine_fault
+        if entry.row_digest is None or entry.model_digest is None:
+            self._unmarked.add(entry.name)
+        else:
+            self.models[entry.model_digest] += 1
+            self._marks.add(f"{entry.model_digest} {entry.row_digest} {entry.name}")
+
+    def answer_state(self, custom_id: str, row_digest: str, model: str) -> State:
+        """What the answer to this id is to a row that is read now."""
+        return self._state(_answer_name(custom_id), row_digest, model)
+
+    def error_state(self, line: int, row_digest: str, model: str) -> State:
+        """What the error of this line is to what stands there now."""
+        return self._state(_error_name(line), row_digest, model)
+
+    def _state(self, name: str, row_digest: str, model: str) -> State:
+        if f"{model} {row_digest} {name}" in self._marks:
+            return State.FRESH
+        if name in self._unmarked:
+            return State.UNKNOWN
+        others = (other for other in self.models if other != model)
+        is_same_row = any(f"{other} {row_digest} {name}" in self._marks for other in others)
+        return State.OTHER_MODEL if is_same_row else State.CHANGED
+
+
+@dataclass(slots=True)
+class Stale:
+    """Entries of an output that are to be made again."""
+
+    names: IdSet = field(default_factory=IdSet)
+    counts: Counter[State] = field(default_factory=Counter)
+
+    def has(self, entry: Entry) -> bool:
+        return entry.name in self.names
+
+
+def find_stale(lines: Iterable[Line], marker: Marker, done: Done) -> Stale:
+    """The entries of an output whose rows changed, or that another model made."""
+    stale, seen = Stale(), IdSet()
+    for line in lines:
+        if line.data is not None and not line.data.strip():
+            continue
+        digest, custom_id, is_new = marker.of_line(line), "", False
+        try:
+            row = parse_json(line)
+            digest = marker.of_row(row)
+            custom_id = custom_id_of(row, line.number)
+            is_new = seen.add(custom_id)
+        except WireError:
+            pass  # its error may be known by the line
+        name, state = "", State.FRESH
+        if str(line.number) in done.failed_lines:
+            name = _error_name(line.number)
+            state = done.error_state(line.number, digest, marker.model)
+        elif is_new and custom_id in done.answered:
+            name = _answer_name(custom_id)
+            state = done.answer_state(custom_id, digest, marker.model)
+        if state.is_stale:
+            stale.names.add(name)
+            stale.counts[state] += 1
+    return stale
+
+
+def _answer_name(custom_id: str | None) -> str:
+    return f"answer {custom_id}"
+
+
+def _error_name(line: int) -> str:
+    return f"error {line}"

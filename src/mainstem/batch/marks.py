@@ -1,0 +1,74 @@
+"""Marks: what an answer was made from, as two short hashes beside it in the output.
+
+    {"custom_id": "a", "response": {...}, "error": null,
+     "mainstem": {"row": "8a41...", "model": "90fc..."}}
+
+A later run compares them with the row it reads and the model it has. The row's hash is of what was
+asked: the row without its id, and the job's settings that it leaves open.
+"""
+
+from collections.abc import Mapping
+from hashlib import blake2b
+
+import msgspec
+
+from mainstem.batch.files import Line
+
+MARK = "mainstem"  # the field of an output line
+DIGEST_BYTES = 8
+
+Json = Mapping[str, object]
+
+
+class Marker:
+    """Makes the marks of one run."""
+
+    def __init__(self, defaults: Json, seed: int, model: bytes) -> None:
+        """`defaults` and `seed` are for rows that leave them open; `model` identifies its weights
+        and how they are computed with."""
+        self._defaults = defaults
+        self._seed = seed
+        self.model = _hex(model)
+
+    def of_row(self, row: Json) -> str:
+        """The hash of what a row asks."""
+        body = row.get("body")
+        fields = body if isinstance(body, dict) else row
+        content = {name: value for name, value in row.items() if name != "custom_id"}
+        return _hex(_encoded(content), _encoded(self._open(fields)))
+
+    def of_line(self, line: Line) -> str:
+        """The hash of a line that is not a row."""
+        return _hex((line.data or b"").strip())
+
+    def _open(self, fields: Json) -> dict[str, object]:
+        """The settings of the job that a row with these fields is answered with."""
+        given = {name for name, value in fields.items() if value is not None}
+        if "max_completion_tokens" in given:
+            given.add("max_tokens")
+        found = {name: value for name, value in self._defaults.items() if name not in given}
+        temperature = fields.get("temperature")
+        is_greedy = (self._defaults.get("temperature") if temperature is None else temperature) == 0
+        if not is_greedy and "seed" not in given:
+            found["seed"] = self._seed
+        return found
+
+    def marked(self, output: dict[str, object], row_digest: str) -> dict[str, object]:
+        """An output line with its mark."""
+        return output | {MARK: {"row": row_digest, "model": self.model}}
+
+
+def _encoded(value: object) -> bytes:
+    """JSON that does not depend on the order of fields."""
+    try:
+        return msgspec.json.encode(value, order="sorted")
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError, OverflowError):
+        # what only Python's own JSON reads: half characters, huge numbers
+        return repr(value).encode("utf-8", "backslashreplace")
+
+
+def _hex(*parts: bytes) -> str:
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()

@@ -1,0 +1,100 @@
+"""Shapes of conversations: lengths of turns, and in ChitChat's their times."""
+
+from collections.abc import Callable, Sequence
+
+from mainstem.simulate.arrivals import ArrivalProcess
+from mainstem.simulate.trace_records import (
+    MAX_TOKENS,
+    Lines,
+    ReadOptions,
+    TraceRequest,
+    sorted_sessions,
+)
+
+Timing = Callable[[int], tuple[float, float]]
+"""Of a turn by its index: how long the answer before it took, and the user to think after it."""
+
+
+class _Chains:
+    """Requests of conversations: a turn's prompt is all turns before it, answers included."""
+
+    def __init__(self, page_tokens: int, options: ReadOptions) -> None:
+        self._page_tokens = page_tokens
+        self._context_tokens = options.context_tokens
+        self._next_key = 0
+        self._num_sessions = 0
+        self.requests: list[TraceRequest] = []
+
+    def add(self, start_s: float, turns: Sequence[tuple[int, int]], timing: Timing) -> None:
+        """A conversation of (user tokens, answer tokens), until it outgrows the context window."""
+        arrival_s, history = start_s, 0
+        first_key, previous = self._next_key, None
+        for index, (user, answer) in enumerate(turns):
+            prompt = history + user
+            history = prompt + answer
+            if self._context_tokens is not None and history > self._context_tokens:
+                break
+            answer_s, think_s = timing(index) if index else (0.0, 0.0)
+            arrival_s += answer_s + think_s
+            self._next_key = first_key + history // self._page_tokens
+            self.requests.append(
+                TraceRequest(
+                    arrival_s=arrival_s,
+                    input_tokens=prompt,
+                    output_tokens=answer,
+                    keys=range(first_key, first_key + prompt // self._page_tokens),
+                    kept=range(first_key, self._next_key),
+                    session=self._num_sessions,
+                    previous=previous,
+                    think_s=think_s,
+                )
+            )
+            previous = len(self.requests) - 1
+        self._num_sessions += 1
+
+
+def read_sessions(lines: Lines, page_tokens: int, options: ReadOptions) -> list[TraceRequest]:
+    """Lengths of turns; arrivals are drawn: Poisson session starts and real think times."""
+    process = ArrivalProcess(options.rate or 1.0, options.seed, options.think_times)
+    chains = _Chains(page_tokens, options)
+    for row in lines.rows():
+        turns = row.get("turns")
+        if not isinstance(turns, list) or not all(_are_counts(turn, 2) for turn in turns):
+            raise lines.error("turns must be a list of [user tokens, answer tokens]")
+
+        def timing(index: int, turns: list[list[int]] = turns) -> tuple[float, float]:
+            return process.answer_s(turns[index - 1][1]), process.think_s()
+
+        chains.add(process.next_start(), [(user, answer) for user, answer in turns], timing)
+    return sorted_sessions(chains.requests)
+
+
+def read_chitchat(lines: Lines, page_tokens: int, options: ReadOptions) -> list[TraceRequest]:
+    """People who chat in turn: the first of them is taken for the user, the other for the model.
+
+    Session starts are drawn; within a session a prompt comes when its last message came. A last
+    turn without an answer is left out.
+    """
+    process = ArrivalProcess(options.rate or 1.0, options.seed, options.think_times)
+    chains = _Chains(page_tokens, options)
+    for row in lines.rows():
+        turns = row.get("turns")
+        if not isinstance(turns, list) or not all(_are_counts(turn, 3) for turn in turns):
+            raise lines.error("turns must be a list of [first message s, last message s, tokens]")
+        pairs: list[tuple[list[int], ...]] = list(zip(turns[::2], turns[1::2], strict=False))
+
+        def timing(index: int, pairs: list[tuple[list[int], ...]] = pairs) -> tuple[float, float]:
+            asked, answered = (turn[1] for turn in pairs[index - 1])
+            return max(0.0, answered - asked), max(0.0, pairs[index][0][1] - answered)
+
+        counts = [(user[2], answer[2]) for user, answer in pairs]
+        chains.add(process.next_start(), counts, timing)
+    return sorted_sessions(chains.requests)
+
+
+def _are_counts(turn: object, num_counts: int) -> bool:
+    return (
+        isinstance(turn, list)
+        and len(turn) == num_counts
+        and all(type(item) is int and 0 <= item <= MAX_TOKENS for item in turn)
+    )
