@@ -447,7 +447,7 @@ def test_a_line_that_is_not_utf8_is_an_error_row_with_its_line(folder: Folder) -
     assert {line: error["code"] for line, error in failed.items()} == dict.fromkeys(
         (2, 3), "invalid_json"
     )
-    assert "not UTF-8: invalid continuation byte at byte 16" in failed[2]["message"]
+    assert "not UTF-8: invalid continuation byte at byte 15" in failed[2]["message"]
     assert len(rows) == 4
 
 
