@@ -391,8 +391,8 @@ def _known_prompt(given: object, known: _Known) -> "Prompt | None":
         if known.chat is not None:
             messages = _messages(given, msgspec.convert(given, Messages))
             return replace(known.chat, messages=messages)
-        msgspec.convert(given, TokenIds)
-        return array("i", given)  # type: ignore[arg-type]  # a list of such numbers
+        ids: list[int] = msgspec.convert(given, TokenIds)
+        return array("i", ids)
     except (msgspec.ValidationError, InvalidRequest, TypeError):
         return None
 
