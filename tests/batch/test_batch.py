@@ -439,7 +439,7 @@ def test_a_bad_line_becomes_an_error_row_and_the_rest_goes_on(folder: Folder) ->
 
 def test_a_line_that_is_not_utf8_is_an_error_row_with_its_line(folder: Folder) -> None:
     """Bytes within a text came past the first parser's errors and ended the job."""
-    lines = [b'{"prompt": "a"}', b'{"prompt": "no\xe9l"}', b"\xff\xfe", b'{"prompt": "b"}']
+    lines = [b'{"prompt": "a"}', b'{"prompt": "\xe9t\xe9"}', b"\xff\xfe", b'{"prompt": "b"}']
     folder.input.write_bytes(b"\n".join(lines) + b"\n")
     assert folder.run("--max-tokens", "2") == 1
     rows = [json.loads(line) for line in folder.output.read_text().splitlines()]
@@ -447,7 +447,7 @@ def test_a_line_that_is_not_utf8_is_an_error_row_with_its_line(folder: Folder) -
     assert {line: error["code"] for line, error in failed.items()} == dict.fromkeys(
         (2, 3), "invalid_json"
     )
-    assert "not UTF-8: invalid continuation byte at byte 15" in failed[2]["message"]
+    assert "not UTF-8: invalid continuation byte at byte 13" in failed[2]["message"]
     assert len(rows) == 4
 
 

@@ -61,7 +61,8 @@ class JobBar:
         if self._began_s is None:
             self._began_s = monotonic()
             self._bar.bar_format = RUNNING
-            self._bar.reset()  # time left is about rows that run
+            self._bar.set_description_str("running", refresh=False)
+            self._bar.reset(self._work.total_tokens)  # time left is about rows that run
         self._bar.set_description_str("running", refresh=False)
         self._bar.total = self._work.total_tokens
         self._bar.refresh()

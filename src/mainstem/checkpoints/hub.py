@@ -5,9 +5,12 @@ A model argument is a local folder, `smollm2` (the embedded default), or a hub i
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import huggingface_hub
 
@@ -22,6 +25,8 @@ from mainstem.checkpoints.progress import Progress, unseen
 from mainstem.core.config import cache_dir
 from mainstem.core.errors import ModelNotFound
 
+CONFIG_FILE = "config.json"
+HUB_ID = re.compile(r"(?![.~])[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # what git leaves where LFS is not set up
 HUB_SKIPPED = ["*/*", "consolidated*"]  # other formats in subfolders; a second copy of the weights
@@ -68,12 +73,32 @@ def resolve_model(name: str, progress: Progress = unseen, check: Check = Check.S
         return folder.resolve()
     if folder.exists():
         raise ModelNotFound(f"{name} is a file; name the folder that holds config.json")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "~")):
+    if not HUB_ID.fullmatch(name):
         raise ModelNotFound(
             f"{name}: no such folder, and not a hub id (owner/name). "
             f"Use a local folder, a hub id, or {SMOLLM2.name}"
         )
     return _hub_folder(name, progress)
+
+
+@contextmanager
+def config_folder(name: str) -> Iterator[Path]:
+    """A folder with the config.json of a model, whose weights need not be there.
+
+    Of a hub id that is not cached this one file is fetched, and dropped afterwards.
+    """
+    folder = Path(name).expanduser() if name.startswith("~/") else Path(name)
+    if folder.is_dir() and (folder / CONFIG_FILE).is_file():
+        yield folder
+    elif folder.exists() or name == SMOLLM2.name or not HUB_ID.fullmatch(name):
+        yield resolve_model(name)
+    elif isinstance(cached := huggingface_hub.try_to_load_from_cache(name, CONFIG_FILE), str):
+        yield Path(cached).parent
+    else:
+        with TemporaryDirectory() as scratch:
+            with _hub_errors(name):
+                huggingface_hub.hf_hub_download(name, CONFIG_FILE, local_dir=scratch)
+            yield Path(scratch)
 
 
 def list_models() -> list[ModelRecord]:
@@ -116,12 +141,25 @@ def _embedded_record(model: EmbeddedModel, models_dir: Path) -> ModelRecord:
 
 def _hub_folder(name: str, progress: Progress) -> Path:
     progress("download", 0.0)
-    try:
+    with _hub_errors(name):
         folder = Path(
             huggingface_hub.snapshot_download(
                 name, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED
             )
         )
+    if lacking := missing_part(folder):
+        raise ModelNotFound(
+            f"{name}: {lacking} is missing. Only safetensors weights are read, never .bin or .pt"
+        )
+    progress("download", 1.0)
+    return folder
+
+
+@contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """Errors of the hub client as ModelNotFound, which says what to do."""
+    try:
+        yield
     except huggingface_hub.errors.GatedRepoError as error:
         raise ModelNotFound(
             f"{name} is gated: accept its terms on the hub, then log in with `hf auth login`"
@@ -137,12 +175,6 @@ def _hub_folder(name: str, progress: Progress) -> Path:
             "fill the hub's cache elsewhere and set HF_HUB_OFFLINE=1. Behind a proxy: set "
             "HTTPS_PROXY; with a mirror: set HF_ENDPOINT"
         ) from error
-    if lacking := missing_part(folder):
-        raise ModelNotFound(
-            f"{name}: {lacking} is missing. Only safetensors weights are read, never .bin or .pt"
-        )
-    progress("download", 1.0)
-    return folder
 
 
 def _hub_records() -> list[ModelRecord]:

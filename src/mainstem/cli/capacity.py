@@ -1,16 +1,23 @@
 """`mainstem capacity TRACE`: the storage that a hit rate needs (AttentionStore 4.3.5).
 
     DSpUT   most distinct sessions in a time of TTL
-    CCpS    what one session can take: the context window, in bytes of K and V
+    CCpS    what one session takes, in bytes of K and V
     CCpUT   DSpUT * CCpS: enough for everything that does not expire, whatever the sessions do
 
-Real sessions rarely fill their context and die at different times, so a share of CCpUT is enough.
-How much, is searched for by replaying the trace through the engine's policy. Time is the trace's
-own here. The hit rate is that of `mainstem simulate`: prompt tokens saved of all prompt tokens.
+The paper's CCpS is the context window, which --context-tokens names. A window of 131,072 tokens
+makes it absurd for sessions of 2,000; without the flag sessions count with their own lengths: CCpUT
+is the most that those of one TTL hold together, CCpS its share for each.
+
+Sessions die at different times, so a share of CCpUT is enough. How much, is searched for by
+replaying the trace through the engine's policy. Time is the trace's own here. The hit rate is that
+of `mainstem simulate`: prompt tokens saved of all prompt tokens.
+
+Exit status: 0, or 1 if no capacity reaches the target.
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +25,13 @@ from time import perf_counter
 
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import not_negative_count, positive
-from mainstem.cli.trace_flags import add_trace_flags, read_options, warn_if_nothing_is_shared
+from mainstem.cli.trace_flags import (
+    add_storage_prices,
+    add_trace_flags,
+    kv_bytes_per_token,
+    read_options,
+    warn_if_nothing_is_shared,
+)
 from mainstem.core.errors import InvalidRequest
 from mainstem.kv.policy import PolicyKind
 from mainstem.simulate.capacity import (
@@ -29,7 +42,7 @@ from mainstem.simulate.capacity import (
     plan_capacity,
 )
 from mainstem.simulate.plots import plot_capacity, require_matplotlib
-from mainstem.simulate.service import GB
+from mainstem.simulate.service import Prices
 from mainstem.simulate.traces import read_trace
 
 
@@ -56,8 +69,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--lookahead", type=not_negative_count, metavar="N", help="requests known (by capacity)"
     )
+    add_storage_prices(made)
     made.add_argument("--json", action="store_true", help="one JSON object")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="hit rate against capacity")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="hit rate against capacity in GB")
     return made
 
 
@@ -73,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = CapacityQuestion(
         target_hit_rate=args.target_hit_rate,
         policy=PolicyKind(args.policy),
-        kv_bytes_per_token=args.kv_bytes_per_token,
+        kv_bytes_per_token=kv_bytes_per_token(args),
         ttl_s=args.ttl or DEFAULT_TTL_S,
         context_tokens=args.context_tokens,
         lookahead=args.lookahead,
@@ -81,29 +95,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     with StageBar() as bar:
         report, replay = plan_capacity(trace, asked, bar)
     if args.plot is not None:
-        page_gb = trace.page_tokens * args.kv_bytes_per_token / GB
-        points = curve(trace, replay, report.ccput_gb / page_gb)
-        plot_capacity(points, report.hit_rate_unbounded, args.plot)
+        points = curve(trace, replay, report)
+        plot_capacity(points, report.hit_rate_unbounded, report.capacity_gb, args.plot)
     if args.json:
         print(json.dumps({**asdict(report), "seconds": perf_counter() - started}))
     else:
-        print(as_text(report))
+        print(as_text(report, Prices(dram_gb=args.dram_price, disk_gb=args.disk_price)))
+    if report.capacity_gb is None:
+        best = f"an unbounded store reaches {report.hit_rate_unbounded:.4f}"
+        reason = f"no capacity reaches a hit rate of {args.target_hit_rate:g}: {best}"
+        print(f"mainstem capacity: {reason}", file=sys.stderr)
+        return 1
     return 0
 
 
-def as_text(report: CapacityReport) -> str:
+def as_text(report: CapacityReport, prices: Prices) -> str:
+    unit = f"{report.ttl_s:g} s"
+    if report.span_s < report.ttl_s:
+        unit = f"{report.span_s:,.0f} s, all of the trace (the TTL is {unit})"
+    kind = "the mean of their own lengths"
+    if report.context_tokens is not None:
+        kind = "the context window"
     lines = [
         f"sessions          {report.sessions:,} in {report.requests:,} requests",
-        f"DSpUT             {report.dsput:,} sessions in {report.ttl_s:g} s",
-        f"CCpS              {report.ccps_gb:,.3g} GB ({report.context_tokens:,} tokens)",
+        f"K and V           {report.kv_bytes_per_token:,.0f} bytes a token",
+        f"DSpUT             {report.dsput:,} sessions in {unit}",
+        f"CCpS              {report.ccps_gb:,.3g} GB ({report.session_tokens:,.0f} tokens, {kind})",
         f"CCpUT             {report.ccput_gb:,.1f} GB",
         f"unbounded store   hit rate {report.hit_rate_unbounded:.4f}",
     ]
     if report.capacity_gb is None:
         lines.append(f"hit rate {report.target_hit_rate:g}      not reached by any capacity")
-    else:
-        lines.append(
-            f"hit rate {report.target_hit_rate:<8g} {report.capacity_gb:,.1f} GB,"
-            f" {report.capacity_share:.3f} of CCpUT (reaches {report.hit_rate:.4f})"
-        )
+        return "\n".join(lines)
+    dram, disk = report.capacity_gb * prices.dram_gb, report.capacity_gb * prices.disk_gb
+    lines += [
+        f"hit rate {report.target_hit_rate:<8g} {report.capacity_gb:,.1f} GB,"
+        f" {report.capacity_share:.3f} of CCpUT (reaches {report.hit_rate:.4f})",
+        f"cost              {dram:,.4g} $ an hour in host memory, {disk:,.4g} $ an hour on disk",
+    ]
     return "\n".join(lines)

@@ -18,7 +18,13 @@ from mainstem.cli.flag_types import (
     positive,
     positive_count,
 )
-from mainstem.cli.trace_flags import add_trace_flags, read_options, warn_if_nothing_is_shared
+from mainstem.cli.trace_flags import (
+    add_storage_prices,
+    add_trace_flags,
+    kv_bytes_per_token,
+    read_options,
+    warn_if_nothing_is_shared,
+)
 from mainstem.core.errors import ConfigError
 from mainstem.core.tables import table
 from mainstem.kv.policy import HEADROOM, PolicyKind
@@ -81,15 +87,22 @@ def parser() -> argparse.ArgumentParser:
         world.add_argument(
             flag, dest=name, type=positive, default=default, help=f"{unit} ({default:g})"
         )
-    money = made.add_argument_group("prices, an hour")
-    money.add_argument("--gpu-price", type=not_negative, default=prices.gpu, help=f"({prices.gpu})")
+    money = made.add_argument_group("prices")
     money.add_argument(
-        "--dram-price", type=not_negative, default=prices.dram_gb, help=f"a GB ({prices.dram_gb})"
+        "--gpu-price",
+        type=not_negative,
+        default=prices.gpu,
+        metavar="$",
+        help=f"US dollars a GPU and hour ({prices.gpu})",
     )
+    add_storage_prices(money)
     money.add_argument(
-        "--disk-price", type=not_negative, default=prices.disk_gb, help=f"a GB ({prices.disk_gb})"
+        "--gpus",
+        type=positive_count,
+        default=prices.num_gpus,
+        metavar="N",
+        help="that make the device (1)",
     )
-    money.add_argument("--gpus", type=positive_count, default=prices.num_gpus, help="(1)")
     made.add_argument("--json", action="store_true", help="one JSON object a line")
     made.add_argument("--plot", type=Path, metavar="FILE", help="hit rates and device time")
     return made
@@ -104,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.warmup >= len(trace.requests):
         raise ConfigError(f"--warmup {args.warmup} leaves none of {len(trace.requests)} requests")
     reports = []
-    for config in configs(args):
+    for config in configs(args, kv_bytes_per_token(args)):
         report = simulate(trace, config)
         reports.append(report)
         if args.json:
@@ -116,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def configs(args: argparse.Namespace) -> list[SimulationConfig]:
+def configs(args: argparse.Namespace, kv_bytes: float) -> list[SimulationConfig]:
     """One simulation for every pair of sizes and every policy."""
     hosts, disks = args.host_gb, args.disk_gb
     num_sizes = max(len(hosts), len(disks))
@@ -131,7 +144,7 @@ def configs(args: argparse.Namespace) -> list[SimulationConfig]:
     )
     return [
         SimulationConfig(
-            kv_bytes_per_token=args.kv_bytes_per_token,
+            kv_bytes_per_token=kv_bytes,
             host_gb=host_gb,
             disk_gb=disk_gb,
             policy=policy,
@@ -159,7 +172,7 @@ def as_json(report: Report, trace: Trace) -> dict[str, object]:
 def as_table(reports: Sequence[Report]) -> str:
     header = (
         "policy", "known", "host GB", "disk GB", "hit rate", "DRAM", "disk", "unbounded",
-        "TTFT s", "prefill tokens", "device s", "cost", "seconds",
+        "TTFT s", "prefill tokens", "device s", "cost $", "seconds",
     )  # fmt: skip
     rows = [
         (

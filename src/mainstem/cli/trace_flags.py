@@ -4,19 +4,34 @@ import argparse
 import sys
 from pathlib import Path
 
-from mainstem.cli.flag_types import positive, positive_count
+from mainstem.checkpoints.hub import config_folder
+from mainstem.cli.flag_types import not_negative, positive, positive_count
+from mainstem.core.config import DType
+from mainstem.runner.kv_size import kv_size
+from mainstem.simulate.service import Prices
 from mainstem.simulate.trace_records import ReadOptions, Trace, TraceFormat
 
 
 def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     """What to read, and how."""
     parser.add_argument("trace", type=Path, metavar="TRACE", help="a trace, plain or gzip")
-    parser.add_argument(
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument(
         "--kv-bytes-per-token",
         type=positive,
-        required=True,
         metavar="N",
         help="K and V of all layers: 131072 for Llama-3-8B in 16 bits",
+    )
+    size.add_argument(
+        "--model",
+        metavar="NAME",
+        help="whose config.json says so: a folder, a hub id or smollm2; weights are not needed",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=[dtype.value for dtype in DType],
+        default=DType.AUTO.value,
+        help="of K and V, with --model (auto: the checkpoint's)",
     )
     group = parser.add_argument_group("trace")
     group.add_argument(
@@ -56,7 +71,40 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         "--think-times", type=Path, metavar="FILE", help="gaps between turns (the shipped table)"
     )
     group.add_argument("--seed", type=int, default=0, help="of the drawn arrivals (0)")
-    parser.add_argument("--ttl", type=positive, metavar="S", help="drop what is unused so long")
+    parser.add_argument(
+        "--ttl", type=positive, metavar="S", help="drop what is unused for S seconds"
+    )
+
+
+def kv_bytes_per_token(args: argparse.Namespace) -> float:
+    """As given, or as the model that was named keeps them, which is then said."""
+    if args.model is None:
+        given: float = args.kv_bytes_per_token
+        return given
+    with config_folder(args.model) as folder:
+        size = kv_size(folder, DType(args.dtype))
+    said = f"K and V of {args.model} take {size.bytes_per_token:,} bytes a token"
+    print(f"{said} in {size.dtype.value}", file=sys.stderr)
+    return size.bytes_per_token
+
+
+def add_storage_prices(group: argparse._ActionsContainer) -> None:
+    """What storage costs."""
+    prices = Prices()
+    group.add_argument(
+        "--dram-price",
+        type=not_negative,
+        default=prices.dram_gb,
+        metavar="$",
+        help=f"US dollars a GB of host memory and hour ({prices.dram_gb})",
+    )
+    group.add_argument(
+        "--disk-price",
+        type=not_negative,
+        default=prices.disk_gb,
+        metavar="$",
+        help=f"US dollars a GB of disk and hour ({prices.disk_gb})",
+    )
 
 
 def read_options(args: argparse.Namespace) -> ReadOptions:

@@ -1,12 +1,16 @@
 """The storage that a hit rate needs (AttentionStore 4.3.5); `mainstem capacity` prints it.
 
     DSpUT   most distinct sessions in a time of TTL
-    CCpS    what one session can take: the context window, in bytes of K and V
+    CCpS    what one session takes, in bytes of K and V
     CCpUT   DSpUT * CCpS: enough for everything that does not expire, whatever the sessions do
 
-Real sessions rarely fill their context and die at different times, so a share of CCpUT is enough.
-How much, is searched for by replaying the trace through the engine's policy. Time is the trace's
-own here. The hit rate is that of `mainstem simulate`: prompt tokens saved of all prompt tokens.
+The paper's CCpS is the context window, which --context-tokens names. A window of 131,072 tokens
+makes it absurd for sessions of 2,000; without the flag sessions count with their own lengths: CCpUT
+is the most that those of one TTL hold together, CCpS its share for each.
+
+Sessions die at different times, so a share of CCpUT is enough. How much, is searched for by
+replaying the trace through the engine's policy. Time is the trace's own here. The hit rate is that
+of `mainstem simulate`: prompt tokens saved of all prompt tokens.
 """
 
 from collections import Counter
@@ -21,8 +25,8 @@ from mainstem.simulate.service import GB, ServiceRates
 from mainstem.simulate.simulator import without_garbage_collection
 from mainstem.simulate.trace_records import Trace, TraceRequest
 
-PRECISION = 1.03  # the capacity found is at most so many times the least one
-PLOTTED_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
+PRECISION = 1.03  # the capacity found is at most this many times the least one
+PLOTTED_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 DEFAULT_TTL_S = 3600.0
 
 Progress = Callable[[str, float], None]
@@ -37,8 +41,11 @@ class CapacityReport:
     policy: str
     requests: int
     sessions: int
+    kv_bytes_per_token: float
     ttl_s: float
-    context_tokens: int
+    span_s: float  # from the first request to the last
+    context_tokens: int | None  # None: sessions count with their own lengths
+    session_tokens: float  # that CCpS is made of
     dsput: int
     ccps_gb: float
     ccput_gb: float
@@ -115,15 +122,37 @@ def most_sessions(requests: Sequence[TraceRequest], ttl_s: float) -> int:
     return most
 
 
+def most_tokens(requests: Sequence[TraceRequest], ttl_s: float) -> int:
+    """The most tokens that the sessions of a time of `ttl_s` hold, each at its longest."""
+    longest: dict[int, int] = {}
+    for request in requests:
+        tokens = request.input_tokens + request.output_tokens
+        longest[request.session] = max(longest.get(request.session, 0), tokens)
+    active: Counter[int] = Counter()
+    held = most = first = 0
+    for request in requests:
+        if not active[request.session]:
+            held += longest[request.session]
+        active[request.session] += 1
+        while requests[first].arrival_s <= request.arrival_s - ttl_s:
+            left = requests[first].session
+            active[left] -= 1
+            if not active[left]:
+                held -= longest[left]
+            first += 1
+        most = max(most, held)
+    return most
+
+
 @dataclass(frozen=True, slots=True)
 class CapacityQuestion:
-    """Which hit rate is wanted, under which policy, for a model whose K and V take so much."""
+    """Which hit rate is wanted, under which policy, for a model with K and V of this size."""
 
     target_hit_rate: float
     policy: PolicyKind
     kv_bytes_per_token: float
     ttl_s: float = DEFAULT_TTL_S
-    context_tokens: int | None = None  # None: the longest of the trace
+    context_tokens: int | None = None  # None: sessions have their own lengths
     lookahead: int | None = None  # requests known ahead; None: by capacity
 
 
@@ -133,11 +162,10 @@ def plan_capacity(
     """The paper's three numbers, and the search for the target."""
     requests, ttl_s, target = trace.requests, asked.ttl_s, asked.target_hit_rate
     replay = Replay(trace, PolicyConfig(0, kind=asked.policy, ttl_s=ttl_s), asked.lookahead)
-    longest = max(r.input_tokens + r.output_tokens for r in requests)
-    context_tokens = asked.context_tokens or longest
     page_gb = trace.page_tokens * asked.kv_bytes_per_token / GB
     dsput = most_sessions(requests, ttl_s)
-    ccps_gb = context_tokens * asked.kv_bytes_per_token / GB
+    session_tokens = float(asked.context_tokens or most_tokens(requests, ttl_s) / dsput)
+    ccps_gb = session_tokens * asked.kv_bytes_per_token / GB
     unbounded = replay.hit_rate(replay.all_pages)
     pages = replay.least_pages(target, progress) if unbounded >= target else None
     capacity_gb = None if pages is None else pages * page_gb
@@ -146,8 +174,11 @@ def plan_capacity(
         policy=asked.policy.value,
         requests=len(requests),
         sessions=len({request.session for request in requests}),
+        kv_bytes_per_token=asked.kv_bytes_per_token,
         ttl_s=ttl_s,
-        context_tokens=context_tokens,
+        span_s=requests[-1].arrival_s - requests[0].arrival_s,
+        context_tokens=asked.context_tokens,
+        session_tokens=session_tokens,
         dsput=dsput,
         ccps_gb=ccps_gb,
         ccput_gb=dsput * ccps_gb,
@@ -160,13 +191,15 @@ def plan_capacity(
     return report, replay
 
 
-def curve(trace: Trace, replay: Replay, ccput_pages: float) -> list[CapacityPoint]:
+def curve(trace: Trace, replay: Replay, report: CapacityReport) -> list[CapacityPoint]:
     """Hit rate and throughput at shares of CCpUT (the paper's figure 23)."""
     rates, points = ServiceRates(), []
+    page_gb = trace.page_tokens * report.kv_bytes_per_token / GB
     decode_s = rates.decode_s(sum(request.output_tokens for request in trace.requests))
     for share in PLOTTED_SHARES:
-        hit_rate = replay.hit_rate(max(1, round(share * ccput_pages)))
+        capacity_gb = share * report.ccput_gb
+        hit_rate = replay.hit_rate(max(1, round(capacity_gb / page_gb)))
         prefill_s = rates.prefill_s(round((1 - hit_rate) * replay.prompt_tokens))
         per_s = replay.prompt_tokens / (prefill_s + decode_s)
-        points.append(CapacityPoint(share, hit_rate, per_s))
+        points.append(CapacityPoint(capacity_gb, share, hit_rate, per_s))
     return points

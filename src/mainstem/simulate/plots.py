@@ -20,6 +20,7 @@ COLOURS = {"lookahead": "#1f5fa8", "lru": "#c8702a", "fifo": "#5b8c3e", "belady"
 class CapacityPoint:
     """One capacity tried."""
 
+    capacity_gb: float
     share: float  # of CCpUT
     hit_rate: float
     prompt_tokens_per_s: float  # of device time
@@ -64,31 +65,46 @@ def plot_reports(reports: Sequence[Report], path: Path) -> None:
     _save(figure, path)
 
 
-def plot_capacity(points: Sequence[CapacityPoint], unbounded: float, path: Path) -> None:
-    """Fig. 23: hit rate and throughput against capacity as a share of CCpUT."""
-    figure = _figure(10, 3.6)
+def plot_capacity(
+    points: Sequence[CapacityPoint], unbounded: float, found_gb: float | None, path: Path
+) -> None:
+    """Fig. 23: hit rate and throughput against capacity, in GB and as a share of CCpUT.
+
+    `found_gb` is the capacity that reaches the target.
+    """
+    figure = _figure(11, 4.2)
     hits, speed = figure.subplots(1, 2)
-    shares = [point.share for point in points]
-    hits.plot(shares, [point.hit_rate for point in points], "o-", color=COLOURS["lookahead"])
+    sizes = [point.capacity_gb for point in points]
+    hits.plot(sizes, [point.hit_rate for point in points], "o-", color=COLOURS["lookahead"])
     hits.axhline(unbounded, color="black", linewidth=0.8, linestyle=":")
-    hits.text(min(shares), unbounded, "unbounded", va="bottom", fontsize=8)
+    hits.text(min(sizes), unbounded, "unbounded", va="bottom", fontsize=8)
     hits.set_ylim(0, max(unbounded * 1.12, 0.01))
     per_s = [point.prompt_tokens_per_s / 1000 for point in points]
-    speed.plot(shares, per_s, "o-", color=COLOURS["lookahead"])
+    speed.plot(sizes, per_s, "o-", color=COLOURS["lookahead"])
     speed.set_ylim(0, max(per_s) * 1.12)
     titles = ("hit rate", "prompt tokens a second of device time, thousands")
     for axes, title in zip((hits, speed), titles, strict=True):
-        axes.set_xlabel("capacity / CCpUT")
+        axes.set_xlabel("capacity, GB")
         axes.set_title(title)
-        axes.spines[["top", "right"]].set_visible(False)
-        _log_ticks(axes, shares)
+        axes.spines[["right"]].set_visible(False)
+        _log_ticks(axes, points)
+        if found_gb is not None:
+            axes.axvline(found_gb, color=COLOURS["lru"], linewidth=0.8, linestyle="--")
+            axes.text(found_gb, 0, f" target: {found_gb:,.4g} GB", fontsize=8, va="bottom")
     _save(figure, path)
 
 
-def _log_ticks(axes: "Axes", shares: Sequence[float]) -> None:
+def _log_ticks(axes: "Axes", points: Sequence[CapacityPoint]) -> None:
+    """GB below, shares of CCpUT above."""
+    sizes = [point.capacity_gb for point in points]
     axes.set_xscale("log")
-    axes.set_xticks(list(shares), [f"{share:g}" for share in shares], fontsize=8)
+    names = [f"{size:,.0f}" if size >= 100 else f"{size:.3g}" for size in sizes]
+    axes.set_xticks(sizes, names, fontsize=8)
     axes.minorticks_off()
+    above = axes.secondary_xaxis("top")
+    above.set_xticks(sizes, [f"{point.share:g}" for point in points], fontsize=8)
+    above.minorticks_off()
+    above.set_xlabel("capacity / CCpUT", fontsize=8)
 
 
 def require_matplotlib() -> None:

@@ -42,7 +42,7 @@ class ServiceRates:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Money an hour; the defaults are the paper's (section 4.2): A100 GPUs, DRAM, SSD in AWS."""
+    """US dollars an hour; the defaults are the paper's (4.2): A100 GPUs, DRAM and SSD in AWS."""
 
     gpu: float = 5.0  # one GPU
     dram_gb: float = 0.0088

@@ -14,6 +14,8 @@ from mainstem.simulate.trace_records import (
 Timing = Callable[[int], tuple[float, float]]
 """Of a turn by its index: how long the answer before it took, and the user to think after it."""
 
+Pairs = list[tuple[list[int], list[int]]]
+
 
 class _Chains:
     """Requests of conversations: a turn's prompt is all turns before it, answers included."""
@@ -81,9 +83,9 @@ def read_chitchat(lines: Lines, page_tokens: int, options: ReadOptions) -> list[
         turns = row.get("turns")
         if not isinstance(turns, list) or not all(_are_counts(turn, 3) for turn in turns):
             raise lines.error("turns must be a list of [first message s, last message s, tokens]")
-        pairs: list[tuple[list[int], ...]] = list(zip(turns[::2], turns[1::2], strict=False))
+        pairs: Pairs = list(zip(turns[::2], turns[1::2], strict=False))
 
-        def timing(index: int, pairs: list[tuple[list[int], ...]] = pairs) -> tuple[float, float]:
+        def timing(index: int, pairs: Pairs = pairs) -> tuple[float, float]:
             asked, answered = (turn[1] for turn in pairs[index - 1])
             return max(0.0, answered - asked), max(0.0, pairs[index][0][1] - answered)
 
