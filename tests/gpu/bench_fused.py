@@ -21,9 +21,9 @@ from mainstem.core.request import SamplingParams
 from mainstem.core.step import SampleBatch, StartedSequence
 from mainstem.kernels.dense import fused, invariant
 from mainstem.kernels.dense.fp8 import Fp8Linear, quantize_weight
-from mainstem.kernels.sampling.sample import argmax, sample
+from mainstem.kernels.sampling.sample import argmax, draw, sample
 from mainstem.runner.sampler import Sampler, choice_of, choose, start_logprobs
-from tests.runner.steps import Seq, Work, a_sample_batch, a_step
+from tests.runner.steps import Seq, Work, a_sample_batch, a_step, some_keys
 
 EPS = 1e-5
 HIDDEN, MLP, VOCAB = 4096, 14336, 128256
@@ -153,27 +153,46 @@ SETTINGS = [
 
 def check_sample() -> None:
     """The sorted draw on the CPU and the search on the card round exponents otherwise; of 400 draws
-    one may fall on the other side of an edge."""
+    one may have two scores that close together, or a token that close to a limit."""
     for spread in (0.5, 3.0):
         settings = SETTINGS * 20
         logits = some(len(settings), VOCAB, dtype=torch.float32) * spread
-        uniform = np.random.default_rng(0).random(len(settings), np.float32)
-        batch = a_sample_batch(settings, VOCAB, uniform)
-        draw = _drawer(batch)
-        found = draw(logits)
+        batch = a_sample_batch(settings, VOCAB, some_keys(len(settings)))
+        run = _drawer(batch)
+        found = run(logits)
         drawn = torch.from_numpy(np.flatnonzero(batch.temperature > 0))
         right = logits.cpu().argmax(dim=-1)
         right[drawn] = choose(logits.cpu()[drawn], choice_of(batch).of(drawn))
         different = int((found.cpu() != right).sum())
         assert different <= 1, f"{different} of {len(settings)} draws differ at spread {spread}"
-        assert torch.equal(found, draw(logits))
+        assert torch.equal(found, run(logits))
+
+
+def check_draw() -> None:
+    """Without limits: the same tokens by two launches as by four, alone as in a batch."""
+    settings = [SamplingParams(temperature=t, min_p=p) for t in (0, 0.4, 1, 2) for p in (0, 0.1)]
+    for rows, vocab in ((1, VOCAB), (8, VOCAB), (100, 49152), (1500, 32000), (3, 50)):
+        logits = some(rows, vocab, dtype=torch.float32, seed=rows) * 3
+        batch = a_sample_batch((settings * rows)[:rows], vocab, some_keys(rows))
+        names = ("temperature", "top_k", "top_p", "min_p", "noise_keys")
+        columns = {name: torch.from_numpy(getattr(batch, name)).cuda() for name in names}
+        whole = sample(logits, *columns.values())
+        del columns["top_k"], columns["top_p"]
+        for _ in range(2):
+            assert torch.equal(draw(logits, *columns.values()), whole)
+        for row in range(0, rows, 37):
+            alone = (column[row : row + 1].clone() for column in columns.values())
+            assert int(draw(logits[row : row + 1], *alone)) == int(whole[row])
 
 
 def _drawer(batch: SampleBatch) -> Callable[[Tensor], Tensor]:
-    """`sample` with settings that are on the card already."""
-    columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
+    """As the sampler draws, with settings that are on the card already."""
+    is_limited = (batch.top_k < VOCAB) | (batch.top_p < 1.0)
+    limits = (batch.top_k, batch.top_p) if is_limited.any() else ()
+    columns = (batch.temperature, *limits, batch.min_p, batch.noise_keys)
     settings = [torch.from_numpy(column).cuda() for column in columns]
-    return lambda logits: sample(logits, *settings)
+    run = sample if is_limited.any() else draw
+    return lambda logits: run(logits, *settings)
 
 
 def check_sampler_does_not_wait() -> None:
@@ -301,8 +320,7 @@ def time_sampling(report: Report) -> None:
                 ("plain", SamplingParams()), ("top_k", SamplingParams(top_k=50)),
                 ("top_p", SamplingParams(top_p=0.9)),
             ):  # fmt: skip
-                uniform = np.random.default_rng(0).random(rows, np.float32)
-                batch = a_sample_batch([sampling] * rows, VOCAB, uniform)
+                batch = a_sample_batch([sampling] * rows, VOCAB, some_keys(rows))
                 figures[name] = time_us(over(wide, _drawer(batch)))
             if rows <= 256 and spread > 1:
                 figures["torch_sort"] = time_us(over(wide, lambda x: x.sort(dim=-1)))

@@ -36,6 +36,7 @@ from mainstem.kernels.memory.upload import _move_kernel
 from mainstem.kernels.sampling.sample import (
     _argmax_kernel,
     _collect_kernel,
+    _draw_kernel,
     _finish_kernel,
     _survey_kernel,
     _tops_kernel,
@@ -50,10 +51,10 @@ INT_POINTERS = (
     "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr", "tickets_ptr",
     "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr",
 )  # fmt: skip
-LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr")
+LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")
 FLOAT_POINTERS = (
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "inv_freq_ptr", "lse_a_ptr", "lse_b_ptr",
-    "scales_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "uniform_ptr",
+    "scales_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
 
@@ -148,9 +149,10 @@ def _other_jobs(target: str) -> Iterator[Job]:
     wide = {"logits_ptr": "*fp32", "few_ptr": "*fp32"}
     block, few = {"BLOCK": 2048}, {"FEW": 4096, "BLOCK": 2048}
     yield Job(_tops_kernel, block, {"logits_ptr": "*fp32"})
-    yield Job(_survey_kernel, block, {"logits_ptr": "*fp32"})
+    yield Job(_draw_kernel, block, {**ids, "logits_ptr": "*fp32"})
+    yield Job(_survey_kernel, block, {**ids, "logits_ptr": "*fp32"})
     yield Job(_collect_kernel, few, wide)
-    finish = {"FEW": 4096, "PART_BLOCK": 2048, "BLOCK": 4096}
+    finish = {"FEW": 4096, "BLOCK": 4096}
     yield Job(_finish_kernel, finish, {**ids, **wide}, {"num_warps": 16})
     tile = {"TILE_ROWS": 128, "TILE_COLUMNS": 128, "TILE_K": 64, "GROUP": 8, "IS_EVEN": True}
     yield Job(

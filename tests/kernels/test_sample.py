@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Token ids on the device: argmax and draws, against the sampler that sorts."""
 
 import numpy as np
@@ -8,13 +9,19 @@ from tests.kernels.interpreted import require_interpreter
 require_interpreter()
 
 import torch  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mainstem.core.request import SamplingParams  # noqa: E402
+from mainstem.core.step import Int64s  # noqa: E402
 from mainstem.kernels import LayoutError  # noqa: E402
-from mainstem.kernels.sampling.sample import argmax, sample  # noqa: E402
+from mainstem.kernels.sampling import noise as kernel_noise  # noqa: E402
+from mainstem.kernels.sampling import sample as kernel  # noqa: E402
+from mainstem.kernels.sampling.sample import argmax  # noqa: E402
+from mainstem.runner import noise  # noqa: E402
 from mainstem.runner.sampler import choice_of, choose  # noqa: E402
-from tests.runner.steps import a_sample_batch  # noqa: E402
+from tests.runner.steps import a_sample_batch, some_keys  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -38,15 +45,21 @@ def some_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2.5
 
 
-def draw(logits: Tensor, settings: list[SamplingParams], uniform: np.ndarray) -> Tensor:
-    batch = a_sample_batch(settings, logits.shape[1], uniform.astype(np.float32))
-    columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
-    return sample(logits, *(torch.from_numpy(column) for column in columns))
+def sample(logits: Tensor, settings: list[SamplingParams], keys: Int64s) -> Tensor:
+    batch = a_sample_batch(settings, logits.shape[1], keys)
+    columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.noise_keys)
+    return kernel.sample(logits, *(torch.from_numpy(column) for column in columns))
 
 
-def sorted_draw(logits: Tensor, settings: list[SamplingParams], uniform: np.ndarray) -> Tensor:
-    batch = a_sample_batch(settings, logits.shape[1], uniform.astype(np.float32))
-    return choose(logits, choice_of(batch))
+def draw(logits: Tensor, settings: list[SamplingParams], keys: Int64s) -> Tensor:
+    """As `sample`, where there is no top_k and no top_p."""
+    batch = a_sample_batch(settings, logits.shape[1], keys)
+    columns = (batch.temperature, batch.min_p, batch.noise_keys)
+    return kernel.draw(logits, *(torch.from_numpy(column) for column in columns))
+
+
+def sorted_draw(logits: Tensor, settings: list[SamplingParams], keys: Int64s) -> Tensor:
+    return choose(logits, choice_of(a_sample_batch(settings, logits.shape[1], keys)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -75,91 +88,135 @@ def test_argmax_of_parts_knows_signs_and_infinities() -> None:
     assert out.tolist() == [-7, 9_999, 9_000, 8_200, 0, -7]
 
 
+@triton.jit
+def _noise_kernel(keys_ptr, ids_ptr, bits_ptr, gumbel_ptr, COUNT: tl.constexpr):
+    row, lanes = tl.program_id(0), tl.arange(0, COUNT)
+    low, high = kernel_noise.halves_of(keys_ptr, row)
+    bits = kernel_noise.bits_of(low, high, tl.load(ids_ptr + lanes))
+    tl.store(bits_ptr + row * COUNT + lanes, bits.to(tl.int64))
+    given = tl.load(ids_ptr + lanes).to(tl.uint32)
+    tl.store(gumbel_ptr + row * COUNT + lanes, kernel_noise.gumbel_of(given))
+
+
+def test_the_noise_of_a_token_has_the_bits_of_the_cpu() -> None:
+    keys, ids = some_keys(4), np.arange(1000, 1064)
+    bits, gumbel = torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64)
+    _noise_kernel[(4,)](torch.from_numpy(keys), torch.from_numpy(ids), bits, gumbel, COUNT=64)
+    right = noise.bits_of(keys, np.broadcast_to(ids, (4, 64)), 2000)
+    assert np.array_equal(bits.numpy(), right)
+
+
+def test_noise_keeps_its_digits_at_both_ends() -> None:
+    """2 rounding errors of logarithms near 33 and of a series of 7 terms: 4e-6."""
+    edge = 2**29  # where the series ends
+    given = [0, 1, 2, 1000, 2**20 + 1, edge - 1, edge, edge + 1, 2**31, 2**32 - 2, 2**32 - 1]
+    given += np.random.default_rng(0).integers(0, 2**32, 64 - len(given)).tolist()
+    bits, gumbel = torch.zeros(1, 64, dtype=torch.int64), torch.zeros(1, 64)
+    keys, ids = torch.zeros(1, dtype=torch.int64), torch.tensor(given)
+    _noise_kernel[(1,)](keys, ids, bits, gumbel, COUNT=64)
+    right = noise.gumbel(np.array(given, np.uint32)) / np.log(2)
+    assert np.abs(gumbel[0].numpy() - right).max() < 4e-6
+
+
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_a_draw_is_the_sorted_draw(name: str) -> None:
-    """Masses differ from the sorted path's in the seventh digit, so a random number would have to
-    lie that close to a token's edge; these seeds do not."""
-    rows, vocab = 2, 500
+    """Scores differ from the sorted path's in the seventh digit, so two would have to lie that
+    close together; with these seeds they do not."""
+    rows, vocab = 3, 500
     logits = some_logits(rows, vocab, seed=len(name))
-    uniform = (np.arange(rows) + 0.37) / rows
-    settings = [SETTINGS[name]] * rows
+    settings, keys = [SETTINGS[name]] * rows, some_keys(rows)
     kept = logits.clone()
-    assert (
-        draw(logits, settings, uniform).tolist() == sorted_draw(logits, settings, uniform).tolist()
-    )
+    right = sorted_draw(logits, settings, keys).tolist()
+    assert sample(logits, settings, keys).tolist() == right
+    if SETTINGS[name].top_k <= 0 and SETTINGS[name].top_p == 1.0:
+        assert draw(logits, settings, keys).tolist() == right
     assert torch.equal(logits, kept)
 
 
 def test_rows_with_different_settings_do_not_mix() -> None:
-    names = ["plain", "top_k", "top_p", "min_p", "all"]
+    names = ["plain", "top_k", "top_p", "min_p", "all", "plain"]
     settings = [*(SETTINGS[name] for name in names), SamplingParams(temperature=0.0)]
     logits = some_logits(len(settings), 2500, seed=3)  # two parts
-    uniform = np.linspace(0.02, 0.95, len(settings))
-    together = draw(logits, settings, uniform)
-    right = sorted_draw(logits, [*settings[:-1], SamplingParams(top_k=1)], uniform)
+    keys = some_keys(len(settings))
+    together = sample(logits, settings, keys)
+    right = sorted_draw(logits, [*settings[:-1], SamplingParams(top_k=1)], keys)
     assert together.tolist() == right.tolist()
-    alone = draw(logits[2:3], settings[2:3], uniform[2:3])
-    assert int(alone[0]) == int(together[2])
+    for row in (0, 2):
+        alone = sample(logits[row : row + 1], settings[row : row + 1], keys[row : row + 1])
+        assert int(alone[0]) == int(together[row])
+
+
+def test_a_draw_of_many_parts_is_that_of_one() -> None:
+    settings = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(min_p=0.1)]
+    logits = some_logits(3, 9000, seed=5)
+    logits[1, [4000, 8000]] = 50.0
+    found = draw(logits, settings, some_keys(3))
+    right = sorted_draw(logits, settings[:1] * 3, some_keys(3))
+    right[1] = 4000
+    right[2] = sorted_draw(logits[2:], settings[2:], some_keys(3)[2:])[0]
+    assert found.tolist() == right.tolist()
 
 
 def test_equals_are_taken_in_the_order_of_ids() -> None:
-    logits = torch.zeros(3, 5000)
-    logits[:, :3] = 1e-3 * torch.arange(3)
-    uniform = (np.arange(3) + 0.5) / 3
-    ids = draw(logits, [SamplingParams(top_k=2003)] * 3, uniform)
-    # 2, 1, 0 and then 3, 4, ... 2002
-    assert ids.tolist() == [int(u * 2003) for u in uniform]
+    logits, settings, keys = torch.zeros(4, 5000), [SamplingParams(top_k=2003)] * 4, some_keys(4)
+    logits[:, 3000:3003] = 1e-3 * torch.arange(3)  # key steps are 3e-8
+    kept = np.r_[0:2001, 3001, 3002]  # 3000 is as likely as all the others
+    bits = noise.bits_of(keys, np.broadcast_to(kept, (4, 2003)), 5000)
+    right = kept[noise.pick(logits[:, kept].numpy(), bits)].tolist()
+    assert sample(logits, settings, keys).tolist() == right
+    assert sorted_draw(logits, settings, keys).tolist() == right
 
 
 @pytest.mark.parametrize("name", ["top_k 4500", "top_p 0.95", "both"])
-def test_an_answer_may_lie_beyond_the_likeliest(name: str) -> None:
+def test_a_limit_may_lie_beyond_the_likeliest(name: str) -> None:
     """Nearly flat: 4,096 tokens are neither enough for 0.95 nor for rank 4,500."""
     sampling = {
         "top_k 4500": SamplingParams(top_k=4500),
         "top_p 0.95": SamplingParams(top_p=0.95),
         "both": SamplingParams(top_k=4500, top_p=0.99),
     }[name]
-    logits = torch.linspace(1.0, 0.0, 5000).expand(2, -1).contiguous()
-    uniform = np.array([0.3, 0.995])
-    found = draw(logits, [sampling] * 2, uniform)
-    assert found.tolist() == sorted_draw(logits, [sampling] * 2, uniform).tolist()
-    assert int(found[1]) > 4096
+    logits = torch.linspace(1.0, 0.0, 5000).expand(200, -1).contiguous()
+    right = sorted_draw(logits, [sampling] * 200, some_keys(200))
+    rows = (right > 4096).nonzero()[:2, 0]
+    assert len(rows) == 2
+    found = sample(logits[rows], [sampling] * 2, some_keys(200)[rows.numpy()])
+    assert found.tolist() == right[rows].tolist()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_rows_that_are_not_numbers_stay_within_the_vocabulary() -> None:
+@pytest.mark.parametrize("sampling", [SamplingParams(top_p=0.5), SamplingParams()])
+def test_rows_that_are_not_numbers_stay_within_the_vocabulary(sampling: SamplingParams) -> None:
     logits = torch.full((3, 600), float("nan"))
     logits[1] = float("-inf")
     logits[2, 5] = float("inf")
-    found = draw(logits, [SamplingParams(top_p=0.5)] * 3, np.array([0.1, 0.5, 0.9]))
+    found = sample(logits, [sampling] * 3, some_keys(3))
     assert bool(((found >= 0) & (found < 600)).all())
+    if sampling.top_p == 1.0:
+        found = draw(logits, [sampling] * 3, some_keys(3))
+        assert bool(((found >= 0) & (found < 600)).all())
 
 
-def test_a_draw_gives_the_distribution() -> None:
+def test_draws_keep_to_the_limits() -> None:
+    """Shares are counted in `test_sampler.py`, over the draws that these are equal to."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(7, -1).contiguous()
-    uniform = (np.arange(7) + 0.5) / 7
-    ids = draw(logits, [SamplingParams(top_p=0.65)] * 7, uniform)
-    assert torch.bincount(ids, minlength=4).tolist() == [4, 3, 0, 0]
+    settings, keys = [SamplingParams(top_p=0.65)] * 7, some_keys(7)
+    ids = sample(logits, settings, keys).tolist()
+    assert set(ids) == {0, 1}
+    assert ids == sorted_draw(logits, settings, keys).tolist()
 
 
-def test_the_ends_of_the_unit_interval_draw_possible_tokens() -> None:
-    logits = torch.full((4, 70), float("-inf"))
+def test_only_possible_tokens_are_drawn() -> None:
+    logits = torch.full((8, 70), float("-inf"))
     logits[:, [7, 30]] = 0.0
-    almost = float(np.nextafter(np.float32(1.0), np.float32(0.0)))
-    settings = [
-        SamplingParams(),
-        SamplingParams(),
-        SamplingParams(top_k=5),
-        SamplingParams(top_k=5),
-    ]
-    assert draw(logits, settings, np.array([0.0, almost, 0.0, almost])).tolist() == [7, 30, 7, 30]
+    ids = sample(logits, [SamplingParams()] * 4 + [SamplingParams(top_k=5)] * 4, some_keys(8))
+    assert set(ids[:4].tolist()) == set(ids[4:].tolist()) == {7, 30}
 
 
 def test_bf16_logits_are_those_numbers() -> None:
-    logits = some_logits(2, 300).bfloat16()
-    settings, uniform = [SamplingParams(top_p=0.9)] * 2, np.array([0.4, 0.9])
+    logits = some_logits(4, 300).bfloat16()
+    settings, keys = [SamplingParams(top_p=0.9), SamplingParams()] * 2, some_keys(4)
     assert (
-        draw(logits, settings, uniform).tolist() == draw(logits.float(), settings, uniform).tolist()
+        sample(logits, settings, keys).tolist() == sample(logits.float(), settings, keys).tolist()
     )
 
 
@@ -167,9 +224,11 @@ def test_what_is_not_taken_is_named() -> None:
     logits = some_logits(2, 50)
     ones, k = torch.ones(2), torch.ones(2, dtype=torch.int32)
     with pytest.raises(LayoutError, match="top_k"):
-        sample(logits, ones, ones, ones, ones, ones)
-    with pytest.raises(LayoutError, match="uniform"):
-        sample(logits, ones, k, ones, ones, torch.ones(3))
+        kernel.sample(logits, ones, ones, ones, ones, ones)
+    with pytest.raises(LayoutError, match="keys"):
+        kernel.sample(logits, ones, k, ones, ones, torch.ones(2, dtype=torch.int32))
+    with pytest.raises(LayoutError, match="min_p"):
+        kernel.draw(logits, ones, torch.ones(3), k.long())
     with pytest.raises(LayoutError, match="out must be"):
         argmax(logits, torch.zeros(2, dtype=torch.int32))
     with pytest.raises(LayoutError, match="float64"):

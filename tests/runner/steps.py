@@ -7,7 +7,7 @@ import numpy as np
 
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import (
-    Float32s,
+    Int64s,
     Runner,
     SampleBatch,
     Spans,
@@ -16,6 +16,7 @@ from mainstem.core.step import (
     StepId,
     StepResult,
 )
+from mainstem.sched.random import noise_keys
 
 
 @dataclass
@@ -39,14 +40,19 @@ class Work:
     has_sample: bool = True
 
 
-def a_sample_batch(rows: Sequence[SamplingParams], vocab: int, uniform: Float32s) -> SampleBatch:
+def some_keys(count: int, seed: int = 0) -> Int64s:
+    """Noise keys as the scheduler makes them, of the first tokens of one answer."""
+    return noise_keys(np.full(count, seed, np.int64), np.arange(count, dtype=np.int32))
+
+
+def a_sample_batch(rows: Sequence[SamplingParams], vocab: int, noise_keys: Int64s) -> SampleBatch:
     special = [row for row, sampling in enumerate(rows) if sampling.edits_logits]
     return SampleBatch(
         temperature=np.array([s.temperature for s in rows], np.float32),
         top_p=np.array([s.top_p for s in rows], np.float32),
         top_k=np.array([s.top_k if s.top_k > 0 else vocab for s in rows], np.int32),
         min_p=np.array([s.min_p for s in rows], np.float32),
-        uniform=uniform,
+        noise_keys=noise_keys,
         num_logprobs=np.array([s.logprobs or 0 for s in rows], np.int32),
         wants_logprobs=np.array([s.logprobs is not None for s in rows], np.bool_),
         special_rows=np.array(special, np.int32),
@@ -104,7 +110,7 @@ def a_step(
         sampling=a_sample_batch(
             [works[index].seq.sampling for index in sampled],
             vocab,
-            np.full(len(sampled), 0.5, np.float32),
+            some_keys(len(sampled)),
         ),
         prompt_logprob_rows=np.array(logprob_rows, np.int32),
         prompt_logprob_targets=np.array(targets, np.int32)[: len(logprob_rows)],

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from mainstem.core.request import SamplingParams
-from mainstem.core.step import StartedSequence, Step
+from mainstem.core.step import Int64s, StartedSequence, Step
 from mainstem.runner.sampler import Sampler, likeliest, start_logprobs
-from tests.runner.steps import Seq, Work, a_sample_batch, a_step
+from tests.runner.steps import Seq, Work, a_sample_batch, a_step, some_keys
 
 VOCAB = 50
-GRID = 4000
+DRAWS = 4000
 
 
-def step_for(rows: Sequence[SamplingParams], uniform: Sequence[float]) -> Step:
+def step_for(rows: Sequence[SamplingParams], keys: Int64s) -> Step:
     works = [Work(Seq(slot, [1], [slot], sampling=s), 1) for slot, s in enumerate(rows)]
-    batch = a_sample_batch(rows, VOCAB, np.array(uniform, np.float32))
+    batch = a_sample_batch(rows, VOCAB, keys)
     return replace(a_step(works, 4, VOCAB), sampling=batch)
 
 
@@ -41,15 +41,29 @@ def greedy(**settings: object) -> SamplingParams:
 
 
 def sample_one(sampler: Sampler, logits: torch.Tensor, sampling: SamplingParams) -> int:
-    return int(sampler.sample(logits.clone()[None], step_for([sampling], [0.5]))[0])
+    return int(sampler.sample(logits.clone()[None], step_for([sampling], some_keys(1)))[0])
 
 
-def frequencies(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Share of each token over an even grid of random numbers."""
-    uniform = (np.arange(GRID) + 0.5) / GRID
-    step = step_for([sampling] * GRID, uniform.tolist())
-    ids = Sampler().sample(logits.expand(GRID, -1).clone(), step)
-    return torch.bincount(ids, minlength=VOCAB) / GRID
+def counts(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """How often each token is drawn, over the noise of the first DRAWS tokens of an answer."""
+    step = step_for([sampling] * DRAWS, some_keys(DRAWS))
+    ids = Sampler().sample(logits.expand(DRAWS, -1).clone(), step)
+    return torch.bincount(ids, minlength=VOCAB)
+
+
+def assert_shares(counts: torch.Tensor, expected: torch.Tensor) -> None:
+    """Chance fails this in fewer than two cases of 10^9: the statistic's mean is the degrees of
+    freedom f, its variance 2 f, and its tail beyond f + 2 sqrt(21 f) + 42 is e^-21 (Laurent and
+    Massart 2000, lemma 1). Tokens expected less than 5 times are taken together."""
+    assert int(counts[expected == 0].sum()) == 0
+    mean = expected.double() * DRAWS
+    is_rare = mean < 5
+    found = torch.cat((counts[~is_rare], counts[is_rare].sum()[None]))
+    mean = torch.cat((mean[~is_rare], mean[is_rare].sum()[None]))
+    found, mean = found[mean > 0], mean[mean > 0]
+    statistic = float(((found - mean) ** 2 / mean).sum())
+    freedom = max(len(mean) - 1, 1)
+    assert statistic < freedom + 2 * (21 * freedom) ** 0.5 + 42
 
 
 def some_logits(seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
@@ -69,52 +83,59 @@ def test_the_likeliest_is_the_first_of_equals(vocab: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_temperature_gives_the_models_distribution(temperature: float) -> None:
-    """A grid of G random numbers hits every token within one step of its share."""
     logits = some_logits()
-    found = frequencies(logits, SamplingParams(temperature=temperature))
-    expected = torch.softmax(logits / temperature, dim=-1)
-    torch.testing.assert_close(found, expected, atol=1.01 / GRID, rtol=0)
+    found = counts(logits, SamplingParams(temperature=temperature))
+    assert_shares(found, torch.softmax(logits / temperature, dim=-1))
 
 
 def test_top_k_keeps_k_tokens() -> None:
     logits = some_logits()
-    found = frequencies(logits, SamplingParams(top_k=3))
     best = logits.topk(3)
     expected = torch.zeros(VOCAB).index_put((best.indices,), torch.softmax(best.values, -1))
-    torch.testing.assert_close(found, expected, atol=1.01 / GRID, rtol=0)
+    assert_shares(counts(logits, SamplingParams(top_k=3)), expected)
+
+
+def four_tokens() -> torch.Tensor:
+    logits = torch.full((VOCAB,), float("-inf"))
+    logits[:4] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    return logits
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
-    logits = torch.full((VOCAB,), float("-inf"))
-    logits[:4] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    found = frequencies(logits, SamplingParams(top_p=0.65))
-    torch.testing.assert_close(found[:4], torch.tensor([4, 3, 0, 0]) / 7, atol=1e-3, rtol=0)
+    expected = torch.zeros(VOCAB)
+    expected[:2] = torch.tensor([4, 3]) / 7
+    assert_shares(counts(four_tokens(), SamplingParams(top_p=0.65)), expected)
 
 
 def test_top_p_after_top_k_is_a_share_of_what_is_left() -> None:
-    logits = torch.full((VOCAB,), float("-inf"))
-    logits[:4] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     # of 0.4 and 0.3, the first alone has 0.57
-    found = frequencies(logits, SamplingParams(top_p=0.55, top_k=2))
+    found = counts(four_tokens(), SamplingParams(top_p=0.55, top_k=2))
     assert found.nonzero()[:, 0].tolist() == [0]
 
 
 def test_min_p_is_relative_to_the_likeliest() -> None:
-    logits = torch.full((VOCAB,), float("-inf"))
-    logits[:4] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    found = frequencies(logits, SamplingParams(min_p=0.45))
-    torch.testing.assert_close(found[:4], torch.tensor([4, 3, 2, 0]) / 9, atol=1e-3, rtol=0)
+    expected = torch.zeros(VOCAB)
+    expected[:3] = torch.tensor([4, 3, 2]) / 9
+    assert_shares(counts(four_tokens(), SamplingParams(min_p=0.45)), expected)
+
+
+def test_equals_at_a_limit_are_taken_in_the_order_of_ids() -> None:
+    logits = torch.zeros(VOCAB)
+    logits[20] = 1.0
+    for sampling in (SamplingParams(top_k=6), SamplingParams(top_p=0.14)):
+        found = counts(logits, sampling).nonzero()[:, 0].tolist()
+        assert found == [0, 1, 2, 3, 4, 20]  # (e + 4) / (e + 49) is 0.13
 
 
 def test_top_p_beyond_the_candidates_sorts_everything() -> None:
-    """Nearly flat logits over a large vocabulary: 1,024 candidates do not reach 0.9."""
-    vocab = 5000
-    logits = torch.linspace(0.001, 0.0, vocab)
-    sampling = SamplingParams(top_p=0.9)
-    step = step_for([sampling], [0.999])
-    batch = replace(step.sampling, top_k=np.array([vocab], np.int32))
-    token = int(Sampler().sample(logits[None].clone(), replace(step, sampling=batch))[0])
-    assert 0.89 * vocab < token < 0.905 * vocab
+    """Nearly flat logits over a large vocabulary: 1,024 candidates do not reach 0.9. Of 300 draws
+    none lies in the last tenth of what is left in one case of 10^13."""
+    vocab, rows = 5000, 300
+    logits = torch.linspace(0.001, 0.0, vocab).expand(rows, -1)
+    step = step_for([SamplingParams(top_p=0.9)] * rows, some_keys(rows))
+    batch = replace(step.sampling, top_k=np.full(rows, vocab, np.int32))
+    ids = Sampler().sample(logits.clone(), replace(step, sampling=batch))
+    assert 0.81 * vocab < int(ids.max()) < 0.905 * vocab
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -125,23 +146,37 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         SamplingParams(top_k=5, min_p=0.1),
         SamplingParams(temperature=1.3, top_p=0.5, top_k=9),
     ]
-    uniform = [0.11, 0.52, 0.0, 0.93, 0.37]
+    keys = some_keys(5)
     logits = torch.stack([some_logits(seed) for seed in range(5)])
-    together = Sampler().sample(logits.clone(), step_for(settings, uniform)).tolist()
+    together = Sampler().sample(logits.clone(), step_for(settings, keys)).tolist()
     alone = [
-        int(Sampler().sample(logits[i : i + 1].clone(), step_for([settings[i]], [uniform[i]]))[0])
+        int(
+            Sampler().sample(logits[i : i + 1].clone(), step_for([settings[i]], keys[i : i + 1]))[0]
+        )
         for i in range(5)
     ]
-    backwards = Sampler().sample(logits.flip(0).clone(), step_for(settings[::-1], uniform[::-1]))
+    backwards = Sampler().sample(
+        logits.flip(0).clone(), step_for(settings[::-1], keys[::-1].copy())
+    )
     assert together == alone == backwards.tolist()[::-1]
 
 
-@pytest.mark.parametrize("uniform", [0.0, np.nextafter(np.float32(1.0), np.float32(0.0))])
-def test_the_ends_of_the_unit_interval_draw_possible_tokens(uniform: float) -> None:
+def test_only_possible_tokens_are_drawn() -> None:
     logits = torch.full((VOCAB,), float("-inf"))
     logits[[7, 30]] = 0.0
-    token = int(Sampler().sample(logits[None].clone(), step_for([SamplingParams()], [uniform]))[0])
-    assert token == (7 if uniform == 0.0 else 30)
+    expected = torch.zeros(VOCAB)
+    expected[[7, 30]] = 0.5
+    assert_shares(counts(logits, SamplingParams()), expected)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(top_p=0.5, top_k=9)])
+def test_rows_that_are_not_numbers_stay_within_the_vocabulary(sampling: SamplingParams) -> None:
+    logits = torch.full((4, VOCAB), float("nan"))
+    logits[1] = float("-inf")
+    logits[2, 5] = float("inf")
+    logits[3, 1:] = 0.0
+    ids = Sampler().sample(logits, step_for([sampling] * 4, some_keys(4)))
+    assert bool(((ids >= 0) & (ids < VOCAB)).all())
 
 
 def test_repetition_penalty_counts_prompt_and_output() -> None:
@@ -195,7 +230,7 @@ def test_min_tokens_bars_the_stop_tokens() -> None:
 def test_a_mask_limits_the_tokens_of_its_row(sampling: SamplingParams) -> None:
     allowed = np.zeros((1, VOCAB), np.bool_)
     allowed[0, [10, VOCAB - 1]] = True
-    step = step_for([sampling] * 3, [0.1, 0.5, 0.9])
+    step = step_for([sampling] * 3, some_keys(3))
     masks = np.packbits(allowed, axis=1, bitorder="little")
     masked = replace(step.sampling, mask_rows=np.array([1], np.int32), masks=masks)
     step = replace(step, sampling=replace(masked, is_greedy=False))

@@ -13,7 +13,7 @@ from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Delivery, FinishReason, Overflow, SamplingParams
 from mainstem.engine.engine import Engine
-from mainstem.sched.random import uniforms
+from mainstem.sched.random import noise_keys
 from mainstem.sched.truncation import TruncationRules, Truncator
 from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import fake_answer
@@ -183,18 +183,16 @@ TestSchedulerLong = pytest.mark.slow(LongMachine.TestCase)
 TestSchedulerLong.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
 
 
-def test_random_numbers_depend_on_seed_and_index_only() -> None:
-    seeds = np.arange(1000, dtype=np.int64)
-    a = uniforms(seeds, np.zeros(1000, np.int32))
-    b = uniforms(seeds[::-1].copy(), np.zeros(1000, np.int32))[::-1]
-    assert (a == b).all()
-    assert a.min() >= 0.0
-    assert a.max() < 1.0
-    # 1,000 draws: the mean of uniforms is within 0.5 +- 0.05 but for one case in 10^7
-    assert abs(float(a.mean()) - 0.5) < 0.05
-    c = uniforms(np.zeros(1000, np.int64), np.arange(1000, dtype=np.int32))
-    assert abs(float(c.mean()) - 0.5) < 0.05
-    assert len(np.unique(c)) > 990
+def test_noise_keys_depend_on_seed_and_index_only() -> None:
+    seeds, zeros = np.arange(1000, dtype=np.int64), np.zeros(1000, np.int32)
+    by_seed = noise_keys(seeds, zeros)
+    assert (by_seed == noise_keys(seeds[::-1].copy(), zeros)[::-1]).all()
+    by_index = noise_keys(np.zeros(1000, np.int64), np.arange(1000, dtype=np.int32))
+    assert len(np.unique(np.concatenate((by_seed, by_index[1:])))) == 1999
+    for keys in (by_seed, by_index):
+        bits = np.unpackbits(keys.view(np.uint8)).reshape(1000, 64)
+        # 64 bits that are set 500 times of 1,000: within 110 but for one case in 10^9
+        assert np.abs(bits.sum(axis=0, dtype=np.int64) - 500).max() < 110
 
 
 def test_wrong_expectations_do_not_thrash() -> None:

@@ -63,17 +63,17 @@ class Spans:
 class SampleBatch:
     """How to turn logits into tokens, one entry per sample row.
 
-    `uniform` is the row's random number in [0, 1), drawn by the scheduler from (seed, output
-    index), so that a sample depends on its request alone. For rows in `special_rows` the runner
-    keeps what it needs (settings, token counts) by sequence slot, from the `started` records of
-    this step or an earlier one.
+    `noise_keys` are hashes of (seed, output index): with a token's id such a key gives the noise
+    that the token's score gets in a draw, so that a sample depends on its request alone. For rows
+    in `special_rows` the runner keeps what it needs (settings, token counts) by sequence slot, from
+    the `started` records of this step or an earlier one.
     """
 
     temperature: Float32s
     top_p: Float32s
     top_k: Int32s  # vocab size where there is no limit
     min_p: Float32s
-    uniform: Float32s
+    noise_keys: Int64s
     num_logprobs: Int32s  # top tokens wanted, 0 where `wants_logprobs` is false
     wants_logprobs: Bools
     special_rows: Int32s  # rows whose logits need editing: penalties, bias, min_tokens

@@ -1,12 +1,12 @@
 """Logits -> token ids.
 
-A row's token depends on its logits, its settings, its history and its `uniform`, never on the
+A row's token depends on its logits, its settings, its history and its noise key, never on the
 rows beside it. Order of work, as in vLLM:
 
     raw logits -> logprobs (if wanted)
     mask, logit_bias, min_tokens -> repetition, presence, frequency penalties
     temperature 0: argmax
-    otherwise: / temperature -> min_p -> top_k -> top_p -> inverse CDF at `uniform`
+    otherwise: / temperature -> min_p -> top_k -> top_p -> + noise (`noise.py`): argmax
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,17 @@ import torch
 from torch import Tensor
 
 from mainstem.core.request import TokenLogprobs
-from mainstem.core.step import Int32s, SampleBatch, StartedSequence, Step
+from mainstem.core.step import (
+    Bools,
+    Float32s,
+    Int32s,
+    Int64s,
+    SampleBatch,
+    StartedSequence,
+    Step,
+)
 from mainstem.runner.edits import LogitEdits
+from mainstem.runner.noise import bits_of, draw, pick
 from mainstem.runner.uploads import Uploads
 
 _CANDIDATES = 1024  # sorted first; a row whose top_p reaches beyond is sorted whole
@@ -70,12 +79,27 @@ class Sampler:
             if len(rows):
                 token_ids[rows] = choose(logits[rows], choice_of(batch).of(rows))
             return token_ids
-        from mainstem.kernels.sampling.sample import sample  # noqa: PLC0415
+        from mainstem.kernels.sampling import sample  # noqa: PLC0415
 
-        columns = (batch.temperature, batch.top_k.view(np.float32), batch.top_p, batch.min_p)
-        settings = self._uploads.send(np.stack((*columns, batch.uniform)))
-        temperature, top_k, top_p, min_p, uniform = settings
-        return sample(logits, temperature, top_k.view(torch.int32), top_p, min_p, uniform)
+        is_limited = (batch.top_k < logits.shape[1]) | (batch.top_p < 1.0)
+        choice = self._send_choice(batch)
+        if not (is_limited & is_drawn).any():
+            return sample.draw(logits, choice.temperature, choice.min_p, choice.keys)
+        settings = (choice.temperature, choice.top_k, choice.top_p, choice.min_p)
+        return sample.sample(logits, *settings, choice.keys)
+
+    def _send_choice(self, batch: SampleBatch) -> "Choice":
+        """The settings in one piece, each at an address that kernels like (16 bytes)."""
+        rows = len(batch.temperature)
+        words = np.zeros((6, -(-rows // 4) * 4), np.int32)
+        columns = (batch.temperature, batch.top_p, batch.top_k, batch.min_p)
+        for word, column in zip(words, columns, strict=False):
+            word[:rows] = column.view(np.int32)
+        words[4:].reshape(-1)[: 2 * rows] = batch.noise_keys.view(np.int32)
+        sent = self._uploads.send(words)
+        floats = sent.view(torch.float32)[:, :rows]
+        keys = sent[4:].reshape(-1)[: 2 * rows].view(torch.int64)
+        return Choice(floats[0], floats[1], sent[2, :rows], floats[3], keys)
 
 
 def _apply_masks(logits: Tensor, batch: SampleBatch, uploads: Uploads) -> None:
@@ -96,13 +120,13 @@ def likeliest(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The settings of the rows that draw a random token, each [rows]."""
+    """The settings of the rows that draw a random token, each [rows]; `keys` are noise keys."""
 
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
     min_p: Tensor
-    uniform: Tensor
+    keys: Tensor
 
     def of(self, rows: Tensor) -> "Choice":
         """Of these rows only."""
@@ -111,7 +135,7 @@ class Choice:
             self.top_p[rows],
             self.top_k[rows],
             self.min_p[rows],
-            self.uniform[rows],
+            self.keys[rows],
         )
 
 
@@ -122,33 +146,34 @@ def choice_of(batch: SampleBatch) -> Choice:
         torch.from_numpy(batch.top_p).double(),
         torch.from_numpy(batch.top_k).long(),
         torch.from_numpy(batch.min_p).double(),
-        torch.from_numpy(batch.uniform).double(),
+        torch.from_numpy(batch.noise_keys),
     )
 
 
 def choose(logits: Tensor, choice: Choice) -> Tensor:
     """Draw one token per row of logits [rows, vocab]."""
-    scores = logits / choice.temperature[:, None]
-    is_cut = (choice.top_p < 1.0) | (choice.top_k < scores.shape[1])
+    is_cut = (choice.top_p < 1.0) | (choice.top_k < logits.shape[1])
     if not bool(is_cut.any()):
-        return _draw_any(scores, choice)
+        return _draw_any(logits, choice)
     if bool(is_cut.all()):
-        return _draw_cut(scores, choice, _CANDIDATES)
-    token_ids = torch.empty(len(scores), dtype=torch.long)
+        return _draw_cut(logits / choice.temperature[:, None], choice, _CANDIDATES)
+    token_ids = torch.empty(len(logits), dtype=torch.long)
     rows, others = is_cut.nonzero()[:, 0], (~is_cut).nonzero()[:, 0]
-    token_ids[rows] = _draw_cut(scores[rows], choice.of(rows), _CANDIDATES)
-    token_ids[others] = _draw_any(scores[others], choice.of(others))
+    token_ids[rows] = choose(logits[rows], choice.of(rows))
+    token_ids[others] = choose(logits[others], choice.of(others))
     return token_ids
 
 
-def _draw_any(scores: Tensor, choice: Choice) -> Tensor:
-    """No top_k, no top_p: the order of the tokens does not matter, nothing is sorted."""
-    return _invert(_weights(scores, choice.min_p), choice.uniform)
+def _draw_any(logits: Tensor, choice: Choice) -> Tensor:
+    """No top_k, no top_p: nothing is sorted."""
+    columns = (choice.temperature, choice.min_p.float(), choice.keys)
+    return torch.from_numpy(draw(logits.numpy(), *(column.numpy() for column in columns)))
 
 
 def _draw_cut(scores: Tensor, choice: Choice, num_candidates: int) -> Tensor:
     """Sort the likeliest tokens and cut; rows that need more of them are sorted whole."""
-    count = min(scores.shape[1], num_candidates)
+    # one more than top_k shows whether others have the score of its last one
+    count = min(scores.shape[1], num_candidates, int(choice.top_k.max()) + 1)
     best, ids = torch.topk(scores, count, dim=1, sorted=True)
     weights = _weights(best, choice.min_p)
     weights.masked_fill_(torch.arange(count) >= choice.top_k[:, None], 0.0)
@@ -165,13 +190,36 @@ def _draw_cut(scores: Tensor, choice: Choice, num_candidates: int) -> Tensor:
         is_short = ~has_all & (
             (reached[:, -1] < choice.top_p * total[:, 0]) | (choice.top_k < scores.shape[1])
         )
+    if bool(is_short.all()):
+        return _draw_cut(scores, choice, scores.shape[1])
     # a token stays while the ones before it have not reached top_p
     weights.masked_fill_(reached - weights >= choice.top_p[:, None] * total, 0.0)
-    token_ids = ids.gather(1, _invert(weights, choice.uniform)[:, None])[:, 0]
+    is_kept = weights.numpy() != 0
+    sorted_rows = (best.numpy(), ids.numpy())
+    token_ids = torch.from_numpy(_draw_kept(scores.numpy(), *sorted_rows, is_kept, choice))
     if bool(is_short.any()):
         rows = is_short.nonzero()[:, 0]
         token_ids[rows] = _draw_cut(scores[rows], choice.of(rows), scores.shape[1])
     return token_ids
+
+
+def _draw_kept(
+    scores: Float32s, best: Float32s, ids: Int64s, is_kept: Bools, choice: Choice
+) -> Int64s:
+    """Draw one token per row of `ids`, the likeliest first, `best` their scores. The first of them
+    are kept; if others have the score of the last one kept, the lowest ids of that score are."""
+    (rows, count), vocab = best.shape, scores.shape[1]
+    num_kept = np.maximum(np.count_nonzero(is_kept, axis=1), 1)  # inf in the logits leaves none
+    every, width = np.arange(rows), num_kept.max()
+    last, after = best[every, num_kept - 1], best[every, np.minimum(num_kept, count - 1)]
+    for row in np.flatnonzero((last == after) & (num_kept < vocab)):
+        num_larger = np.count_nonzero(best[row] > last[row])
+        equals = np.flatnonzero(scores[row] == last[row])
+        ids[row, num_larger : num_kept[row]] = equals[: num_kept[row] - num_larger]
+    with np.errstate(invalid="ignore"):  # inf - inf
+        below_best = best[:, :width] - best[:, :1]
+    below_best[~is_kept[:, :width]] = -np.inf
+    return ids[every, pick(below_best, bits_of(choice.keys.numpy(), ids[:, :width], vocab))]
 
 
 def _weights(scores: Tensor, min_p: Tensor) -> Tensor:
@@ -180,17 +228,6 @@ def _weights(scores: Tensor, min_p: Tensor) -> Tensor:
     if bool((min_p > 0).any()):
         weights.masked_fill_(weights < min_p[:, None], 0.0)
     return weights
-
-
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first place where the running sum passes `uniform` of the whole."""
-    reached = weights.cumsum(dim=1)
-    target = uniform[:, None] * reached[:, -1:]
-    place = torch.searchsorted(reached, target, right=True)[:, 0]
-    # rounding could carry a draw behind the last token that has any weight
-    last = torch.searchsorted(reached, reached[:, -1:].contiguous())[:, 0]
-    # nan in the logits leaves no place at all
-    return torch.minimum(place, last).clamp_(max=weights.shape[1] - 1)
 
 
 class LogprobRows:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mainstem.core.step import Float32s, Int32s, Int64s
+from mainstem.core.step import Int32s, Int64s
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -17,10 +17,9 @@ def mix(seeds: Int64s, indices: Int64s) -> Int64s:
     return x.astype(np.int64)
 
 
-def uniforms(seeds: Int64s, indices: Int32s) -> Float32s:
-    """One number in [0, 1) for each pair."""
-    bits = mix(seeds, indices.astype(np.int64)).astype(np.uint64) >> np.uint64(40)
-    return bits.astype(np.float32) * np.float32(2.0**-24)
+def noise_keys(seeds: Int64s, indices: Int32s) -> Int64s:
+    """What the noise of an output token's draw is made of, for each pair (seed, output index)."""
+    return mix(seeds, indices.astype(np.int64))
 
 
 def _finalise(

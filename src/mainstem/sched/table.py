@@ -16,7 +16,7 @@ import numpy as np
 from mainstem.core.ids import SeqSlot
 from mainstem.core.request import Delivery
 from mainstem.core.step import Bools, Bytes, Float32s, Int32s, Int64s, SampleBatch, StepId
-from mainstem.sched.random import uniforms
+from mainstem.sched.random import noise_keys
 from mainstem.sched.sequence import SeqState, Sequence
 
 MAX_FAST_STOPS = 4  # stop ids compared in one vector operation; sequences with more are looked up
@@ -211,11 +211,11 @@ class SeqTable:
         if len(batch.mask_rows):
             batch = replace(batch, masks=self._masks(slots[batch.mask_rows]))
         if batch.temperature.any():
-            batch = replace(batch, uniform=self._draw_uniforms(slots))
+            batch = replace(batch, noise_keys=self._noise_keys(slots))
         return batch
 
     def _settings(self, slots: Int32s) -> SampleBatch:
-        """What does not change from token to token; no masks and no random numbers."""
+        """What does not change from token to token; no masks and no noise keys."""
         temperature = self.temperature[slots]
         special = self.edits_logits[slots].nonzero()[0].astype(np.int32)
         masked = self.has_mask[slots].nonzero()[0].astype(np.int32)
@@ -226,7 +226,7 @@ class SeqTable:
             top_p=self.top_p[slots],
             top_k=self.top_k[slots],
             min_p=self.min_p[slots],
-            uniform=np.zeros(len(slots), np.float32),
+            noise_keys=np.zeros(len(slots), np.int64),
             num_logprobs=self.num_logprobs[slots],
             wants_logprobs=wants_logprobs,
             special_rows=special,
@@ -250,9 +250,9 @@ class SeqTable:
         packed[~packed.any(axis=1)] = 0xFF
         return packed
 
-    def _draw_uniforms(self, slots: Int32s) -> Float32s:
-        """The random number for each slot's next output token."""
-        return uniforms(self.seed[slots], self.total[slots] - self.prompt_len[slots])
+    def _noise_keys(self, slots: Int32s) -> Int64s:
+        """Of the draw of each slot's next output token."""
+        return noise_keys(self.seed[slots], self.total[slots] - self.prompt_len[slots])
 
     def _widen_pages(self, width: int) -> None:
         if width > self.page_table.shape[1]:

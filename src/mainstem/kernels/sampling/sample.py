@@ -2,24 +2,30 @@
 # ruff: noqa: PLR0917
 """Token ids from logits on the device: argmax, and a draw under temperature, top_k, top_p, min_p.
 
-The draw is the one of `runner/sampler.py` and needs no sort. With tokens ordered from the likeliest
-to the least likely, all three questions it asks are one: which is the first token at which a
-running sum passes a target (`search.py`)?
+The draw is the one of `runner/sampler.py`: the likeliest token after noise is added (`noise.py`),
+among those that the limits keep. A row without top_k and top_p takes two launches:
+
+    tops     the largest logit of each part of a row
+    draw     the best of each part, with noise; the last part to arrive has the row's token
+
+Limits need no sort. With tokens ordered from the likeliest to the least likely, both ask for the
+first token at which a running sum passes a target (`search.py`):
 
     top_k   the sum counts tokens,          target k - 1
     top_p   the sum is probability mass,    target just below top_p of the whole
-    draw    the sum is probability mass,    target `uniform` of what is left
 
-Four launches; sums are of whole numbers, so a token does not depend on how many parts a row has:
+A batch with such rows takes four launches; sums are of whole numbers, so a token does not depend on
+how many parts a row has:
 
-    tops     the largest logit of each part of a row
+    tops     as above
     survey   mass of each part, and how many of its tokens lie within 1, 2, 4, 7, 10, 15 bits of
-             the likeliest
+             the likeliest; rows without limits draw
     collect  the likeliest tokens, as many as these bounds allow
-    finish   the searches, among the collected tokens or, where the answer lies beyond them, among
-             as many again that are gathered around it
+    finish   the searches and the draw, among the collected tokens or, where the limits reach beyond
+             them, over the whole row
 """
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -28,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.sampling.noise import LOG2_E, halves_of, min_bits_of, noisy_score
 from mainstem.kernels.sampling.search import (
     LOWEST_KEY,
     NO_KEY,
@@ -36,10 +43,8 @@ from mainstem.kernels.sampling.search import (
     keys_at,
     mass_above,
     mass_of,
-    place_of,
 )
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 CUT_1, CUT_2 = tl.constexpr(-1 * 2**25), tl.constexpr(-2 * 2**25)
 CUT_3, CUT_4 = tl.constexpr(-4 * 2**25), tl.constexpr(-7 * 2**25)
 CUT_5, CUT_6 = tl.constexpr(-10 * 2**25), tl.constexpr(-15 * 2**25)
@@ -54,6 +59,14 @@ _ARGMAX_PROGRAMS = 1024  # enough to fill a large card with loads ...
 _PROGRAMS = 2048  # ... and with arithmetic
 _PART_BLOCK = 2048
 _FEW = 4096
+
+
+@triton.jit
+def _part(vocab, BLOCK: tl.constexpr):
+    """Program (row, part) has the tokens [begin, end), which may be none."""
+    length = tl.cdiv(tl.cdiv(vocab, tl.num_programs(1)), BLOCK) * BLOCK
+    begin = tl.program_id(1) * length
+    return begin, tl.minimum(begin + length, vocab)
 
 
 @triton.jit
@@ -72,22 +85,17 @@ def _likeliest(x_ptr, begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _argmax_kernel(logits_ptr, out_ptr, best_ptr, arrived_ptr, stride_row, vocab,
-                   BLOCK: tl.constexpr):  # fmt: skip
-    """Programs (row, part). The parts of a row meet in best_ptr[row]; the last one empties it."""
-    row = tl.program_id(0).to(tl.int64)
+def _meet(value, place, has_tokens, best_ptr, arrived_ptr, out_ptr, row):
+    """The parts of a row meet: the last to arrive stores the place of the largest value, the lowest
+    of equals, and leaves the meeting place as it was found."""
     parts = tl.num_programs(1)
-    length = tl.cdiv(tl.cdiv(vocab, parts), BLOCK) * BLOCK
-    begin = tl.program_id(1) * length
-    end = tl.minimum(begin + length, vocab)
-    top, place = _likeliest(logits_ptr + row * stride_row, begin, end, BLOCK)
     if parts == 1:
         tl.store(out_ptr + row, place.to(tl.int64))
     else:
-        top = tl.where(top == 0.0, 0.0, top)  # -0.0 is no less than 0.0
-        bits = top.to(tl.int32, bitcast=True)
+        value = tl.where(value == 0.0, 0.0, value)  # -0.0 is no less than 0.0
+        bits = value.to(tl.int32, bitcast=True)
         bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # now ordered as the value is
-        if begin < end:
+        if has_tokens:
             tl.atomic_max(best_ptr + row, (bits.to(tl.int64) << 32) + (0x7FFFFFFF - place))
         if tl.atomic_add(arrived_ptr + row, 1) == parts - 1:
             winner = tl.atomic_xchg(best_ptr + row, EMPTY)
@@ -96,16 +104,19 @@ def _argmax_kernel(logits_ptr, out_ptr, best_ptr, arrived_ptr, stride_row, vocab
 
 
 @triton.jit
-def _part(vocab, BLOCK: tl.constexpr):
-    """Program (row, part) has the tokens [begin, end), which may be none."""
-    length = tl.cdiv(tl.cdiv(vocab, tl.num_programs(1)), BLOCK) * BLOCK
-    begin = tl.program_id(1) * length
-    return begin, tl.minimum(begin + length, vocab)
+def _argmax_kernel(logits_ptr, out_ptr, best_ptr, arrived_ptr, stride_row, vocab,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    """Programs (row, part)."""
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = _part(vocab, BLOCK)
+    top, place = _likeliest(logits_ptr + row * stride_row, begin, end, BLOCK)
+    _meet(top, place, begin < end, best_ptr, arrived_ptr, out_ptr, row)
 
 
 @triton.jit
 def _tops_kernel(
-    logits_ptr, tops_ptr, top_ids_ptr, stride_row, vocab, BLOCK: tl.constexpr
+    logits_ptr, tops_ptr, top_ids_ptr, best_ptr, arrived_ptr, stride_row, vocab,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     begin, end = _part(vocab, BLOCK)
@@ -113,6 +124,9 @@ def _tops_kernel(
     here = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(tops_ptr + here, top)
     tl.store(top_ids_ptr + here, place)
+    if tl.program_id(1) == 0:  # where parts of this row meet in the next launch
+        tl.store(best_ptr + row, EMPTY)
+        tl.store(arrived_ptr + row, 0)
 
 
 @triton.jit
@@ -127,16 +141,65 @@ def _top_of(tops_ptr, top_ids_ptr, row, parts):
 
 
 @triton.jit
+def _draw_part(
+    logits_ptr, tops_ptr, top_ids_ptr, best_ptr, arrived_ptr, temperature_ptr, min_p_ptr, keys_ptr,
+    out_ptr, stride_row, vocab, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row, part) of a row without top_k and top_p; temperature 0 takes the likeliest."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    top, place = _top_of(tops_ptr, top_ids_ptr, row, tl.num_programs(1))
+    if temperature > 0.0:
+        scale = LOG2_E / temperature
+        min_bits = min_bits_of(tl.load(min_p_ptr + row))
+        low, high = halves_of(keys_ptr, row)
+        begin, end = _part(vocab, BLOCK)
+        lanes = tl.arange(0, BLOCK)
+        best = tl.full([BLOCK], float("-inf"), tl.float32)
+        places = begin + lanes
+        for start in range(begin, end, BLOCK):
+            ids = start + lanes
+            is_in = ids < end
+            x = tl.load(logits_ptr + row * stride_row + ids, mask=is_in, other=float("-inf"))
+            score = noisy_score(x.to(tl.float32), ids, is_in, low, high, top, scale, min_bits)
+            places = tl.where(score > best, ids, places)
+            best = tl.maximum(score, best)
+        value = tl.max(best, 0)
+        place = tl.min(tl.where(best == value, places, end), 0)
+        _meet(value, place, begin < end, best_ptr, arrived_ptr, out_ptr, row)
+    elif tl.program_id(1) == 0:
+        tl.store(out_ptr + row, place.to(tl.int64))
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr, tops_ptr, top_ids_ptr, best_ptr, arrived_ptr, temperature_ptr, min_p_ptr, keys_ptr,
+    out_ptr, stride_row, vocab, BLOCK: tl.constexpr,
+):  # fmt: skip
+    _draw_part(
+        logits_ptr, tops_ptr, top_ids_ptr, best_ptr, arrived_ptr, temperature_ptr, min_p_ptr,
+        keys_ptr, out_ptr, stride_row, vocab, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
+    """Whether the row is drawn under top_k or top_p."""
+    has_limit = (tl.load(top_k_ptr + row) < vocab) | (tl.load(top_p_ptr + row) < 1.0)
+    return has_limit & (tl.load(temperature_ptr + row) > 0.0)
+
+
+@triton.jit
 def _survey_kernel(
-    logits_ptr, tops_ptr, top_ids_ptr, survey_ptr, temperature_ptr, min_p_ptr, stride_row, vocab,
+    logits_ptr, tops_ptr, top_ids_ptr, survey_ptr, best_ptr, arrived_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, out_ptr, stride_row, vocab,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     parts = tl.num_programs(1)
-    temperature = tl.load(temperature_ptr + row)
-    if temperature > 0.0:
+    if _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
         min_p = tl.load(min_p_ptr + row)
-        scale = LOG2_E / temperature
+        scale = LOG2_E / tl.load(temperature_ptr + row)
         top, _ = _top_of(tops_ptr, top_ids_ptr, row, parts)
         begin, end = _part(vocab, BLOCK)
         lanes = tl.arange(0, BLOCK)
@@ -156,6 +219,11 @@ def _survey_kernel(
         _store_pair(here + 1, pair_1)
         _store_pair(here + 3, pair_2)
         _store_pair(here + 5, pair_3)
+    else:
+        _draw_part(
+            logits_ptr, tops_ptr, top_ids_ptr, best_ptr, arrived_ptr, temperature_ptr, min_p_ptr,
+            keys_ptr, out_ptr, stride_row, vocab, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -208,12 +276,10 @@ def _collect_kernel(
     """Copy the tokens that reach the cut, in the order of their ids."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.num_programs(1)
-    temperature = tl.load(temperature_ptr + row)
-    has_limit = (tl.load(top_k_ptr + row) < vocab) | (tl.load(top_p_ptr + row) < 1.0)
-    if (temperature > 0.0) & has_limit:
+    if _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
         part = tl.program_id(1)
         cut, _, place = _cut(survey_ptr + row * parts * SURVEY, parts, part, FEW)
-        scale = LOG2_E / temperature
+        scale = LOG2_E / tl.load(temperature_ptr + row)
         top, _ = _top_of(tops_ptr, top_ids_ptr, row, parts)
         begin, end = _part(vocab, BLOCK)
         lanes = tl.arange(0, BLOCK)
@@ -223,98 +289,105 @@ def _collect_kernel(
             is_in = (key_of(x.to(tl.float32), top, scale) >= cut) & (ids < end)
             count = tl.sum(is_in.to(tl.int32), 0)
             if count > 0:
-                places = row * FEW * 2 + place + tl.cumsum(is_in.to(tl.int32), 0) - 1
-                tl.store(few_ptr + places, x, mask=is_in)
-                tl.store(few_ids_ptr + places, ids, mask=is_in)
+                places = place + tl.cumsum(is_in.to(tl.int32), 0) - 1
+                tl.store(few_ptr + row * FEW * 2 + places, x, mask=is_in)
+                tl.store(few_ids_ptr + row * FEW + places, ids, mask=is_in)
             place += count
 
 
 @triton.jit
-def _place_by_id(
-    x_ptr, survey_ptr, vocab, parts, top, scale, min_p, target, BLOCK: tl.constexpr
+def _draw_kept(
+    x_ptr, ids_ptr, size, low, high, top, scale, min_bits, threshold, num_ties,
+    HAS_IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first id at which the mass, in the order of ids, passes `target`."""
-    lanes = tl.arange(0, MAX_PARTS)
-    masses = tl.load(survey_ptr + lanes * SURVEY, mask=lanes < parts, other=0)
-    is_before = tl.cumsum(masses, 0) <= target  # whole parts
-    before = tl.sum(tl.where(is_before, masses, 0), 0)
-    length = tl.cdiv(tl.cdiv(vocab, parts), BLOCK) * BLOCK
-    start = tl.sum((is_before & (lanes < parts)).to(tl.int32), 0) * length
-    place = tl.full([], -1, tl.int32)
+    """The best token, with noise, of those above the key `threshold` and the first `num_ties` at
+    it; -1 where there is none. Tokens lie in the order of their ids, which are `ids_ptr` or places.
+    """
     lanes = tl.arange(0, BLOCK)
-    while (place < 0) & (start < vocab):
-        ids = start + lanes
-        mass = mass_of(keys_at(x_ptr, ids, vocab, top, scale), min_p)
-        total = tl.sum(mass, 0)
-        if before + total > target:
-            reached = before + tl.cumsum(mass, 0)
-            place = tl.min(tl.where(reached > target, ids, NO_KEY), 0)
-        before += total
-        start += BLOCK
-    return tl.maximum(place, 0)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    found = tl.full([BLOCK], NO_KEY, tl.int32)
+    for start in range(0, size, BLOCK):
+        places = start + lanes
+        is_in = places < size
+        x = tl.load(x_ptr + places, mask=is_in, other=float("-inf")).to(tl.float32)
+        ids = places
+        if HAS_IDS:
+            ids = tl.load(ids_ptr + places, mask=is_in, other=0)
+        key = key_of(x, top, scale)
+        is_tie = (is_in & (key == threshold)).to(tl.int32)
+        is_kept = is_in & (key > threshold)
+        count = tl.sum(is_tie, 0)
+        if count > 0:
+            is_kept = is_kept | ((is_tie > 0) & (tl.cumsum(is_tie, 0) <= num_ties))
+        num_ties -= count
+        score = noisy_score(x, ids, is_kept, low, high, top, scale, min_bits)
+        found = tl.where(score > best, ids, found)
+        best = tl.maximum(score, best)
+    value = tl.max(best, 0)
+    token_id = tl.min(tl.where(best == value, found, NO_KEY), 0)
+    return tl.where(token_id < NO_KEY, token_id, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _finish_kernel(
     logits_ptr, tops_ptr, top_ids_ptr, survey_ptr, few_ptr, few_ids_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, uniform_ptr, out_ptr,
-    stride_row, vocab, parts,
-    FEW: tl.constexpr, PART_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, out_ptr, stride_row, vocab, parts,
+    FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """One program per row; those without limits have their token already."""
     row = tl.program_id(0).to(tl.int64)
-    x_ptr = logits_ptr + row * stride_row
-    temperature = tl.load(temperature_ptr + row)
-    top, token_id = _top_of(tops_ptr, top_ids_ptr, row, parts)
-    if temperature > 0.0:
+    if _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
+        x_ptr = logits_ptr + row * stride_row
+        few_ptr += row * FEW * 2
+        survey_ptr += row * parts * SURVEY
+        top, likeliest = _top_of(tops_ptr, top_ids_ptr, row, parts)
+        scale = LOG2_E / tl.load(temperature_ptr + row)
         top_k = tl.load(top_k_ptr + row).to(tl.int64)
         top_p = tl.load(top_p_ptr + row).to(tl.float64)
         min_p = tl.load(min_p_ptr + row)
-        uniform = tl.load(uniform_ptr + row).to(tl.float64)
-        scale = LOG2_E / temperature
-        survey_ptr += row * parts * SURVEY
+        cut, few, _ = _cut(survey_ptr, parts, 0, FEW)
+        # kept: all tokens above a key, and the first ones at it
+        threshold = tl.full([], LOWEST_KEY, tl.int32)
+        num_ties = tl.full([], NO_KEY, tl.int64)
         lanes = tl.arange(0, MAX_PARTS)
         mass = tl.sum(tl.load(survey_ptr + lanes * SURVEY, mask=lanes < parts, other=0), 0)
-        if (top_k >= vocab) & (top_p >= 1.0):
-            target = (uniform * mass.to(tl.float64)).to(tl.int64)
-            token_id = _place_by_id(
-                x_ptr, survey_ptr, vocab, parts, top, scale, min_p, target, PART_BLOCK
+        if top_k < vocab:
+            threshold, above = find(
+                x_ptr, vocab, few_ptr, few, cut, few.to(tl.int64),
+                top, scale, min_p, top_k - 1, True, FEW, BLOCK,
+            )  # fmt: skip
+            num_ties = top_k - above
+            if top_p < 1.0:
+                mass = num_ties * mass_of(threshold, min_p)
+                if top_k <= few:
+                    mass += mass_above(few_ptr, few, top, scale, min_p, threshold, BLOCK)
+                else:
+                    mass += mass_above(x_ptr, vocab, top, scale, min_p, threshold, BLOCK)
+        if top_p < 1.0:
+            share = top_p * mass.to(tl.float64)
+            last = share.to(tl.int64)
+            last = tl.maximum(tl.where(last.to(tl.float64) < share, last, last - 1), 0)
+            few_mass = mass_above(few_ptr, few, top, scale, min_p, LOWEST_KEY, BLOCK)
+            threshold, above = find(
+                x_ptr, vocab, few_ptr, few, cut, few_mass,
+                top, scale, min_p, last, False, FEW, BLOCK,
+            )  # fmt: skip
+            num_ties = (last - above) // tl.maximum(mass_of(threshold, min_p), 1) + 1
+        num_ties = tl.minimum(num_ties, vocab).to(tl.int32)
+        low, high = halves_of(keys_ptr, row)
+        min_bits = min_bits_of(min_p)
+        if threshold >= cut:  # all that are kept were collected
+            token_id = _draw_kept(
+                few_ptr, few_ids_ptr + row * FEW, few, low, high, top, scale, min_bits,
+                threshold, num_ties, True, BLOCK,
             )  # fmt: skip
         else:
-            few_ptr += row * FEW * 2
-            few_ids_ptr += row * FEW * 2
-            cut, few, _ = _cut(survey_ptr, parts, 0, FEW)
-            few_mass = mass_above(few_ptr, few, top, scale, min_p, LOWEST_KEY, BLOCK)
-            if top_k < vocab:
-                key, above, source, size, ids_ptr, is_row = find(
-                    x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, few.to(tl.int64),
-                    top, scale, min_p, top_k - 1, True, FEW, BLOCK,
-                )  # fmt: skip
-                mass = (top_k - above) * mass_of(key, min_p)
-                if top_k <= few:
-                    mass += mass_above(few_ptr, few, top, scale, min_p, key, BLOCK)
-                else:
-                    mass += mass_above(x_ptr, vocab, top, scale, min_p, key, BLOCK)
-            if top_p < 1.0:
-                share = top_p * mass.to(tl.float64)
-                last = share.to(tl.int64)
-                last = tl.maximum(tl.where(last.to(tl.float64) < share, last, last - 1), 0)
-                key, above, source, size, ids_ptr, is_row = find(
-                    x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, few_mass,
-                    top, scale, min_p, last, False, FEW, BLOCK,
-                )  # fmt: skip
-                each = mass_of(key, min_p)
-                mass = above + ((last - above) // each + 1) * each
-            target = (uniform * mass.to(tl.float64)).to(tl.int64)
-            key, above, source, size, ids_ptr, is_row = find(
-                x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, few_mass,
-                top, scale, min_p, target, False, FEW, BLOCK,
+            token_id = _draw_kept(
+                x_ptr, few_ids_ptr, vocab, low, high, top, scale, min_bits,
+                threshold, num_ties, False, BLOCK,
             )  # fmt: skip
-            skipped = ((target - above) // mass_of(key, min_p)).to(tl.int32)
-            token_id = place_of(source, size, top, scale, key, skipped, BLOCK)
-            if not is_row:
-                token_id = tl.load(ids_ptr + token_id)
-    tl.store(out_ptr + row, token_id.to(tl.int64))
+        token_id = tl.where(token_id < 0, likeliest, token_id)
+        tl.store(out_ptr + row, token_id.to(tl.int64))
 
 
 def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
@@ -338,54 +411,92 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def draw(
+    logits: Tensor, temperature: Tensor, min_p: Tensor, keys: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """`sample` without top_k and top_p, in half as many launches."""
+    _check_settings(logits, temperature=temperature, min_p=min_p, keys=keys)
+    out = _check_ids(logits, out)
+    if len(logits) > 0:
+        parts = _start_parts(logits)
+        _draw_kernel[parts.grid](
+            logits, parts.tops, parts.top_ids, parts.best, parts.arrived, temperature, min_p, keys,
+            out, logits.stride(0), logits.shape[1], BLOCK=parts.block, num_warps=8,
+        )  # fmt: skip
+    return out
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
-    uniform: Tensor,
+    keys: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
     """One token per row of logits [rows, vocab]; int64 [rows].
 
-    Settings are [rows], fp32 but top_k, which is int32 and at least 1; temperature 0 takes the
-    likeliest. A row's token depends on nothing but the row.
+    Settings are [rows], fp32 but top_k, which is int32 and at least 1, and keys, the int64 noise
+    keys; temperature 0 takes the likeliest. A row's token depends on nothing but the row.
     """
-    rows, vocab = _check_logits(logits)
-    for name, setting, dtype in (
-        ("temperature", temperature, torch.float32), ("top_k", top_k, torch.int32),
-        ("top_p", top_p, torch.float32), ("min_p", min_p, torch.float32),
-        ("uniform", uniform, torch.float32),
-    ):  # fmt: skip
-        if setting.dtype != dtype or setting.shape != (rows,) or not setting.is_contiguous():
-            raise LayoutError(f"{name} must be contiguous {dtype} [{rows}], "
-                              f"got {setting.dtype} {tuple(setting.shape)}")  # fmt: skip
+    _check_settings(
+        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, keys=keys
+    )
     out = _check_ids(logits, out)
+    rows, vocab = logits.shape
     if rows == 0:
         return out
-    parts = min(triton.cdiv(vocab, _PART_BLOCK), max(_PROGRAMS // rows, 1), MAX_PARTS.value)
-    tops = logits.new_empty(rows, parts, dtype=torch.float32)
-    top_ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
-    survey = torch.empty(rows, parts, SURVEY.value, dtype=torch.int64, device=logits.device)
+    parts = _start_parts(logits)
+    num_parts, device = parts.grid[1], logits.device
+    survey = torch.empty(rows, num_parts, SURVEY.value, dtype=torch.int64, device=device)
     few = logits.new_empty(rows, 2, _FEW)  # collected, and gathered around one target
-    few_ids = torch.empty(rows, 2, _FEW, dtype=torch.int32, device=logits.device)
-    grid, stride = (rows, parts), logits.stride(0)
-    block = min(triton.next_power_of_2(vocab), _PART_BLOCK)
-    _tops_kernel[grid](logits, tops, top_ids, stride, vocab, BLOCK=block, num_warps=8)
-    _survey_kernel[grid](
-        logits, tops, top_ids, survey, temperature, min_p, stride, vocab, BLOCK=block, num_warps=8
-    )
-    _collect_kernel[grid](
-        logits, tops, top_ids, survey, few, few_ids, temperature, top_k, top_p, stride, vocab,
-        FEW=_FEW, BLOCK=block, num_warps=8,
+    few_ids = torch.empty(rows, _FEW, dtype=torch.int32, device=device)
+    _survey_kernel[parts.grid](
+        logits, parts.tops, parts.top_ids, survey, parts.best, parts.arrived,
+        temperature, top_k, top_p, min_p, keys, out, logits.stride(0), vocab,
+        BLOCK=parts.block, num_warps=8,
+    )  # fmt: skip
+    _collect_kernel[parts.grid](
+        logits, parts.tops, parts.top_ids, survey, few, few_ids, temperature, top_k, top_p,
+        logits.stride(0), vocab, FEW=_FEW, BLOCK=parts.block, num_warps=8,
     )  # fmt: skip
     _finish_kernel[(rows,)](
-        logits, tops, top_ids, survey, few, few_ids, temperature, top_k, top_p, min_p, uniform,
-        out, stride, vocab, parts,
-        FEW=_FEW, PART_BLOCK=block, BLOCK=min(triton.next_power_of_2(vocab), _FEW), num_warps=16,
+        logits, parts.tops, parts.top_ids, survey, few, few_ids, temperature, top_k, top_p, min_p,
+        keys, out, logits.stride(0), vocab, num_parts,
+        FEW=_FEW, BLOCK=min(triton.next_power_of_2(vocab), _FEW), num_warps=16,
     )  # fmt: skip
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Rows cut into parts, the largest logit of each, and where the parts of a row will meet."""
+
+    grid: tuple[int, int]
+    block: int
+    tops: Tensor
+    top_ids: Tensor
+    best: Tensor
+    arrived: Tensor
+
+
+def _start_parts(logits: Tensor) -> _Parts:
+    rows, vocab = logits.shape
+    count = min(triton.cdiv(vocab, _PART_BLOCK), max(_PROGRAMS // rows, 1), MAX_PARTS.value)
+    parts = _Parts(
+        (rows, count),
+        min(triton.next_power_of_2(vocab), _PART_BLOCK),
+        logits.new_empty(rows, count, dtype=torch.float32),
+        torch.empty(rows, count, dtype=torch.int32, device=logits.device),
+        torch.empty(rows, dtype=torch.int64, device=logits.device),
+        torch.empty(rows, dtype=torch.int32, device=logits.device),
+    )
+    _tops_kernel[parts.grid](
+        logits, parts.tops, parts.top_ids, parts.best, parts.arrived, logits.stride(0), vocab,
+        BLOCK=parts.block, num_warps=8,
+    )  # fmt: skip
+    return parts
 
 
 @cache
@@ -407,6 +518,18 @@ def _check_logits(logits: Tensor) -> tuple[int, int]:
     if not 0 < vocab <= _MAX_VOCAB:
         raise LayoutError(f"logits must have 1 to {_MAX_VOCAB} columns, got {vocab}")
     return rows, vocab
+
+
+_DTYPES = {"top_k": torch.int32, "keys": torch.int64}
+
+
+def _check_settings(logits: Tensor, **settings: Tensor) -> None:
+    rows, _ = _check_logits(logits)
+    for name, setting in settings.items():
+        dtype = _DTYPES.get(name, torch.float32)
+        if setting.dtype != dtype or setting.shape != (rows,) or not setting.is_contiguous():
+            raise LayoutError(f"{name} must be contiguous {dtype} [{rows}], "
+                              f"got {setting.dtype} {tuple(setting.shape)}")  # fmt: skip
 
 
 def _check_ids(logits: Tensor, out: Tensor | None) -> Tensor:

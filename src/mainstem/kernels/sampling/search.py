@@ -3,7 +3,7 @@
 """Where a running sum over tokens, likeliest first, passes a target: found without sorting.
 
 The sum down to a threshold needs no order, so the threshold is searched: each pass over the tokens
-cuts the bracket around it in four. Tokens of equal key are taken in the order of their ids.
+cuts the bracket around it in four.
 
 Keys and masses are whole numbers, so a sum has the same bits in whatever order it is taken:
 
@@ -122,8 +122,8 @@ def _search(
 
 
 @triton.jit
-def _gather(x_ptr, few_ptr, few_ids_ptr, vocab, top, scale, low, high, BLOCK: tl.constexpr):
-    """Copy the tokens whose keys lie in [low, high), in the order of their ids."""
+def _gather(x_ptr, few_ptr, vocab, top, scale, low, high, BLOCK: tl.constexpr):
+    """Copy the logits whose keys lie in [low, high)."""
     lanes = tl.arange(0, BLOCK)
     place = tl.zeros([], tl.int32)
     for start in range(0, vocab, BLOCK):
@@ -135,23 +135,21 @@ def _gather(x_ptr, few_ptr, few_ids_ptr, vocab, top, scale, low, high, BLOCK: tl
         if count > 0:
             places = place + tl.cumsum(is_in.to(tl.int32), 0) - 1
             tl.store(few_ptr + places, x, mask=is_in)
-            tl.store(few_ids_ptr + places, ids, mask=is_in)
         place += count
     tl.debug_barrier()  # what some threads stored, others read
 
 
 @triton.jit
 def find(
-    x_ptr, vocab, few_ptr, few_ids_ptr, few, cut, known, top, scale, min_p, target,
+    x_ptr, vocab, few_ptr, few, cut, known, top, scale, min_p, target,
     BY_COUNT: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The key at which the sum passes `target`, the sum over larger keys, and where tokens of that
-    key are to be found: their logits, how many, their ids, and whether that is the whole row.
+    """The key at which the sum passes `target`, and the sum over larger keys.
 
     `known` is the sum over the collected tokens, which are all that reach `cut`. Beyond them the
     row is narrowed down to as many tokens again, which lie behind them in the buffers.
     """
-    source, size, ids_ptr, is_row = few_ptr, few, few_ids_ptr, known < 0
+    source, size = few_ptr, few
     low, high = tl.full([], LOWEST_KEY, tl.int32), tl.full([], 1, tl.int32)
     above = tl.zeros([], tl.int64)
     if target >= known:
@@ -159,30 +157,11 @@ def find(
             x_ptr, vocab, top, scale, min_p, target, low, tl.minimum(cut, 1), known, FEW,
             BY_COUNT, BLOCK,
         )  # fmt: skip
-        is_row = num_in > FEW  # so many of one key
         source, size = x_ptr, vocab
-        if not is_row:
-            source, size, ids_ptr = few_ptr + FEW, num_in, few_ids_ptr + FEW
-            _gather(x_ptr, source, ids_ptr, vocab, top, scale, low, high, BLOCK)
+        if num_in <= FEW:  # else so many have one key
+            source, size = few_ptr + FEW, num_in
+            _gather(x_ptr, source, vocab, top, scale, low, high, BLOCK)
     low, high, above, _ = _search(
         source, size, top, scale, min_p, target, low, high, above, 0, BY_COUNT, BLOCK
     )
-    return low, above, source, size, ids_ptr, is_row
-
-
-@triton.jit
-def place_of(x_ptr, size, top, scale, wanted, skipped, BLOCK: tl.constexpr):
-    """The place of the token of key `wanted` that has `skipped` such tokens before it."""
-    lanes = tl.arange(0, BLOCK)
-    start = tl.zeros([], tl.int32)
-    place = tl.full([], -1, tl.int32)
-    while (place < 0) & (start < size):
-        places = start + lanes
-        is_tie = (keys_at(x_ptr, places, size, top, scale) == wanted) & (places < size)
-        count = tl.sum(is_tie.to(tl.int32), 0)
-        if skipped < count:
-            rank = tl.cumsum(is_tie.to(tl.int32), 0)
-            place = tl.min(tl.where(is_tie & (rank == skipped + 1), places, NO_KEY), 0)
-        skipped -= count
-        start += BLOCK
-    return tl.maximum(place, 0)
+    return low, above

@@ -1,0 +1,71 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""Noise that decides draws: 32 bits of (noise key, token id), the same as `runner/noise.py` has.
+
+A draw takes the token with the largest  score - log2(E),  E being an exponential random number of
+its own (Gumbel-max). The score is log2 of the token's probability relative to the likeliest.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
+MIX_1, MIX_2 = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)  # lowbias32, github.com/skeeto
+STEP = tl.constexpr(2.0**-32)
+SMALL = tl.constexpr(0.125)
+
+
+@triton.jit
+def halves_of(keys_ptr, row):
+    """A row's noise key as two numbers of 32 bits, low and high."""
+    key = tl.load(keys_ptr + row)
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit
+def bits_of(low, high, ids):
+    """The noise of these tokens, evenly spread over 32 bits: a round of mixing for the id, and one
+    with a half of the key before it and the other in its middle."""
+    x = ids.to(tl.uint32)
+    x = (x ^ (x >> 16)) * MIX_1
+    x = (x ^ (x >> 15)) * MIX_2
+    x = x ^ (x >> 16) ^ low
+    x = (x ^ (x >> 16)) * MIX_1 + high
+    x = (x ^ (x >> 15)) * MIX_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def gumbel_of(bits):
+    """-log2(E) for E = -log(1 - v), v in the middle of the bits' step in (0, 1).
+
+    Small E wins. A small v is therefore taken as a series, which keeps its digits, and 1 - v is
+    made of the inverted bits, which never gives 0.
+    """
+    v = (bits.to(tl.float32) + 0.5) * STEP
+    rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * STEP
+    series = v * (1 / 7) + 1 / 6
+    series = series * v + 1 / 5
+    series = series * v + 1 / 4
+    series = series * v + 1 / 3
+    series = series * v + 1 / 2
+    series = series * v * v + v
+    return -tl.log2(tl.where(v < SMALL, series, tl.log2(rest) * -LOG_2))
+
+
+@triton.jit
+def noisy_score(x, ids, is_kept, low, high, top, scale, min_bits):
+    """What a draw maximises: log2 of the probability relative to the likeliest token, plus noise;
+    -inf where a token is not kept or below `min_bits`.
+
+    `top` is the row's largest logit, `scale` is log2(e) / temperature.
+    """
+    score = tl.where(x == top, 0.0, (x - top) * scale)  # inf - inf is no number
+    is_kept = is_kept & (score >= min_bits)
+    return tl.where(is_kept, score + gumbel_of(bits_of(low, high, ids)), float("-inf"))
+
+
+@triton.jit
+def min_bits_of(min_p):
+    """log2 of min_p, -inf for 0."""
+    return tl.where(min_p > 0.0, tl.log2(tl.maximum(min_p, 1e-38)), float("-inf"))
