@@ -28,6 +28,7 @@ QUICK = {
 }
 QUICK_TOKENS = 20  # every answer crosses into another page of 16
 ALL_TOKENS = 64
+LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]  # minutes with a thread and a quiet core
 
 SETTINGS: dict[str, dict[str, int | str]] = {
     "chunk 16": {"chunk_tokens": 16},
@@ -59,7 +60,7 @@ def oracle(smollm2_folder: Path) -> torch.nn.Module:
     return model.eval()
 
 
-@pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=LONG)])
 def asked(request: pytest.FixtureRequest, smollm2_folder: Path) -> Asked:
     tokenizer = Tokenizer.load(smollm2_folder)
     is_quick = request.param == "quick"
