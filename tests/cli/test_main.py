@@ -67,7 +67,7 @@ def test_a_plan_of_what_is_not_text_names_the_line(
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\xe9\n")
     assert planning.main([str(path)]) == 0
-    assert "line 1 cannot be answered: not JSON" in capsys.readouterr().err
+    assert "line 1 cannot be answered: not UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["owner/model", "./folder", "SmolLM2"])
