@@ -275,7 +275,7 @@ class LLM(LoadedModel):
         params = self._params(sampling_params, len(listed))
         names, policy = listed_sessions(sessions, len(listed)), _overflow(overflow)
         with self._call():
-            return self._run(_Prompts(shown, ids, params, names, policy), refusals, use_tqdm)
+            return self._run(_GivenPrompts(shown, ids, params, names, policy), refusals, use_tqdm)
 
     def chat(
         self,
@@ -305,7 +305,9 @@ class LLM(LoadedModel):
                 if text is not None:
                     with refusals.at(index):
                         ids[index] = self.encode_turn(session, text)
-            results = self._run(_Prompts(texts, ids, params, names, policy), refusals, use_tqdm)
+            results = self._run(
+                _GivenPrompts(texts, ids, params, names, policy), refusals, use_tqdm
+            )
             for (session, text), result in zip(turns, results, strict=True):
                 if text is not None and result.error is None:
                     output_ids = result.outputs[0].token_ids
@@ -427,7 +429,9 @@ class LLM(LoadedModel):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, given: "_Prompts", refusals: Refusals, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, given: "_GivenPrompts", refusals: Refusals, use_tqdm: bool
+    ) -> list[RequestOutput]:
         results: list[RequestOutput] = []
         arrays: dict[int, Int32s] = {}
         rows = zip(given.texts, given.ids, given.params, strict=True)
@@ -462,7 +466,7 @@ class LLM(LoadedModel):
         return results
 
     def _submit(
-        self, given: "_Prompts", index: int, request_id: str, ids: Int32s, place: int | None
+        self, given: "_GivenPrompts", index: int, request_id: str, ids: Int32s, place: int | None
     ) -> None:
         session = given.sessions[index]
         request = Request(
@@ -526,7 +530,7 @@ class LLM(LoadedModel):
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompts:
+class _GivenPrompts:
     """The prompts of a call, in its order, and how each is to be answered."""
 
     texts: Sequence[str | None]  # None: given as ids, or refused

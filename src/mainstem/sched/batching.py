@@ -42,7 +42,7 @@ class PageMove:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepWork:
     """What goes into a step: decodes by slot, prompt chunks one by one."""
 
     decodes: Int32s
@@ -58,7 +58,7 @@ class Batch:
 
 
 def build_step(
-    step_id: StepId, batch: Batch, table: SeqTable, tree: SharingTree, spans: SpanBuilder
+    step_id: StepId, batch: StepWork, table: SeqTable, tree: SharingTree, spans: SpanBuilder
 ) -> Step:
     """Lay the batch out as arrays and move the table's counters past it."""
     decodes = batch.decodes
@@ -108,7 +108,7 @@ def build_step(
     return step
 
 
-def _packed(batch: Batch, table: SeqTable) -> tuple[Int32s, Int32s, Int32s]:
+def _packed(batch: StepWork, table: SeqTable) -> tuple[Int32s, Int32s, Int32s]:
     """Slots and their numbers of tokens, decodes first, and all these tokens."""
     slots, token_ids = batch.decodes, table.last_token[batch.decodes]
     counts = np.ones(len(slots), np.int32)
@@ -150,7 +150,7 @@ def _move_rows(moves: list[PageMove]) -> Int32s:
 
 
 def _prompt_logprob_rows(
-    batch: Batch, table: SeqTable, chunk_starts: Int32s
+    batch: StepWork, table: SeqTable, chunk_starts: Int32s
 ) -> tuple[Int32s, Int32s, Int32s]:
     """Rows, the tokens that follow them, and how many alternatives are wanted."""
     if not batch.chunks:

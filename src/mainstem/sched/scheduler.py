@@ -31,7 +31,7 @@ from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Bools, Int32s, Step, StepId, StepResult
 from mainstem.kv.store import KVStore
-from mainstem.sched.batching import Batch, build_step
+from mainstem.sched.batching import StepWork, build_step
 from mainstem.sched.fetching import Fetching
 from mainstem.sched.intake import Intake
 from mainstem.sched.loading import Loader
@@ -180,7 +180,7 @@ class Scheduler:
         self._store.prefetch()
         load_ids = np.unique(np.concatenate(work.loads)) if work.loads else NO_LOADS
         started = tuple(work.started)
-        batch = Batch(decodes, work.chunks, started, work.copies, work.moves, load_ids)
+        batch = StepWork(decodes, work.chunks, started, work.copies, work.moves, load_ids)
         if batch.num_seqs == 0:
             return None
         step_id, tree = StepId(next(self._step_ids)), self._running.tree
