@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 # ruff: noqa: PLR0917
-"""Large units on Hopper: a warp that brings pages, and two groups of four warps that compute.
+"""Large units on Hopper, which are shared prefixes and prompts: a warp that brings pages, and two
+groups of four warps that compute.
 
 The same units as the large ones of `triton/span.py`, by means that only this card has, and written
 in Gluon since Triton proper has no words for them:
