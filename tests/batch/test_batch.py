@@ -641,6 +641,51 @@ def test_a_mended_row_is_answered_where_its_error_row_was(folder: Folder) -> Non
     assert sorted(line["custom_id"] for line in lines) == ["bad", "mended", "q0", "q1", "q2"]
 
 
+def test_a_changed_row_is_found_on_the_line_of_an_old_error(folder: Folder) -> None:
+    row = {"custom_id": "a", "prompt": "one", "temperature": 0, "max_tokens": 4}
+    folder.write([{"custom_id": "bad", "prompt": "x", "n": -1}, row])
+    folder.run()
+    folder.write([row | {"prompt": "another"}])
+    assert folder.run("--resume=changed") == 0
+    assert folder.texts() == {"a": expected_text("another", 4)}
+
+
+def test_changed_rows_need_an_input_that_can_be_read_twice(folder: Folder) -> None:
+    folder.write([{"custom_id": "a", "prompt": "one", "max_tokens": 2}])
+    folder.run()
+    before = folder.output.read_bytes()
+    folder.input.unlink()
+    os.mkfifo(folder.input)
+    with pytest.raises(InvalidRequest, match="read twice"):
+        folder.run("--resume=changed")
+    assert folder.output.read_bytes() == before
+
+
+def test_a_row_whose_app_was_missing_is_tried_again(folder: Folder) -> None:
+    app = folder.path / "polite.txt"
+    app.write_text("Be polite. ")
+    row = {"custom_id": "a", "prompt": "why?", "temperature": 0, "max_tokens": 6}
+    folder.write([row | {"app": "polite"}, row | {"custom_id": "b", "model": "polite"}])
+    assert folder.run() == 1
+    assert folder.run("--resume", "--app", f"polite={app}") == 0
+    texts = folder.texts()
+    assert texts["a"] == expected_text("Be polite. why?", 6)
+    assert texts["b"] == expected_text("why?", 6)  # a model's name, not an app's
+
+
+def test_a_linked_output_stays_a_link(folder: Folder) -> None:
+    row = {"custom_id": "a", "prompt": "one", "temperature": 0, "max_tokens": 4}
+    target = folder.path / "kept.jsonl"
+    target.touch()
+    folder.output.symlink_to(target)
+    folder.write([row])
+    folder.run()
+    folder.write([row | {"prompt": "another"}])
+    assert folder.run("--resume=changed") == 0
+    assert folder.output.is_symlink()
+    assert folder.texts() == {"a": expected_text("another", 4)}
+
+
 def test_an_output_of_an_older_version_is_resumed_without_a_word(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,6 +148,29 @@ def test_values_that_change_nothing_are_accepted() -> None:
     assert refused(Kind.COMPLETION, best_of=2).code == "unknown_field"
 
 
+def test_what_happens_anyway_may_be_said_of_either_kind() -> None:
+    chat(echo=False)
+    completion(tool_choice="auto")
+    called = {"id": 5, "function": {"name": 5, "arguments": "{}"}}
+    chat(messages=[{"role": "assistant", "content": None, "tool_calls": [called]}])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("priority", 2**63), ("cache_salt", "\ud800"), ("guided_json", "[" * 5000)]
+)
+def test_one_value_cannot_end_a_whole_job(name: str, value: object) -> None:
+    assert refused(Kind.COMPLETION, **{name: value}).code == "invalid_value"
+
+
+def test_a_large_body_is_not_written_out_to_be_remembered() -> None:
+    parser = CallParser()
+    large = {"prompt": "x", "stop_token_ids": [1] * 1000, "metadata": {"a": "b" * 10**6}}
+    parser.parse(large, Kind.COMPLETION)
+    assert len(parser._known) == 0
+    parser.parse({"prompt": "x", "stop_token_ids": [1]}, Kind.COMPLETION)
+    assert len(parser._known) == 1
+
+
 def test_an_unknown_choice_is_told_the_known_ones() -> None:
     assert "error, recompute, kv" in refused(Kind.CHAT, context_overflow="drop").message
 

@@ -208,7 +208,8 @@ class AnswerFile:
 
     def _copy(self, is_kept: Callable[[bytes], bool]) -> None:
         """Copy whole lines to a fresh file, and put it in this one's place."""
-        fresh_name = f"{self.name}.part"
+        target = os.path.realpath(self.name)  # a link stays a link
+        fresh_name = f"{target}.part"
         fresh = io.FileIO(fresh_name, "wb")
         _lock(fresh)
         old, self._raw, self._end = self._raw, fresh, 0
@@ -221,7 +222,7 @@ class AnswerFile:
                 for data in _in_chunks(lines):
                     self._write(data if self._pack is None else self._pack.line(data))
             os.fsync(fresh.fileno())
-            os.replace(fresh_name, self.name)
+            os.replace(fresh_name, target)
         except BaseException:
             os.unlink(fresh_name)
             raise

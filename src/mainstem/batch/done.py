@@ -14,7 +14,9 @@ from mainstem.wire.errors import WireError
 
 ENGINE_FAILED = "engine_failed"
 MISSING_PACKAGE = "missing_package"
-MACHINE_FAULTS = frozenset([ENGINE_FAILED, MISSING_PACKAGE])  # not about the row: tried again
+APP_NOT_FOUND = "app_not_found"
+# not about the row, but about this machine or this call: tried again
+MACHINE_FAULTS = frozenset([ENGINE_FAILED, MISSING_PACKAGE, APP_NOT_FOUND])
 OLD_MISSING_PACKAGE = "needs the package"  # how it was told before it had a code
 
 
@@ -118,6 +120,11 @@ class Stale:
     names: IdSet = field(default_factory=IdSet)
     counts: Counter[State] = field(default_factory=Counter)
 
+    def note(self, name: str, state: State) -> None:
+        if state.is_stale:
+            self.names.add(name)
+            self.counts[state] += 1
+
     def has(self, entry: Entry) -> bool:
         return entry.name in self.names
 
@@ -136,16 +143,12 @@ def find_stale(lines: Iterable[Line], marker: Marker, done: Done) -> Stale:
             is_new = seen.add(custom_id)
         except WireError:
             pass  # its error may be known by the line
-        name, state = "", State.FRESH
         if str(line.number) in done.failed_lines:
-            name = _error_name(line.number)
             state = done.error_state(line.number, digest, marker.model)
-        elif is_new and custom_id in done.answered:
-            name = _answer_name(custom_id)
+            stale.note(_error_name(line.number), state)
+        if is_new and custom_id in done.answered:
             state = done.answer_state(custom_id, digest, marker.model)
-        if state.is_stale:
-            stale.names.add(name)
-            stale.counts[state] += 1
+            stale.note(_answer_name(custom_id), state)
     return stale
 
 

@@ -26,12 +26,17 @@ def apps_by_name(flags: Sequence[str]) -> Callable[[Call], App | None]:
         apps[app.name] = app
 
     def find(call: Call) -> App | None:
-        if call.app is not None:
-            if call.app not in apps:
-                reason = f"there is no app {call.app!r}: give it with --app {call.app}=FILE"
-                raise WireError("app_not_found", reason, "app")
-            return apps[call.app]
+        _, colon, name = (call.model or "").rpartition(":")
         # a name after a colon may be a model's own ("llama3:8b"): one model answers all rows
-        return apps.get((call.model or "").rpartition(":")[2])
+        by_model = apps.get(name) if colon else None
+        if call.app is None:
+            return by_model
+        if call.app not in apps:
+            reason = f"there is no app {call.app!r}: give it with --app {call.app}=FILE"
+            raise WireError("app_not_found", reason, "app")
+        if by_model is not None and by_model.name != call.app:
+            reason = f"app: is {call.app!r}, but the model names {by_model.name!r}"
+            raise WireError("invalid_value", reason, "app")
+        return apps[call.app]
 
     return find

@@ -22,7 +22,7 @@ from mainstem.batch.ahead import Ahead
 from mainstem.batch.answer_file import AnswerFile, Existing
 from mainstem.batch.bar import JobBar, read_so_far
 from mainstem.batch.done import Stale, find_stale
-from mainstem.batch.files import STANDARD, FileFault, InputFile
+from mainstem.batch.files import FileFault, InputFile
 from mainstem.batch.job import Job, JobConfig
 from mainstem.batch.marks import Marker
 from mainstem.batch.ordering import PlannedWindow, WindowPlanner
@@ -116,7 +116,7 @@ def open_engine(config: EngineConfig) -> TextEngine:
 def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engine) -> int:
     """Exit status as above; what is wrong with the call is raised as a MainstemError."""
     args = parser().parse_args(_joined(argv))
-    if args.resume == REDO_CHANGED and args.input == STANDARD:
+    if args.resume == REDO_CHANGED and not Path(args.input).is_file():
         raise InvalidRequest("--resume=changed", "needs an input that can be read twice, a file")
     config = engine_config(args)
     defaults = _defaults(args)

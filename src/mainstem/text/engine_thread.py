@@ -71,14 +71,23 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            if self._run_until_stopped():
+                self._stop()
+        except Exception:
+            log.exception("the engine failed while it was closed")
+        finally:
+            self._engine.engine.close()
+
+    def _run_until_stopped(self) -> bool:
+        """Whether the engine lived to the end."""
+        try:
             while self._take_commands():
                 self._report(self._engine.step())
-            self._stop()
         except Exception as error:
             log.exception("the engine is lost")
             self._fail(f"{type(error).__name__}: {error}")
-        finally:
-            self._engine.engine.close()
+            return False
+        return True
 
     def _take_commands(self) -> bool:
         """Obey what has been asked; waits a while when there is nothing to run. False: stop."""

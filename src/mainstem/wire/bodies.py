@@ -39,7 +39,7 @@ class TextPart(Struct, frozen=True):
 class CalledFunction(Struct, frozen=True):
     """What an earlier answer called."""
 
-    name: str | None = None
+    name: Anything = None
     arguments: Anything = None  # JSON as text, or the object itself
 
 
@@ -47,8 +47,8 @@ class PastCall(Struct, frozen=True):
     """A tool call of an earlier answer."""
 
     function: CalledFunction
-    id: str | None = None
-    type: str | None = None
+    id: Anything = None
+    type: Anything = None
 
 
 class Message(Struct, frozen=True):
@@ -239,7 +239,13 @@ HARMLESS = frozenset(
     ]
 )
 # values that say what happens anyway, of fields that are refused otherwise
-EMPTY_VALUES: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix": ""}
+EMPTY_VALUES: Mapping[str, object] = {
+    "best_of": 1,
+    "echo": False,
+    "modalities": ["text"],
+    "suffix": "",
+    "tool_choice": "auto",
+}
 
 
 # --- checking ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import repeat
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -174,6 +175,8 @@ class CallParser:
             return self._parse(read, kind, fields)
         except InvalidRequest as error:
             raise from_invalid(error) from None
+        except RecursionError:
+            raise WireError("invalid_value", "a field of the body is nested too deeply") from None
 
     def _parse(self, body: AnswerBody, kind: Kind, fields: Json) -> tuple[Call, tuple[Prompt, ...]]:
         tools: ToolUse | None = None
@@ -188,8 +191,8 @@ class CallParser:
             kind=kind,
             sampling=self._sampling(self._sampling_fields(body, tools)),
             num_prompts=len(prompts),
-            cache_salt=(body.cache_salt or "").encode(),
-            priority=body.priority or 0,
+            cache_salt=_salt(body.cache_salt or ""),
+            priority=_priority(body.priority or 0),
             model=body.model,
             app=body.app,
             is_streaming=bool(body.stream),
@@ -270,6 +273,21 @@ def _required_tools(choice: str | ChosenTool | None, names: Sequence[str]) -> Se
 
 
 # --- single fields -------------------------------------------------------------------------------
+
+
+def _salt(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        reason = "is not valid Unicode (lone surrogates)"
+        raise InvalidRequest("cache_salt", reason) from None
+
+
+def _priority(given: int) -> int:
+    if not -MAX_TOKEN_ID <= given <= MAX_TOKEN_ID:
+        reason = f"must be between {-MAX_TOKEN_ID:,} and {MAX_TOKEN_ID:,}, got {given!r}"
+        raise InvalidRequest("priority", reason)
+    return given
 
 
 def _max_tokens(body: AnswerBody) -> int | None:
@@ -377,9 +395,25 @@ def _key_of(body: Json, prompt_field: str) -> str:
         name: value for name, value in body.items() if name != prompt_field and name not in HARMLESS
     }
     try:
-        return f"{prompt_field}{rest!r}"
+        is_small = _room_left(rest, MAX_KEPT_CHARS) >= 0
+        return f"{prompt_field}{rest!r}" if is_small else ""
     except RecursionError:
         return ""
+
+
+def _room_left(value: object, room: int) -> int:
+    """`room` less what a value takes, about; stops when there is none, since a client chooses."""
+    if isinstance(value, str):
+        return room - len(value)
+    if not isinstance(value, dict | list):
+        return room - 8
+    names = value if isinstance(value, dict) else repeat("")
+    items = value.values() if isinstance(value, dict) else value
+    for name, item in zip(names, items, strict=False):
+        room = _room_left(item, room - len(name) - 2)
+        if room < 0:
+            break
+    return room
 
 
 def _known_prompt(given: object, known: _Known) -> "Prompt | None":
