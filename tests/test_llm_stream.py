@@ -14,7 +14,7 @@ import pytest
 
 from mainstem.async_llm import AsyncLLM
 from mainstem.core.errors import AnswerFailed, EngineLost, InvalidRequest
-from mainstem.core.request import SamplingParams
+from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Step
 from mainstem.llm import LLM
 from mainstem.text.grammar import StructuredOutputsParams
@@ -386,3 +386,45 @@ def test_a_loop_that_is_gone_leaves_nothing_running(
     llm = a_fake_async_llm(engines, monkeypatch)
     asyncio.run(first(llm))
     asyncio.run(asyncio.wait_for(second(llm), 30))
+
+
+def test_a_prompt_that_cannot_be_queued_ends_alone(
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a callback raises while a prompt is queued: it ends, and the others are answered."""
+    llm = a_fake_async_llm(engines, monkeypatch)
+    submit = llm.text_engine.submit
+
+    def queue(request: Request) -> None:
+        if request.sampling.max_tokens == 5:
+            raise ValueError("a callback failed")
+        submit(request)
+
+    monkeypatch.setattr(llm.text_engine, "submit", queue)
+
+    async def ask() -> str:
+        other = asyncio.ensure_future(llm.generate("one", NINE))
+        with pytest.raises(AnswerFailed, match="a callback failed"):
+            await asyncio.wait_for(llm.generate("one", FIVE), 20)
+        answer = await other
+        await llm.close()
+        return answer.outputs[0].text
+
+    assert len(asyncio.run(ask())) == 9
+
+
+def test_an_engine_that_fails_while_it_closes_does_not_hang(
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = a_fake_async_llm(engines, monkeypatch)
+
+    async def ask() -> None:
+        stream = llm.stream("one", LONG)
+        await anext(stream)
+        monkeypatch.setattr(llm.text_engine, "abort", lambda _: fail())
+        await asyncio.wait_for(llm.close(), 20)
+
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    asyncio.run(ask())

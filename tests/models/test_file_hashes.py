@@ -187,3 +187,26 @@ def test_weights_that_change_while_they_are_loaded_are_refused(cache: Path, tmp_
     os.truncate(folder / SINGLE_FILE, 1000)
     with pytest.raises(UnsupportedModel, match="changed while it was loaded"):
         digest.wait()
+
+
+def test_weights_whose_times_are_set_back_while_they_are_loaded_are_refused(
+    cache: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    make_checkpoint("llama", folder)
+    file = folder / SINGLE_FILE
+    digest = WeightDigest(folder)
+    digest.wait()  # every file is hashed
+    times = file.stat()
+    change_in_place(folder, "model.norm.weight")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(UnsupportedModel, match="changed while it was loaded"):
+        digest.wait()
+
+
+def test_a_new_link_is_no_change(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_checkpoint("llama", folder)
+    digest = WeightDigest(folder)
+    (tmp_path / "link").hardlink_to(folder / SINGLE_FILE)
+    assert digest.wait() == checkpoint_digest(folder)

@@ -74,7 +74,7 @@ class Intake:
         """Seed and arrival number of an answer; the seed of request and index alone, if it can."""
         arrival, seed = next(self._arrivals), request.sampling.seed
         if seed is None:
-            seed = _mix(self._seed, arrival)
+            seed = _mix(_mix(self._seed, -1), arrival)  # no seed that a caller gave has this one
         return _mix(seed, index) if index else seed, arrival
 
     def _names(

@@ -111,6 +111,10 @@ class EngineThread:
             self._engine.submit(request)
         except InvalidRequest as error:
             self._deliver([Ended(request.request_id, error)])
+        except Exception as error:  # of a callback, say; the others are answered
+            log.exception("a request could not be queued")
+            fault = AnswerFailed(f"the prompt could not be queued: {error}")
+            self._deliver([Ended(request.request_id, fault)])
         else:
             self._num_open[request.request_id] = request.sampling.n
 
