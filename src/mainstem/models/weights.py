@@ -168,12 +168,10 @@ class WeightDigest:
         for file, stamp in self._stamps.items():
             found, now = self._hashes[file].result(), Stamp.of(file)
             digest.update(f"{file.name}:{stamp.size}:".encode() + found)
-            is_same = (
-                now == stamp
-                or (  # a new link changes ctime, and so do tools that reset mtime
-                    now.of_contents == stamp.of_contents and file_sha256(file) == found
-                )
-            )
+            is_same = now == stamp
+            if not is_same and now.of_contents == stamp.of_contents:
+                # ctime alone: a new link, or a tool that set mtime back
+                is_same = file_sha256(file) == found
             if not is_same:
                 raise UnsupportedModel(
                     f"{file} changed while it was loaded; load the model again once nobody "
