@@ -103,6 +103,8 @@ class JobBar:
         trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
+            if self._began_s is not None:  # it may have looked for more rows last
+                self._bar.set_description_str("running", refresh=False)
             self._show(monotonic())
             if error is None and self._summary.is_complete:
                 self._bar.n = self._bar.total = self._work.tokens_read
