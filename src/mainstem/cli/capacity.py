@@ -1,18 +1,9 @@
 """`mainstem capacity TRACE`: the storage that a hit rate needs (AttentionStore 4.3.5).
 
-    DSpUT   most distinct sessions in a time of TTL
-    CCpS    what one session takes, in bytes of K and V
-    CCpUT   DSpUT * CCpS: enough for everything that does not expire, whatever the sessions do
-
-The paper's CCpS is the context window, which --context-tokens names. A window of 131,072 tokens
-makes it absurd for sessions of 2,000; without the flag sessions count with their own lengths: CCpUT
-is the most that those of one TTL hold together, CCpS its share for each.
-
-Sessions die at different times, so a share of CCpUT is enough. How much, is searched for by
-replaying the trace through the engine's policy. Time is the trace's own here. The hit rate is that
-of `mainstem simulate`: prompt tokens saved of all prompt tokens.
-
-Exit status: 0, or 1 if no capacity reaches the target.
+Prints DSpUT (most distinct sessions in a time of TTL), CCpS (bytes of K and V of one session) and
+CCpUT (DSpUT * CCpS), and searches for the share of CCpUT that reaches the target by replaying the
+trace through the engine's policy. The hit rate is that of `mainstem simulate`: prompt tokens saved
+of all prompt tokens. A target that no capacity reaches exits with 1.
 """
 
 import argparse
