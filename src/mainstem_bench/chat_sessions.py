@@ -21,8 +21,7 @@ from time import perf_counter
 import numpy as np
 
 from mainstem.checkpoints.hub import resolve_model
-from mainstem.cli.main import SWITCH_S
-from mainstem.core.config import EngineConfig, StoreConfig
+from mainstem.core.config import SWITCH_S, EngineConfig, StoreConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId

@@ -2,39 +2,65 @@
 
 python -m tests.server.checked_serve fake|mortal|real [flags of mainstem serve]
 
-A mortal one kills itself in the middle of a line, when a batch has MORTAL_BYTES of answers.
+A fake one has its engine on a thread, a real one in a process. A mortal one is fake, and kills
+itself in the middle of a line, when a batch has MORTAL_BYTES of answers.
 """
 
 import sys
+from functools import partial
 
-from mainstem.cli.batch import open_engine
-from mainstem.cli.serve import main
+from mainstem.cli.serve import Parts, main, open_model
 from mainstem.core.config import EngineConfig
+from mainstem.server.engine_client import Launched
+from mainstem.server.engine_process import EngineProcess
+from mainstem.server.messages import Begin
 from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import FakeEngines, kill_at
+from tests.server.checked_engine import MODULE
+from tests.server.thread_engine import opener
 
 MORTAL_BYTES = 20_000
+NOT_WHOLE = 3
 
 
-def serve(kind: str, argv: list[str]) -> int:
-    engines = []
-    if kind == "mortal":
-        kill_at(MORTAL_BYTES)
+def serve_fake(argv: list[str]) -> int:
+    engines: list[TextEngine] = []
 
-    def make_engine(config: EngineConfig) -> TextEngine:
-        fake = FakeEngines(num_pages=8192, max_model_len=400)
-        engines.append(open_engine(config) if kind == "real" else fake(config))
+    def make(config: EngineConfig) -> TextEngine:
+        engines.append(FakeEngines(num_pages=8192, max_model_len=400)(config))
         return engines[0]
 
-    status = main(argv, make_engine)
+    status = main(argv, opener(make))
     try:
         engines[0].engine.check()
         assert not engines[0].has_work, "something is still open"
     except AssertionError as error:
         print(f"not whole: {error}", file=sys.stderr)
-        return 3
+        return NOT_WHOLE
     return status
 
 
+def serve_real(argv: list[str]) -> int:
+    launched: list[EngineProcess] = []
+
+    def open_(config: EngineConfig, log_level: str) -> Parts:
+        tokenizer, launch = open_model(config, log_level)
+        assert isinstance(launch, partial)
+        (begin,) = launch.args
+        assert isinstance(begin, Begin)
+
+        def launch_checked() -> Launched:
+            launched.append(EngineProcess.launch(begin, MODULE))
+            return launched[-1]
+
+        return tokenizer, launch_checked
+
+    status = main(argv, open_)
+    is_whole = all(each.process.returncode != NOT_WHOLE for each in launched)
+    return status if is_whole else NOT_WHOLE
+
+
 if __name__ == "__main__":
-    sys.exit(serve(sys.argv[1], sys.argv[2:]))
+    if sys.argv[1] == "mortal":
+        kill_at(MORTAL_BYTES)
+    sys.exit((serve_real if sys.argv[1] == "real" else serve_fake)(sys.argv[2:]))

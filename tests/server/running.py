@@ -18,15 +18,16 @@ from mainstem.cli.serve import Server
 from mainstem.core.config import EngineConfig
 from mainstem.server.apps_registry import AppRegistry
 from mainstem.server.auth import Access, KeyRing
+from mainstem.server.engine_client import EngineClient
 from mainstem.server.gateway import Gateway
 from mainstem.server.limits import ServerLimits
 from mainstem.server.live import Live
 from mainstem.server.metrics import ServerMetrics
 from mainstem.server.served_model import ServedModel
-from mainstem.server.worker import Worker
 from mainstem.text.encoding import App
 from mainstem.text.sessions import SessionLimits, Sessions
 from tests.batch.fake_batch import FakeEngines
+from tests.server.thread_engine import ThreadEngine
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -97,11 +98,9 @@ class Running:
 
         async def look() -> None:
             for _ in range(100):
-                has_work = await self.gateway.worker.call(lambda engine: engine.has_work)
-                if not has_work:
+                if not await self.gateway.worker.check():
                     break
                 await asyncio.sleep(0.02)
-            await self.gateway.worker.call(lambda engine: engine.engine.check())
 
         self.on_loop(look())
         self.gateway.gate.check()
@@ -136,10 +135,11 @@ def a_server(
     """A server that has become ready; stopped at the end."""
     engines = engines or FakeEngines(num_pages=512, max_model_len=800)
     engine = engines(EngineConfig())
-    metrics = ServerMetrics(engine.engine.bus, "fake")
+    client = EngineClient(engine.tokenizer, lambda: ThreadEngine(engine))
+    metrics = ServerMetrics(client.bus, "fake")
     keys = KeyRing({"alice": ALICE, "bob": BOB}) if has_keys else None
     gateway = Gateway(
-        Worker(engine),
+        client,
         ServedModel(("fake", "alias"), 1_700_000_000, sampling or {}),
         Access(keys, KeyRing({"root": ADMIN})),
         AppRegistry(apps),

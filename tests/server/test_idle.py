@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from mainstem.core.request import SamplingParams
-from mainstem.server.worker import Worker
+from mainstem.server.engine_client import EngineClient
 from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import a_tokenizer
 from tests.builders import a_request
 from tests.kv.tiered import a_tiered_engine
+from tests.server.thread_engine import ThreadEngine
 
 NUM_PAGES = 25
 
@@ -36,8 +37,9 @@ def test_an_idle_engine_saves_its_pages_and_forgets_old_ones(tmp_path: Path) -> 
         tiered = a_tiered_engine(
             num_pages=32, num_slots=32, disk_dir=tmp_path, ttl_s=2.0, chunk_tokens=512
         )
-        worker = Worker(TextEngine(tiered.engine, a_tokenizer()))
-        worker.start()
+        text_engine = TextEngine(tiered.engine, a_tokenizer())
+        worker = EngineClient(text_engine.tokenizer, lambda: ThreadEngine(text_engine))
+        await worker.start()
         prompt = [token % 90 for token in range(4 * NUM_PAGES + 3)]
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         answering = await worker.submit([a_request(prompt, sampling=sampling)])

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from starlette.middleware.cors import CORSMiddleware
 
-from mainstem.cli.serve import main
+from mainstem.cli.serve import Parts, main
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.server.file_store import lock_folder
 from mainstem.server.logs import JsonLines
-from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import FakeEngines
+from tests.server.thread_engine import opener
 
 
-def no_engine(config: EngineConfig) -> TextEngine:
+def no_engine(config: EngineConfig, log_level: str) -> Parts:
     raise AssertionError("the model was loaded")
 
 
@@ -98,7 +98,7 @@ def test_a_config_file_with_an_unknown_section_is_refused(tmp_path: Path) -> Non
 def test_an_app_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("x" * 1000)
     with pytest.raises(ConfigError, match="1000 tokens leave no room"):
-        main(["--port", "0", "--app", f"long={tmp_path / 'long.txt'}"], FakeEngines())
+        main(["--port", "0", "--app", f"long={tmp_path / 'long.txt'}"], opener(FakeEngines()))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_the_models_advice_is_served_unless_it_is_not_wanted(
     served: list[object] = []
     run = "mainstem.cli.serve.Server.run"
     monkeypatch.setattr(run, lambda server, sockets: served.append(server.gateway.model.sampling))
-    main(["--port", "0", *flags], FakeEngines(sampling_defaults={"temperature": 0.6}))
+    main(["--port", "0", *flags], opener(FakeEngines(sampling_defaults={"temperature": 0.6})))
     assert served == [expected]
 
 
@@ -118,7 +118,7 @@ def test_what_may_take_long_is_told_before_it_begins(capsys: pytest.CaptureFixtu
     class Seen(Exception):
         pass
 
-    def loading(_: EngineConfig) -> TextEngine:
+    def loading(config: EngineConfig, log_level: str) -> Parts:
         assert '"event": "loading", "model": "smollm2"' in capsys.readouterr().err
         raise Seen
 
@@ -130,7 +130,10 @@ def test_named_sites_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     apps: list[object] = []
     run = "mainstem.cli.serve.Server.run"
     monkeypatch.setattr(run, lambda server, sockets: apps.append(server.config.app))
-    main(["--port", "0", "--allowed-origins", "https://A.com:443", "http://b:8080"], FakeEngines())
+    main(
+        ["--port", "0", "--allowed-origins", "https://A.com:443", "http://b:8080"],
+        opener(FakeEngines()),
+    )
     (app,) = apps
     assert isinstance(app, CORSMiddleware)
     assert app.allow_origins == ["https://a.com", "http://b:8080"]
@@ -157,10 +160,10 @@ def test_a_port_is_taken_as_soon_as_a_server_says_so() -> None:
     class Seen(Exception):
         pass
 
-    def never(_: EngineConfig) -> TextEngine:
+    def never(config: EngineConfig, log_level: str) -> Parts:
         raise AssertionError("the second server has loaded its model")
 
-    def loading(_: EngineConfig) -> TextEngine:
+    def loading(config: EngineConfig, log_level: str) -> Parts:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
         with pytest.raises(ConfigError, match="cannot listen"):
             main(["--port", str(port)], never)

@@ -7,6 +7,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from mainstem import __version__
+from mainstem.core.config import SWITCH_S
 from mainstem.core.errors import MainstemError
 from mainstem.core.spelling import did_you_mean
 
@@ -34,11 +35,6 @@ COMMANDS = {
     "models": Command("mainstem.cli.models", "the embedded model and what is cached"),
     "doctor": Command("mainstem.cli.doctor", "what this machine has and what will be used"),
 }
-
-
-# A busy engine thread gives Python's lock up so often to threads that read pages or answer HTTP;
-# at Python's own 5 ms a disk has a third of its rate.
-SWITCH_S = 0.0005
 
 # package that may be missing -> the extra that brings it
 EXTRAS = {"starlette": "server", "uvicorn": "server", "matplotlib": "plot", "gguf": "smollm2"}

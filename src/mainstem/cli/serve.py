@@ -6,13 +6,15 @@ import logging
 import re
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from time import time
 
 import uvicorn
 
-from mainstem.cli.batch import open_engine
+from mainstem.checkpoints.hub import resolve_model
+from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import not_negative, positive, positive_count
 from mainstem.cli.flags import (
     add_engine_flags,
@@ -25,19 +27,21 @@ from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.server.apps_registry import AppRegistry
 from mainstem.server.auth import Access, KeyRing
 from mainstem.server.connection import guarded_by
+from mainstem.server.engine_client import EngineClient, EngineState, Launched
+from mainstem.server.engine_process import EngineProcess
 from mainstem.server.file_store import lock_folder
 from mainstem.server.gateway import Gateway
 from mainstem.server.limits import ServerLimits
 from mainstem.server.live import Live
 from mainstem.server.logs import LEVELS, set_up_logs
+from mainstem.server.messages import Begin
 from mainstem.server.metrics import ServerMetrics
 from mainstem.server.routes import make_app
 from mainstem.server.served_model import ServedModel
-from mainstem.server.worker import Worker, WorkerState
 from mainstem.text.encoding import App
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import SessionLimits, Sessions, tokenizer_identity
-from mainstem.text.text_engine import TextEngine
+from mainstem.text.tokenizer import Tokenizer
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -171,7 +175,18 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = open_engine) -> int:
+Parts = tuple[Tokenizer, Callable[[], Launched]]
+
+
+def open_model(config: EngineConfig, log_level: str) -> Parts:
+    """The tokenizer of a model, and what starts a process with its engine."""
+    with StageBar() as bar:
+        folder = resolve_model(config.model.model, bar)
+    tokenizer = Tokenizer.load(folder, config.model.chat_template)
+    return tokenizer, partial(EngineProcess.launch, Begin(config, str(folder), log_level))
+
+
+def main(argv: list[str], open_: Callable[[EngineConfig, str], Parts] = open_model) -> int:
     """Serve until SIGTERM or SIGINT: 0 then, 1 when the engine was lost.
 
     What is wrong with the flags is found before the model is loaded.
@@ -199,11 +214,12 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
         if keys is None and not _is_loopback(args.host):
             log.warning("anybody who reaches this address may use it; see --api-key-file")
         log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes
-        engine = make_engine(config)
-        metrics = ServerMetrics(engine.engine.bus, names[0])
+        tokenizer, launch = open_(config, args.log_level)
+        engine = EngineClient(tokenizer, launch)
+        metrics = ServerMetrics(engine.bus, names[0])
         gateway = Gateway(
-            Worker(engine),
-            ServedModel(names, int(time()), model_defaults(args, engine.tokenizer)),
+            engine,
+            ServedModel(names, int(time()), model_defaults(args, tokenizer)),
             Access(keys, admin_keys),
             apps,
             limits,
@@ -214,14 +230,14 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
         if args.data_dir is not None:
             gateway.open_batches(args.data_dir)
         if folder is not None:
-            identity = tokenizer_identity(engine.tokenizer)
+            identity = tokenizer_identity(tokenizer)
             gateway.keep_sessions(SessionFile(folder / SESSIONS_FILE, identity))
         _check_apps(gateway)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("listening", extra={"facts": {"url": url, "model": names[0]}})
         Server(gateway, args.shutdown_s, args.allowed_origins).run(sockets=[listener])
-    return 1 if gateway.worker.state is WorkerState.FAILED else 0
+    return 1 if gateway.worker.state is EngineState.FAILED else 0
 
 
 def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:

@@ -146,6 +146,13 @@ class StoreOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class StepStarted:
+    """A forward pass is about to be launched. On a CPU it may take seconds."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepFinished:
     """One forward pass. `key_tokens_read` counts keys read, `key_tokens_seen` what it would be if
     every sequence read its own context."""
@@ -191,6 +198,7 @@ Event = (
     | PagesPrefetched
     | PagesLost
     | StoreOpened
+    | StepStarted
     | StepFinished
     | StepFailed
     | StepsResized

@@ -14,6 +14,14 @@ class StemView:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptView:
+    """A prompt that takes more than one step, and how far it is when the running one has ended."""
+
+    request_id: str
+    num_computed: int  # tokens, cached ones included
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """Who runs, who waits, and what is shared right now."""
 
@@ -28,3 +36,4 @@ class EngineSnapshot:
     num_disk_pages: int = 0
     stored_page_bytes: int = 0  # of a page in host memory or on disk
     num_copies: int = 0  # loads and saves under way
+    prompts: tuple[PromptView, ...] = ()

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from mainstem.core.config import StoreConfig
 from mainstem.core.errors import EngineLost, ForkedProcess, OutOfDeviceMemory
-from mainstem.core.events import EventBus
+from mainstem.core.events import EventBus, StepStarted
 from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.interrupts import held_interrupts
 from mainstem.core.request import Output, Request
@@ -143,6 +143,8 @@ class Engine:
             return None
 
     def _launch(self, step: Step) -> "_Launched | None":
+        if self.bus.has_listeners(StepStarted):
+            self.bus.publish(StepStarted(step.num_tokens))
         began_s = perf_counter()
         try:
             handle = self._runner.launch(step)

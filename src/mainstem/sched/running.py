@@ -3,6 +3,7 @@
 import numpy as np
 
 from mainstem.core.ids import SeqSlot
+from mainstem.core.snapshot import PromptView
 from mainstem.core.step import Int32s, StepId
 from mainstem.kv.store import KVStore
 from mainstem.sched.admission import Outlook
@@ -99,6 +100,15 @@ class RunningSet:
         if len(under_way) == 0:
             return []
         return sorted(map(table.sequence, under_way.tolist()), key=urgency)
+
+    def prompts(self) -> tuple[PromptView, ...]:
+        """How far the prompts are that are under way."""
+        views = []
+        for sequence in self.unfinished():
+            assert sequence.slot is not None
+            num_computed = int(self.table.computed[sequence.slot])
+            views.append(PromptView(sequence.request.request_id, num_computed))
+        return tuple(views)
 
     def num_unfinished_tokens(self) -> int:
         """Prompt tokens that are still to be computed."""

@@ -321,6 +321,7 @@ class Scheduler:
             stored_page_bytes=0 if store.tiers is None else store.tiers.page_bytes,
             num_disk_pages=0 if store.tiers is None else store.tiers.num_disk_pages,
             num_copies=0 if store.tiers is None else store.tiers.num_copies,
+            prompts=self._running.prompts(),
         )
 
     def fetch_as(self, config: StoreConfig) -> None:

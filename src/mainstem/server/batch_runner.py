@@ -26,14 +26,15 @@ from mainstem.core.ids import RequestId
 from mainstem.core.plan import Int32s
 from mainstem.core.request import Request
 from mainstem.plan.planner import PlanConfig
+from mainstem.server.answering import EngineFault, RequestFault
 from mainstem.server.auth import Tenant
 from mainstem.server.batch_store import Batch, BatchStatus, BatchStore
+from mainstem.server.engine_client import EngineClient, EngineState
 from mainstem.server.file_store import FileStore
 from mainstem.server.filling import AppFiller
 from mainstem.server.limits import Gate
 from mainstem.server.served_model import ServedModel
 from mainstem.server.turns import owner_of
-from mainstem.server.worker import EngineFault, RequestFault, Worker, WorkerState
 from mainstem.text.encoding import App
 from mainstem.text.tools import tool_format
 from mainstem.wire.calls import Call, CallParser
@@ -59,7 +60,7 @@ class BatchRunner:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: EngineClient,
         gate: Gate,
         tenants: Sequence[Tenant],
         filler: AppFiller,
@@ -238,7 +239,7 @@ class BatchRunner:
         num_new = min(self._num_since, self._num_open)  # some may have ended already
         has_room = snapshot.num_waiting + num_new < MAX_WAITING
         is_busy = self._gate.open_answers > BUSY_ANSWERS or self._is_draining()
-        is_running = self._worker.state is WorkerState.RUNNING
+        is_running = self._worker.state is EngineState.RUNNING
         return has_room and self._num_open < MAX_ROWS and not is_busy and is_running
 
     def note_row(self, change: int) -> None:
@@ -273,7 +274,6 @@ class BatchRunner:
                 RequestId(f"{batch.batch_id}-{row.line}"),
                 ids,
                 seeded(row, 0),
-                grammar=await self._worker.compile(call.sampling),
                 salt=salt,
                 public_tokens=self._filler.public_tokens(self._find_app(call), ids),
                 priority=PRIORITY + max(-PRIORITY // 2, min(call.priority, PRIORITY)),

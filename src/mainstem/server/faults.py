@@ -3,7 +3,7 @@
 from starlette.responses import JSONResponse
 
 from mainstem.core.errors import InvalidRequest
-from mainstem.server.worker import EngineFault, RequestFault
+from mainstem.server.answering import EngineFault, RequestFault
 from mainstem.wire.errors import WireError
 
 MAX_MESSAGE_CHARS = 500  # a message may quote what the client sent

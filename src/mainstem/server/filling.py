@@ -7,38 +7,29 @@ tenants, and pinned. What follows them in a request is named with the tenant's s
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.ids import PageKey, RequestId
+from mainstem.core.ids import RequestId
 from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Int32s
+from mainstem.server.answering import EngineFault
 from mainstem.server.apps_registry import AppRegistry
+from mainstem.server.engine_client import EngineClient
 from mainstem.server.ids import unique_ids
-from mainstem.server.worker import EngineFault, Worker
 from mainstem.text.encoding import App, shared_prefixes
-from mainstem.text.text_engine import TextEngine
 
 log = logging.getLogger("mainstem.server")
-
-
-@dataclass(slots=True)
-class _Filled:
-    """What is kept for one app."""
-
-    prefixes: list[Int32s]
-    pinned: list[PageKey] = field(default_factory=list)
 
 
 class AppFiller:
     """Fills apps and knows what of a prompt is public. Lives on the event loop."""
 
-    def __init__(self, worker: Worker, apps: AppRegistry) -> None:
+    def __init__(self, worker: EngineClient, apps: AppRegistry) -> None:
         self._worker = worker
         self.apps = apps
-        self._filled: dict[str, _Filled] = {}
+        self._filled: dict[str, list[Int32s]] = {}  # prefixes whose pages are kept, by app
         self._ids = unique_ids()
 
     def prefixes(self, app: App) -> list[list[int]]:
@@ -55,10 +46,8 @@ class AppFiller:
 
     def public_tokens(self, app: App | None, prompt_ids: Sequence[int] | Int32s) -> int:
         """How many leading tokens of a prompt are the app's."""
-        filled = None if app is None else self._filled.get(app.name)
-        if filled is None:
-            return 0
-        return max((_num_common(prefix, prompt_ids) for prefix in filled.prefixes), default=0)
+        prefixes = () if app is None else self._filled.get(app.name, ())
+        return max((_num_common(prefix, prompt_ids) for prefix in prefixes), default=0)
 
     async def fill(self, app: App) -> int:
         """Compute an app's prefix and pin its pages; returns how many tokens it has.
@@ -80,18 +69,17 @@ class AppFiller:
                 pass
         finally:
             self._worker.abandon(answering)
-        filled = _Filled([np.array(prefix, np.int32) for prefix in prefixes])
-        before, self._filled[app.name] = self._filled.get(app.name), filled
-        await self._worker.call(lambda engine: _pin(engine, filled, before))
+        self._filled[app.name] = [np.array(prefix, np.int32) for prefix in prefixes]
+        num_pages = await self._worker.pin(app.name, self._filled[app.name])
         num_tokens = max(map(len, prefixes), default=0)
-        facts = {"app": app.name, "prefix_tokens": num_tokens, "pinned_pages": len(filled.pinned)}
+        facts = {"app": app.name, "prefix_tokens": num_tokens, "pinned_pages": num_pages}
         log.info("app filled", extra={"facts": facts})
         return num_tokens
 
     async def forget(self, name: str) -> None:
         """An app is gone, or has another prompt: its pages go when room is needed."""
-        if (filled := self._filled.pop(name, None)) is not None:
-            await self._worker.call(lambda engine: engine.engine.unpin(filled.pinned))
+        if self._filled.pop(name, None) is not None:
+            await self._worker.pin(name, ())
 
     async def fill_all(self) -> None:
         """Fill every app; one that cannot be filled is computed by its first request."""
@@ -113,16 +101,6 @@ class AppFiller:
         num_missing = -len(prefix) % self._worker.snapshot.page_size
         # K and V of an answer's last token are never computed
         return SamplingParams(max_tokens=num_missing + 1, temperature=0.0, ignore_eos=True)
-
-
-def _pin(engine: TextEngine, filled: _Filled, before: _Filled | None) -> None:
-    """Pin an app's pages instead of those it had before; on the engine's thread.
-
-    The old ones first: pages of the same name may have come in their place.
-    """
-    if before is not None:
-        engine.engine.unpin(before.pinned)
-    filled.pinned = [key for prefix in filled.prefixes for key in engine.engine.pin(prefix, b"")]
 
 
 def _num_common(prefix: Int32s, prompt_ids: Sequence[int] | Int32s) -> int:

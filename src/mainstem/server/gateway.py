@@ -18,11 +18,13 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Overflow
 from mainstem.core.request import Request as EngineRequest
+from mainstem.server.answering import Answering, EngineFault, Ticket
 from mainstem.server.apps_registry import AppRegistry
 from mainstem.server.auth import Access, Tenant
 from mainstem.server.batch_runner import BatchRunner
 from mainstem.server.batch_store import BatchStore
 from mainstem.server.body import Json, read_json
+from mainstem.server.engine_client import EngineClient
 from mainstem.server.faults import ApiError, from_fault, from_invalid, unavailable
 from mainstem.server.file_store import FileStore, lock_folder
 from mainstem.server.filling import AppFiller
@@ -36,7 +38,6 @@ from mainstem.server.served_model import ServedModel
 from mainstem.server.session_saver import SessionSaver
 from mainstem.server.stream import ClientLeft, EventStream, while_connected
 from mainstem.server.turns import Turn
-from mainstem.server.worker import Answering, EngineFault, Ticket, Worker
 from mainstem.text.encoding import App, Prompt, encode_prompt
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import MAX_SESSION_TOKENS, Sessions
@@ -67,7 +68,7 @@ class Gateway:
 
     def __init__(  # the parts of a server, joined in serve.py
         self,
-        worker: Worker,
+        worker: EngineClient,
         model: ServedModel,
         access: Access,
         apps: AppRegistry,
@@ -100,8 +101,7 @@ class Gateway:
         self._refilling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to serve the running event loop; ready when the apps are filled."""
-        self.worker.start()
+        """Be ready when the apps are filled; the engine has been connected."""
         await self.filler.fill_all()
         if self.batches is not None:
             self.batches.runner.start()
@@ -172,8 +172,8 @@ class Gateway:
             turn = self._turn(call, tenant)
             prompt_ids = await self._encode(prompts, app, turn)
             self._check_lengths(call, prompt_ids)
-            requests = await self._requests(call, heading.reply_id, prompt_ids, tenant, app, turn)
-            answering = await self._submit(requests)
+            requests = self._requests(call, heading.reply_id, prompt_ids, tenant, app, turn)
+            answering = await self._submit(requests, tenant)
             exchange = _Exchange(self, answering, heading, request, app)
             held.push(exchange)
             echoes = self._echoes(call, prompts, prompt_ids)
@@ -241,7 +241,7 @@ class Gateway:
             for prompt, ids in zip(prompts, prompt_ids, strict=True)
         ]
 
-    async def _requests(
+    def _requests(
         self,
         call: Call,
         reply_id: str,
@@ -251,16 +251,14 @@ class Gateway:
         turn: Turn | None,
     ) -> list[EngineRequest]:
         """What the engine is asked. The app's prompt is public, and is kept when a conversation
-        outgrows the context; the form of the answers is compiled."""
+        outgrows the context."""
         num_public = [self.filler.public_tokens(app, ids) for ids in prompts]
         try:
-            grammar = await self.worker.compile(call.sampling)
             return [
                 EngineRequest(
                     RequestId(f"{reply_id}-{place}"),
                     np.asarray(ids),
                     call.sampling,
-                    grammar=grammar,
                     salt=tenant.page_salt(call.cache_salt),
                     public_tokens=num_public[place],
                     priority=call.priority,
@@ -273,9 +271,9 @@ class Gateway:
         except InvalidRequest as error:
             raise from_invalid(error) from None
 
-    async def _submit(self, requests: Sequence[EngineRequest]) -> Answering:
+    async def _submit(self, requests: Sequence[EngineRequest], tenant: Tenant) -> Answering:
         try:
-            return await self.worker.submit(requests)
+            return await self.worker.submit(requests, tenant.name)
         except InvalidRequest as error:
             raise from_invalid(error) from None
         except EngineFault as fault:

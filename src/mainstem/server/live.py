@@ -7,8 +7,8 @@ from time import monotonic
 
 from mainstem.core.metrics import Counters
 from mainstem.core.snapshot import EngineSnapshot
+from mainstem.server.answering import Ticket
 from mainstem.server.auth import Tenant
-from mainstem.server.worker import Ticket
 
 NUM_RECENT = 20
 RATE_S = 10.0  # tokens per second are counted over so long

@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
+from mainstem.server.answering import Answering
 from mainstem.server.turns import Turn
-from mainstem.server.worker import Answering
 from mainstem.wire.replies import PromptAnswers, Reply, ReplyStream
 
 DONE = b"data: [DONE]\n\n"

@@ -19,14 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mainstem import __version__
 from mainstem.core.errors import InvalidRequest
+from mainstem.server.answering import EngineFault
 from mainstem.server.batch_routes import BatchRoutes
 from mainstem.server.body import read_json
+from mainstem.server.engine_client import EngineState
 from mainstem.server.faults import ApiError, from_invalid, from_wire, unavailable
 from mainstem.server.gateway import Gateway
 from mainstem.server.ids import unique_ids
 from mainstem.server.metrics import CONTENT_TYPE
 from mainstem.server.turns import owner_of
-from mainstem.server.worker import EngineFault, WorkerState
 from mainstem.text.encoding import App
 from mainstem.text.sessions import Session
 from mainstem.wire.bodies import AppBody, read_fields
@@ -132,14 +133,14 @@ class Routes:
 
     async def health(self, request: Request) -> Response:
         """200 while the engine can answer; for whoever restarts the process otherwise."""
-        if self._gateway.worker.state is WorkerState.FAILED:
+        if self._gateway.worker.state is EngineState.FAILED:
             raise unavailable("the engine failed")
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         """200 from when the apps are filled until the server goes down; for load balancers."""
         gateway = self._gateway
-        is_running = gateway.worker.state is WorkerState.RUNNING
+        is_running = gateway.worker.state is EngineState.RUNNING
         if not gateway.is_ready or gateway.is_draining or not is_running:
             raise unavailable("not ready")
         return JSONResponse({"status": "ready"})
@@ -190,8 +191,7 @@ class Routes:
     async def reset_cache(self, request: Request) -> Response:
         """Forget every cached page that no sequence holds, then compute the apps' again."""
         gateway = self._gateway
-        call = gateway.worker.call(lambda engine: engine.engine.clear_cache())
-        count = await self._on_engine(call)
+        count = await self._on_engine(gateway.worker.clear_cache())
         await gateway.filler.fill_all()
         return JSONResponse({"forgotten_pages": count})
 
@@ -341,6 +341,7 @@ def make_app(gateway: Gateway, origins: Sequence[str] = ()) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await gateway.worker.start()
         starting = asyncio.ensure_future(gateway.start())
         try:
             yield

@@ -1,6 +1,6 @@
 """Text on top of the engine: prompts in, pieces of answers out, stop strings obeyed."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from mainstem.core.ids import RequestId
 from mainstem.core.request import (
@@ -34,12 +34,68 @@ class TextOutput:
     fault: str | None = None  # what failed, where that ended it (FinishReason.ERROR)
 
 
-@dataclass(slots=True)
-class _Open:
-    """A request whose answers are not all finished."""
+class AnswerReader:
+    """Reads what the engine says to one request: text that is certain, stop strings obeyed.
 
-    request: Request
-    streams: dict[int, TextStream] = field(default_factory=dict)
+    The engine may have gone on past a stop string; tokens after it are nobody's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        sampling = request.sampling
+        context = request.prompt_ids[-64:].tolist()
+        self._stop_token_ids = sampling.stop_token_ids
+        self._streams = {
+            index: TextStream(tokenizer, sampling, context) for index in range(sampling.n)
+        }
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every answer has come to its end."""
+        return not self._streams
+
+    def read(self, output: Output) -> TextOutput | None:
+        """What is new of an answer; None if a stop string has ended it already.
+
+        Where the text finds the end before the engine does (`finish_reason` is set here and not in
+        `output`), the engine is to be told.
+        """
+        stream = self._streams.get(output.index)
+        if stream is None:
+            return None
+        text: list[str] = []
+        stop: str | int | None = None
+        num_tokens = len(output.token_ids)
+        for place, token_id in enumerate(output.token_ids):
+            piece = stream.push(token_id)
+            text.append(piece.text)
+            if piece.stop is not None:
+                stop, num_tokens = piece.stop, place + 1
+                break
+        reason = output.finish_reason
+        if stop is None and reason is not None:
+            piece = stream.finish()
+            text.append(piece.text)
+            stop = piece.stop
+        if stop is not None:
+            reason = FinishReason.STOP
+        elif reason is FinishReason.STOP and output.token_ids:
+            last = output.token_ids[-1]  # named only if the caller asked for it to end answers
+            stop = last if last in self._stop_token_ids else None
+        if reason is not None:
+            del self._streams[output.index]
+        return TextOutput(
+            request_id=output.request_id,
+            index=output.index,
+            text="".join(text),
+            token_ids=output.token_ids[:num_tokens],
+            logprobs=output.logprobs[:num_tokens],
+            prompt_logprobs=output.prompt_logprobs,
+            finish_reason=reason,
+            stop_reason=stop,
+            num_cached_tokens=output.num_cached_tokens,
+            num_dropped_tokens=output.num_dropped_tokens,
+            fault=output.fault,
+        )
 
 
 class TextEngine:
@@ -50,7 +106,7 @@ class TextEngine:
         self.tokenizer = tokenizer
         self.grammars = Grammars(tokenizer)
         self._eos_ids = tuple(sorted(tokenizer.eos_ids))
-        self._open: dict[RequestId, _Open] = {}
+        self._open: dict[RequestId, AnswerReader] = {}
 
     @property
     def has_work(self) -> bool:
@@ -74,11 +130,7 @@ class TextEngine:
             delivery = Delivery.EACH_STEP  # each token may complete a stop string
         request = replace(request, eos_ids=self._eos_ids, grammar=grammar, delivery=delivery)
         self.engine.submit(request)
-        streams = {
-            index: TextStream(self.tokenizer, sampling, request.prompt_ids[-64:].tolist())
-            for index in range(sampling.n)
-        }
-        self._open[request.request_id] = _Open(request, streams)
+        self._open[request.request_id] = AnswerReader(self.tokenizer, request)
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last news comes with the next step."""
@@ -90,47 +142,12 @@ class TextEngine:
         return [output for output in news if output is not None]
 
     def _read(self, output: Output) -> TextOutput | None:
-        opened = self._open.get(output.request_id)
-        stream = opened.streams.get(output.index) if opened is not None else None
-        if opened is None or stream is None:
+        reader = self._open.get(output.request_id)
+        news = None if reader is None else reader.read(output)
+        if reader is None or news is None:
             return None  # a stop string ended it before the engine knew
-        text: list[str] = []
-        stop: str | int | None = None
-        for token_id in output.token_ids:
-            piece = stream.push(token_id)
-            text.append(piece.text)
-            if piece.stop is not None:
-                stop = piece.stop
-                break
-        reason = output.finish_reason
-        if stop is None and reason is not None:
-            piece = stream.finish()
-            text.append(piece.text)
-            stop = piece.stop
-        if stop is not None:
-            if reason is None:
-                self.engine.stop(output.request_id, output.index)
-            reason = FinishReason.STOP
-        elif reason is FinishReason.STOP and output.token_ids:
-            stop = self._stop_token(opened.request, output.token_ids[-1])
-        if reason is not None:
-            del opened.streams[output.index]
-            if not opened.streams:
-                del self._open[output.request_id]
-        return TextOutput(
-            request_id=output.request_id,
-            index=output.index,
-            text="".join(text),
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
-            prompt_logprobs=output.prompt_logprobs,
-            finish_reason=reason,
-            stop_reason=stop,
-            num_cached_tokens=output.num_cached_tokens,
-            num_dropped_tokens=output.num_dropped_tokens,
-            fault=output.fault,
-        )
-
-    def _stop_token(self, request: Request, token_id: int) -> int | None:
-        """The stop token's id if the caller named it; None for the model's own end token."""
-        return token_id if token_id in request.sampling.stop_token_ids else None
+        if news.finish_reason is not None and output.finish_reason is None:
+            self.engine.stop(output.request_id, output.index)
+        if reader.is_finished:
+            del self._open[output.request_id]
+        return news

@@ -1,0 +1,131 @@
+"""Requests in progress, on the event loop: what has been heard of their answers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from time import monotonic
+
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.request import Output, Request
+from mainstem.text.text_engine import AnswerReader, TextOutput
+from mainstem.text.tokenizer import Tokenizer
+
+
+class EngineFault(Exception):
+    """A request ended through no fault of its own: the engine is lost, or going down."""
+
+
+class RequestFault(EngineFault):
+    """Steps failed over a request whenever it was tried; others are answered."""
+
+
+Fault = EngineFault | InvalidRequest
+
+
+class Ticket:
+    """One prompt in progress. Times are monotonic seconds."""
+
+    def __init__(
+        self,
+        number: int,
+        place: int,
+        request: Request,
+        answering: "Answering",
+        reader: AnswerReader,
+    ) -> None:
+        self.number = number  # what the engine calls it
+        self.place = place  # among the prompts of its Answering
+        self.request = request
+        self.answering = answering
+        self.began_s = monotonic()
+        self.admitted_s: float | None = None  # its first answer left the queue
+        self.token_s: list[float] = []  # when the tokens of its first answer came
+        self.ended_s: float | None = None
+        self.num_cached_tokens = 0
+        self.num_dropped_tokens = 0
+        self.num_output_tokens = 0
+        self.is_accepted = False
+        self._reader = reader
+
+    @property
+    def is_finished(self) -> bool:
+        return self._reader.is_finished
+
+    def token(self, index: int, token_id: int) -> Output:
+        """One more token of an answer, as the engine would tell it in full."""
+        return Output(
+            self.request.request_id,
+            index,
+            (token_id,),
+            num_cached_tokens=self.num_cached_tokens,
+            num_dropped_tokens=self.num_dropped_tokens,
+        )
+
+    def hear(self, output: Output, now_s: float) -> TextOutput | None:
+        """Take news of an answer in; None if a stop string has ended it already."""
+        news = self._reader.read(output)
+        if news is None:
+            return None
+        self.num_output_tokens += len(news.token_ids)
+        if news.index == 0:
+            self.num_cached_tokens = news.num_cached_tokens
+            self.num_dropped_tokens = news.num_dropped_tokens
+            self.token_s += [now_s] * len(news.token_ids)
+        if news.finish_reason is not None:
+            self.ended_s = now_s
+        self.answering.hear(self.place, news)
+        return news
+
+
+class Answering:
+    """The prompts of one HTTP request in progress: iterate to hear of all their answers.
+
+    Whoever leaves before the end must close it through `EngineClient.abandon`, which frees pages.
+    """
+
+    def __init__(
+        self, numbers: Sequence[int], requests: Sequence[Request], tokenizer: Tokenizer
+    ) -> None:
+        self.tickets = [
+            Ticket(number, place, request, self, AnswerReader(tokenizer, request))
+            for place, (number, request) in enumerate(zip(numbers, requests, strict=True))
+        ]
+        self.fault: Fault | None = None
+        self._news: list[tuple[int, TextOutput]] = []
+        self._wake = asyncio.Event()
+
+    def accept(self, ticket: Ticket) -> None:
+        """The engine has queued a prompt."""
+        ticket.is_accepted = True
+        self._wake.set()
+
+    def hear(self, place: int, news: TextOutput) -> None:
+        """Whoever iterates gets this next."""
+        self._news.append((place, news))
+        self._wake.set()
+
+    def fail(self, fault: Fault) -> None:
+        """End it; whoever waits for news gets `fault`."""
+        self.fault = fault
+        self._wake.set()
+
+    async def accepted(self) -> None:
+        """Wait until the engine has queued every prompt; raises the fault if it refused one."""
+        while not all(ticket.is_accepted for ticket in self.tickets):
+            if self.fault is not None:
+                raise self.fault
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, TextOutput]]]:
+        """(place of the prompt, news) in order, as much as there is; raises what ended it early."""
+        while True:
+            if self._news:
+                news, self._news = self._news, []
+                yield news
+            elif self.fault is not None:
+                raise self.fault
+            elif all(ticket.is_finished for ticket in self.tickets):
+                return
+            else:
+                self._wake.clear()
+                await self._wake.wait()

@@ -1,0 +1,349 @@
+"""The front's side of the connection to the engine's process; docs/serve.md has a picture.
+
+Commands of one turn of the event loop go as one message, and reports come once per step. Text is
+made here: the engine knows token ids only. When the engine's process ends, whatever the reason,
+requests in progress end with an EngineFault and another process is started.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum
+from itertools import count
+from time import monotonic
+from typing import Protocol
+
+import numpy as np
+
+from mainstem.core.errors import InvalidRequest, MainstemError
+from mainstem.core.events import EventBus, StepFailed
+from mainstem.core.request import Output, Request
+from mainstem.core.snapshot import EngineSnapshot
+from mainstem.core.step import Int32s
+from mainstem.server.answering import Answering, EngineFault, RequestFault, Ticket
+from mainstem.server.messages import (
+    Abort,
+    Check,
+    ClearCache,
+    Close,
+    Command,
+    Pin,
+    Ready,
+    Report,
+    StepInProgress,
+    Stop,
+    Unframer,
+    decode_report,
+    frame,
+    pack_request,
+    unpack_event,
+)
+from mainstem.text.tokenizer import Tokenizer
+
+FIRST_RETRY_S = 0.1  # before an engine that has ended is started again; doubled each time ...
+MAX_RETRY_S = 30.0  # ... up to this
+MAX_STARTS = 6  # in a row that fail, or that live for less than this:
+SHORT_LIFE_S = 30.0
+CLOSE_S = 600.0  # for saving pages at the end
+
+log = logging.getLogger("mainstem.server")
+
+
+class EngineState(Enum):
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"
+    FAILED = "failed"  # it ended again and again; nothing is answered any more
+
+
+class Launched(Protocol):
+    """An engine that is ready, at the other end of a connection; see EngineProcess."""
+
+    @property
+    def connection(self) -> socket.socket: ...
+
+    @property
+    def ready(self) -> Ready: ...
+
+    def end(self, within_s: float | None) -> str:
+        """Wait for its end and say how it came; after `within_s` it is forced."""
+        ...
+
+
+class EngineClient:
+    """Sends requests to the engine and hands out what it says. Lives on the event loop.
+
+    `bus` repeats the events of the engine, and of those that come after it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, launch: Callable[[], Launched]) -> None:
+        """Starts the first engine; raises what `launch` raises."""
+        self.tokenizer = tokenizer
+        self.bus = EventBus()
+        self.state = EngineState.RUNNING
+        self.num_recoveries = 0  # times that the cache was lost
+        self.num_restarts = 0
+        self.on_tokens: Callable[[int], None] | None = None  # told how many tokens came
+        self.on_recovered: Callable[[], None] | None = None  # told when the cache was lost
+        self._eos_ids = tuple(sorted(tokenizer.eos_ids))
+        self._launch = launch
+        self._launched = launch()
+        self.max_model_len = self._launched.ready.max_model_len
+        self.snapshot: EngineSnapshot = self._launched.ready.snapshot
+        self.step: StepInProgress | None = None  # that ran when the snapshot was taken
+        self._began_s = monotonic()
+        self._num_starts = 1  # in a row that came to nothing, this one included
+        self._open: dict[int, Ticket] = {}
+        self._calls: dict[int, asyncio.Future[int]] = {}
+        self._numbers = count()
+        self._commands: list[Command] = []  # of this turn of the loop
+        self._transport: asyncio.WriteTransport | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self.bus.subscribe(StepFailed, lambda _: self._note_recovery())
+
+    async def start(self) -> None:
+        """Begin to talk to the engine, on the running event loop."""
+        await self._connect()
+
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        connection = self._launched.connection
+        connection.setblocking(False)
+        transport, _ = await loop.create_unix_connection(
+            lambda: _Reports(self._hear, self._lose), sock=connection
+        )
+        self._transport = transport
+
+    # --- requests -------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Prompts in progress."""
+        return len(self._open)
+
+    @property
+    def num_unheard(self) -> int:
+        """Prompts that the engine has not taken in yet; it does between two steps."""
+        return sum(not ticket.is_accepted for ticket in self._open.values())
+
+    async def submit(self, requests: Sequence[Request], owner: str = "") -> Answering:
+        """Queue the prompts of one HTTP request, all or none; `owner` pays for their forms.
+
+        Raises InvalidRequest if one can never run, EngineFault if none can now.
+        """
+        self._check_running()
+        numbers = [next(self._numbers) for _ in requests]
+        answering = Answering(numbers, requests, self.tokenizer)
+        for ticket in answering.tickets:
+            self._open[ticket.number] = ticket
+            self._send(pack_request(ticket.number, ticket.request, self._eos_ids, owner))
+        try:
+            await answering.accepted()
+        except BaseException:
+            self.abandon(answering)
+            raise
+        return answering
+
+    def abandon(self, answering: Answering) -> None:
+        """Nobody listens any more: stop what is not finished."""
+        for ticket in answering.tickets:
+            if self._open.pop(ticket.number, None) is not None:
+                ticket.ended_s = monotonic()
+                self._send(Abort(ticket.number))
+
+    def fail_open(self, reason: str) -> None:
+        """End every request in progress with a fault, as when the time to finish is over."""
+        for ticket in list(self._open.values()):
+            self.abandon(ticket.answering)
+            ticket.answering.fail(EngineFault(reason))
+
+    # --- other commands -------------------------------------------------------------------------
+
+    async def pin(self, name: str, prefixes: Sequence[Int32s]) -> int:
+        """Keep the pages of prefixes, instead of those pinned under this name before."""
+        packed = tuple(np.asarray(prefix, np.int32).tobytes() for prefix in prefixes)
+        return await self._call(lambda call: Pin(call, name, packed))
+
+    async def clear_cache(self) -> int:
+        """Forget every cached page that no sequence holds; returns how many."""
+        return await self._call(ClearCache)
+
+    async def check(self) -> bool:
+        """Whether anything runs; raises EngineFault if a page was lost."""
+        return bool(await self._call(Check))
+
+    async def _call(self, make: Callable[[int], Command]) -> int:
+        self._check_running()
+        call = next(self._numbers)
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._calls[call] = answer
+        self._send(make(call))
+        try:
+            return await answer
+        finally:
+            del self._calls[call]
+
+    def _check_running(self) -> None:
+        if self.state is not EngineState.RUNNING:
+            raise EngineFault(f"the engine is {self.state.value}")
+
+    def _send(self, command: Command) -> None:
+        if not self._commands:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._commands.append(command)
+
+    def _flush(self) -> None:
+        commands, self._commands = self._commands, []
+        if self._transport is not None and commands:
+            self._transport.write(frame(commands))
+
+    # --- reports --------------------------------------------------------------------------------
+
+    def _hear(self, message: bytes) -> None:
+        """Hand a report's parts to the requests they belong to."""
+        report = decode_report(message)
+        assert isinstance(report, Report)
+        now_s = monotonic()
+        if report.snapshot is not None:
+            self.snapshot, self.step = report.snapshot, report.step
+        for number in report.accepted:
+            if ticket := self._open.get(number):
+                ticket.answering.accept(ticket)
+        for number, admitted_s in report.admitted:
+            if (ticket := self._open.get(number)) and ticket.admitted_s is None:
+                ticket.admitted_s = admitted_s
+        for refusal in report.refused:
+            if ticket := self._open.pop(refusal.number, None):
+                ticket.answering.fail(InvalidRequest(refusal.field, refusal.reason))
+        num_tokens = self._hear_tokens(report.tokens, now_s)
+        for news in report.news:
+            num_tokens += len(news.token_ids)
+            if ticket := self._open.get(news.number):
+                self._read(ticket, news.output(ticket.request.request_id), now_s)
+        for reply in report.replies:
+            answer = self._calls.get(reply.call)
+            if answer is not None and not answer.done():
+                if reply.fault is None:
+                    answer.set_result(reply.value)
+                else:
+                    answer.set_exception(EngineFault(reply.fault))
+        for packed in report.events:
+            self.bus.publish(unpack_event(packed))
+        if num_tokens and self.on_tokens is not None:
+            self.on_tokens(num_tokens)
+
+    def _hear_tokens(self, tokens: list[int], now_s: float) -> int:
+        """One more token of each of many answers: the common case."""
+        parts = iter(tokens)
+        for number, index, token_id in zip(parts, parts, parts, strict=True):
+            if ticket := self._open.get(number):
+                self._read(ticket, ticket.token(index, token_id), now_s)
+        return len(tokens) // 3
+
+    def _read(self, ticket: Ticket, output: Output, now_s: float) -> None:
+        if output.fault is not None:
+            del self._open[ticket.number]
+            ticket.answering.fail(RequestFault(f"steps failed over this request: {output.fault}"))
+            return
+        news = ticket.hear(output, now_s)
+        if news is None:
+            return
+        if news.finish_reason is not None and output.finish_reason is None:
+            self._send(Stop(ticket.number, output.index))
+        if ticket.is_finished:
+            del self._open[ticket.number]
+
+    def _note_recovery(self) -> None:
+        """An engine goes on, its cache empty."""
+        self.num_recoveries += 1
+        if self.on_recovered is not None:
+            self.on_recovered()
+
+    # --- its life -------------------------------------------------------------------------------
+
+    def _lose(self) -> None:
+        """The connection is closed."""
+        self._transport = None
+        if self._closing.is_set():
+            return
+        self.state = EngineState.RESTARTING
+        fault = "the engine's process ended; it is started again, and requests may be repeated"
+        for ticket in list(self._open.values()):
+            ticket.answering.fail(EngineFault(fault))
+        self._open.clear()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineFault(fault))
+        self._restarting = asyncio.ensure_future(self._restart())
+
+    async def _restart(self) -> None:
+        """Start another engine, ever more rarely while that fails."""
+        how = await asyncio.to_thread(self._launched.end, 10.0)
+        lived_s = monotonic() - self._began_s
+        log.error("the engine ended", extra={"facts": {"how": how, "lived_s": round(lived_s, 1)}})
+        if lived_s > SHORT_LIFE_S:
+            self._num_starts = 0
+        while self._num_starts < MAX_STARTS:
+            wait_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2**self._num_starts)
+            self._num_starts += 1
+            if await self._has_closed_within(wait_s):
+                return
+            try:
+                launched = await asyncio.to_thread(self._launch)
+            except (MainstemError, OSError) as error:
+                facts = {"reason": str(error)}
+                log.error("the engine could not be started", extra={"facts": facts})
+                continue
+            self._launched, self._began_s = launched, monotonic()
+            if not await self._has_closed_within(0.0):  # else `close` ends it
+                await self._go_on()
+            return
+        self.state = EngineState.FAILED
+
+    async def _go_on(self) -> None:
+        """Another engine is there."""
+        await self._connect()
+        self.snapshot, self.step = self._launched.ready.snapshot, None
+        self.state = EngineState.RUNNING
+        self.num_restarts += 1
+        log.info("the engine is back", extra={"facts": {"restarts": self.num_restarts}})
+        self._note_recovery()
+
+    async def _has_closed_within(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+        return self._closing.is_set()
+
+    async def close(self) -> None:
+        """End the engine; what is open is aborted, and what is to be saved is saved."""
+        self._closing.set()
+        self.fail_open("the server is going down")
+        if self.state is not EngineState.FAILED:
+            self.state = EngineState.STOPPING
+        if self._restarting is not None:
+            await asyncio.gather(self._restarting, return_exceptions=True)
+        self._send(Close())
+        self._flush()
+        if self._transport is None:
+            self._launched.connection.close()
+        how = await asyncio.to_thread(self._launched.end, CLOSE_S)
+        log.info("the engine ended", extra={"facts": {"how": how}})
+
+
+class _Reports(asyncio.Protocol):
+    """Bytes from the engine -> messages."""
+
+    def __init__(self, hear: Callable[[bytes], None], lose: Callable[[], None]) -> None:
+        self._hear = hear
+        self._lose = lose
+        self._unframer = Unframer()
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._unframer.push(data):
+            self._hear(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose()

@@ -1,0 +1,339 @@
+"""The engine's side of the connection to the front: obey, step, report; one thread does all.
+
+    while the front is there:   take commands --> step --> one report
+
+Commands are taken between two steps. A report that the front does not read at once is kept and
+sent later: a slow front never makes the engine wait.
+"""
+
+import logging
+import select
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import get_args
+
+import numpy as np
+
+from mainstem.core.errors import EngineLost, InvalidRequest
+from mainstem.core.events import Event, SequenceAdmitted, StepStarted
+from mainstem.core.ids import PageKey, RequestId
+from mainstem.core.request import Output, Request, SamplingParams
+from mainstem.core.snapshot import EngineSnapshot
+from mainstem.engine.engine import Engine
+from mainstem.server.messages import (
+    Abort,
+    Check,
+    ClearCache,
+    Close,
+    Command,
+    News,
+    Pin,
+    Ready,
+    Refusal,
+    Reply,
+    Report,
+    StepInProgress,
+    Stop,
+    Submit,
+    Unframer,
+    decode_commands,
+    frame,
+    pack_event,
+    unpack_request,
+)
+from mainstem.text.grammar import CompiledForm, Grammars
+
+SNAPSHOT_S = 0.2  # what the front sees of a running engine is at most this old
+IDLE_S = 0.2  # between two looks at pages that are being saved, with nothing to run
+COMPILING_S = 0.002  # between two looks at forms that are being compiled
+NUM_COMPILERS = 2  # threads for forms, so that hard ones keep nothing else waiting
+PROBE = RequestId("probe")
+MAX_LAST_STEPS = 100
+RECEIVE_BYTES = 1 << 20
+
+log = logging.getLogger("mainstem.server")
+
+
+class FrontLeft(Exception):
+    """The front has closed the connection, or its process has ended."""
+
+
+class Link:
+    """A connection that is read when there is time and never waited for when it is written."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._unframer = Unframer()
+        self._unsent = bytearray()
+
+    def receive(self, wait_s: float) -> Iterator[bytes]:
+        """Messages that have come; waits for the first ones if there are none. Raises FrontLeft."""
+        wanted = [self._connection] if self._unsent else []
+        readable, _, _ = select.select([self._connection], wanted, [], wait_s)
+        self._flush()
+        while readable:
+            try:
+                data = self._connection.recv(RECEIVE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                raise FrontLeft from None
+            if not data:
+                raise FrontLeft
+            yield from self._unframer.push(data)
+
+    def send(self, message: object) -> None:
+        """Hand a message over; it goes when the front takes it. Raises FrontLeft."""
+        self._unsent += frame(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                num_sent = self._connection.send(self._unsent)
+            except BlockingIOError:
+                return
+            except OSError:
+                raise FrontLeft from None
+            del self._unsent[:num_sent]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request whose answers are not all finished."""
+
+    number: int
+    num_open: int
+    begun: set[int]  # answers that the front has heard of
+
+
+class EngineHost:
+    """Runs an engine for the front at the other end of a connection."""
+
+    def __init__(self, engine: Engine, connection: socket.socket, grammars: Grammars) -> None:
+        self._engine = engine
+        self._link = Link(connection)
+        self._grammars = grammars
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "grammar")
+        self._compiling: dict[int, tuple[Request, Future[CompiledForm]]] = {}  # by number
+        self._open: dict[str, _Open] = {}
+        self._ids: dict[int, RequestId] = {}  # by number
+        self._pinned: dict[str, list[PageKey]] = {}  # by app
+        self._report = Report()
+        self._snapshot_s = 0.0
+        self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # by the front
+        self._must_probe = False  # a request ended by a fault, which may be the engine's own
+        self._is_closing = False
+        for kind in get_args(Event):
+            if kind is not StepStarted:
+                engine.bus.subscribe(kind, self._note_event)
+        engine.bus.subscribe(StepStarted, self._tell_of_step)
+
+    def run(self) -> None:
+        """Serve until the front says so or is gone, then close the engine.
+
+        Raises what the engine does not recover from: the process is to end, and whoever watches
+        over it starts another.
+        """
+        try:
+            self._link.send(Ready(self._engine.max_model_len, self._engine.snapshot()))
+            while not self._is_closing:
+                self._take_commands()
+                self._take_forms()
+                self._note(self._engine.step())  # an idle one looks after pages being saved
+                if self._must_probe and not self._engine.has_work:
+                    self._probe()
+                self._look()
+                self._send()
+            self._come_to_rest()
+        except FrontLeft:
+            log.info("the front has left")
+            self._come_to_rest()
+        finally:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+            self._engine.close()
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def _take_commands(self) -> None:
+        idle_s = COMPILING_S if self._compiling else IDLE_S
+        wait_s = 0.0 if self._engine.has_work else idle_s
+        for message in self._link.receive(wait_s):
+            for command in decode_commands(message):
+                self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Abort(number):
+                self._compiling.pop(number, None)
+                if (request_id := self._ids.get(number)) is not None:
+                    self._engine.abort(request_id)
+            case Stop(number, index):
+                if (request_id := self._ids.get(number)) is not None:
+                    self._engine.stop(request_id, index)
+            case Close():
+                self._is_closing = True
+            case _:
+                self._answer(command)
+
+    def _submit(self, command: Submit) -> None:
+        number = command.number
+        try:
+            request = unpack_request(command)
+        except InvalidRequest as error:
+            self._report.refused.append(Refusal(number, error.field, error.reason))
+            return
+        form = request.sampling.grammar
+        grammar = None if form is None else self._grammars.find(form)
+        if form is None or grammar is not None:
+            self._queue(number, replace(request, grammar=grammar))
+        else:
+            compiled = self._compilers.submit(self._grammars.compile, form)
+            self._compiling[number] = request, compiled
+
+    def _take_forms(self) -> None:
+        """Queue the requests whose forms are compiled."""
+        done = [number for number, (_, compiled) in self._compiling.items() if compiled.done()]
+        for number in done:
+            request, compiled = self._compiling.pop(number)
+            try:
+                self._queue(number, replace(request, grammar=compiled.result()))
+            except InvalidRequest as error:
+                self._report.refused.append(Refusal(number, error.field, error.reason))
+
+    def _queue(self, number: int, request: Request) -> None:
+        try:
+            self._engine.submit(request)
+        except InvalidRequest as error:
+            self._report.refused.append(Refusal(number, error.field, error.reason))
+            return
+        self._report.accepted.append(number)
+        self._open[request.request_id] = _Open(number, request.sampling.n, set())
+        self._ids[number] = request.request_id
+
+    def _answer(self, command: Pin | ClearCache | Check) -> None:
+        try:
+            value, fault = self._do(command), None
+        except Exception as error:  # goes to whoever asked
+            value, fault = 0, f"{type(error).__name__}: {error}"
+        self._report.replies.append(Reply(command.call, value, fault))
+
+    def _do(self, command: Pin | ClearCache | Check) -> int:
+        engine = self._engine
+        match command:
+            case Pin(_, name, prefixes):
+                # the old ones first: pages of the same name may have come in their place
+                engine.unpin(self._pinned.pop(name, []))
+                arrays = [np.frombuffer(prefix, np.int32) for prefix in prefixes]
+                self._pinned[name] = [key for ids in arrays for key in engine.pin(ids, b"")]
+                return len(self._pinned[name])
+            case ClearCache():
+                return engine.clear_cache()
+            case Check():
+                engine.check()
+                return int(engine.has_work)
+
+    # --- reports --------------------------------------------------------------------------------
+
+    def _note(self, outputs: list[Output]) -> None:
+        tokens, news = self._report.tokens, self._report.news
+        for output in outputs:
+            opened = self._open.get(output.request_id)
+            if opened is None:
+                continue  # the probe's
+            is_known = output.index in opened.begun
+            if (
+                is_known
+                and len(output.token_ids) == 1
+                and output.finish_reason is None
+                and not output.logprobs
+                and output.prompt_logprobs is None
+            ):
+                tokens += (opened.number, output.index, output.token_ids[0])
+                continue
+            opened.begun.add(output.index)
+            news.append(_news(opened.number, output))
+            if output.fault is not None:
+                self._must_probe = True
+                self._engine.abort(output.request_id)  # its other answers
+            if output.finish_reason is not None:
+                opened.num_open -= 1
+                if opened.num_open == 0:
+                    del self._open[output.request_id], self._ids[opened.number]
+
+    def _note_event(self, event: Event) -> None:
+        if isinstance(event, SequenceAdmitted):
+            opened = self._open.get(event.request_id)
+            if opened is not None and event.index == 0:
+                self._report.admitted.append((opened.number, monotonic()))
+        self._report.events.append(pack_event(event))
+
+    def _tell_of_step(self, event: StepStarted) -> None:
+        """A step may take seconds: the front is to know of it, if it has not heard for a while."""
+        now_s = monotonic()
+        if now_s - self._snapshot_s > SNAPSHOT_S:
+            self._renew_snapshot(now_s, StepInProgress(event.num_tokens, now_s))
+            self._send()
+
+    def _look(self) -> None:
+        """Renew the snapshot when it is old or the engine comes to rest."""
+        now_s = monotonic()
+        if now_s - self._snapshot_s > SNAPSHOT_S or not self._engine.has_work:
+            self._renew_snapshot(now_s, None)
+
+    def _renew_snapshot(self, now_s: float, step: StepInProgress | None) -> None:
+        self._snapshot_s = now_s
+        seen = self._engine.snapshot(), step
+        if seen != self._seen:
+            self._seen = seen
+            self._report.snapshot, self._report.step = seen
+
+    def _send(self) -> None:
+        if not self._report.is_empty:
+            report, self._report = self._report, Report()
+            self._link.send(report)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def _probe(self) -> None:
+        """Prove that the engine still answers: a request of one token takes it through a step. If
+        that fails the engine is lost, and not the requests that failed were to blame."""
+        self._must_probe = False
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        self._engine.submit(Request(PROBE, np.zeros(1, np.int32), sampling))
+        for _ in range(MAX_LAST_STEPS):
+            if not self._engine.has_work:
+                return
+            for output in self._engine.step():
+                if output.request_id == PROBE and output.fault is not None:
+                    raise EngineLost(output.fault)
+        raise EngineLost("the engine does not come to rest")
+
+    def _come_to_rest(self) -> None:
+        """Abort what is open, and let the steps under way end."""
+        for request_id in self._ids.values():
+            self._engine.abort(request_id)
+        for _ in range(MAX_LAST_STEPS):
+            if not self._engine.has_work:
+                break
+            self._engine.step()
+
+
+def _news(number: int, output: Output) -> News:
+    return News(
+        number,
+        output.index,
+        output.token_ids,
+        output.finish_reason,
+        output.num_cached_tokens,
+        output.num_dropped_tokens,
+        output.logprobs,
+        output.prompt_logprobs,
+        output.fault,
+    )

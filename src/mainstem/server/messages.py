@@ -1,0 +1,286 @@
+"""What the front and the engine's process say to each other, and how it is written.
+
+    front  -- commands (Submit, Abort ...), one list per turn of the event loop -->  engine
+           <------------------------------- Report, one per step ------------------
+
+Messages are msgpack without names of fields, each after its length in four bytes. Nothing in them
+is code: a process that writes nonsense can end a connection and no more.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from mainstem.core.config import EngineConfig
+from mainstem.core.events import Event
+from mainstem.core.ids import RequestId, SessionId
+from mainstem.core.request import (
+    FinishReason,
+    Output,
+    Overflow,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
+from mainstem.core.snapshot import EngineSnapshot
+
+_LENGTH = struct.Struct("<I")
+
+# --- to the engine -------------------------------------------------------------------------------
+
+
+class Begin(Struct, array_like=True, frozen=True, tag="begin"):
+    """The first message: which engine to make."""
+
+    config: EngineConfig
+    folder: str  # the model's, resolved
+    log_level: str
+
+
+class Submit(Struct, array_like=True, frozen=True, tag="submit"):
+    """A prompt to be answered. Stop strings stay with the front, which reads the text."""
+
+    number: int  # what outputs name it by
+    request_id: str
+    prompt_ids: bytes  # int32
+    sampling: dict[str, Any]  # fields of SamplingParams that are not as by default
+    eos_ids: tuple[int, ...]
+    owner: str  # whose share of compiled forms it uses
+    salt: bytes = b""
+    public_tokens: int = 0
+    priority: int = 0
+    session: str | None = None
+    overflow: Overflow | None = None
+    keep_tokens: int = 0
+
+
+class Abort(Struct, array_like=True, frozen=True, tag="abort"):
+    """Nobody wants the answers of a request any more."""
+
+    number: int
+
+
+class Stop(Struct, array_like=True, frozen=True, tag="stop"):
+    """A stop string has ended one answer."""
+
+    number: int
+    index: int
+
+
+class Pin(Struct, array_like=True, frozen=True, tag="pin"):
+    """Keep the pages of these prefixes (int32), instead of those pinned under the name before; no
+    prefixes: none any more. Answered with the number of pages."""
+
+    call: int
+    name: str
+    prefixes: tuple[bytes, ...]
+
+
+class ClearCache(Struct, array_like=True, frozen=True, tag="clear"):
+    """Forget every cached page that no sequence holds. Answered with their number."""
+
+    call: int
+
+
+class Check(Struct, array_like=True, frozen=True, tag="check"):
+    """Answered with whether anything runs, 1 or 0, or with a fault if a page was lost."""
+
+    call: int
+
+
+class Close(Struct, array_like=True, frozen=True, tag="close"):
+    """Save what is to be saved, and end."""
+
+
+Command = Submit | Abort | Stop | Pin | ClearCache | Check | Close
+
+# --- from the engine -----------------------------------------------------------------------------
+
+
+class Ready(Struct, array_like=True, frozen=True, tag="ready"):
+    """The engine is made."""
+
+    max_model_len: int
+    snapshot: EngineSnapshot
+
+
+class NotMade(Struct, array_like=True, frozen=True, tag="not made"):
+    """No engine can be made as it was asked for."""
+
+    reason: str
+
+
+class News(Struct, array_like=True, frozen=True):
+    """What is new of one answer; `core.request.Output` with the number of its request."""
+
+    number: int
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+    num_dropped_tokens: int
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    fault: str | None
+
+    def output(self, request_id: RequestId) -> Output:
+        return Output(
+            request_id,
+            self.index,
+            self.token_ids,
+            self.logprobs,
+            self.prompt_logprobs,
+            self.finish_reason,
+            self.num_cached_tokens,
+            self.num_dropped_tokens,
+            self.fault,
+        )
+
+
+class Refusal(Struct, array_like=True, frozen=True):
+    """A request that cannot run; `core.errors.InvalidRequest`."""
+
+    number: int
+    field: str
+    reason: str
+
+
+class StepInProgress(Struct, array_like=True, frozen=True):
+    """The step that runs now."""
+
+    num_tokens: int
+    began_s: float  # monotonic, the same clock in all processes of a machine
+
+
+class Reply(Struct, array_like=True, frozen=True):
+    """The answer to a command with a `call`."""
+
+    call: int
+    value: int
+    fault: str | None = None
+
+
+class Report(Struct, array_like=True, tag="report"):
+    """What has happened since the last report."""
+
+    accepted: list[int] = []
+    admitted: list[tuple[int, float]] = []  # number, when it left the queue
+    refused: list[Refusal] = []
+    tokens: list[int] = []  # number, index, token; and so on: one more token of known answers
+    news: list[News] = []  # everything else of answers
+    replies: list[Reply] = []
+    events: list[tuple[int, list[Any]]] = []  # place in EVENTS, fields
+    snapshot: EngineSnapshot | None = None  # renewed now and then
+    step: StepInProgress | None = None  # set only together with `snapshot`
+
+    @property
+    def is_empty(self) -> bool:
+        lists = (self.accepted, self.refused, self.tokens, self.news, self.replies, self.events)
+        return not any(lists) and self.snapshot is None  # who is admitted has an event
+
+
+# --- events --------------------------------------------------------------------------------------
+
+EVENTS: tuple[type[Event], ...] = get_args(Event)
+_PLACES = {kind: place for place, kind in enumerate(EVENTS)}
+_FIELDS = [[each.name for each in fields(kind)] for kind in EVENTS]
+
+
+def pack_event(event: Event) -> tuple[int, list[Any]]:
+    """An event as plain values."""
+    place = _PLACES[type(event)]
+    return place, [getattr(event, name) for name in _FIELDS[place]]
+
+
+def unpack_event(packed: tuple[int, list[Any]]) -> Event:
+    """What `pack_event` was given."""
+    place, values = packed
+    named = dict(zip(_FIELDS[place], values, strict=True))
+    return msgspec.convert(named, EVENTS[place])
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+_DEFAULTS = SamplingParams()
+# not for the engine: what text is made of tokens is the front's business
+_FRONT_ONLY = {"stop", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs"}
+_SENT = [each.name for each in fields(SamplingParams) if each.name not in _FRONT_ONLY]
+
+
+def pack_request(number: int, request: Request, eos_ids: tuple[int, ...], owner: str) -> Submit:
+    """A request as it goes to the engine."""
+    sampling = request.sampling
+    given = {name: getattr(sampling, name) for name in _SENT}
+    return Submit(
+        number=number,
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids.tobytes(),
+        sampling={
+            name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)
+        },
+        eos_ids=eos_ids,
+        owner=owner,
+        salt=request.salt,
+        public_tokens=request.public_tokens,
+        priority=request.priority,
+        session=request.session,
+        overflow=request.overflow,
+        keep_tokens=request.keep_tokens,
+    )
+
+
+def unpack_request(submit: Submit) -> Request:
+    """The request that a message asks for; its grammar is yet to be compiled."""
+    return Request(
+        RequestId(submit.request_id),
+        np.frombuffer(submit.prompt_ids, np.int32),
+        SamplingParams(**submit.sampling),
+        eos_ids=submit.eos_ids,
+        salt=submit.salt,
+        public_tokens=submit.public_tokens,
+        priority=submit.priority,
+        session=None if submit.session is None else SessionId(submit.session),
+        overflow=submit.overflow,
+        keep_tokens=submit.keep_tokens,
+    )
+
+
+# --- frames --------------------------------------------------------------------------------------
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item())  # of numpy
+decode_commands = msgspec.msgpack.Decoder(list[Command]).decode
+decode_begin = msgspec.msgpack.Decoder(Begin).decode
+decode_report = msgspec.msgpack.Decoder(Report | Ready | NotMade).decode
+
+
+def frame(message: object) -> bytes:
+    """A message as it goes over the connection."""
+    data = bytearray(_LENGTH.size)
+    _ENCODER.encode_into(message, data, _LENGTH.size)
+    _LENGTH.pack_into(data, 0, len(data) - _LENGTH.size)
+    return bytes(data)
+
+
+class Unframer:
+    """Bytes as they come -> messages, still encoded."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def push(self, data: bytes) -> Iterator[bytes]:
+        """The messages that have become complete."""
+        held = self._held
+        held += data
+        begin = 0
+        while len(held) - begin >= _LENGTH.size:
+            end = begin + _LENGTH.size + _LENGTH.unpack_from(held, begin)[0]
+            if len(held) < end:
+                break
+            yield bytes(held[begin + _LENGTH.size : end])
+            begin = end
+        del held[:begin]

@@ -1,0 +1,32 @@
+"""The engine's process, whose exit status is 3 if a page was lost."""
+
+import sys
+
+from mainstem.engine.engine import Engine
+from mainstem.server.engine_process import main, make_engine
+from mainstem.server.messages import Begin
+from mainstem.text.grammar import Grammars
+
+MODULE = "tests.server.checked_engine"
+
+
+def run(argv: list[str]) -> int:
+    engines: list[Engine] = []
+
+    def make(begin: Begin) -> tuple[Engine, Grammars]:
+        made = make_engine(begin)
+        engines.append(made[0])
+        return made
+
+    status = main(argv, make)
+    try:
+        engines[0].check()
+        assert not engines[0].has_work, "something is still open"
+    except AssertionError as error:
+        print(f"not whole: {error}", file=sys.stderr)
+        return 3
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

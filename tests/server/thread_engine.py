@@ -1,0 +1,42 @@
+"""An engine for a server under test: as in a process of its own, but on a thread, within reach."""
+
+import socket
+from collections.abc import Callable
+from threading import Thread
+
+from mainstem.cli.serve import Parts
+from mainstem.core.config import EngineConfig
+from mainstem.server.engine_host import EngineHost
+from mainstem.server.engine_process import first_word
+from mainstem.server.messages import Ready
+from mainstem.text.text_engine import TextEngine
+
+
+class ThreadEngine:
+    """What EngineProcess is to the front."""
+
+    def __init__(self, text_engine: TextEngine) -> None:
+        self.connection, self._theirs = socket.socketpair()
+        self._host = EngineHost(text_engine.engine, self._theirs, text_engine.grammars)
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        self.ready: Ready = first_word(self.connection)
+
+    def _run(self) -> None:
+        with self._theirs:
+            self._host.run()
+
+    def end(self, within_s: float | None) -> str:
+        self._thread.join(within_s)
+        assert not self._thread.is_alive(), "the engine did not end"
+        return "it was told to"
+
+
+def opener(make: Callable[[EngineConfig], TextEngine]) -> Callable[[EngineConfig, str], Parts]:
+    """For `main` of `mainstem serve`: the engine that `make` makes, on a thread."""
+
+    def open_(config: EngineConfig, _: str) -> Parts:
+        text_engine = make(config)
+        return text_engine.tokenizer, lambda: ThreadEngine(text_engine)
+
+    return open_
