@@ -367,6 +367,7 @@ def test_on_a_phone_one_view_shows_and_nothing_overflows(
         chrome.run(f"document.querySelector('.views [data-view={view}]').click()")
         assert chrome.run(f"document.querySelector('.{view}').offsetHeight > 0")
         assert chrome.run(f"document.querySelector('.{other}').offsetHeight === 0")
+        chrome.run("document.getElementById('state').textContent = 'not reachable'")
         outside = chrome.run(
             """[...document.querySelectorAll('body *:not(pre *, .scroll *)')]
               .filter((e) => e.getBoundingClientRect().right > innerWidth
