@@ -4,7 +4,7 @@ import test from "node:test";
 const { refusal } = await import(`${process.env.PAGE}/key.js`);
 
 test("what a header can carry is taken", () => {
-  for (const key of ["alice-key-0123456789", "with space", "caf\u00e9"]) {
+  for (const key of ["alice-key-0123456789", "with space", "sch\u00f6n"]) {
     assert.equal(refusal(key), null);
     new Headers({ Authorization: `Bearer ${key}` });
   }
