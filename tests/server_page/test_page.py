@@ -280,6 +280,13 @@ def test_the_last_answer_can_be_regenerated(page: Page, server: StubServer) -> N
     assert server.asked[2] == server.asked[1]
     assert texts_of(page, ".turn.user .said") == ["first", "second"]
 
+    answers = texts_of(page, ".turn.assistant .said")
+    server.fails_next = True
+    click(page, ".again")
+    page.wait("document.querySelector('.turn.failed')")
+    assert texts_of(page, ".turn.assistant .said") == answers  # nothing came in its place
+    assert "the queue is full" in text_of(page, ".turn.failed .note")
+
 
 def test_a_change_of_the_app_is_marked_in_the_conversation(page: Page) -> None:
     for number, app in enumerate(("legal", "legal", "support", ""), 1):

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 const page = await import(`${process.env.PAGE}/talks.js`);
-const { dividerBefore, dropUnanswered, load, messagesBefore, newTalk, save } = page;
+const { dividerBefore, dropUnanswered, endTurn, load, messagesBefore, newTalk, save } = page;
 
 /** Session storage that holds so many characters. */
 function storage(room = Infinity) {
@@ -42,6 +42,21 @@ test("an answer that the page was left in is stopped, not failed", () => {
   assert.equal(turn.content, "so f");
   assert.equal(turn.state, "stopped");
   assert.match(turn.note, /^stopped/);
+});
+
+test("an answer that nothing came in place of stays, over a reload too", () => {
+  const turn = { ...said("", "open"), earlier: "old" };
+  const kept = storage();
+  const talk = talkOf(user("a"), turn);
+  save(kept, { talks: [talk], talk, draft: "" });
+  endTurn(turn, "failed", "not reachable");
+  assert.deepEqual([turn.content, turn.state], ["old", "failed"]);
+  assert.match(turn.note, /^not reachable .* earlier answer$/);
+  assert.deepEqual([load(kept).talk.turns[1].content, load(kept).talk.turns[1].earlier], ["old", ""]);
+
+  const better = { ...said("new", "open"), earlier: "old" };
+  endTurn(better, "done", "");
+  assert.deepEqual([better.content, better.note, better.earlier], ["new", "", ""]);
 });
 
 test("what is kept is bounded: the oldest go, the shown one stays", () => {

@@ -4,7 +4,9 @@ import { copyButton } from "./copy.js";
 import { count, rate, seconds } from "./numbers.js";
 import { waitWords } from "./reading.js";
 import { drawer } from "./said.js";
-import { dividerBefore, dropUnanswered, load, messagesBefore, newTalk, save } from "./talks.js";
+import {
+  dividerBefore, dropUnanswered, endTurn, load, messagesBefore, newTalk, save,
+} from "./talks.js";
 
 const byId = (id) => document.getElementById(id);
 
@@ -164,9 +166,12 @@ export function startChat(server) {
     };
   }
 
-  /** Stream one answer into the log; resolves when it ended, by itself or by the user. */
-  async function answer() {
-    const turn = { role: "assistant", content: "", state: "open", note: "" };
+  /**
+   * Stream one answer into the log, in place of an earlier one if there is one; resolves when it
+   * ended, by itself or by the user.
+   */
+  async function answer(earlier = "") {
+    const turn = { role: "assistant", content: "", state: "open", note: "", earlier };
     talk.turns.push(turn);
     const messages = messagesBefore(talk, turn);
     keep();
@@ -231,16 +236,16 @@ export function startChat(server) {
       failure = error;
     }
     drawWait = () => {};
+    const wasStopped = signal.aborted;
+    const isFailed = failure && !wasStopped;
+    const words = isFailed
+      ? failure.message || "The server cannot be reached."
+      : describe({ began, first, last, usage, finish, wasStopped });
+    endTurn(turn, wasStopped ? "stopped" : isFailed ? "failed" : "done", words);
     draw();
     const follow = isAtEnd();
     shown.classList.remove("streaming");
     setRunning(null);
-    const wasStopped = signal.aborted;
-    const isFailed = failure && !wasStopped;
-    turn.state = wasStopped ? "stopped" : isFailed ? "failed" : "done";
-    turn.note = isFailed
-      ? failure.message || "The server cannot be reached."
-      : describe({ began, first, last, usage, finish, wasStopped });
     keep();
     if (!shown.isConnected) return; // another conversation is shown
     showEnd(parts, turn);
@@ -257,7 +262,7 @@ export function startChat(server) {
     talk.turns.at(-1).app = talk.app;
     drawTalk();
     text.focus();
-    answer();
+    answer(turn.content);
   }
 
   function describe({ began, first, last, usage, finish, wasStopped }) {

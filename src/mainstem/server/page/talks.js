@@ -1,8 +1,8 @@
 // The conversations of this tab, kept in its session storage: a reload, Back and *New* lose none.
 //
 // A talk is {id, app, turns}. A turn is {role, content, app} of a user, or {role, content, state,
-// note} of the assistant, whose state is "open" while it streams, then "done", "stopped" (by the
-// user) or "failed".
+// note, earlier} of the assistant: its state is "open" while it streams, then "done", "stopped"
+// (by the user) or "failed"; `earlier` is the answer that it replaces, until it has ended.
 
 const NAME = "mainstem-talks";
 const MAX_TALKS = 20;
@@ -19,6 +19,17 @@ export function newTalk() {
 export function messagesBefore(talk, turn) {
   const before = talk.turns.slice(0, talk.turns.indexOf(turn));
   return before.map(({ role, content }) => ({ role, content }));
+}
+
+/** End an answer. If nothing came, the one that it was to replace stays. */
+export function endTurn(turn, state, note) {
+  turn.state = state;
+  turn.note = note;
+  if (!turn.content && turn.earlier) {
+    turn.content = turn.earlier;
+    turn.note += " \u00b7 this is the earlier answer";
+  }
+  turn.earlier = "";
 }
 
 /** Forget a last question that got no answer: the next one takes its place. */
@@ -43,9 +54,7 @@ export function load(storage) {
     const { talks, id, draft } = JSON.parse(storage.getItem(NAME));
     for (const turn of talks.flatMap(({ turns }) => turns)) {
       if (typeof turn.content !== "string") return null;
-      if (turn.state !== "open") continue;
-      turn.state = "stopped"; // the page was left in the middle of this answer
-      turn.note = "stopped when the page was left";
+      if (turn.state === "open") endTurn(turn, "stopped", "stopped when the page was left");
     }
     if (!talks.length) return null;
     return { talks, talk: talks.find((each) => each.id === id) ?? newTalk(), draft: draft ?? "" };
