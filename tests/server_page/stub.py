@@ -3,9 +3,11 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from threading import Event, Thread
+from typing import Any
 
 CONTENT_TYPES = {
     "html": "text/html; charset=utf-8",
@@ -17,6 +19,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'"
 )
+ANSWER_ID = "chatcmpl-own"
 HOSTILE = "<img src=x onerror=alert(1)><b>bold</b>"
 LIVE = {
     "model": "tiny",
@@ -62,6 +65,16 @@ LIVE = {
 }
 
 
+CODE = f"""Use `len(x)` as here:
+
+```python
+def first(x):
+    return "{HOSTILE}"  # {"long " * 60}
+```
+
+That is all."""
+
+
 class StubServer(ThreadingHTTPServer):
     """Remembers what it was asked; answers one word per event."""
 
@@ -73,6 +86,9 @@ class StubServer(ThreadingHTTPServer):
         self.asked: list[dict[str, object]] = []
         self.client_left = Event()
         self.fails_next = False
+        self.live: dict[str, Any] = deepcopy(LIVE)
+        self.is_old = False  # sends nothing before the first token
+        self.is_prompt_read = Event()  # "slow" is answered from then on
 
     @property
     def url(self) -> str:
@@ -95,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif not self._has_key():
             self._send_json({"error": {"message": "no key"}}, 401)
         elif self.path == "/live":
-            self._send_json(LIVE)
+            self._send_json(self.server.live)
         elif self.path == "/v1/models":
             self._send_json({"object": "list", "data": [{"id": "tiny"}]})
         else:
@@ -114,13 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        is_endless = asked["messages"][-1]["content"] == "endless"
-        words = 10_000 if is_endless else 3
         try:
-            for index in range(words):
-                self._event({"content": f"{HOSTILE} word{index} "})
-                if is_endless:
-                    self.server.client_left.wait(0.02)
+            for piece in self._pieces(asked["messages"][-1]["content"]):
+                self._event({"content": piece})
         except OSError:
             self.server.client_left.set()
             return
@@ -130,9 +142,22 @@ class _Handler(BaseHTTPRequestHandler):
         self._data(json.dumps({"choices": [], "usage": usage}))
         self._data("[DONE]")
 
+    def _pieces(self, question: str) -> Iterator[str]:
+        if question == "slow":
+            if not self.server.is_old:
+                self._event({"role": "assistant", "content": ""})
+            self.server.is_prompt_read.wait(20)
+        if question == "code":
+            yield from (CODE[start : start + 40] for start in range(0, len(CODE), 40))
+            return
+        for index in range(10_000 if question == "endless" else 3):
+            yield f"{HOSTILE} word{index} "
+            if question == "endless":
+                self.server.client_left.wait(0.02)
+
     def _event(self, delta: dict[str, str], finish_reason: str | None = None) -> None:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-        self._data(json.dumps({"choices": [choice]}))
+        self._data(json.dumps({"id": ANSWER_ID, "choices": [choice]}))
 
     def _data(self, payload: str) -> None:
         self.wfile.write(f"data: {payload}\n\n".encode())

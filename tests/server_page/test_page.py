@@ -1,5 +1,6 @@
 """The page in a real browser under a strict content security policy, and as files."""
 
+import json
 import re
 from collections.abc import Iterator
 from importlib.resources import files
@@ -7,9 +8,10 @@ from importlib.resources import files
 import pytest
 
 from tests.server_page.browser import Page
-from tests.server_page.stub import HOSTILE, StubServer, stub_server
+from tests.server_page.stub import ANSWER_ID, CODE, HOSTILE, StubServer, stub_server
 
-NAMES = ("index.html", "page.js", "chat.js", "live.js", "numbers.js", "page.css", "icon.svg")
+FOLDER = files("mainstem.server") / "page"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
 
 
 @pytest.fixture
@@ -31,13 +33,25 @@ def say(page: Page, text: str) -> None:
     page.press("Enter")
 
 
+def wait_for_answers(page: Page, number: int) -> None:
+    page.wait(f"document.querySelectorAll('.turn.assistant .actions').length === {number}")
+
+
+def texts_of(page: Page, selector: str) -> object:
+    return page.run(f"[...document.querySelectorAll('{selector}')].map((e) => e.textContent)")
+
+
+def click(page: Page, selector: str) -> None:
+    page.run(f"document.querySelector('{selector}').click()")
+
+
 def text_of(page: Page, selector: str) -> str:
     return str(page.run(f"document.querySelector('{selector}').textContent"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_needs_nothing_from_elsewhere(name: str) -> None:
-    text = (files("mainstem.server") / "page" / name).read_text()
+    text = FOLDER.joinpath(name).read_text()
     urls = set(re.findall(r"https?://[^\s\"'<>)]+", text))
     assert urls <= {"http://www.w3.org/2000/svg"}  # a namespace, never fetched
     for named in re.findall(r'(?:src|href)="/page/([^"]+)"|from "\./([^"]+)"', text):
@@ -45,25 +59,24 @@ def test_the_page_needs_nothing_from_elsewhere(name: str) -> None:
 
 
 def test_the_page_has_no_inline_code_and_builds_no_html() -> None:
-    folder = files("mainstem.server") / "page"
-    html = folder.joinpath("index.html").read_text()
+    html = FOLDER.joinpath("index.html").read_text()
     assert not re.search(r"\son\w+=|style=|<style|<script(?![^>]*src=)", html)
     for name in NAMES:
         if name.endswith(".js"):
-            code = folder.joinpath(name).read_text()
+            code = FOLDER.joinpath(name).read_text()
             assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", code)
             assert "localStorage" not in code
 
 
 def test_every_field_has_a_label() -> None:
-    html = (files("mainstem.server") / "page" / "index.html").read_text()
+    html = FOLDER.joinpath("index.html").read_text()
     for field in re.findall(r'<(?:input|textarea) id="([^"]+)"', html):
         assert f'for="{field}"' in html
 
 
 def test_chat_streams_and_what_a_model_says_stays_text(page: Page, server: StubServer) -> None:
     say(page, "hello")
-    page.wait("document.querySelector('.turn.assistant .note').textContent")
+    wait_for_answers(page, 1)
     assert text_of(page, ".turn.user .said") == "hello"
     assert text_of(page, ".turn.assistant .said").startswith(f"{HOSTILE} word0 {HOSTILE} word1")
     assert page.run("document.querySelectorAll('#log img, #log b, #recent img').length") == 0
@@ -77,7 +90,7 @@ def test_chat_streams_and_what_a_model_says_stays_text(page: Page, server: StubS
     page.run("document.getElementById('app').value = 'legal'")
     page.run("document.getElementById('temperature').value = '0.5'")
     say(page, "again")
-    page.wait("document.querySelectorAll('.turn.assistant .note')[1]?.textContent")
+    wait_for_answers(page, 2)
     assert server.asked[1]["model"] == "tiny:legal"
     assert server.asked[1]["temperature"] == 0.5
     messages = server.asked[1]["messages"]
@@ -94,10 +107,10 @@ def test_conversations_are_sessions_that_can_be_taken_up_again(
 ) -> None:
     assert page.run("document.getElementById('session-field').hidden") is True
     say(page, "first")
-    page.wait("document.querySelector('.turn.assistant .note').textContent")
+    wait_for_answers(page, 1)
     page.run("document.getElementById('new').click()")
     say(page, "second")
-    page.wait("document.querySelector('.turn.assistant .note')?.textContent")
+    wait_for_answers(page, 1)
     names = page.run("[...document.getElementById('session').options].map((o) => o.text)")
     assert names == ["second", "first"]
     first, second = (asked["session_id"] for asked in server.asked)
@@ -106,7 +119,7 @@ def test_conversations_are_sessions_that_can_be_taken_up_again(
     page.run("document.getElementById('session').dispatchEvent(new Event('change'))")
     assert text_of(page, ".turn.user .said") == "first"
     say(page, "third")
-    page.wait("document.querySelectorAll('.turn.assistant .note')[1]?.textContent")
+    wait_for_answers(page, 2)
     assert server.asked[2]["session_id"] == first
     messages = server.asked[2]["messages"]
     assert isinstance(messages, list)
@@ -119,6 +132,7 @@ def test_stopping_an_answer_hangs_up_and_keeps_what_came(page: Page, server: Stu
     page.press("Escape")
     page.wait("document.querySelector('.turn.assistant .note').textContent.includes('stopped')")
     assert server.client_left.wait(10)
+    assert page.run("document.querySelector('.turn.failed')") is None
     assert "word0" in text_of(page, ".turn.assistant .said")
     assert page.run("document.getElementById('send').hidden") is False
 
@@ -154,13 +168,222 @@ def test_the_live_view_shows_the_tree_the_pages_and_the_requests(page: Page) -> 
     assert page.complaints == []
 
 
-def test_on_a_phone_one_view_shows_and_nothing_overflows(server: StubServer, chrome: Page) -> None:
-    chrome.open(server.url, 390, 844, "dark")
+def test_a_request_whose_client_left_is_stopped_and_no_failure(
+    server: StubServer, chrome: Page
+) -> None:
+    server.live["recent"][0]["state"] = "aborted"
+    server.live["recent"][1]["state"] = "failed"
+    chrome.open(server.url, 1280, 800, "light")
+    chrome.wait("document.querySelector('#recent tbody tr')")
+    assert texts_of(chrome, "#recent .status") == ["failed", "stopped"]
+    failed, stopped, heading = (
+        chrome.run(f"getComputedStyle(document.querySelector('#recent {part}')).color")
+        for part in ("tr.failed .status", "tr.aborted .status", "th")
+    )
+    assert stopped == heading != failed
+
+
+def test_every_card_says_what_it_means(page: Page) -> None:
+    assert page.run("document.querySelectorAll('.card').length") == 4
+    assert page.run(
+        """[...document.querySelectorAll('.card, .live h3')].every((tipped) => {
+          const tip = document.getElementById(tipped.getAttribute('aria-describedby'));
+          return tipped.title.length > 30 && tip.textContent.includes(tipped.title.slice(0, 20));
+        })"""
+    )
+    page.run("document.querySelector('.card').focus()")
+    assert page.run("document.querySelector('.card .tip').offsetHeight > 10")
+
+
+def test_the_page_says_how_much_is_read_until_the_first_token(
+    page: Page, server: StubServer
+) -> None:
+    own = {
+        "id": ANSWER_ID,
+        "app": None,
+        "prompt_tokens": 3049,
+        "cached_tokens": 0,
+        "computed_tokens": 1024,
+        "output_tokens": 0,
+        "ttft_ms": None,
+        "state": "running",
+    }
+    say(page, "slow")
+    page.wait("document.querySelector('.assistant .note').textContent === 'reading\u2026'")
+    server.live["recent"].append(own)
+    server.live["step"] = {"tokens": 2048, "seconds": 3.2}
+    page.wait(
+        "document.querySelector('.assistant .note').textContent"
+        " === 'reading 3,049 tokens\u2026 34 %'"
+    )
+    assert text_of(page, "#recent .status") == "reading 34 %"
+    assert text_of(page, "#step") == "step of 2,048 tokens: 3.20 s"
+    server.is_prompt_read.set()
+    wait_for_answers(page, 1)
+    assert "first token" in text_of(page, ".assistant .note")
+    assert page.complaints == []
+
+
+def test_an_older_server_that_sends_no_id_before_the_first_token_is_read_from(
+    page: Page, server: StubServer
+) -> None:
+    server.is_old = True
+    say(page, "slow")
+    page.wait("document.querySelector('.assistant .note').textContent === 'reading\u2026'")
+    server.is_prompt_read.set()
+    wait_for_answers(page, 1)
+    assert page.complaints == []
+
+
+def test_code_is_shown_as_code_and_copied(page: Page) -> None:
+    page.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    say(page, "code")
+    wait_for_answers(page, 1)
+    code = CODE.partition("```python\n")[2].partition("\n```")[0]
+    assert texts_of(page, ".said > *") == [
+        "Use len(x) as here:",
+        f"pythonCopy{code}",
+        "That is all.",
+    ]
+    assert texts_of(page, ".said .text code") == ["len(x)"]
+    assert texts_of(page, ".said pre code") == [code]
+    assert page.run("document.querySelectorAll('#log img, #log b').length") == 0
+    click(page, ".code .copy")
+    page.wait(f"window.copied === {json.dumps(code)}")
+    page.wait("document.querySelector('.code .copy').textContent === 'Copied'")
+    click(page, ".actions .copy")
+    page.wait(f"window.copied === {json.dumps(CODE)}")
+    assert page.complaints == []
+
+
+def test_copying_works_without_a_clipboard_as_over_plain_http(page: Page) -> None:
+    page.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.run(
+        "document.execCommand = (name) => {"
+        " window.copied = [name, document.activeElement.value]; return true; }"
+    )
+    say(page, "code")
+    wait_for_answers(page, 1)
+    click(page, ".actions .copy")
+    page.wait("document.querySelector('.actions .copy').textContent === 'Copied'")
+    assert page.run("window.copied") == ["copy", CODE]
+
+
+def test_the_last_answer_can_be_regenerated(page: Page, server: StubServer) -> None:
+    for number, question in enumerate(("first", "second"), 1):
+        say(page, question)
+        wait_for_answers(page, number)
+    assert texts_of(page, ".again") == ["Regenerate"]  # of the last answer only
+    click(page, ".again")
+    page.wait("document.querySelector('.turn.streaming') === null")
+    wait_for_answers(page, 2)
+    assert server.asked[2] == server.asked[1]
+    assert texts_of(page, ".turn.user .said") == ["first", "second"]
+
+    answers = texts_of(page, ".turn.assistant .said")
+    server.fails_next = True
+    click(page, ".again")
+    page.wait("document.querySelector('.turn.failed')")
+    assert texts_of(page, ".turn.assistant .said") == answers  # nothing came in its place
+    assert "the queue is full" in text_of(page, ".turn.failed .note")
+
+
+def test_a_change_of_the_app_is_marked_in_the_conversation(page: Page) -> None:
+    for number, app in enumerate(("legal", "legal", "support", ""), 1):
+        page.run(f"document.getElementById('app').value = '{app}'")
+        say(page, f"question {number}")
+        wait_for_answers(page, number)
+    words = ["App from here: support", "No app from here"]
+    assert texts_of(page, ".divider") == words
+    after = page.run("document.querySelector('.divider').nextSibling.textContent")
+    assert after == "question 3"
+    page.run("location.reload()")
+    page.wait("document.readyState === 'complete'")
+    wait_for_answers(page, 4)
+    assert texts_of(page, ".divider") == words
+
+
+def test_reload_and_back_lose_nothing(page: Page, server: StubServer) -> None:
+    page.run("document.getElementById('app').value = 'legal'")
+    say(page, "first")
+    wait_for_answers(page, 1)
+    click(page, "#new")
+    say(page, "code")
+    wait_for_answers(page, 1)
+    page.run("document.getElementById('text').focus()")
+    page.type("half a thought")
+    shown = texts_of(page, ".said, .note")
+    page.run("window.isOld = true; location.reload()")
+    page.wait("!window.isOld && document.readyState === 'complete'")
+    wait_for_answers(page, 1)
+    assert texts_of(page, ".said, .note") == shown
+    assert page.run("document.getElementById('text').value") == "half a thought"
+    page.wait("document.getElementById('app').value === 'legal'")
+
+    click(page, ".live a")
+    page.wait("location.pathname === '/metrics' && document.readyState === 'complete'")
+    page.run("history.back()")
+    page.wait("location.pathname === '/' && document.readyState === 'complete'")
+    wait_for_answers(page, 1)
+    assert texts_of(page, ".said, .note") == shown
+    assert texts_of(page, "#session option") == ["code", "first"]
+    page.run("document.getElementById('session').selectedIndex = 1")
+    page.run("document.getElementById('session').dispatchEvent(new Event('change'))")
+    assert text_of(page, ".turn.user .said") == "first"
+    page.run("document.getElementById('text').value = ''")
+    say(page, "third")
+    wait_for_answers(page, 2)
+    assert server.asked[2]["session_id"] == server.asked[0]["session_id"]
+    assert server.asked[2]["model"] == "tiny:legal"
+
+
+@pytest.mark.parametrize("leave", ["location.reload()", "document.getElementById('new').click()"])
+def test_an_answer_that_is_left_in_the_middle_is_kept_as_stopped(page: Page, leave: str) -> None:
+    say(page, "endless")
+    page.wait("document.querySelector('.turn.assistant .said')?.textContent.includes('word5')")
+    page.run(f"window.isOld = true; {leave}")
+    if "reload" in leave:
+        page.wait("!window.isOld && document.readyState === 'complete'")
+    else:
+        page.wait("document.getElementById('stop').hidden")
+        page.run("document.getElementById('session').selectedIndex = 1")
+        page.run("document.getElementById('session').dispatchEvent(new Event('change'))")
+    wait_for_answers(page, 1)
+    assert "word5" in text_of(page, ".turn.assistant .said")
+    assert text_of(page, ".turn.assistant .note").startswith("stopped")
+    assert page.run("document.querySelector('.turn.failed')") is None
+    assert texts_of(page, ".again") == ["Regenerate"]
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_on_a_phone_one_view_shows_and_nothing_overflows(
+    server: StubServer, chrome: Page, width: int
+) -> None:
+    chrome.open(server.url, width, 640, "dark")
     chrome.wait("document.getElementById('model').textContent === 'tiny'")
+    for number, (app, text) in enumerate((("legal", "code"), ("", "y" * 200)), 1):
+        chrome.run(f"document.getElementById('app').value = '{app}'")
+        say(chrome, text)
+        wait_for_answers(chrome, number)
+    for button in ("#settings-button", "#change-key", "#new"):
+        click(chrome, button)
+    chrome.run("document.getElementById('session').selectedIndex = 1")
+    chrome.run("document.getElementById('session').dispatchEvent(new Event('change'))")
+    assert chrome.run("document.querySelector('pre').scrollWidth > innerWidth")
     for view, other in (("live", "chat"), ("chat", "live")):
         chrome.run(f"document.querySelector('.views [data-view={view}]').click()")
         assert chrome.run(f"document.querySelector('.{view}').offsetHeight > 0")
         assert chrome.run(f"document.querySelector('.{other}').offsetHeight === 0")
+        chrome.run("document.getElementById('state').textContent = 'not reachable'")
+        outside = chrome.run(
+            """[...document.querySelectorAll('body *:not(pre *, .scroll *)')]
+              .filter((e) => e.getBoundingClientRect().right > innerWidth
+                          || (e.scrollWidth > e.clientWidth + 1
+                              && getComputedStyle(e).overflowX === 'auto'
+                              && !e.matches('pre, .scroll')))
+              .map((e) => e.outerHTML.slice(0, 80))"""
+        )
+        assert outside == []
         assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -168,7 +391,12 @@ def test_a_key_is_asked_for_only_when_needed_and_kept_for_the_tab(chrome: Page) 
     with stub_server("secret") as server:
         chrome.open(server.url, 1280, 800, "light")
         chrome.wait("!document.getElementById('key').hidden")
-        chrome.type("wrong")
+        chrome.type("s\u0435cret")  # the second letter is Cyrillic
+        chrome.press("Enter")
+        chrome.wait("document.getElementById('key-hint').textContent.includes('U+0435')")
+        assert chrome.run("document.getElementById('key').hidden") is False
+        assert chrome.run("sessionStorage.getItem('mainstem-key')") is None
+        chrome.type("wrong")  # in its place
         chrome.press("Enter")
         chrome.wait("document.getElementById('key-hint').textContent.includes('not accept')")
         chrome.run("document.getElementById('key-text').focus()")
@@ -179,3 +407,22 @@ def test_a_key_is_asked_for_only_when_needed_and_kept_for_the_tab(chrome: Page) 
         assert chrome.run("localStorage.length") == 0
         say(chrome, "hello")
         chrome.wait("document.querySelector('.assistant .note')?.textContent.includes('cached')")
+        click(chrome, "#change-key")
+        assert chrome.run("document.getElementById('key').hidden") is False
+        click(chrome, "#key-cancel")
+        assert chrome.run("document.getElementById('key').hidden") is True
+        click(chrome, "#change-key")
+        chrome.type("another")
+        chrome.press("Enter")
+        chrome.wait("document.getElementById('key-hint').textContent.includes('not accept')")
+
+
+def test_a_tab_that_an_unsendable_key_had_locked_asks_again(chrome: Page) -> None:
+    with stub_server("secret") as server:
+        chrome.open(server.url, 1280, 800, "light")
+        chrome.wait("!document.getElementById('key').hidden")
+        chrome.run("sessionStorage.setItem('mainstem-key', '\u0436'); location.reload()")
+        chrome.wait("document.getElementById('key-hint')?.textContent.includes('asks for a key')")
+        chrome.type("secret")
+        chrome.press("Enter")
+        chrome.wait("document.getElementById('model').textContent === 'tiny'")

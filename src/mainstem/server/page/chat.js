@@ -1,6 +1,12 @@
 // The conversation: what was said, the answer as it streams, and what it cost.
 
+import { copyButton } from "./copy.js";
 import { count, rate, seconds } from "./numbers.js";
+import { waitWords } from "./reading.js";
+import { drawer } from "./said.js";
+import {
+  dividerBefore, dropUnanswered, endTurn, load, messagesBefore, newTalk, save,
+} from "./talks.js";
 
 const byId = (id) => document.getElementById(id);
 
@@ -32,35 +38,88 @@ async function reasonOf(reply) {
   }
 }
 
-/** A conversation of this tab; the server keeps its token ids under the session's id. */
-function newTalk() {
-  const numbers = crypto.getRandomValues(new Uint32Array(4));
-  const id = `page-${[...numbers].map((number) => number.toString(16).padStart(8, "0")).join("")}`;
-  return { id, turns: [] }; // turns: {role, content}, as the API wants them
-}
-
 export function startChat(server) {
   const log = byId("log");
   const text = byId("text");
-  let talk = newTalk();
-  const talks = [talk]; // the latest begun first
+  const kept = load(sessionStorage);
+  let talk = kept?.talk ?? newTalk();
+  const talks = kept?.talks ?? []; // the latest begun first
+  if (!talks.includes(talk)) talks.unshift(talk);
   let model = null;
+  let live = null; // what /live answered last
   let running = null; // the AbortController of the answer in progress
+  let drawWait = () => {}; // says what the answer in progress waits for
+
+  function keep() {
+    const isKept = save(sessionStorage, { talks, talk, draft: text.value });
+    byId("not-kept").hidden = isKept;
+  }
 
   // --- what is shown ---------------------------------------------------------------------------
 
-  function addTurn(role) {
+  /** Add a turn to the log; an answer's content is drawn by whoever has it. */
+  function addTurn({ role, content }) {
     byId("empty").hidden = true;
-    const turn = document.createElement("article");
-    turn.className = `turn ${role}`;
-    turn.setAttribute("aria-label", role === "user" ? "You" : "Answer");
-    const said = document.createElement("p");
+    for (const old of log.querySelectorAll(".again")) old.remove(); // only for the last answer
+    const shown = document.createElement("article");
+    shown.className = `turn ${role}`;
+    shown.setAttribute("aria-label", role === "user" ? "You" : "Answer");
+    const said = document.createElement("div");
     said.className = "said";
     const note = document.createElement("p");
     note.className = "note";
-    turn.append(said, note);
-    log.append(turn);
-    return { turn, said, note };
+    shown.append(said, note);
+    if (role === "user") said.textContent = content;
+    log.append(shown);
+    return { shown, said, note };
+  }
+
+  function addDivider(words) {
+    const divider = document.createElement("p");
+    divider.className = "divider";
+    divider.textContent = words;
+    log.append(divider);
+  }
+
+  /** Add a question, after a divider if it goes to another app than the last. */
+  function addQuestion(turn) {
+    const words = dividerBefore(talk, turn);
+    if (words) addDivider(words);
+    addTurn(turn);
+  }
+
+  /** How an answer ended, and what can be done with it. */
+  function showEnd({ shown, note }, turn) {
+    shown.classList.toggle("failed", turn.state === "failed");
+    note.textContent = turn.note;
+    const actions = document.createElement("p");
+    actions.className = "actions";
+    if (turn.content) actions.append(copyButton(() => turn.content, "Copy answer"));
+    if (turn === talk.turns.at(-1)) {
+      const again = document.createElement("button");
+      again.type = "button";
+      again.className = "again";
+      const isWhole = turn.content && turn.state !== "failed";
+      again.textContent = isWhole ? "Regenerate" : "Try again";
+      again.addEventListener("click", () => answerAgain(turn));
+      actions.append(again);
+    }
+    shown.append(actions);
+  }
+
+  function drawTalk() {
+    for (const old of log.querySelectorAll(".turn, .divider")) old.remove();
+    byId("empty").hidden = talk.turns.length > 0;
+    for (const turn of talk.turns) {
+      if (turn.role === "user") {
+        addQuestion(turn);
+      } else {
+        const parts = addTurn(turn);
+        drawer(parts.said)(turn.content);
+        showEnd(parts, turn);
+      }
+    }
+    toEnd();
   }
 
   const isAtEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 48;
@@ -79,23 +138,27 @@ export function startChat(server) {
 
   // --- what is asked ---------------------------------------------------------------------------
 
-  async function findModel() {
+  async function findModel(signal) {
     if (model) return model;
-    const reply = await server.ask("/v1/models");
+    const reply = await server.ask("/v1/models", { signal });
     if (!reply.ok) throw new Error(await reasonOf(reply));
     const { data } = await reply.json();
     model = data[0].id;
     return model;
   }
 
-  async function requestBody() {
-    const base = await findModel();
-    const app = byId("app").value;
+  /** The chosen app; until the server has listed its apps, the one the conversation had. */
+  const chosenApp = () => (byId("app").options.length ? byId("app").value : talk.app);
+
+  async function requestBody(messages, signal) {
+    const app = chosenApp();
+    const sessionId = talk.id;
+    const base = await findModel(signal);
     const temperature = byId("temperature").value; // "": the server's default for the model
     return {
       model: app ? `${base}:${app}` : base,
-      session_id: talk.id,
-      messages: talk.turns,
+      session_id: sessionId,
+      messages,
       temperature: temperature === "" ? null : Number(temperature),
       max_tokens: Number(byId("max-tokens").value),
       stream: true,
@@ -103,46 +166,65 @@ export function startChat(server) {
     };
   }
 
-  /** Stream one answer into the log; resolves when it ended, by itself or by the user. */
-  async function answer() {
-    const { turn, said, note } = addTurn("assistant");
-    const { turns } = talk;
-    const shown = document.createTextNode("");
-    said.append(shown);
-    turn.classList.add("streaming");
+  /**
+   * Stream one answer into the log, in place of an earlier one if there is one; resolves when it
+   * ended, by itself or by the user.
+   */
+  async function answer(earlier = "") {
+    const turn = { role: "assistant", content: "", state: "open", note: "", earlier };
+    talk.turns.push(turn);
+    const messages = messagesBefore(talk, turn);
+    keep();
+    const parts = addTurn(turn);
+    const { shown, said, note } = parts;
+    shown.classList.add("streaming");
     const controller = new AbortController();
+    const { signal } = controller;
     setRunning(controller);
-    toEnd();
 
-    let whole = "";
+    const drawSaid = drawer(said);
     let isDrawing = false;
     const draw = () => {
       isDrawing = false;
       const follow = isAtEnd();
-      shown.data = whole;
+      drawSaid(turn.content);
       if (follow) toEnd();
     };
     const began = performance.now();
+    let id = null;
     let first = null;
     let last = null;
     let usage = null;
     let finish = null;
     let failure = null;
+    drawWait = () => {
+      if (first === null) note.textContent = waitWords(live, id);
+    };
+    drawWait();
+    toEnd();
     try {
-      const body = JSON.stringify(await requestBody());
+      const body = JSON.stringify(await requestBody(messages, signal));
       const headers = { "Content-Type": "application/json" };
-      const options = { method: "POST", headers, body, signal: controller.signal };
-      const reply = await server.ask("/v1/chat/completions", options);
+      const reply = await server.ask("/v1/chat/completions", {
+        method: "POST",
+        headers,
+        body,
+        signal,
+      });
       if (!reply.ok) throw new Error(await reasonOf(reply));
       for await (const chunk of payloads(reply.body)) {
         if (chunk.error) throw new Error(chunk.error.message ?? "the answer failed");
+        id ??= chunk.id ?? null;
         if (chunk.usage) usage = chunk.usage;
         const choice = chunk.choices?.[0];
         if (!choice) continue;
         if (choice.delta?.content) {
           last = performance.now();
-          first ??= last;
-          whole += choice.delta.content;
+          if (first === null) {
+            first = last;
+            note.textContent = describe({ began, first });
+          }
+          turn.content += choice.delta.content;
           if (!isDrawing) {
             isDrawing = true;
             requestAnimationFrame(draw);
@@ -153,20 +235,34 @@ export function startChat(server) {
     } catch (error) {
       failure = error;
     }
+    drawWait = () => {};
+    const wasStopped = signal.aborted;
+    const isFailed = failure && !wasStopped;
+    const words = isFailed
+      ? failure.message || "The server cannot be reached."
+      : describe({ began, first, last, usage, finish, wasStopped });
+    endTurn(turn, wasStopped ? "stopped" : isFailed ? "failed" : "done", words);
     draw();
     const follow = isAtEnd();
-    turn.classList.remove("streaming");
+    shown.classList.remove("streaming");
     setRunning(null);
-    if (!turn.isConnected) return; // the conversation was left
-    const wasStopped = controller.signal.aborted;
-    if (whole) turns.push({ role: "assistant", content: whole });
-    if (failure && !wasStopped) {
-      showFailure(turn, note, failure);
-    } else {
-      note.textContent = describe({ began, first, last, usage, finish, wasStopped });
-    }
+    keep();
+    if (!shown.isConnected) return; // another conversation is shown
+    showEnd(parts, turn);
     if (follow) toEnd();
-    byId("announce").textContent = failure && !wasStopped ? failure.message : whole;
+    byId("announce").textContent = isFailed ? turn.note : turn.content;
+    if (failure instanceof server.KeyNeeded) server.keyGiven().then(() => answerAgain(turn));
+  }
+
+  /** Answer the last question once more, in place of this answer. */
+  function answerAgain(turn) {
+    if (running || talk.turns.at(-1) !== turn || !areSettingsValid()) return;
+    talk.turns.pop();
+    talk.app = chosenApp();
+    talk.turns.at(-1).app = talk.app;
+    drawTalk();
+    text.focus();
+    answer(turn.content);
   }
 
   function describe({ began, first, last, usage, finish, wasStopped }) {
@@ -187,66 +283,47 @@ export function startChat(server) {
     return parts.join(" \u00b7 ");
   }
 
-  function showFailure(turn, note, failure) {
-    turn.classList.add("failed");
-    note.textContent = failure.message || "The server cannot be reached.";
-    const again = document.createElement("button");
-    again.type = "button";
-    again.textContent = "Try again";
-    again.addEventListener("click", () => {
-      if (running || !turn.isConnected) return;
-      if (talk.turns.at(-1)?.role === "assistant") talk.turns.pop();
-      turn.remove();
-      answer();
-    });
-    note.append(" ", again);
-    if (failure instanceof server.KeyNeeded) server.keyGiven().then(() => again.click());
-  }
-
   // --- what the user does ----------------------------------------------------------------------
+
+  function areSettingsValid() {
+    const wrong = ["temperature", "max-tokens"].map(byId).find((field) => !field.checkValidity());
+    if (!wrong) return true;
+    openSettings(true); // a hidden field cannot show what is wrong
+    wrong.reportValidity();
+    return false;
+  }
 
   function send() {
     const content = text.value.trim();
-    if (!content || running) return;
-    for (const id of ["temperature", "max-tokens"]) {
-      if (byId(id).checkValidity()) continue; // max-tokens is required
-      openSettings(true);
-      byId(id).reportValidity();
-      return;
-    }
+    if (!content || running || !areSettingsValid()) return;
     text.value = "";
     fitText();
-    dropUnanswered();
-    addTurn("user").said.textContent = content;
-    talk.turns.push({ role: "user", content });
+    talk.app = chosenApp();
+    const last = talk.turns.at(-1);
+    const question = { role: "user", content, app: talk.app };
+    dropUnanswered(talk);
+    talk.turns.push(question);
+    if (last && !talk.turns.includes(last)) drawTalk();
+    else addQuestion(question);
     drawTalks();
     answer();
   }
 
-  /** Forget a question that got no answer: the next one takes its place. */
-  function dropUnanswered() {
-    for (const stale of log.querySelectorAll(".failed")) stale.remove();
-    if (talk.turns.at(-1)?.role !== "user") return;
-    talk.turns.pop();
-    const asked = [...log.querySelectorAll(".turn.user")].at(-1);
-    while (asked.nextSibling) asked.nextSibling.remove();
-    asked.remove();
-  }
-
   /** Leave this conversation for a new one; it can be taken up again. */
   function startOver() {
-    if (talk.turns.length) talks.unshift(newTalk());
-    goTo(talks[0]);
+    const empty = talks.find(({ turns }) => !turns.length) ?? newTalk();
+    if (!talks.includes(empty)) talks.unshift(empty);
+    empty.app = chosenApp();
+    goTo(empty);
   }
 
   function goTo(other) {
     running?.abort();
     talk = other;
-    for (const turn of log.querySelectorAll(".turn")) turn.remove();
-    byId("empty").hidden = talk.turns.length > 0;
-    for (const { role, content } of talk.turns) addTurn(role).said.textContent = content;
+    chooseApp();
+    drawTalk();
     drawTalks();
-    toEnd();
+    keep();
     text.focus();
   }
 
@@ -287,16 +364,49 @@ export function startChat(server) {
   });
   byId("settings-button").addEventListener("click", () => openSettings(byId("settings").hidden));
 
+  byId("app").addEventListener("change", () => {
+    talk.app = byId("app").value;
+    keep();
+  });
+  // the browser hangs up when the page is left: that is no failure
+  window.addEventListener("pagehide", () => {
+    keep();
+    running?.abort();
+  });
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) keep(); // a phone may end the tab without a word
+  });
+
+  /** Choose the app of this conversation, if the server still has it. */
+  function chooseApp() {
+    const names = [...byId("app").options].map((option) => option.value);
+    byId("app").value = names.includes(talk.app) ? talk.app : "";
+  }
+
   /** Offer these apps; keeps the choice if it is still there. */
   function setApps(names) {
     const select = byId("app");
     const shown = [...select.options].slice(1).map((option) => option.value);
     if (select.options.length && shown.join("\n") === names.join("\n")) return;
-    const chosen = select.value;
+    talk.app = chosenApp() || talk.app;
     select.replaceChildren(new Option("none", ""), ...names.map((name) => new Option(name, name)));
-    select.value = names.includes(chosen) ? chosen : "";
+    chooseApp();
     byId("app-field").hidden = names.length === 0;
   }
 
-  return { setApps };
+  if (kept) {
+    text.value = kept.draft;
+    fitText();
+    drawTalk();
+    drawTalks();
+  }
+
+  /** Take in what /live answered. */
+  function look(news) {
+    live = news;
+    setApps(live.apps);
+    drawWait();
+  }
+
+  return { look };
 }

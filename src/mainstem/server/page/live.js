@@ -1,6 +1,7 @@
 // The live view: asks /live once a second while somebody looks, and draws what came.
 
 import { count, duration, percent, rate, seconds } from "./numbers.js";
+import { stateWords, stepWords } from "./reading.js";
 
 const EACH_MS = 1000;
 const SLOW_MS = 5000; // after a failure
@@ -114,17 +115,16 @@ function drawTotals(live) {
   setText("rate", rate(live.tokens_per_s));
   setText("running", count(live.running));
   setText("waiting", live.waiting ? `${count(live.waiting)} waiting` : "none waiting");
+  setText("step", stepWords(live.step));
   setText("saving", percent(totals.saving_ratio));
   if (totals.prompt_tokens) {
     const words = `${count(totals.cached_tokens)} of ${count(totals.prompt_tokens)}`;
     setText("saving-hint", words);
-    byId("saving-hint").title = "prompt tokens that did not have to be computed";
   }
   const saved = Math.max(0, 1 - totals.read_ratio);
   setText("reads", percent(saved));
   if (saved > 0.005) {
     setText("reads-hint", `${(1 / totals.read_ratio).toFixed(1)}\u00d7 fewer`);
-    byId("reads-hint").title = "keys that attention reads, against reading each context alone";
   }
 }
 
@@ -157,7 +157,7 @@ function drawRecent(recent) {
           cached,
           element("td", "number", count(request.output_tokens)),
           element("td", "number", first),
-          element("td", "status", request.state),
+          element("td", "status", stateWords(request)),
         );
         return row;
       }),
@@ -169,7 +169,15 @@ function setState(state, words) {
   setText("state", words);
 }
 
-export function startLive(server, { onApps }) {
+/** What a card means, for whoever points at it; screen readers have it as its description. */
+function startTips() {
+  for (const tipped of document.querySelectorAll(".live [aria-describedby]")) {
+    const tip = byId(tipped.getAttribute("aria-describedby"));
+    tipped.title = tip.textContent.trim().replace(/\s+/g, " ");
+  }
+}
+
+export function startLive(server, { onLook }) {
   const points = [];
 
   function draw(live) {
@@ -183,7 +191,7 @@ export function startLive(server, { onApps }) {
     drawStems(live.stems);
     drawPages(live.pages);
     drawRecent(live.recent);
-    onApps(live.apps);
+    onLook(live);
   }
 
   async function look() {
@@ -210,5 +218,6 @@ export function startLive(server, { onApps }) {
     }
   }
 
+  startTips();
   watch();
 }

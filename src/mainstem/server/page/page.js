@@ -3,6 +3,7 @@
 // Nothing here builds HTML from text: whatever a model or a user wrote becomes a text node.
 
 import { startChat } from "./chat.js";
+import { refusal } from "./key.js";
 import { startLive } from "./live.js";
 
 const KEY_NAME = "mainstem-key";
@@ -20,7 +21,10 @@ async function ask(path, options = {}) {
   if (key) headers.Authorization = `Bearer ${key}`;
   const reply = await fetch(path, { ...options, headers });
   if (reply.status === 401) {
-    showKeyField(key ? "The server did not accept this key." : "This server asks for a key.");
+    if (key === sessionStorage.getItem(KEY_NAME)) {
+      byId("key-cancel").hidden = true; // nothing works without a key
+      showKeyField(key ? "The server did not accept this key." : "This server asks for a key.");
+    }
     throw new KeyNeeded("an API key is needed");
   }
   return reply;
@@ -34,16 +38,35 @@ function showKeyField(hint) {
   }
 }
 
+function hideKeyField() {
+  byId("key-text").value = "";
+  byId("key").hidden = true;
+}
+
 function startKey() {
+  const stored = sessionStorage.getItem(KEY_NAME);
+  if (stored !== null && refusal(stored)) sessionStorage.removeItem(KEY_NAME);
   byId("key").addEventListener("submit", (event) => {
     event.preventDefault();
-    sessionStorage.setItem(KEY_NAME, byId("key-text").value.trim());
-    byId("key-text").value = "";
-    byId("key").hidden = true;
+    const key = byId("key-text").value.trim();
+    const why = refusal(key);
+    if (why) {
+      byId("key-hint").textContent = why;
+      byId("key-text").select();
+      return;
+    }
+    sessionStorage.setItem(KEY_NAME, key);
+    hideKeyField();
     const waiting = whenKeyed;
     whenKeyed = [];
     for (const wake of waiting) wake();
   });
+  byId("change-key").addEventListener("click", () => {
+    byId("key-cancel").hidden = whenKeyed.length > 0;
+    showKeyField("Replaces the key of this tab.");
+    byId("key-text").focus();
+  });
+  byId("key-cancel").addEventListener("click", hideKeyField);
 }
 
 /** Resolves when the user gave a key. */
@@ -64,4 +87,4 @@ startKey();
 startViews();
 const server = { ask, keyGiven, KeyNeeded };
 const chat = startChat(server);
-startLive(server, { onApps: chat.setApps });
+startLive(server, { onLook: chat.look });
