@@ -31,7 +31,7 @@ from mainstem.server.limits import Gate, ServerLimits
 from mainstem.server.live import Live, Record, RequestState
 from mainstem.server.metrics import RequestTiming, ServerMetrics
 from mainstem.server.pruning import Pruner
-from mainstem.server.replies import ReplyWriter, event
+from mainstem.server.replies import ReplyWriter
 from mainstem.server.served_model import ServedModel
 from mainstem.server.session_saver import SessionSaver
 from mainstem.server.stream import ClientLeft, EventStream, while_connected
@@ -43,7 +43,7 @@ from mainstem.text.sessions import MAX_SESSION_TOKENS, Sessions
 from mainstem.text.tools import tool_format
 from mainstem.wire.bodies import DetokenizeBody, read_fields
 from mainstem.wire.calls import Call, CallParser, Kind
-from mainstem.wire.replies import Echo, Heading, Reply
+from mainstem.wire.replies import Echo, Heading, Reply, event
 
 INLINE_CHARS = 1 << 12  # a longer prompt is encoded on another thread
 MAX_WINDOWS = 32  # a conversation may outgrow the context so many times

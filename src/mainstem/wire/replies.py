@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mainstem.core.request import FinishReason, SamplingParams, TokenLogprobs
 from mainstem.text.text_engine import TextOutput
 from mainstem.text.tokenizer import Tokenizer
@@ -18,16 +20,22 @@ from mainstem.wire.logprobs import (
 
 Json = dict[str, object]
 
+_encode = msgspec.json.Encoder().encode
+
 
 @dataclass(slots=True)
 class AnswerSoFar:
     """One answer, as far as it is known."""
 
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    pieces: list[str] = field(default_factory=list)  # of its text
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass(slots=True)
@@ -51,7 +59,7 @@ class PromptAnswers:
     def add(self, output: TextOutput) -> None:
         """Put news of an answer where it belongs."""
         answer = self.answers[output.index]
-        answer.text += output.text
+        answer.pieces.append(output.text)
         answer.token_ids += output.token_ids
         answer.logprobs += output.logprobs
         answer.finish_reason = output.finish_reason
@@ -197,42 +205,71 @@ class _StreamedChoice:
     tools: ToolReader | None
     has_begun: bool = False
     num_chars: int = 0
+    plain: tuple[bytes, bytes] | None = None  # what stands around the text of a plain event
+
+
+_MARK = "the text"  # of a chunk that is rendered to find out what stands around it
 
 
 class ReplyStream:
-    """The chunks of a reply, as news of its answers comes."""
+    """The server-sent events of a reply, as news of its answers comes."""
 
     def __init__(self, reply: Reply) -> None:
-        tools = reply.call.tools
+        call = reply.call
         self._reply = reply
         self._kind = "chat.completion.chunk" if reply.is_chat else "text_completion"
         self._choices = [
-            _StreamedChoice(reply.offsets(), None if tools is None else ToolReader(tools.format))
-            for _ in range(reply.call.num_answers)
+            _StreamedChoice(
+                reply.offsets(), None if call.tools is None else ToolReader(call.tools.format)
+            )
+            for _ in range(call.num_answers)
         ]
+        self._n = call.sampling.n
+        self._is_plain = call.tools is None and call.sampling.logprobs is None
 
-    def chunks(self, place: int, output: TextOutput, answers: PromptAnswers) -> list[Json]:
-        """What news of an answer to prompt `place` adds; `answers` has taken it in already."""
-        number = place * self._reply.call.sampling.n + output.index
+    def events(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
+        """What news of an answer to prompt `place` adds; `answers` has taken it in already.
+
+        Almost all news is text alone: of its event only the text is encoded.
+        """
+        number = place * self._n + output.index
+        plain = self._choices[number].plain
+        if plain is None or output.finish_reason is not None:
+            return self._rendered(place, output, answers)
+        return plain[0] + _encode(output.text) + plain[1] if output.text else b""
+
+    def usage_event(self, answers: Sequence[PromptAnswers]) -> bytes:
+        """The event before the end, where the caller wants usage."""
+        if not self._reply.call.includes_usage:
+            return b""
+        return event(self._chunk([]) | {"usage": self._reply.usage(answers)})
+
+    def _rendered(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
+        number = place * self._n + output.index
         choice = self._choices[number]
         parts = (
             self._chat_parts(output, choice)
             if self._reply.is_chat
             else self._completion_parts(place, output, answers, choice)
         )
-        return [self._chunk([{"index": number} | part]) for part in parts]
-
-    def usage_chunk(self, answers: Sequence[PromptAnswers]) -> Json | None:
-        """The chunk before the end, if the caller wants usage."""
-        if not self._reply.call.includes_usage:
-            return None
-        return self._chunk([]) | {"usage": self._reply.usage(answers)}
+        events = b"".join([event(self._chunk([{"index": number} | part])) for part in parts])
+        if self._is_plain and output.finish_reason is None:
+            example = event(self._chunk([{"index": number} | self._text_part(_MARK, None)]))
+            before, _, after = example.rpartition(_encode(_MARK))
+            choice.plain = before, after
+        return events
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = self._reply.object(self._kind, choices)
         if self._reply.call.includes_usage:
             chunk["usage"] = None
         return chunk
+
+    def _text_part(self, text: str, logprobs: Json | None) -> Json:
+        """A choice that has more text and has not ended."""
+        if self._reply.is_chat:
+            return {"delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
+        return {"text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
 
     def _completion_parts(
         self, place: int, output: TextOutput, answers: PromptAnswers, choice: _StreamedChoice
@@ -254,7 +291,7 @@ class ReplyStream:
                     places, choice.offsets, choice.num_chars, reply.tokenizer
                 )
             ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
-            yield {"text": text, "logprobs": logprobs, **ending}
+            yield self._text_part(text, logprobs) | ending
 
     def _chat_parts(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
         if not choice.has_begun:
@@ -284,12 +321,18 @@ class ReplyStream:
         if not parts and logprobs is not None:
             parts = [""]
         for part in parts:
-            delta: Json = {"content": part}
-            if isinstance(part, ToolCall):
+            if isinstance(part, str):
+                yield self._text_part(part, logprobs)
+            else:
                 delta = {"tool_calls": [{"index": first_call} | part.to_json()]}
+                yield {"delta": delta, "logprobs": logprobs, "finish_reason": None}
                 first_call += 1
-            yield {"delta": delta, "logprobs": logprobs, "finish_reason": None}
             logprobs = None
+
+
+def event(value: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: %b\n\n" % _encode(value)
 
 
 def token_places(entries: Sequence[TokenLogprobs]) -> list[Place]:
