@@ -9,13 +9,14 @@ import pytest
 from mainstem.core.ids import RequestId
 from mainstem.core.request import FinishReason
 from mainstem.text.text_engine import TextOutput
+from mainstem.text.tools import ToolFormat
 from mainstem.wire.calls import CallParser, Kind
 from mainstem.wire.replies import Heading, PromptAnswers, Reply, ReplyStream
 from tests.batch.fake_batch import a_tokenizer
 
 Json = dict[str, object]
 
-HEADING = Heading("id-1", 'the text"\\', 1_700_000_000)  # a name that looks like a marker
+HEADING = Heading("id-1", '"mark"', 1_700_000_000)  # a name that looks like a marker
 PROMPTS: dict[Kind, Json] = {
     Kind.CHAT: {"messages": [{"role": "user", "content": "hi"}]},
     Kind.COMPLETION: {"prompt": ["one", "two"]},
@@ -43,7 +44,7 @@ def sent(data: bytes) -> list[Json]:
 
 
 def random_text(source: random.Random) -> str:
-    some = ["a", " the text", '"', "\\", "\n", "\x00", "\u2028", "é", "漢", "🙂", "\x7f"]
+    some = ["a", ' "mark"', '"', "\\", "\n", "\x00", "\u2028", "é", "漢", "🙂", "\x7f"]
     return "".join(source.choices(some, k=source.randrange(4)))
 
 
@@ -107,3 +108,36 @@ def test_the_last_news_has_the_reason_after_plain_ones() -> None:
     assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["length"]
     assert answers.is_finished
     assert json.loads(json.dumps(reply.usage([answers])))["completion_tokens"] == 4
+
+
+def test_every_chunk_of_running_usage_is_written_as_the_first() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    reply = a_reply(Kind.COMPLETION, prompt="x", stream_options=options)
+    stream, answers = ReplyStream(reply), PromptAnswers(3, reply.call.sampling)
+    source = random.Random(3)
+    for count in range(1, 100):
+        output = news(random_text(source))
+        answers.add(output)
+        for chunk in sent(stream.events(0, output, answers)):
+            usage = {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}
+            assert chunk["usage"] == usage
+            assert chunk["choices"][0]["text"] == output.text  # type: ignore[index]
+
+
+CALLS = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
+
+
+@pytest.mark.parametrize(("is_parallel", "count"), [(True, 2), (None, 2), (False, 1)])
+def test_calls_in_parallel_can_be_declined(is_parallel: bool | None, count: int) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    fields = {"tools": [tool], "parallel_tool_calls": is_parallel, "stream": True}
+    parser = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+    call, _ = parser.parse(PROMPTS[Kind.CHAT] | fields, Kind.CHAT)
+    reply = Reply(call, HEADING, a_tokenizer())
+    answers, output = PromptAnswers(1, call.sampling), news(CALLS, reason=FinishReason.STOP)
+    answers.add(output)
+    whole = json.loads(msgspec.json.encode(reply.whole([answers])))
+    assert len(whole["choices"][0]["message"]["tool_calls"]) == count
+    chunks = sent(ReplyStream(reply).events(0, output, answers))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]  # type: ignore[index]
+    assert sum("tool_calls" in delta for delta in deltas) == count

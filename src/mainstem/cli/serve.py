@@ -203,7 +203,9 @@ def main(argv: list[str], make_engine: Callable[[EngineConfig], TextEngine] = op
         metrics = ServerMetrics(engine.engine.bus, names[0])
         gateway = Gateway(
             Worker(engine),
-            ServedModel(names, int(time()), model_defaults(args, engine.tokenizer)),
+            ServedModel(
+                names, int(time()), model_defaults(args, engine.tokenizer), str(config.model)
+            ),
             Access(keys, admin_keys),
             apps,
             limits,

@@ -75,6 +75,7 @@ def document() -> Json:
         "/v1/batches/{batch_id}/cancel": {"post": _operation("End a batch early", "batch_id")},
         "/v1/sessions": {"get": _operation("The sessions of this key")},
         "/v1/sessions/{session_id}": {"delete": _operation("Forget a session", "session_id")},
+        "/tokenizer_info": {"get": _operation("Special tokens and chat template")},
         "/tokenize": {
             "post": _operation(
                 "Token ids of a text or conversation", body=_content("application/json", either)

@@ -78,6 +78,7 @@ class Heading:
     reply_id: str
     model: str
     created: int  # seconds since 1970
+    fingerprint: str | None = None  # of version, model and settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +93,15 @@ class Echo:
 class Reply:
     """Renders the answers to one call. Answer i of prompt p is choice p * n + i.
 
-    `echoes` has one for each prompt where the call has echo.
+    `echoes` has one for each prompt where the call has echo, `prompt_ids` where it returns token
+    ids.
     """
 
     call: Call
     heading: Heading
     tokenizer: Tokenizer
     echoes: Sequence[Echo] = ()
+    prompt_ids: Sequence[list[int]] = ()
 
     @property
     def is_chat(self) -> bool:
@@ -115,6 +118,8 @@ class Reply:
         whole = self.object(kind, choices) | {"usage": self.usage(answers)}
         if self.is_chat and self.call.wants_prompt_logprobs:
             whole["prompt_logprobs"] = prompt_logprobs(answers[0].prompt_logprobs, self.tokenizer)
+        if self.is_chat and self.call.returns_token_ids:
+            whole["prompt_token_ids"] = self.prompt_ids[0]
         return whole
 
     def usage(self, answers: Sequence[PromptAnswers]) -> Json:
@@ -136,13 +141,16 @@ class Reply:
     def object(self, kind: str, choices: list[Json]) -> Json:
         """What every reply and chunk has."""
         heading = self.heading
-        return {
+        fields: Json = {
             "id": heading.reply_id,
             "object": kind,
             "created": heading.created,
             "model": heading.model,
             "choices": choices,
         }
+        if heading.fingerprint is not None:
+            fields["system_fingerprint"] = heading.fingerprint
+        return fields
 
     def _choice(self, place: int, index: int, answers: PromptAnswers) -> Json:
         answer, call = answers.answers[index], self.call
@@ -170,6 +178,10 @@ class Reply:
         choice["stop_reason"] = answer.stop_reason  # as vLLM: the stop string or token id
         if call.is_scoring:
             choice |= {"finish_reason": "length", "stop_reason": None}
+        if call.returns_token_ids:
+            choice["token_ids"] = [] if call.is_scoring else answer.token_ids
+            if not self.is_chat:
+                choice["prompt_token_ids"] = self.prompt_ids[place]
         return choice
 
     def _message(self, text: str) -> tuple[Json, bool]:
@@ -180,6 +192,8 @@ class Reply:
         reader = ToolReader(self.call.tools.format)
         parts = [*reader.push(text), *reader.finish()]
         calls = [part.to_json() for part in parts if isinstance(part, ToolCall)]
+        if self.call.has_one_tool_call:
+            del calls[1:]
         if calls:
             said = "".join(part for part in parts if isinstance(part, str)).strip()
             message |= {"content": said or None, "tool_calls": calls}
@@ -205,10 +219,10 @@ class _StreamedChoice:
     tools: ToolReader | None
     has_begun: bool = False
     num_chars: int = 0
-    plain: tuple[bytes, bytes] | None = None  # what stands around the text of a plain event
+    plain: list[bytes] | None = None  # what stands around the text, and usage, of a plain event
 
 
-_MARK = "the text"  # of a chunk that is rendered to find out what stands around it
+_MARK = "mark"  # in a chunk that is rendered to find out what stands around its text
 
 
 class ReplyStream:
@@ -225,7 +239,10 @@ class ReplyStream:
             for _ in range(call.num_answers)
         ]
         self._n = call.sampling.n
-        self._is_plain = call.tools is None and call.sampling.logprobs is None
+        self._has_usage = call.has_running_usage
+        self._is_plain = (
+            call.tools is None and call.sampling.logprobs is None and not call.returns_token_ids
+        )
 
     def events(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
         """What news of an answer to prompt `place` adds; `answers` has taken it in already.
@@ -236,40 +253,60 @@ class ReplyStream:
         plain = self._choices[number].plain
         if plain is None or output.finish_reason is not None:
             return self._rendered(place, output, answers)
-        return plain[0] + _encode(output.text) + plain[1] if output.text else b""
+        if not output.text:
+            return b""
+        if self._has_usage:
+            usage = _encode(_usage_so_far(answers, output.index))
+            return plain[0] + _encode(output.text) + plain[1] + usage + plain[2]
+        return plain[0] + _encode(output.text) + plain[1]
 
     def usage_event(self, answers: Sequence[PromptAnswers]) -> bytes:
         """The event before the end, where the caller wants usage."""
         if not self._reply.call.includes_usage:
             return b""
-        return event(self._chunk([]) | {"usage": self._reply.usage(answers)})
+        return event(self._chunk([], self._reply.usage(answers)))
 
     def _rendered(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
         number = place * self._n + output.index
         choice = self._choices[number]
+        is_first = not choice.has_begun
         parts = (
             self._chat_parts(output, choice)
             if self._reply.is_chat
             else self._completion_parts(place, output, answers, choice)
         )
-        events = b"".join([event(self._chunk([{"index": number} | part])) for part in parts])
+        usage = _usage_so_far(answers, output.index) if self._has_usage else None
+        chunks = [self._chunk([{"index": number} | part], usage) for part in parts]
+        if is_first and self._reply.is_chat and self._reply.call.returns_token_ids:
+            chunks[0]["prompt_token_ids"] = self._reply.prompt_ids[place]
         if self._is_plain and output.finish_reason is None:
-            example = event(self._chunk([{"index": number} | self._text_part(_MARK, None)]))
-            before, _, after = example.rpartition(_encode(_MARK))
-            choice.plain = before, after
-        return events
+            choice.plain = self._around_text(number)
+        return b"".join(map(event, chunks))
 
-    def _chunk(self, choices: list[Json]) -> Json:
+    def _around_text(self, number: int) -> list[bytes]:
+        """A plain event without its text, and without its usage where it has one."""
+        part: Json = {"index": number} | self._text_part(_MARK, None)
+        example = event(self._chunk([part], _MARK if self._has_usage else None))
+        return example.rsplit(_encode(_MARK), 2 if self._has_usage else 1)
+
+    def _chunk(self, choices: list[Json], usage: Json | str | None) -> Json:
         chunk = self._reply.object(self._kind, choices)
-        if self._reply.call.includes_usage:
-            chunk["usage"] = None
+        if self._reply.call.includes_usage or usage is not None:
+            chunk["usage"] = usage
         return chunk
 
-    def _text_part(self, text: str, logprobs: Json | None) -> Json:
+    def _text_part(
+        self, text: str, logprobs: Json | None, token_ids: Sequence[int] | None = None
+    ) -> Json:
         """A choice that has more text and has not ended."""
+        part: Json = {"text": text, "logprobs": logprobs, "finish_reason": None}
         if self._reply.is_chat:
-            return {"delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
-        return {"text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
+            part = {"delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
+        else:
+            part["stop_reason"] = None
+        if token_ids is not None:
+            part["token_ids"] = token_ids
+        return part
 
     def _completion_parts(
         self, place: int, output: TextOutput, answers: PromptAnswers, choice: _StreamedChoice
@@ -277,21 +314,25 @@ class ReplyStream:
         reply, is_scoring = self._reply, self._reply.call.is_scoring
         text = "" if is_scoring else output.text
         places = [] if is_scoring else token_places(output.logprobs)
+        ids = self._told_ids(output)
+        prompt_ids: Json = {}
         if not choice.has_begun:
             choice.has_begun = True
+            if ids is not None:
+                prompt_ids = {"prompt_token_ids": reply.prompt_ids[place]}
             text = reply.echoed_text(place) + text
             if reply.call.sampling.logprobs is not None:
                 places = [*reply.echoed_places(place, answers), *places]
         choice.num_chars += len(text)
         reason = reason_text(output.finish_reason)
-        if text or places or reason is not None:
+        if text or places or ids or reason is not None:
             logprobs = None
             if places:
                 logprobs = completion_logprobs(
                     places, choice.offsets, choice.num_chars, reply.tokenizer
                 )
             ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
-            yield self._text_part(text, logprobs) | ending
+            yield self._text_part(text, logprobs, ids) | ending | prompt_ids
 
     def _chat_parts(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
         if not choice.has_begun:
@@ -299,7 +340,7 @@ class ReplyStream:
             delta: Json = {"role": "assistant", "content": ""}
             yield {"delta": delta, "logprobs": None, "finish_reason": None}
         reason = reason_text(output.finish_reason)
-        if output.text or output.logprobs or reason is not None:
+        if output.text or output.logprobs or self._told_ids(output) or reason is not None:
             yield from self._deltas(output, choice)
         if reason is not None:
             if reason == "stop" and choice.tools is not None and choice.tools.num_calls:
@@ -308,8 +349,9 @@ class ReplyStream:
             yield {"delta": {}, "logprobs": None, **ending}
 
     def _deltas(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
-        """Text and tool calls that are certain now; logprobs go with the first chunk."""
+        """Text and tool calls that are certain now; logprobs and ids go with the first chunk."""
         tokenizer = self._reply.tokenizer
+        ids = self._told_ids(output)
         logprobs = chat_logprobs(output.logprobs, tokenizer) if output.logprobs else None
         parts: list[str | ToolCall] = [output.text] if output.text else []
         first_call = 0
@@ -318,21 +360,38 @@ class ReplyStream:
             parts = choice.tools.push(output.text)
             if output.finish_reason is not None:
                 parts += choice.tools.finish()
-        if not parts and logprobs is not None:
+        if not parts and (logprobs is not None or ids):
             parts = [""]
         for part in parts:
             if isinstance(part, str):
-                yield self._text_part(part, logprobs)
-            else:
+                yield self._text_part(part, logprobs, ids)
+            elif first_call == 0 or not self._reply.call.has_one_tool_call:
                 delta = {"tool_calls": [{"index": first_call} | part.to_json()]}
-                yield {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+                yield self._text_part("", logprobs, ids) | {"delta": delta}
                 first_call += 1
-            logprobs = None
+            logprobs, ids = None, None
+
+    def _told_ids(self, output: TextOutput) -> tuple[int, ...] | None:
+        """The tokens of some news, where the caller wants them."""
+        call = self._reply.call
+        if not call.returns_token_ids:
+            return None
+        return () if call.is_scoring else output.token_ids
 
 
 def event(value: Json) -> bytes:
     """One server-sent event."""
     return b"data: %b\n\n" % _encode(value)
+
+
+def _usage_so_far(answers: PromptAnswers, index: int) -> Json:
+    """What one choice has cost, as vLLM tells it in each chunk."""
+    count = len(answers.answers[index].token_ids)
+    return {
+        "prompt_tokens": answers.prompt_tokens,
+        "completion_tokens": count,
+        "total_tokens": answers.prompt_tokens + count,
+    }
 
 
 def token_places(entries: Sequence[TokenLogprobs]) -> list[Place]:
