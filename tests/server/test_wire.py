@@ -360,7 +360,9 @@ def test_special_tokens_around_a_prompt_may_be_left_out() -> None:
 
 
 def test_the_tokenizer_describes_itself(server: Running) -> None:
-    """What the remote tokenizer of lm-evaluation-harness reads."""
+    """What the remote tokenizer of lm-evaluation-harness reads; it encodes the end token."""
+    body = {"prompt": "<|end|>", "add_special_tokens": False}
+    assert server.post("/tokenize", body).json()["tokens"] == [96]
     found = server.get("/tokenizer_info").json()
     assert found["chat_template"] == TEMPLATE
     assert found["model_max_length"] == 800
@@ -545,6 +547,7 @@ def test_the_openapi_document_names_every_route(server: Running) -> None:
     paths = server.get("/openapi.json").json()["paths"]
     for path in ("/v1/chat/completions", "/v1/completions", "/admin/apps/{name}", "/live"):
         assert path in paths
+    assert "/tokenizer_info" in paths
 
 
 def test_prompt_logprobs_come_in_vllms_form(server: Running) -> None:
