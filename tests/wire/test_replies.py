@@ -124,20 +124,23 @@ def test_every_chunk_of_running_usage_is_written_as_the_first() -> None:
             assert chunk["choices"][0]["text"] == output.text  # type: ignore[index]
 
 
-CALLS = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
 @pytest.mark.parametrize(("is_parallel", "count"), [(True, 2), (None, 2), (False, 1)])
 def test_calls_in_parallel_can_be_declined(is_parallel: bool | None, count: int) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
-    fields = {"tools": [tool], "parallel_tool_calls": is_parallel, "stream": True}
+    fields = {"tools": [tool], "parallel_tool_calls": is_parallel, "return_token_ids": True}
     parser = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
     call, _ = parser.parse(PROMPTS[Kind.CHAT] | fields, Kind.CHAT)
-    reply = Reply(call, HEADING, a_tokenizer())
-    answers, output = PromptAnswers(1, call.sampling), news(CALLS, reason=FinishReason.STOP)
-    answers.add(output)
+    reply = Reply(call, HEADING, a_tokenizer(), prompt_ids=[[7]])
+    answers, stream, data = PromptAnswers(1, call.sampling), ReplyStream(reply), b""
+    for output in (news(CALL, ids=(1,)), news(CALL, ids=(2,)), news("", 0, FinishReason.STOP)):
+        answers.add(output)
+        data += stream.events(0, output, answers)
     whole = json.loads(msgspec.json.encode(reply.whole([answers])))
     assert len(whole["choices"][0]["message"]["tool_calls"]) == count
-    chunks = sent(ReplyStream(reply).events(0, output, answers))
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]  # type: ignore[index]
-    assert sum("tool_calls" in delta for delta in deltas) == count
+    choices: list[Json] = [chunk["choices"][0] for chunk in sent(data)]  # type: ignore[index]
+    assert sum("tool_calls" in choice["delta"] for choice in choices) == count  # type: ignore[operator]
+    assert [choice["token_ids"] for choice in choices if "token_ids" in choice] == [[1], [2], [5]]
+    assert choices[-1]["finish_reason"] == "tool_calls"

@@ -256,7 +256,7 @@ class ReplyStream:
         if not output.text:
             return b""
         if self._has_usage:
-            usage = _encode(_usage_so_far(answers, output.index))
+            usage = _encode(self._usage_so_far(answers, output.index))
             return plain[0] + _encode(output.text) + plain[1] + usage + plain[2]
         return plain[0] + _encode(output.text) + plain[1]
 
@@ -275,13 +275,22 @@ class ReplyStream:
             if self._reply.is_chat
             else self._completion_parts(place, output, answers, choice)
         )
-        usage = _usage_so_far(answers, output.index) if self._has_usage else None
+        usage = self._usage_so_far(answers, output.index) if self._has_usage else None
         chunks = [self._chunk([{"index": number} | part], usage) for part in parts]
         if is_first and self._reply.is_chat and self._reply.call.returns_token_ids:
             chunks[0]["prompt_token_ids"] = self._reply.prompt_ids[place]
         if self._is_plain and output.finish_reason is None:
             choice.plain = self._around_text(number)
         return b"".join(map(event, chunks))
+
+    def _usage_so_far(self, answers: PromptAnswers, index: int) -> Json:
+        """What one choice has cost, as vLLM tells it in each chunk."""
+        count = 0 if self._reply.call.is_scoring else len(answers.answers[index].token_ids)
+        return {
+            "prompt_tokens": answers.prompt_tokens,
+            "completion_tokens": count,
+            "total_tokens": answers.prompt_tokens + count,
+        }
 
     def _around_text(self, number: int) -> list[bytes]:
         """A plain event without its text, and without its usage where it has one."""
@@ -299,10 +308,9 @@ class ReplyStream:
         self, text: str, logprobs: Json | None, token_ids: Sequence[int] | None = None
     ) -> Json:
         """A choice that has more text and has not ended."""
-        part: Json = {"text": text, "logprobs": logprobs, "finish_reason": None}
-        if self._reply.is_chat:
-            part = {"delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
-        else:
+        part: Json = {"delta": {"content": text}} if self._reply.is_chat else {"text": text}
+        part |= {"logprobs": logprobs, "finish_reason": None}
+        if not self._reply.is_chat:
             part["stop_reason"] = None
         if token_ids is not None:
             part["token_ids"] = token_ids
@@ -360,12 +368,14 @@ class ReplyStream:
             parts = choice.tools.push(output.text)
             if output.finish_reason is not None:
                 parts += choice.tools.finish()
+            if self._reply.call.has_one_tool_call:
+                parts = _with_one_call(parts, first_call)
         if not parts and (logprobs is not None or ids):
             parts = [""]
         for part in parts:
             if isinstance(part, str):
                 yield self._text_part(part, logprobs, ids)
-            elif first_call == 0 or not self._reply.call.has_one_tool_call:
+            else:
                 delta = {"tool_calls": [{"index": first_call} | part.to_json()]}
                 yield self._text_part("", logprobs, ids) | {"delta": delta}
                 first_call += 1
@@ -384,14 +394,11 @@ def event(value: Json) -> bytes:
     return b"data: %b\n\n" % _encode(value)
 
 
-def _usage_so_far(answers: PromptAnswers, index: int) -> Json:
-    """What one choice has cost, as vLLM tells it in each chunk."""
-    count = len(answers.answers[index].token_ids)
-    return {
-        "prompt_tokens": answers.prompt_tokens,
-        "completion_tokens": count,
-        "total_tokens": answers.prompt_tokens + count,
-    }
+def _with_one_call(parts: Sequence[str | ToolCall], num_before: int) -> list[str | ToolCall]:
+    """Parts of an answer without the calls that follow the first; `num_before`: calls so far."""
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    told = calls[: max(0, 1 - num_before)]
+    return [part for part in parts if isinstance(part, str) or part in told]
 
 
 def token_places(entries: Sequence[TokenLogprobs]) -> list[Place]:
