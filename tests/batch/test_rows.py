@@ -179,7 +179,11 @@ def test_text_parts_become_one_text() -> None:
         ({"prompt": "a", "custom_id": "x" * 513}, "invalid_value", "custom_id"),
         ({"prompt": "a", "tempreature": 1}, "unknown_field", "tempreature"),
         ({"prompt": "a", "echo": True}, "unknown_field", "echo"),
-        ({"prompt": "a", "messages": None, "tools": []}, "unknown_field", "tools"),
+        (
+            {"prompt": "a", "messages": None, "tools": [{"type": "function"}]},
+            "unknown_field",
+            "tools",
+        ),
         ({"prompt": ["a", "b"]}, "invalid_value", "prompt"),
         ({"prompt": [1, -2]}, "invalid_value", "prompt"),
         ({"prompt": [2**31]}, "invalid_value", "prompt"),

@@ -18,7 +18,7 @@ from mainstem.core.request import Request, SamplingParams, id_array
         ("temperature", -0.1, "between 0 and 100"),
         ("temperature", float("nan"), "between 0 and 100"),
         ("temperature", "warm", "a number"),
-        ("top_p", 0.0, "above 0"),
+        ("top_p", -0.1, "between 0 and 1"),
         ("top_p", 1.1, "between 0 and 1"),
         ("top_k", -2, "between -1"),
         ("min_p", 2.0, "between 0 and 1"),
@@ -86,3 +86,9 @@ def test_the_ids_of_a_prompt_are_copied_once() -> None:
     view = whole[:2]
     view.setflags(write=False)
     assert id_array(view) is not view, "whoever has the whole may change it"
+
+
+def test_the_least_top_p_leaves_the_likeliest_token() -> None:
+    for top_p in (0, 0.0, 1e-7):
+        assert SamplingParams(top_p=top_p).is_greedy
+    assert not SamplingParams(top_p=1e-5).is_greedy

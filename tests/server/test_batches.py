@@ -17,9 +17,10 @@ from openai import OpenAI
 from mainstem.core.errors import ConfigError
 from mainstem.server.limits import ServerLimits
 from mainstem.text.encoding import App
-from tests.batch.fake_batch import expected_text
+from tests.batch.fake_batch import FakeEngines, expected_text
 from tests.server.process import a_process
 from tests.server.running import ALICE, BOB, Json, Running, a_server, until
+from tests.text.test_tools import HERMES, WEATHER
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 
@@ -47,9 +48,8 @@ def a_client(running: Running, key: str = ALICE) -> OpenAI:
 def run(client: OpenAI, rows: list[Json], **fields: Any) -> openai.types.Batch:
     """A batch that has ended."""
     made = client.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
-    batch = client.batches.create(
-        input_file_id=made.id, endpoint="/v1/completions", completion_window="24h", **fields
-    )
+    fields = {"endpoint": "/v1/completions", "completion_window": "24h"} | fields
+    batch = client.batches.create(input_file_id=made.id, **fields)
     until(lambda: client.batches.retrieve(batch.id).status in ENDED, within_s=60)
     return client.batches.retrieve(batch.id)
 
@@ -78,6 +78,25 @@ def test_rows_may_name_the_models_that_are_listed(tmp_path: Path) -> None:
         assert body["choices"][0]["text"] != found["fake"]["response"]["body"]["choices"][0]["text"]
         failed = answers(client, batch.error_file_id)
         assert failed["nobody"]["error"]["code"] == "model_not_found"
+        server.settle()
+
+
+def test_rows_may_bring_tools(tmp_path: Path) -> None:
+    engines = FakeEngines(num_pages=512, max_model_len=800, template=HERMES)
+    app = App("polite", "You answer politely. ")
+    body = {
+        "model": "fake:polite",
+        "messages": [{"role": "user", "content": "Will it rain?"}],
+        "tools": [WEATHER],
+        "tool_choice": "required",
+    }
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    with a_server([app], data_dir=tmp_path, engines=engines) as server, a_client(server) as client:
+        batch = run(client, [row], endpoint="/v1/chat/completions")
+        found = answers(client, batch.output_file_id)["a"]["response"]["body"]
+        assert found["model"] == "fake:polite"
+        (call,) = found["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather"
         server.settle()
 
 

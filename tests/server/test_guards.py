@@ -257,6 +257,19 @@ def test_a_full_queue_answers_429_with_retry_after(tight: Running) -> None:
         assert tight.get("/health").status_code == 200
 
 
+def test_more_answers_than_the_queue_takes_are_no_passing_fault() -> None:
+    """Issue 25: 429 asked clients to come back for what could never fit."""
+    gate = Gate(ServerLimits(open_answers=4))
+    with gate.enter(ANYBODY, 3), pytest.raises(ApiError) as caught, gate.enter(ANYBODY, 5):
+        pass
+    assert (caught.value.status, caught.value.param) == (400, "n")
+    assert "5 answers" in caught.value.message
+    with gate.enter(ANYBODY, 4), pytest.raises(ApiError) as caught, gate.enter(ANYBODY, 1):
+        pass
+    assert caught.value.status == 429
+    gate.check()
+
+
 def test_a_key_may_have_so_many_requests_open() -> None:
     gate = Gate(ServerLimits(open_requests=2))
     refused = pytest.raises(ApiError, match="2 requests open")

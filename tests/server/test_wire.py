@@ -4,15 +4,21 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 
+from mainstem.server.served_model import ServedModel
 from mainstem.wire.bodies import HARMLESS
-from tests.batch.fake_batch import a_tokenizer, expected_text
+from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer, expected_text
 from tests.builders import VOCAB
 from tests.fakes import fake_answer
 from tests.server.running import Json, Running, a_server, events
 
 CHAT = [{"role": "user", "content": "Who are you?"}]
 RENDERED = "<user>Who are you?\n<assistant>"
+PROMPTS: dict[str, Json] = {
+    "/v1/chat/completions": {"messages": CHAT},
+    "/v1/completions": {"prompt": "Once upon"},
+}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -226,6 +232,16 @@ def test_a_harmless_field_is_accepted_and_documented(server: Running, name: str)
         ("best_of", 2),
         ("no_such_field", 1),
         ("echo", True),
+        ("use_beam_search", True),
+        ("length_penalty", 2.0),
+        ("bad_words", ["no"]),
+        ("allowed_token_ids", [5]),
+        ("add_special_tokens", True),
+        ("top_logprobs", 21),
+        ("top_logprobs", 5),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
+        ("continue_final_message", "yes"),
     ],
 )
 def test_a_field_that_would_change_the_answer_is_refused(
@@ -244,7 +260,7 @@ def test_a_field_that_would_change_the_answer_is_refused(
     [
         ("temperature", -1),
         ("temperature", "hot"),
-        ("top_p", 0),
+        ("top_p", -0.5),
         ("n", 0),
         ("n", 10**9),
         ("max_tokens", 0),
@@ -321,6 +337,149 @@ def test_detokenize_refuses_what_is_no_token(server: Running, tokens: object) ->
     assert response.json()["error"]["param"] == "tokens"
 
 
+def test_tokenize_takes_what_clients_of_vllm_send(server: Running) -> None:
+    body = {"prompt": "ab", "add_special_tokens": False, "return_token_strs": True}
+    found = server.post("/tokenize", body).json()
+    assert (found["count"], found["token_strs"]) == (2, ["a", "b"])
+    body = {"messages": CHAT, "add_special_tokens": True, "truncate_prompt_tokens": 3}
+    assert server.post("/tokenize", body).json()["tokens"] == a_tokenizer().encode(RENDERED)[-3:]
+    refused = server.post("/tokenize", {"prompt": "a", "add_special_tokens": 5})
+    assert refused.json()["error"]["param"] == "add_special_tokens"
+
+
+def test_special_tokens_around_a_prompt_may_be_left_out() -> None:
+    before = tokenizers.processors.TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", 96)]
+    )
+    engines = FakeEngines(num_pages=64, max_model_len=80)
+    with a_server(engines=engines) as server:
+        server.gateway.worker.tokenizer._backend.post_processor = before
+        for adds, count in ((None, 3), (True, 3), (False, 2)):
+            body = {"prompt": "ab", "add_special_tokens": adds}
+            assert server.post("/tokenize", body).json()["count"] == count
+
+
+def test_the_tokenizer_describes_itself(server: Running) -> None:
+    """What the remote tokenizer of lm-evaluation-harness reads; it encodes the end token."""
+    body = {"prompt": "<|end|>", "add_special_tokens": False}
+    assert server.post("/tokenize", body).json()["tokens"] == [96]
+    found = server.get("/tokenizer_info").json()
+    assert found["chat_template"] == TEMPLATE
+    assert found["model_max_length"] == 800
+    assert {"eos_token", "bos_token", "pad_token"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/completions", "did you mean /v1/completions?"),
+        ("/tokenise", "did you mean /tokenize?"),
+        ("/v1/responses", "use POST /v1/chat/completions"),
+        ("/v1/responses/r1/cancel", "Responses API is not served"),
+        ("/v1/messages", "Messages API is not served"),
+        ("/v1/embeddings", "embeddings are not served"),
+        ("/qqqqqq", "/openapi.json"),
+    ],
+)
+def test_an_unknown_path_is_told_what_there_is(server: Running, path: str, said: str) -> None:
+    response = server.post(path, {})
+    assert response.status_code == 404
+    assert said in response.json()["error"]["message"]
+
+
+def test_a_wrong_method_is_told_the_right_ones(server: Running) -> None:
+    for method, path, allowed in (
+        ("GET", "/v1/completions", "POST"),
+        ("DELETE", "/v1/models", "GET, HEAD"),
+        ("POST", "/v1/sessions/x", "DELETE"),
+    ):
+        response = server.send(method, path)
+        assert response.status_code == 405
+        assert response.headers["allow"] == allowed
+        assert f"{path} takes {allowed}, not {method}" in response.json()["error"]["message"]
+
+
+def test_each_chunk_has_the_usage_so_far_when_asked(server: Running) -> None:
+    """As GuideLLM asks; the end tells the usage of all answers."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"max_tokens": 4, "ignore_eos": True, "n": 2, "stream_options": options}
+    for path, prompt in PROMPTS.items():
+        chunks = stream(server, path, prompt | fields)
+        last = chunks.pop()
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 8
+        for index in range(2):
+            own = [c["usage"] for c in chunks if c["choices"][0]["index"] == index]
+            counts = [usage["completion_tokens"] for usage in own]
+            assert counts == sorted(counts)
+            assert (counts[0], counts[-1]) == (1, 4)
+            assert {usage["prompt_tokens"] for usage in own} == {last["usage"]["prompt_tokens"]}
+
+
+def test_token_ids_are_returned_when_asked(server: Running) -> None:
+    fields = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    tokenizer = a_tokenizer()
+    for path, prompt in PROMPTS.items():
+        text = RENDERED if "messages" in prompt else str(prompt["prompt"])
+        prompt_ids = tokenizer.encode(text)
+        told = fake_answer(prompt_ids, 4, VOCAB)
+        whole = server.post(path, prompt | fields).json()
+        [choice] = whole["choices"]
+        assert choice["token_ids"] == [*told]
+        place = whole if "messages" in prompt else choice  # as vLLM has it
+        assert place["prompt_token_ids"] == prompt_ids
+        chunks = stream(server, path, prompt | fields)
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert [i for choice in choices for i in choice.get("token_ids", ())] == [*told]
+        first = chunks[0] if "messages" in prompt else choices[0]
+        assert first["prompt_token_ids"] == prompt_ids
+        assert json.dumps(chunks).count("prompt_token_ids") == 1
+
+
+def test_a_final_message_is_continued(server: Running) -> None:
+    messages = [*CHAT, {"role": "assistant", "content": "I am "}]
+    body = {"messages": messages, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    rendered = "<user>Who are you?\n<assistant>I am "
+    for fields in ({}, {"add_generation_prompt": False}):
+        whole = body | {"continue_final_message": True} | fields
+        reply = server.post("/v1/chat/completions", whole).json()
+        assert reply["choices"][0]["message"]["content"] == answer_to(rendered, 5)
+    both = body | {"continue_final_message": True, "add_generation_prompt": True}
+    error = server.post("/v1/chat/completions", both).json()["error"]
+    assert error["param"] == "continue_final_message"
+
+
+def test_the_end_of_a_prompt_is_kept(server: Running) -> None:
+    def answered(**fields: object) -> tuple[int, str]:
+        reply = server.complete("0123456789", None, max_tokens=3, **fields)
+        return reply["usage"]["prompt_tokens"], reply["choices"][0]["text"]
+
+    assert answered(truncate_prompt_tokens=4) == (4, answer_to("6789", 3))
+    assert answered(truncate_prompt_tokens=4, echo=True) == (4, "6789" + answer_to("6789", 3))
+    assert answered(truncate_prompt_tokens=10**6)[0] == 10
+    usage = server.complete("x" * 2000, max_tokens=30, truncate_prompt_tokens=-1)["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (770, 30)
+    for fields in ({"app": "polite"}, {"session_id": "s"}):
+        body = {"prompt": "x", "truncate_prompt_tokens": 4} | fields
+        error = server.post("/v1/completions", body).json()["error"]
+        assert error["param"] == "truncate_prompt_tokens"
+
+
+def test_replies_have_a_fingerprint(server: Running) -> None:
+    first = server.complete("x", max_tokens=1)["system_fingerprint"]
+    assert first.startswith("fp_")
+    assert stream(server, "/v1/completions", {"prompt": "x"})[0]["system_fingerprint"] == first
+    others = [
+        ServedModel(("other",), 0),
+        ServedModel(("fake", "alias"), 0, {"top_k": 5}),
+        ServedModel(("fake", "alias"), 0, settings="int8"),
+    ]
+    assert ServedModel(("fake", "alias"), 1).fingerprint == first
+    assert len({first, *(model.fingerprint for model in others)}) == 4
+
+
 def test_errors_of_http_have_the_form_of_openai(server: Running) -> None:
     assert server.get("/nowhere").json()["error"]["type"] == "invalid_request_error"
     assert server.get("/nowhere").status_code == 404
@@ -388,6 +547,7 @@ def test_the_openapi_document_names_every_route(server: Running) -> None:
     paths = server.get("/openapi.json").json()["paths"]
     for path in ("/v1/chat/completions", "/v1/completions", "/admin/apps/{name}", "/live"):
         assert path in paths
+    assert "/tokenizer_info" in paths
 
 
 def test_prompt_logprobs_come_in_vllms_form(server: Running) -> None:

@@ -156,6 +156,88 @@ def test_what_happens_anyway_may_be_said_of_either_kind() -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "best_of": 1},
+        {"length_penalty": 1, "top_logprobs": 0, "n": 1, "suffix": "", "store": True, "min_p": 0},
+        {"parallel_tool_calls": True, "service_tier": "auto", "modalities": ["text"]},
+        {"logit_bias": {}, "bad_words": [], "allowed_token_ids": None, "logits_processors": []},
+        {"truncate_prompt_tokens": None, "truncation_side": "left", "tools": []},
+        {"functions": [], "function_call": "none", "return_tokens_as_token_ids": False},
+        {"spaces_between_special_tokens": True, "include_reasoning": True, "echo": False},
+        {"tool_choice": "auto"},  # as llama-index sends it, without tools
+        {"tool_choice": "none"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_field_that_says_what_happens_anyway_changes_nothing(fields: dict[str, object]) -> None:
+    assert chat(**fields) == chat()
+    assert completion(**fields) == completion()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_beam_search", True), ("use_beam_search", 0), ("length_penalty", 0.9), ("best_of", 2),
+        ("early_stopping", True), ("bad_words", ["a"]), ("allowed_token_ids", []), ("suffix", "a"),
+        ("truncation_side", "right"), ("logits_processors", ["a"]), ("modalities", ["audio"]),
+        ("function_call", {"name": "f"}), ("reasoning_effort", "low"),
+    ],
+)  # fmt: skip
+def test_another_value_is_refused_with_what_to_use(name: str, value: object) -> None:
+    for kind in Kind:
+        error = refused(kind, **{name: value})
+        assert (error.code, error.param) == ("unknown_field", name)
+        assert ": " in error.message
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ({"json": {"type": "integer"}}, {"guided_json": {"type": "integer"}}),
+        ({"json": '{"type": "integer"}'}, {"guided_json": {"type": "integer"}}),
+        ({"regex": "a+", "choice": None}, {"guided_regex": "a+"}),
+        ({"choice": ["a", "b"], "disable_any_whitespace": False}, {"guided_choice": ["a", "b"]}),
+        ({"json_object": True}, {"response_format": {"type": "json_object"}}),
+    ],
+    ids=repr,
+)
+def test_structured_outputs_are_forms(given: object, same: dict[str, object]) -> None:
+    assert chat(structured_outputs=given)[0].sampling == chat(**same)[0].sampling
+    assert chat(structured_outputs=given)[0].sampling.grammar is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({}, "structured_outputs"),
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs"),
+        ({"regex": 5}, "structured_outputs.regex"),
+        ({"json": 5}, "structured_outputs"),
+        ({"json": "{"}, "structured_outputs"),
+        ({"structural_tag": "x"}, "structured_outputs.structural_tag"),
+        ({"disable_any_whitespace": True}, "structured_outputs.disable_any_whitespace"),
+        ("a", "structured_outputs"),
+    ],
+    ids=repr,
+)
+def test_what_is_wrong_with_structured_outputs_is_named(given: object, param: str) -> None:
+    assert refused(Kind.COMPLETION, structured_outputs=given).param == param
+
+
+def test_top_logprobs_are_blamed_themselves() -> None:
+    """Issue 25: the error named `logprobs`, which is true or false in a chat."""
+    for count in (21, -1):
+        assert refused(Kind.CHAT, logprobs=True, top_logprobs=count).param == "top_logprobs"
+    assert refused(Kind.CHAT, top_logprobs=2).param == "top_logprobs"
+    assert refused(Kind.COMPLETION, logprobs=21).param == "logprobs"
+
+
+def test_top_p_0_is_greedy() -> None:
+    assert chat(top_p=0)[0].sampling.is_greedy
+
+
+@pytest.mark.parametrize(
     ("name", "value"), [("priority", 2**63), ("cache_salt", "\ud800"), ("guided_json", "[" * 5000)]
 )
 def test_one_value_cannot_end_a_whole_job(name: str, value: object) -> None:

@@ -23,8 +23,13 @@ from mainstem.wire.errors import WireError
 from mainstem.wire.replies import Heading, PromptAnswers, Reply
 
 MAX_CUSTOM_ID_CHARS = 512
-# needs a client that waits
-SERVER_ONLY = frozenset(["context_overflow", "echo", "session_id", "stream"])
+# needs a client that waits, or a prompt that is kept
+SERVER_ONLY = frozenset(
+    [
+        "context_overflow", "echo", "return_token_ids", "session_id", "stream",
+        "truncate_prompt_tokens",
+    ]
+)  # fmt: skip
 
 Json = Mapping[str, object]
 

@@ -219,7 +219,7 @@ def main(argv: list[str], open_: Callable[[EngineConfig, str], Parts] = open_mod
         metrics = ServerMetrics(engine.bus, names[0])
         gateway = Gateway(
             engine,
-            ServedModel(names, int(time()), model_defaults(args, tokenizer)),
+            ServedModel(names, int(time()), model_defaults(args, tokenizer), str(config.model)),
             Access(keys, admin_keys),
             apps,
             limits,

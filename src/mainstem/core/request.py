@@ -15,6 +15,7 @@ from mainstem.core.vllm_names import SAMPLING_ARGUMENTS
 
 MAX_N = 128
 MIN_TEMPERATURE = 1e-5  # below it only the likeliest token is left: greedy
+MIN_TOP_P = 1e-6  # below it as well
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 1024
@@ -25,7 +26,7 @@ MAX_INT = 2**31 - 1
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "n": (1, MAX_N),
     "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),  # 0 apart
+    "top_p": (0.0, 1.0),
     "top_k": (-1, MAX_INT),
     "min_p": (0.0, 1.0),
     "seed": (-(2**63), 2**63 - 1),
@@ -78,7 +79,7 @@ class SamplingParams:
 
     n: int = 1
     temperature: float = 1.0  # 0, and what is hardly more: greedy
-    top_p: float = 1.0
+    top_p: float = 1.0  # 0, and what is hardly more: greedy
     top_k: int = 0  # 0 (or -1): no limit
     min_p: float = 0.0
     seed: int | None = None  # None: a fresh one per request
@@ -117,10 +118,11 @@ class SamplingParams:
                 _check_int(name, value, low, int(high))
             else:
                 _check_range(name, value, low, high)
+        if self.top_p < MIN_TOP_P:
+            object.__setattr__(self, "temperature", 0.0)
+            object.__setattr__(self, "top_p", 1.0)
         if self.temperature < MIN_TEMPERATURE:  # logits over it would overflow
             object.__setattr__(self, "temperature", 0.0)
-        if self.top_p == 0.0:
-            raise InvalidRequest("top_p", "must be above 0 and at most 1, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"

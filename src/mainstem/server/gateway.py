@@ -3,6 +3,7 @@
 import asyncio
 import io
 import logging
+from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,18 +34,19 @@ from mainstem.server.limits import Gate, ServerLimits
 from mainstem.server.live import Live, Record, RequestState
 from mainstem.server.metrics import RequestTiming, ServerMetrics
 from mainstem.server.pruning import Pruner
-from mainstem.server.replies import ReplyWriter, event
+from mainstem.server.replies import ReplyWriter
 from mainstem.server.served_model import ServedModel
 from mainstem.server.session_saver import SessionSaver
 from mainstem.server.stream import ClientLeft, EventStream, while_connected
 from mainstem.server.turns import Turn
-from mainstem.text.encoding import App, Prompt, encode_prompt
+from mainstem.text.encoding import App, Prompt, encode_prompt, prompt_text
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import MAX_SESSION_TOKENS, Sessions
 from mainstem.text.tools import tool_format
-from mainstem.wire.bodies import DetokenizeBody, read_fields
+from mainstem.wire.bodies import DetokenizeBody, read_fields, tokenize_options
 from mainstem.wire.calls import Call, CallParser, Kind
-from mainstem.wire.replies import Echo, Heading, Reply
+from mainstem.wire.logprobs import token_text
+from mainstem.wire.replies import Echo, Heading, Reply, event
 
 INLINE_CHARS = 1 << 12  # a longer prompt is encoded on another thread
 MAX_WINDOWS = 32  # a conversation may outgrow the context so many times
@@ -94,6 +96,7 @@ class Gateway:
             model.sampling, limits.body, lambda: tool_format(worker.tokenizer)
         )
         self._ids = unique_ids()
+        self._fingerprint = model.fingerprint
         worker.on_tokens = live.rate.add
         worker.on_recovered = self._refill
         self._saver: SessionSaver | None = None
@@ -166,18 +169,21 @@ class Gateway:
         if self.is_draining:
             raise unavailable("the server is going down")
         prefix = "chatcmpl" if kind is Kind.CHAT else "cmpl"
-        heading = Heading(f"{prefix}-{next(self._ids)}", model, int(time()))
+        reply_id = f"{prefix}-{next(self._ids)}"
+        heading = Heading(reply_id, model, int(time()), self._fingerprint)
         with ExitStack() as held:
             held.enter_context(self.gate.enter(tenant, call.num_answers))
             turn = self._turn(call, tenant)
             prompt_ids = await self._encode(prompts, app, turn)
+            prompt_ids = self._kept(call, prompt_ids, app)
             self._check_lengths(call, prompt_ids)
             requests = self._requests(call, heading.reply_id, prompt_ids, tenant, app, turn)
             answering = await self._submit(requests, tenant)
             exchange = _Exchange(self, answering, heading, request, app)
             held.push(exchange)
             echoes = self._echoes(call, prompts, prompt_ids)
-            reply = Reply(call, heading, self.worker.tokenizer, echoes)
+            told_ids = prompt_ids if call.returns_token_ids else ()
+            reply = Reply(call, heading, self.worker.tokenizer, echoes, told_ids)
             writer = ReplyWriter(reply, [len(ids) for ids in prompt_ids], turn)
             if call.is_streaming:
                 events = writer.events(answering)
@@ -214,6 +220,13 @@ class Gateway:
         except InvalidRequest as error:
             raise from_invalid(error) from None
 
+    def _kept(self, call: Call, prompts: list[list[int]], app: App | None) -> list[list[int]]:
+        """The ends of prompts, where the call wants no more of them."""
+        if call.kept_prompt_tokens is not None and app is not None:
+            message = "truncate_prompt_tokens: would cut the app's prompt off; use context_overflow"
+            raise ApiError(400, message, "truncate_prompt_tokens", "invalid_value")
+        return [call.kept_prompt(ids, self.worker.max_model_len) for ids in prompts]
+
     def _check_lengths(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse what leaves no room for an answer, and what is far too long to be truncated:
         everybody would wait for the engine to look at it."""
@@ -236,8 +249,11 @@ class Gateway:
         if not call.has_echo:
             return []
         decode, skips_special = self.worker.tokenizer.decode, call.sampling.skip_special_tokens
+        is_whole = call.kept_prompt_tokens is None
         return [
-            Echo(prompt if isinstance(prompt, str) else decode(ids, skips_special), ids)
+            Echo(
+                prompt if is_whole and isinstance(prompt, str) else decode(ids, skips_special), ids
+            )
             for prompt, ids in zip(prompts, prompt_ids, strict=True)
         ]
 
@@ -297,10 +313,22 @@ class Gateway:
     async def tokenize(self, body: Json) -> Json:
         """Ids of a text (`prompt`) or of a conversation (`messages`)."""
         kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
-        call, prompts = self._parser.parse(body, kind)
+        options, fields = tokenize_options(body)
+        call, prompts = self._parser.parse(fields, kind)
         _, app = self.apps.resolve(call, self.model.names)
-        ids = (await self._encode(prompts, app, None))[0]
-        return {"tokens": ids, "count": len(ids), "max_model_len": self.worker.max_model_len}
+        tokenizer, prompt = self.worker.tokenizer, prompts[0]
+        all_ids = await self._encode(prompts[:1], app, None)
+        has_special = isinstance(prompt, str)  # the tokens that tokenizer.json puts around a prompt
+        wants_special = options.add_special_tokens
+        if wants_special not in (None, has_special) and not isinstance(prompt, array):
+            encode = tokenizer.encode if wants_special else tokenizer.encode_plain
+            text = prompt_text(tokenizer, prompt, app) or ""
+            all_ids = [await asyncio.to_thread(encode, text)]
+        [ids] = self._kept(call, all_ids, app)
+        found = {"tokens": ids, "count": len(ids), "max_model_len": self.worker.max_model_len}
+        if options.return_token_strs:
+            found["token_strs"] = [token_text(token_id, tokenizer) for token_id in ids]
+        return found
 
     def detokenize(self, body: Json) -> Json:
         """Text of ids (`tokens`), special tokens included."""

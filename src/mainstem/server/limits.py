@@ -8,7 +8,7 @@ from time import monotonic
 
 from mainstem.core.errors import ConfigError
 from mainstem.server.auth import Tenant
-from mainstem.server.faults import busy
+from mainstem.server.faults import ApiError, busy
 from mainstem.wire.calls import BodyLimits
 
 
@@ -75,8 +75,13 @@ class Gate:
 
     @contextmanager
     def enter(self, tenant: Tenant, num_answers: int) -> Iterator[None]:
-        """Hold a place for a request's answers; raises ApiError 429 when there is none."""
+        """Hold a place for a request's answers; raises ApiError 429 when there is none, 400 when
+        there never is."""
         use, limits = self._use(tenant), self.limits
+        if num_answers > limits.open_answers:
+            message = f"{num_answers} answers (prompts times n) are more than the server's queue"
+            reason = f"{message} takes: {limits.open_answers} (--max-queue); send fewer at a time"
+            raise ApiError(400, reason, "n", "invalid_value")
         if limits.open_requests is not None and use.open_requests >= limits.open_requests:
             raise busy(f"this key may have {limits.open_requests} requests open", 1)
         if self.open_answers + num_answers > limits.open_answers:

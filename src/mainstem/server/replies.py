@@ -38,17 +38,16 @@ class ReplyWriter:
         """Server-sent events: chunks, usage where asked for, and the end mark."""
         stream = ReplyStream(self._reply)
         async for news in answering:
-            lines: list[bytes] = []
+            events: list[bytes] = []
             for place, output in news:
-                self._answers[place].add(output)
+                answers = self._answers[place]
+                answers.add(output)
                 if output.finish_reason is not None:
                     self._end_turn()
-                lines += map(event, stream.chunks(place, output, self._answers[place]))
-            if lines:
-                yield b"".join(lines)
-        if (usage := stream.usage_chunk(self._answers)) is not None:
-            yield event(usage)
-        yield DONE
+                events.append(stream.events(place, output, answers))
+            if joined := b"".join(events):
+                yield joined
+        yield stream.usage_event(self._answers) + DONE
 
     def _render(self) -> bytes:
         return msgspec.json.encode(self._reply.whole(self._answers))
@@ -56,8 +55,3 @@ class ReplyWriter:
     def _end_turn(self) -> None:
         if self._turn is not None:
             self._turn.end(self._answers[0].answers[0].token_ids)
-
-
-def event(value: dict[str, object]) -> bytes:
-    """One server-sent event."""
-    return b"data: %b\n\n" % msgspec.json.encode(value)

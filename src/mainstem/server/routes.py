@@ -28,8 +28,10 @@ from mainstem.server.gateway import Gateway
 from mainstem.server.ids import unique_ids
 from mainstem.server.metrics import CONTENT_TYPE
 from mainstem.server.turns import owner_of
+from mainstem.server.unknown_routes import explained
 from mainstem.text.encoding import App
 from mainstem.text.sessions import Session
+from mainstem.text.tokenizer import SPECIAL_ROLES
 from mainstem.wire.bodies import AppBody, read_fields
 from mainstem.wire.calls import Kind
 from mainstem.wire.errors import WireError
@@ -57,6 +59,7 @@ class Routes:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/sessions", self.list_sessions, methods=["GET"]),
             Route("/v1/sessions/{session_id}", self.delete_session, methods=["DELETE"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health, methods=["GET"]),
@@ -103,6 +106,18 @@ class Routes:
             "owned_by": "mainstem",
             "max_model_len": self._gateway.worker.max_model_len,
         }
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What a client needs to use the tokenizer from afar, under the names of Hugging Face."""
+        tokenizer = self._gateway.worker.tokenizer
+        special = {f"{role}_token": None for role in SPECIAL_ROLES} | tokenizer.special_tokens
+        found = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self._gateway.worker.max_model_len,
+            "vocab_size": tokenizer.vocab_size,
+            "chat_template": tokenizer.chat_template,
+        }
+        return JSONResponse(special | found)
 
     async def tokenize(self, request: Request) -> Response:
         gateway = self._gateway
@@ -324,9 +339,7 @@ async def _wire_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """No such path or method."""
     assert isinstance(error, HTTPException)
-    response = ApiError(error.status_code, str(error.detail)).response()
-    response.headers.update(error.headers or {})
-    return response
+    return explained(request, error)
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from mainstem import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,3 +17,10 @@ class ServedModel:
     names: tuple[str, ...]
     created: int
     sampling: Mapping[str, object] = field(default_factory=dict)
+    settings: str = ""  # whatever else an answer may depend on
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint` of replies: another one means that answers may differ."""
+        identity = repr((__version__, self.names[0], sorted(self.sampling.items()), self.settings))
+        return f"fp_{blake2b(identity.encode(), digest_size=6).hexdigest()}"

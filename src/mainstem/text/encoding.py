@@ -26,6 +26,7 @@ class Chat:
 
     messages: list[Message]
     add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the text ends where the content of the last one does
     template_args: Json = field(default_factory=dict)
     tools: Sequence[Json] | None = None
 
@@ -87,15 +88,37 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt, app: App | None) -> str | 
     """A prompt as the model reads it; None where it is token ids. Raises as `encode_prompt`."""
     if isinstance(prompt, Chat):
         messages = prompt.messages if app is None else app.messages(prompt.messages)
-        return tokenizer.render_chat(
-            messages,
+        text = tokenizer.render_chat(
+            _marked(messages) if prompt.continue_final_message else messages,
             prompt.tools,
             add_generation_prompt=prompt.add_generation_prompt,
             template_args=prompt.template_args,
         )
+        return _up_to_mark(text) if prompt.continue_final_message else text
     if isinstance(prompt, array):
         return None
     return app.prompt + prompt if app else prompt
+
+
+# after the content of a message that is to be continued; templates that trim white space take the
+# end of it away, and of the content what stands before it
+_MARK = "\ue0f3end of the message\ue0f3"
+_FIELD = "continue_final_message"
+
+
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    content = messages[-1].get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise InvalidRequest(_FIELD, "the final message must have a text")
+    return [*messages[:-1], messages[-1] | {"content": f"{content}{_MARK} "}]
+
+
+def _up_to_mark(text: str) -> str:
+    place = text.rfind(_MARK)
+    if place < 0:
+        raise InvalidRequest(_FIELD, "the chat template leaves the final message out")
+    is_whole = text.startswith(" ", place + len(_MARK))
+    return text[:place] if is_whole else text[:place].rstrip()
 
 
 def shared_prefixes(tokenizer: Tokenizer, app: App) -> list[list[int]]:

@@ -131,6 +131,11 @@ class Tokenizer:
         return template.render(messages, tools, add_generation_prompt, template_args or {})
 
     @property
+    def chat_template(self) -> str | None:
+        """The source of the template that chats go through."""
+        return self._template("default").source if self._templates else None
+
+    @property
     def tool_template(self) -> str | None:
         """The source of the template that chats with tools go through; None: it has no tools."""
         template = self._template("tool_use") if self._templates else None

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_h
 import msgspec
 from msgspec import Meta, Struct
 
+from mainstem.core.vllm_names import OnlyAt
 from mainstem.wire.errors import WireError
 
 # `(?!\n)`: in Python `$` also matches before a line's end
@@ -110,10 +111,21 @@ class ResponseFormat(Struct, frozen=True):
     json_schema: SchemaFormat | None = None
 
 
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """The form that answers must have, in vLLM's words; one of these."""
+
+    json: Anything = None  # a JSON schema, as object or text
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: Annotated[str, Meta(description="in llguidance's dialect of Lark")] | None = None
+    json_object: bool | None = None
+
+
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """What a stream tells beside its text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: each chunk has the usage so far
     include_obfuscation: Anything = None  # accepted and without effect
 
 
@@ -152,7 +164,11 @@ class AnswerBody(Struct, frozen=True, kw_only=True):
     guided_json: Anything = None  # a JSON schema, as object or text
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    # how much of a prompt is read: its last tokens; -1: as many as leave room for the answer
+    truncate_prompt_tokens: int | None = None
     # which pages it shares, and when it runs
     cache_salt: str | None = None
     priority: Annotated[int, Meta(description="lower goes first")] | None = None
@@ -167,8 +183,10 @@ class ChatBody(AnswerBody, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Anything] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    parallel_tool_calls: bool | None = None  # false: the first call alone is told
     tool_choice: Annotated[str, Meta(examples=["none", "auto", "required"])] | ChosenTool | None = (
         None
     )
@@ -183,6 +201,13 @@ class CompletionBody(AnswerBody, frozen=True, kw_only=True):
     ]
     echo: bool | None = None
     logprobs: int | None = None
+
+
+class TokenizeOptions(Struct, frozen=True):
+    """What `POST /tokenize` takes beside the fields of a chat or completion."""
+
+    add_special_tokens: bool | None = None  # those that tokenizer.json puts around a prompt
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Struct, frozen=True):
@@ -229,7 +254,6 @@ class RowEnvelope(Struct, frozen=True):
 HARMLESS = frozenset(
     [
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -238,14 +262,44 @@ HARMLESS = frozenset(
         "user",
     ]
 )
-# values that say what happens anyway, of fields that are refused otherwise
-EMPTY_VALUES: Mapping[str, object] = {
-    "best_of": 1,
-    "echo": False,
-    "modalities": ["text"],
-    "suffix": "",
-    "tool_choice": "auto",
+# fields that are taken only at values which say what happens anyway; any other is refused
+_BOTH = {
+    "allowed_token_ids": OnlyAt((), "use structured_outputs with a choice or a regex"),
+    "bad_words": OnlyAt(([],), "use logit_bias with -100 for their tokens"),
+    "best_of": OnlyAt((1,), "ask for n answers with logprobs and keep the best"),
+    "early_stopping": OnlyAt((False,), "there is no beam search"),
+    "function_call": OnlyAt(("auto", "none"), "use tools and tool_choice"),
+    "functions": OnlyAt(([],), "use tools"),
+    "include_reasoning": OnlyAt((True,), "an answer is given whole; leave it out"),
+    "length_penalty": OnlyAt((1, 1.0), "there is no beam search"),
+    "logits_processors": OnlyAt(([],), "use logit_bias or structured_outputs"),
+    "modalities": OnlyAt((["text"],), "text is all there is"),
+    "reasoning_effort": OnlyAt((), "use chat_template_kwargs, if the template has such a variable"),
+    "return_tokens_as_token_ids": OnlyAt((False,), "use return_token_ids"),
+    "spaces_between_special_tokens": OnlyAt((True,), "leave it out"),
+    "truncation_side": OnlyAt(("left",), "the end of a prompt is kept"),
+    "use_beam_search": OnlyAt((False,), "there is no beam search; use n"),
 }
+NEUTRAL: Mapping[type[Struct], Mapping[str, OnlyAt]] = {
+    ChatBody: _BOTH
+    | {
+        "add_special_tokens": OnlyAt((False,), "the chat template writes them"),
+        "echo": OnlyAt((False,), "only in /v1/completions"),
+        "suffix": OnlyAt(("",), "not in a chat"),
+    },
+    CompletionBody: _BOTH
+    | {
+        "add_generation_prompt": OnlyAt((True, False), "only in a chat"),
+        "add_special_tokens": OnlyAt((True,), "send token ids: /tokenize leaves them out"),
+        "continue_final_message": OnlyAt((False,), "only in a chat"),
+        "parallel_tool_calls": OnlyAt((True, False), "only in a chat"),
+        "suffix": OnlyAt(("",), "text is only ever continued"),
+        "tool_choice": OnlyAt(("auto", "none"), "there are no tools to choose from; use a chat"),
+        "tools": OnlyAt(([],), "use a chat"),
+        "top_logprobs": OnlyAt((0,), "logprobs is their number here"),
+    },
+}
+_VLLM_FORM_FLAGS = ("disable_additional_properties", "disable_any_whitespace", "disable_fallback")
 
 
 # --- checking ------------------------------------------------------------------------------------
@@ -270,23 +324,40 @@ def read_fields(fields: Json, kind: type[T]) -> T:
     known = kind.__struct_fields__
     for name, value in given.items():
         if name not in known:
-            if name in EMPTY_VALUES:
-                reason = f"{name}: only {EMPTY_VALUES[name]!r} is supported, got {value!r}"
-                raise WireError("unknown_field", reason, name)
-            raise WireError("unknown_field", f"the field {name!r} is not supported", name)
+            rule = NEUTRAL.get(kind, {}).get(name)
+            reason = f"the field {name!r} is not supported"
+            if rule is not None:
+                reason = f"{name}: {value!r:.80} is not supported: {rule.instead}"
+            raise WireError("unknown_field", reason, name)
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise _explained(str(error), kind) from None
 
 
-def without_harmless(fields: Json) -> dict[str, object]:
+def tokenize_options(body: Json) -> tuple[TokenizeOptions, dict[str, object]]:
+    """A body of /tokenize: its own fields, and the others."""
+    own = TokenizeOptions.__struct_fields__
+    options = read_fields({name: body[name] for name in own if name in body}, TokenizeOptions)
+    return options, {name: value for name, value in body.items() if name not in own}
+
+
+def without_harmless(fields: Json, kind: type[Struct]) -> dict[str, object]:
     """What is left of a body when fields without effect are taken away."""
-    return {
+    rules = NEUTRAL[kind]
+    left = {
         name: value
         for name, value in fields.items()
-        if name not in HARMLESS and (name not in EMPTY_VALUES or value != EMPTY_VALUES[name])
+        if name not in HARMLESS and (name not in rules or not rules[name].takes(value))
     }
+    form = left.get("structured_outputs")
+    if isinstance(form, dict):  # clients of vLLM send its defaults along
+        left["structured_outputs"] = {
+            name: value
+            for name, value in form.items()
+            if value is not None and not (name in _VLLM_FORM_FLAGS and value is False)
+        }
+    return left
 
 
 def _explained(text: str, kind: type[Struct]) -> WireError:
@@ -299,7 +370,7 @@ def _explained(text: str, kind: type[Struct]) -> WireError:
         name = f"{place}.{unknown[1]}"
         return WireError("unknown_field", f"the field {name!r} is not supported", name)
     param = re.split(r"[.\[]", place, maxsplit=1)[0]
-    if param == "stream_options":
+    if param in ("stream_options", "structured_outputs"):
         param = place
     if reason.startswith("Invalid enum value") and param == place:
         allowed = ", ".join(map(str, _choices(kind, param)))

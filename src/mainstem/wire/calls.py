@@ -17,9 +17,14 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.request import Overflow, SamplingParams
+from mainstem.core.request import MAX_LOGPROBS, Overflow, SamplingParams
 from mainstem.text.encoding import Chat, Message, Prompt
-from mainstem.text.grammar import choice_form, json_form, regex_form
+from mainstem.text.grammar import (
+    StructuredOutputsParams,
+    choice_form,
+    json_form,
+    regex_form,
+)
 from mainstem.text.tools import ToolFormat, ToolUse, offer_tools
 from mainstem.wire import bodies
 from mainstem.wire.bodies import (
@@ -31,7 +36,7 @@ from mainstem.wire.bodies import (
     Json,
     PastCall,
     ResponseFormat,
-    StreamOptions,
+    StructuredOutputs,
     read_fields,
     without_harmless,
 )
@@ -104,16 +109,29 @@ class Call:
     app: str | None = None
     is_streaming: bool = False
     includes_usage: bool = False
+    has_running_usage: bool = False  # each chunk has the usage of its choice so far
+    returns_token_ids: bool = False
+    kept_prompt_tokens: int | None = None  # the last ones; -1: what leaves room for the answer
     has_echo: bool = False
     is_scoring: bool = False  # echo with max_tokens 0: the prompt's logprobs and no answer
     wants_prompt_logprobs: bool = False  # in vLLM's form, not OpenAI's echo
     tools: ToolUse | None = None
+    has_one_tool_call: bool = False  # at most; further ones are not told
     session_id: str | None = None
     overflow: Overflow = Overflow.ERROR
 
     @property
     def num_answers(self) -> int:
         return self.num_prompts * self.sampling.n
+
+    def kept_prompt(self, token_ids: list[int], context_tokens: int) -> list[int]:
+        """The end of a prompt, where the call wants no more of it."""
+        count = self.kept_prompt_tokens
+        if count is None:
+            return token_ids
+        if count < 0:
+            count = max(1, context_tokens - (self.sampling.max_tokens or 1))
+        return token_ids[-count:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +184,9 @@ class CallParser:
 
     def _read(self, body: Json, kind: Kind) -> tuple[Call, tuple[Prompt, ...]]:
         """The whole way from a body to a Call."""
-        if kind is Kind.CHAT and body.get("echo"):
-            reason = "the field 'echo' is not supported in a chat"
-            raise WireError("unknown_field", reason, "echo")
-        fields = without_harmless(body)
-        read = read_fields(fields, ChatBody if kind is Kind.CHAT else CompletionBody)
+        record = ChatBody if kind is Kind.CHAT else CompletionBody
+        fields = without_harmless(body, record)
+        read: AnswerBody = read_fields(fields, record)
         try:
             return self._parse(read, kind, fields)
         except InvalidRequest as error:
@@ -180,6 +196,9 @@ class CallParser:
 
     def _parse(self, body: AnswerBody, kind: Kind, fields: Json) -> tuple[Call, tuple[Prompt, ...]]:
         tools: ToolUse | None = None
+        options = body.stream_options
+        if options is not None and not body.stream:
+            raise InvalidRequest("stream_options", "only with stream=true")
         prompts: tuple[Prompt, ...]
         if isinstance(body, ChatBody):
             tools = self._tools(body, fields)
@@ -196,11 +215,15 @@ class CallParser:
             model=body.model,
             app=body.app,
             is_streaming=bool(body.stream),
-            includes_usage=_includes_usage(body.stream_options, bool(body.stream)),
+            includes_usage=options is not None and bool(options.include_usage),
+            has_running_usage=options is not None and bool(options.continuous_usage_stats),
+            returns_token_ids=bool(body.return_token_ids),
+            kept_prompt_tokens=_kept_prompt_tokens(body.truncate_prompt_tokens),
             has_echo=_has_echo(body),
             is_scoring=_is_scoring(body),
             wants_prompt_logprobs=body.prompt_logprobs is not None,
             tools=tools,
+            has_one_tool_call=isinstance(body, ChatBody) and body.parallel_tool_calls is False,
         )
         if call.wants_prompt_logprobs and (call.is_streaming or call.has_echo):
             raise InvalidRequest("prompt_logprobs", "cannot be combined with stream or echo")
@@ -302,22 +325,22 @@ def _check_stop(stop: str | list[str] | None, limits: BodyLimits) -> None:
         raise InvalidRequest("stop", f"at most {limits.max_stop_chars} characters together")
 
 
-def _includes_usage(options: StreamOptions | None, is_streaming: bool) -> bool:
-    if options is None:
-        return False
-    if not is_streaming:
-        raise InvalidRequest("stream_options", "only with stream=true")
-    return bool(options.include_usage)
+def _kept_prompt_tokens(given: int | None) -> int | None:
+    if given is not None and given != -1 and not 1 <= given <= MAX_TOKEN_ID:
+        reason = f"must be -1 or between 1 and {MAX_TOKEN_ID:,}, got {given!r}"
+        raise InvalidRequest("truncate_prompt_tokens", reason)
+    return given
 
 
 def _answer_form(body: AnswerBody, tools: ToolUse | None) -> str | None:
-    """The form that answers must have: OpenAI's `response_format`, vLLM's `guided_...`, or a
-    required tool call."""
+    """The form that answers must have: OpenAI's `response_format`, vLLM's `structured_outputs` or
+    `guided_...`, or a required tool call."""
     forms = [
         None if body.response_format is None else _response_form(body.response_format),
         None if body.guided_json is None else json_form(_schema(body.guided_json)),
         None if body.guided_regex is None else regex_form(body.guided_regex),
         None if body.guided_choice is None else choice_form(body.guided_choice),
+        None if body.structured_outputs is None else _structured_form(body.structured_outputs),
     ]
     wanted = [form for form in forms if form is not None]
     if len(wanted) > 1:
@@ -337,6 +360,14 @@ def _response_form(described: ResponseFormat) -> str | None:
     if described.json_schema is None or described.json_schema.schema is None:
         raise InvalidRequest("response_format", "json_schema: must hold a schema")
     return json_form(described.json_schema.schema)
+
+
+def _structured_form(given: StructuredOutputs) -> str:
+    if not isinstance(given.json, dict | str | None):
+        raise InvalidRequest("structured_outputs", "json must be a schema, as object or text")
+    return StructuredOutputsParams(
+        given.json, given.regex, given.choice, given.grammar, given.json_object
+    ).form
 
 
 def _schema(value: object) -> object:
@@ -369,9 +400,12 @@ def _logprobs(body: AnswerBody) -> int | None:
     if isinstance(body, CompletionBody):
         return body.logprobs
     assert isinstance(body, ChatBody)
-    if body.top_logprobs is not None and not body.logprobs:
+    count = body.top_logprobs or 0
+    if not 0 <= count <= MAX_LOGPROBS:
+        raise InvalidRequest("top_logprobs", f"must be between 0 and {MAX_LOGPROBS}, got {count}")
+    if count and not body.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
-    return (body.top_logprobs or 0) if body.logprobs else None
+    return count if body.logprobs else None
 
 
 def _in_session(call: Call, body: AnswerBody) -> Call:
@@ -379,6 +413,9 @@ def _in_session(call: Call, body: AnswerBody) -> Call:
         return call
     if body.session_id is not None and (call.num_answers != 1 or call.is_scoring):
         raise InvalidRequest("session_id", "a session has one prompt and one answer at a time")
+    if call.kept_prompt_tokens is not None:
+        reason = "cannot be combined with session_id or context_overflow"
+        raise InvalidRequest("truncate_prompt_tokens", reason)
     default = Overflow.ERROR if body.session_id is None else Overflow.KV
     overflow = default if body.context_overflow is None else Overflow(body.context_overflow)
     if overflow is Overflow.KV and body.session_id is None:
@@ -459,9 +496,14 @@ def _prompt(value: object) -> Prompt:
 
 def _chat(body: ChatBody, fields: Json, tools: ToolUse | None) -> Chat:
     """The conversation as the template wants it."""
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        reason = "cannot be combined with add_generation_prompt=true: a message is continued, or a"
+        raise InvalidRequest("continue_final_message", f"{reason} new one begins")
     return Chat(
         _messages(fields["messages"], body.messages),
-        add_generation_prompt=body.add_generation_prompt is not False,
+        add_generation_prompt=body.add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
         template_args=body.chat_template_kwargs or {},
         tools=None if tools is None else tools.tools,
     )

@@ -12,11 +12,12 @@ from mainstem.wire.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    TokenizeOptions,
 )
 
 Json = dict[str, object]
 
-BODIES = (ChatBody, CompletionBody, DetokenizeBody, AppBody, BatchBody)
+BODIES = (ChatBody, CompletionBody, TokenizeOptions, DetokenizeBody, AppBody, BatchBody)
 RANGES = SAMPLING_RANGES | {
     "max_completion_tokens": SAMPLING_RANGES["max_tokens"],
     "top_logprobs": SAMPLING_RANGES["logprobs"],
@@ -52,7 +53,10 @@ _UPLOAD: Json = {
 def document() -> Json:
     """The whole document."""
     chat, completion = _body(ChatBody), _body(CompletionBody)
-    either: Json = {"anyOf": [_schema(CompletionBody), _schema(ChatBody)]}
+    either: Json = {
+        "anyOf": [_schema(CompletionBody), _schema(ChatBody)],
+        "allOf": [_schema(TokenizeOptions)],
+    }
     paths: Json = {
         "/v1/models": {"get": _operation("The model, and the model with each app")},
         "/v1/models/{name}": {"get": _operation("One of them", "name")},
@@ -75,6 +79,7 @@ def document() -> Json:
         "/v1/batches/{batch_id}/cancel": {"post": _operation("End a batch early", "batch_id")},
         "/v1/sessions": {"get": _operation("The sessions of this key")},
         "/v1/sessions/{session_id}": {"delete": _operation("Forget a session", "session_id")},
+        "/tokenizer_info": {"get": _operation("Special tokens and chat template")},
         "/tokenize": {
             "post": _operation(
                 "Token ids of a text or conversation", body=_content("application/json", either)

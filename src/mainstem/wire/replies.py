@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mainstem.core.request import FinishReason, SamplingParams, TokenLogprobs
 from mainstem.text.text_engine import TextOutput
 from mainstem.text.tokenizer import Tokenizer
@@ -18,16 +20,22 @@ from mainstem.wire.logprobs import (
 
 Json = dict[str, object]
 
+_encode = msgspec.json.Encoder().encode
+
 
 @dataclass(slots=True)
 class AnswerSoFar:
     """One answer, as far as it is known."""
 
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    pieces: list[str] = field(default_factory=list)  # of its text
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass(slots=True)
@@ -51,7 +59,7 @@ class PromptAnswers:
     def add(self, output: TextOutput) -> None:
         """Put news of an answer where it belongs."""
         answer = self.answers[output.index]
-        answer.text += output.text
+        answer.pieces.append(output.text)
         answer.token_ids += output.token_ids
         answer.logprobs += output.logprobs
         answer.finish_reason = output.finish_reason
@@ -70,6 +78,7 @@ class Heading:
     reply_id: str
     model: str
     created: int  # seconds since 1970
+    fingerprint: str | None = None  # of version, model and settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +93,15 @@ class Echo:
 class Reply:
     """Renders the answers to one call. Answer i of prompt p is choice p * n + i.
 
-    `echoes` has one for each prompt where the call has echo.
+    `echoes` has one for each prompt where the call has echo, `prompt_ids` where it returns token
+    ids.
     """
 
     call: Call
     heading: Heading
     tokenizer: Tokenizer
     echoes: Sequence[Echo] = ()
+    prompt_ids: Sequence[list[int]] = ()
 
     @property
     def is_chat(self) -> bool:
@@ -107,6 +118,8 @@ class Reply:
         whole = self.object(kind, choices) | {"usage": self.usage(answers)}
         if self.is_chat and self.call.wants_prompt_logprobs:
             whole["prompt_logprobs"] = prompt_logprobs(answers[0].prompt_logprobs, self.tokenizer)
+        if self.is_chat and self.call.returns_token_ids:
+            whole["prompt_token_ids"] = self.prompt_ids[0]
         return whole
 
     def usage(self, answers: Sequence[PromptAnswers]) -> Json:
@@ -128,13 +141,16 @@ class Reply:
     def object(self, kind: str, choices: list[Json]) -> Json:
         """What every reply and chunk has."""
         heading = self.heading
-        return {
+        fields: Json = {
             "id": heading.reply_id,
             "object": kind,
             "created": heading.created,
             "model": heading.model,
             "choices": choices,
         }
+        if heading.fingerprint is not None:
+            fields["system_fingerprint"] = heading.fingerprint
+        return fields
 
     def _choice(self, place: int, index: int, answers: PromptAnswers) -> Json:
         answer, call = answers.answers[index], self.call
@@ -162,6 +178,10 @@ class Reply:
         choice["stop_reason"] = answer.stop_reason  # as vLLM: the stop string or token id
         if call.is_scoring:
             choice |= {"finish_reason": "length", "stop_reason": None}
+        if call.returns_token_ids:
+            choice["token_ids"] = [] if call.is_scoring else answer.token_ids
+            if not self.is_chat:
+                choice["prompt_token_ids"] = self.prompt_ids[place]
         return choice
 
     def _message(self, text: str) -> tuple[Json, bool]:
@@ -172,6 +192,8 @@ class Reply:
         reader = ToolReader(self.call.tools.format)
         parts = [*reader.push(text), *reader.finish()]
         calls = [part.to_json() for part in parts if isinstance(part, ToolCall)]
+        if self.call.has_one_tool_call:
+            del calls[1:]
         if calls:
             said = "".join(part for part in parts if isinstance(part, str)).strip()
             message |= {"content": said or None, "tool_calls": calls}
@@ -197,42 +219,102 @@ class _StreamedChoice:
     tools: ToolReader | None
     has_begun: bool = False
     num_chars: int = 0
+    plain: list[bytes] | None = None  # what stands around the text, and usage, of a plain event
+
+
+_MARK = "mark"  # in a chunk that is rendered to find out what stands around its text
 
 
 class ReplyStream:
-    """The chunks of a reply, as news of its answers comes."""
+    """The server-sent events of a reply, as news of its answers comes."""
 
     def __init__(self, reply: Reply) -> None:
-        tools = reply.call.tools
+        call = reply.call
         self._reply = reply
         self._kind = "chat.completion.chunk" if reply.is_chat else "text_completion"
         self._choices = [
-            _StreamedChoice(reply.offsets(), None if tools is None else ToolReader(tools.format))
-            for _ in range(reply.call.num_answers)
+            _StreamedChoice(
+                reply.offsets(), None if call.tools is None else ToolReader(call.tools.format)
+            )
+            for _ in range(call.num_answers)
         ]
+        self._n = call.sampling.n
+        self._has_usage = call.has_running_usage
+        self._is_plain = (
+            call.tools is None and call.sampling.logprobs is None and not call.returns_token_ids
+        )
 
-    def chunks(self, place: int, output: TextOutput, answers: PromptAnswers) -> list[Json]:
-        """What news of an answer to prompt `place` adds; `answers` has taken it in already."""
-        number = place * self._reply.call.sampling.n + output.index
+    def events(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
+        """What news of an answer to prompt `place` adds; `answers` has taken it in already.
+
+        Almost all news is text alone: of its event only the text is encoded.
+        """
+        number = place * self._n + output.index
+        plain = self._choices[number].plain
+        if plain is None or output.finish_reason is not None:
+            return self._rendered(place, output, answers)
+        if not output.text:
+            return b""
+        if self._has_usage:
+            usage = _encode(self._usage_so_far(answers, output.index))
+            return plain[0] + _encode(output.text) + plain[1] + usage + plain[2]
+        return plain[0] + _encode(output.text) + plain[1]
+
+    def usage_event(self, answers: Sequence[PromptAnswers]) -> bytes:
+        """The event before the end, where the caller wants usage."""
+        if not self._reply.call.includes_usage:
+            return b""
+        return event(self._chunk([], self._reply.usage(answers)))
+
+    def _rendered(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
+        number = place * self._n + output.index
         choice = self._choices[number]
+        is_first = not choice.has_begun
         parts = (
             self._chat_parts(output, choice)
             if self._reply.is_chat
             else self._completion_parts(place, output, answers, choice)
         )
-        return [self._chunk([{"index": number} | part]) for part in parts]
+        usage = self._usage_so_far(answers, output.index) if self._has_usage else None
+        chunks = [self._chunk([{"index": number} | part], usage) for part in parts]
+        if is_first and self._reply.is_chat and self._reply.call.returns_token_ids:
+            chunks[0]["prompt_token_ids"] = self._reply.prompt_ids[place]
+        if self._is_plain and output.finish_reason is None:
+            choice.plain = self._around_text(number)
+        return b"".join(map(event, chunks))
 
-    def usage_chunk(self, answers: Sequence[PromptAnswers]) -> Json | None:
-        """The chunk before the end, if the caller wants usage."""
-        if not self._reply.call.includes_usage:
-            return None
-        return self._chunk([]) | {"usage": self._reply.usage(answers)}
+    def _usage_so_far(self, answers: PromptAnswers, index: int) -> Json:
+        """What one choice has cost, as vLLM tells it in each chunk."""
+        count = 0 if self._reply.call.is_scoring else len(answers.answers[index].token_ids)
+        return {
+            "prompt_tokens": answers.prompt_tokens,
+            "completion_tokens": count,
+            "total_tokens": answers.prompt_tokens + count,
+        }
 
-    def _chunk(self, choices: list[Json]) -> Json:
+    def _around_text(self, number: int) -> list[bytes]:
+        """A plain event without its text, and without its usage where it has one."""
+        part: Json = {"index": number} | self._text_part(_MARK, None)
+        example = event(self._chunk([part], _MARK if self._has_usage else None))
+        return example.rsplit(_encode(_MARK), 2 if self._has_usage else 1)
+
+    def _chunk(self, choices: list[Json], usage: Json | str | None) -> Json:
         chunk = self._reply.object(self._kind, choices)
-        if self._reply.call.includes_usage:
-            chunk["usage"] = None
+        if self._reply.call.includes_usage or usage is not None:
+            chunk["usage"] = usage
         return chunk
+
+    def _text_part(
+        self, text: str, logprobs: Json | None, token_ids: Sequence[int] | None = None
+    ) -> Json:
+        """A choice that has more text and has not ended."""
+        part: Json = {"delta": {"content": text}} if self._reply.is_chat else {"text": text}
+        part |= {"logprobs": logprobs, "finish_reason": None}
+        if not self._reply.is_chat:
+            part["stop_reason"] = None
+        if token_ids is not None:
+            part["token_ids"] = token_ids
+        return part
 
     def _completion_parts(
         self, place: int, output: TextOutput, answers: PromptAnswers, choice: _StreamedChoice
@@ -240,21 +322,25 @@ class ReplyStream:
         reply, is_scoring = self._reply, self._reply.call.is_scoring
         text = "" if is_scoring else output.text
         places = [] if is_scoring else token_places(output.logprobs)
+        ids = self._told_ids(output)
+        prompt_ids: Json = {}
         if not choice.has_begun:
             choice.has_begun = True
+            if ids is not None:
+                prompt_ids = {"prompt_token_ids": reply.prompt_ids[place]}
             text = reply.echoed_text(place) + text
             if reply.call.sampling.logprobs is not None:
                 places = [*reply.echoed_places(place, answers), *places]
         choice.num_chars += len(text)
         reason = reason_text(output.finish_reason)
-        if text or places or reason is not None:
+        if text or places or ids or reason is not None:
             logprobs = None
             if places:
                 logprobs = completion_logprobs(
                     places, choice.offsets, choice.num_chars, reply.tokenizer
                 )
             ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
-            yield {"text": text, "logprobs": logprobs, **ending}
+            yield self._text_part(text, logprobs, ids) | ending | prompt_ids
 
     def _chat_parts(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
         if not choice.has_begun:
@@ -262,7 +348,7 @@ class ReplyStream:
             delta: Json = {"role": "assistant", "content": ""}
             yield {"delta": delta, "logprobs": None, "finish_reason": None}
         reason = reason_text(output.finish_reason)
-        if output.text or output.logprobs or reason is not None:
+        if output.text or output.logprobs or self._told_ids(output) or reason is not None:
             yield from self._deltas(output, choice)
         if reason is not None:
             if reason == "stop" and choice.tools is not None and choice.tools.num_calls:
@@ -271,8 +357,9 @@ class ReplyStream:
             yield {"delta": {}, "logprobs": None, **ending}
 
     def _deltas(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
-        """Text and tool calls that are certain now; logprobs go with the first chunk."""
+        """Text and tool calls that are certain now; logprobs and ids go with the first chunk."""
         tokenizer = self._reply.tokenizer
+        ids = self._told_ids(output)
         logprobs = chat_logprobs(output.logprobs, tokenizer) if output.logprobs else None
         parts: list[str | ToolCall] = [output.text] if output.text else []
         first_call = 0
@@ -281,15 +368,37 @@ class ReplyStream:
             parts = choice.tools.push(output.text)
             if output.finish_reason is not None:
                 parts += choice.tools.finish()
-        if not parts and logprobs is not None:
+            if self._reply.call.has_one_tool_call:
+                parts = _with_one_call(parts, first_call)
+        if not parts and (logprobs is not None or ids):
             parts = [""]
         for part in parts:
-            delta: Json = {"content": part}
-            if isinstance(part, ToolCall):
+            if isinstance(part, str):
+                yield self._text_part(part, logprobs, ids)
+            else:
                 delta = {"tool_calls": [{"index": first_call} | part.to_json()]}
+                yield self._text_part("", logprobs, ids) | {"delta": delta}
                 first_call += 1
-            yield {"delta": delta, "logprobs": logprobs, "finish_reason": None}
-            logprobs = None
+            logprobs, ids = None, None
+
+    def _told_ids(self, output: TextOutput) -> tuple[int, ...] | None:
+        """The tokens of some news, where the caller wants them."""
+        call = self._reply.call
+        if not call.returns_token_ids:
+            return None
+        return () if call.is_scoring else output.token_ids
+
+
+def event(value: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: %b\n\n" % _encode(value)
+
+
+def _with_one_call(parts: Sequence[str | ToolCall], num_before: int) -> list[str | ToolCall]:
+    """Parts of an answer without the calls that follow the first; `num_before`: calls so far."""
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    told = calls[: max(0, 1 - num_before)]
+    return [part for part in parts if isinstance(part, str) or part in told]
 
 
 def token_places(entries: Sequence[TokenLogprobs]) -> list[Place]:

@@ -1,0 +1,38 @@
+"""Prompts before they are token ids."""
+
+import pytest
+
+from mainstem.core.errors import InvalidRequest
+from mainstem.text.encoding import App, Chat, Message, prompt_text
+from tests.batch.fake_batch import TEMPLATE, a_tokenizer
+
+TRIMMING = TEMPLATE.replace("m['content']", "m['content'] | trim")
+GO: Message = {"role": "user", "content": "go"}
+
+
+def rendered(content: object, template: str = TEMPLATE, app: App | None = None) -> str | None:
+    messages: list[Message] = [GO, {"role": "assistant", "content": content}]
+    chat = Chat(messages, add_generation_prompt=False, continue_final_message=True)
+    return prompt_text(a_tokenizer(template), chat, app)
+
+
+def test_a_message_that_is_continued_ends_the_text() -> None:
+    assert rendered(" on and on ") == "<user>go\n<assistant> on and on "
+    assert rendered("on\n") == "<user>go\n<assistant>on\n"
+    app = App("a", "Be brief.")
+    assert rendered("on", app=app) == "<system>Be brief.\n<user>go\n<assistant>on"
+
+
+def test_a_template_that_trims_trims_what_is_continued() -> None:
+    assert rendered(" on and on ", TRIMMING) == "<user>go\n<assistant>on and on"
+
+
+@pytest.mark.parametrize("content", ["", " ", None, 5])
+def test_only_a_text_can_be_continued(content: object) -> None:
+    with pytest.raises(InvalidRequest, match="continue_final_message"):
+        rendered(content)
+
+
+def test_a_template_must_show_what_is_continued() -> None:
+    with pytest.raises(InvalidRequest, match="continue_final_message"):
+        rendered("x", "{{ messages[0]['content'] }}")

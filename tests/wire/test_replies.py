@@ -1,0 +1,146 @@
+"""Answers as OpenAI writes them; what a stream leaves out of its way must not change a byte."""
+
+import json
+import random
+
+import msgspec
+import pytest
+
+from mainstem.core.ids import RequestId
+from mainstem.core.request import FinishReason
+from mainstem.text.text_engine import TextOutput
+from mainstem.text.tools import ToolFormat
+from mainstem.wire.calls import CallParser, Kind
+from mainstem.wire.replies import Heading, PromptAnswers, Reply, ReplyStream
+from tests.batch.fake_batch import a_tokenizer
+
+Json = dict[str, object]
+
+HEADING = Heading("id-1", '"mark"', 1_700_000_000)  # a name that looks like a marker
+PROMPTS: dict[Kind, Json] = {
+    Kind.CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    Kind.COMPLETION: {"prompt": ["one", "two"]},
+}
+
+
+def a_reply(kind: Kind, **fields: object) -> Reply:
+    call, _ = CallParser().parse(PROMPTS[kind] | {"stream": True} | fields, kind)
+    return Reply(call, HEADING, a_tokenizer())
+
+
+def news(
+    text: str, index: int = 0, reason: FinishReason | None = None, ids: tuple[int, ...] = (5,)
+) -> TextOutput:
+    return TextOutput(RequestId("r"), index, text, ids, (), None, reason, None, 0)
+
+
+def sent(data: bytes) -> list[Json]:
+    """The chunks in some events, each written as msgspec writes it."""
+    blocks = data.split(b"\n\n")
+    assert blocks.pop() == b""
+    chunks = [msgspec.json.decode(block.removeprefix(b"data: ")) for block in blocks]
+    assert data == b"".join(b"data: %b\n\n" % msgspec.json.encode(chunk) for chunk in chunks)
+    return chunks
+
+
+def random_text(source: random.Random) -> str:
+    some = ["a", ' "mark"', '"', "\\", "\n", "\x00", "\u2028", "é", "漢", "🙂", "\x7f"]
+    return "".join(source.choices(some, k=source.randrange(4)))
+
+
+@pytest.mark.parametrize("has_usage", [False, True])
+@pytest.mark.parametrize("kind", [*Kind])
+def test_every_chunk_of_a_stream_is_what_its_news_says(kind: Kind, has_usage: bool) -> None:
+    reply = a_reply(kind, n=2, stream_options={"include_usage": has_usage})
+    stream, source = ReplyStream(reply), random.Random(7)
+    places = 1 if kind is Kind.CHAT else 2
+    answers = [PromptAnswers(3, reply.call.sampling) for _ in range(places)]
+    begun: set[int] = set()
+    texts = dict.fromkeys(range(places * 2), "")
+    for _ in range(300):
+        place, output = source.randrange(places), news(random_text(source), source.randrange(2))
+        number = place * 2 + output.index
+        texts[number] += output.text
+        answers[place].add(output)
+        told = [chunk["choices"] for chunk in chunks_of(stream, place, output, answers, has_usage)]
+        if kind is Kind.CHAT:
+            expected = [{"delta": {"content": output.text}}] if output.text else []
+            if number not in begun:
+                expected.insert(0, {"delta": {"role": "assistant", "content": ""}})
+            rest: Json = {"logprobs": None, "finish_reason": None}
+        else:
+            expected = [{"text": output.text}] if output.text else []  # type: ignore[dict-item]
+            rest = {"logprobs": None, "finish_reason": None, "stop_reason": None}
+        begun.add(number)
+        assert told == [[{"index": number} | part | rest] for part in expected]
+    assert texts == {
+        place * 2 + index: answers[place].answers[index].text
+        for place in range(places)
+        for index in range(2)
+    }
+
+
+def chunks_of(
+    stream: ReplyStream,
+    place: int,
+    output: TextOutput,
+    answers: list[PromptAnswers],
+    has_usage: bool,
+) -> list[Json]:
+    """The chunks of one news, what all of them repeat checked."""
+    chunks = sent(stream.events(place, output, answers[place]))
+    for chunk in chunks:
+        assert (chunk["id"], chunk["model"]) == (HEADING.reply_id, HEADING.model)
+        assert ("usage" in chunk) is has_usage
+        assert chunk.get("usage") is None
+    return chunks
+
+
+def test_the_last_news_has_the_reason_after_plain_ones() -> None:
+    reply = a_reply(Kind.CHAT)
+    stream, answers = ReplyStream(reply), PromptAnswers(1, reply.call.sampling)
+    events = b""
+    for output in (news("a"), news("b"), news(""), news("c", reason=FinishReason.LENGTH)):
+        answers.add(output)
+        events += stream.events(0, output, answers)
+    choices = [chunk["choices"][0] for chunk in sent(events)]  # type: ignore[index]
+    assert [choice["delta"].get("content") for choice in choices] == ["", "a", "b", "c", None]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["length"]
+    assert answers.is_finished
+    assert json.loads(json.dumps(reply.usage([answers])))["completion_tokens"] == 4
+
+
+def test_every_chunk_of_running_usage_is_written_as_the_first() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    reply = a_reply(Kind.COMPLETION, prompt="x", stream_options=options)
+    stream, answers = ReplyStream(reply), PromptAnswers(3, reply.call.sampling)
+    source = random.Random(3)
+    for count in range(1, 100):
+        output = news(random_text(source))
+        answers.add(output)
+        for chunk in sent(stream.events(0, output, answers)):
+            usage = {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}
+            assert chunk["usage"] == usage
+            assert chunk["choices"][0]["text"] == output.text  # type: ignore[index]
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(("is_parallel", "count"), [(True, 2), (None, 2), (False, 1)])
+def test_calls_in_parallel_can_be_declined(is_parallel: bool | None, count: int) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    fields = {"tools": [tool], "parallel_tool_calls": is_parallel, "return_token_ids": True}
+    parser = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+    call, _ = parser.parse(PROMPTS[Kind.CHAT] | fields, Kind.CHAT)
+    reply = Reply(call, HEADING, a_tokenizer(), prompt_ids=[[7]])
+    answers, stream, data = PromptAnswers(1, call.sampling), ReplyStream(reply), b""
+    for output in (news(CALL, ids=(1,)), news(CALL, ids=(2,)), news("", 0, FinishReason.STOP)):
+        answers.add(output)
+        data += stream.events(0, output, answers)
+    whole = json.loads(msgspec.json.encode(reply.whole([answers])))
+    assert len(whole["choices"][0]["message"]["tool_calls"]) == count
+    choices: list[Json] = [chunk["choices"][0] for chunk in sent(data)]  # type: ignore[index]
+    assert sum("tool_calls" in choice["delta"] for choice in choices) == count  # type: ignore[operator]
+    assert [choice["token_ids"] for choice in choices if "token_ids" in choice] == [[1], [2], [5]]
+    assert choices[-1]["finish_reason"] == "tool_calls"
