@@ -5,6 +5,7 @@ it was due, also where the engine was too busy to take it at once.
 """
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, sleep
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
-from mainstem.core.plan import Prompts
+from mainstem.core.plan import Int32s, Prompts
 from mainstem.core.request import Request, SamplingParams
 from mainstem.engine.engine import Engine
 from mainstem_bench.profile import ProfileWindow
@@ -45,6 +46,15 @@ def arrival_times(count: int, rate: float, seed: int = 0) -> list[float]:
     return times
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that is due at a moment, and how many tokens it is answered with."""
+
+    due_s: float
+    prompt_ids: Int32s
+    output: int
+
+
 def run_arrivals(
     engine: Engine,
     prompts: Prompts,
@@ -55,25 +65,15 @@ def run_arrivals(
     """Latencies of all prompts arriving at `rate`; every one gets `output` tokens."""
     counters = Counters().attach(engine.bus)
     after_step = None if window is None else window.watch(len(prompts) * output)
-    answers = [TimedAnswer(due_s) for due_s in arrival_times(len(prompts), rate)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    num_submitted = 0
-    began_s = perf_counter()
-    while num_submitted < len(answers) or engine.has_work:
-        now_s = perf_counter() - began_s
-        while num_submitted < len(answers) and answers[num_submitted].due_s <= now_s:
-            name = RequestId(str(num_submitted))
-            engine.submit(Request(name, prompts[num_submitted], sampling, expected_tokens=output))
-            num_submitted += 1
-        if not engine.has_work:
-            sleep(answers[num_submitted].due_s - now_s)
-            continue
-        outputs = engine.step()
-        now_s = perf_counter() - began_s
-        for news in outputs:
-            answers[int(news.request_id)].token_s += [now_s] * len(news.token_ids)
+    times = arrival_times(len(prompts), rate)
+    arrivals = [Arrival(due_s, prompts[place], output) for place, due_s in enumerate(times)]
+
+    def look() -> None:
         if after_step is not None:
             after_step(counters)
+
+    began_s = perf_counter()
+    answers = answer_arrivals(engine, arrivals, look)
     seconds = perf_counter() - began_s
     return summary(answers, output, seconds) | {
         "arrivals_per_s": rate,
@@ -81,6 +81,31 @@ def run_arrivals(
         "preemptions": counters.preemptions,
         "steps": counters.steps,
     }
+
+
+def answer_arrivals(
+    engine: Engine, arrivals: Sequence[Arrival], after_step: Callable[[], None] = lambda: None
+) -> list[TimedAnswer]:
+    """Answer requests, in the order they are due, each when it is due."""
+    answers = [TimedAnswer(arrival.due_s) for arrival in arrivals]
+    num_submitted = 0
+    began_s = perf_counter()
+    while num_submitted < len(arrivals) or engine.has_work:
+        now_s = perf_counter() - began_s
+        while num_submitted < len(arrivals) and arrivals[num_submitted].due_s <= now_s:
+            arrival = arrivals[num_submitted]
+            sampling = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
+            engine.submit(Request(RequestId(str(num_submitted)), arrival.prompt_ids, sampling))
+            num_submitted += 1
+        if not engine.has_work:
+            sleep(arrivals[num_submitted].due_s - now_s)
+            continue
+        outputs = engine.step()
+        now_s = perf_counter() - began_s
+        for news in outputs:
+            answers[int(news.request_id)].token_s += [now_s] * len(news.token_ids)
+        after_step()
+    return answers
 
 
 def summary(answers: list[TimedAnswer], output: int, seconds: float) -> dict[str, object]:

@@ -12,6 +12,7 @@ BENCHES = {
     "batch": ("mainstem_bench.batch", "a batch over shared documents, planned and not"),
     "plan": ("mainstem_bench.plan", "seconds and memory of planning up to 1M prompts"),
     "serve": ("mainstem_bench.serve", "load on any OpenAI-compatible server"),
+    "replay": ("mainstem_bench.replay", "what a server was asked, to the engine alone"),
     "valleys": ("mainstem_bench.valleys", "tokens per step over a job, planner off and on"),
     "offline": ("mainstem_bench.offline", "a whole job on random weights against the limit"),
     "decode": ("mainstem_bench.decode", "milliseconds a decode step on random weights"),

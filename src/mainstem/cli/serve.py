@@ -36,6 +36,7 @@ from mainstem.server.live import Live
 from mainstem.server.logs import LEVELS, set_up_logs
 from mainstem.server.messages import Begin
 from mainstem.server.metrics import ServerMetrics
+from mainstem.server.recording import Recorder
 from mainstem.server.routes import make_app
 from mainstem.server.served_model import ServedModel
 from mainstem.text.encoding import App
@@ -98,6 +99,12 @@ def parser() -> argparse.ArgumentParser:
         default=30.0,
         metavar="S",
         help="time to finish answers (30)",
+    )
+    made.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="keeps each prompt's token ids and time there, for `mainstem bench replay`",
     )
     add_generation_flag(made)
     made.add_argument("--log-level", choices=LEVELS, default="info", help="(info)")
@@ -232,6 +239,8 @@ def main(argv: list[str], open_: Callable[[EngineConfig, str], Parts] = open_mod
         if folder is not None:
             identity = tokenizer_identity(tokenizer)
             gateway.keep_sessions(SessionFile(folder / SESSIONS_FILE, identity))
+        if args.record is not None:
+            gateway.recorder = Recorder(args.record)
         _check_apps(gateway)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

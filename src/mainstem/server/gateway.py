@@ -34,6 +34,7 @@ from mainstem.server.limits import Gate, ServerLimits
 from mainstem.server.live import Live, Record, RequestState
 from mainstem.server.metrics import RequestTiming, ServerMetrics
 from mainstem.server.pruning import Pruner
+from mainstem.server.recording import Recorder
 from mainstem.server.replies import ReplyWriter
 from mainstem.server.served_model import ServedModel
 from mainstem.server.session_saver import SessionSaver
@@ -99,6 +100,7 @@ class Gateway:
         self._fingerprint = model.fingerprint
         worker.on_tokens = live.rate.add
         worker.on_recovered = self._refill
+        self.recorder: Recorder | None = None  # keeps what is asked, for a benchmark
         self._saver: SessionSaver | None = None
         self._folder_lock: io.FileIO | None = None  # held until `close`
         self._refilling: asyncio.Task[None] | None = None
@@ -125,6 +127,8 @@ class Gateway:
             await self._saver.close()
         if self._folder_lock is not None:
             self._folder_lock.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     def open_batches(self, folder: Path) -> None:
         """Take files and batches in, kept in `folder`; before the server starts.
@@ -163,6 +167,7 @@ class Gateway:
     async def answer(self, request: Request, kind: Kind) -> Response:
         """The reply to a chat or completion, whole or as a stream; raises WireError or ApiError."""
         tenant: Tenant = request.state.tenant
+        asked_s = monotonic()
         self.gate.allow(tenant)
         call, prompts = self._parser.parse(await read_json(request, self.limits), kind)
         model, app = self.apps.resolve(call, self.model.names)
@@ -178,6 +183,8 @@ class Gateway:
             prompt_ids = self._kept(call, prompt_ids, app)
             self._check_lengths(call, prompt_ids)
             requests = self._requests(call, heading.reply_id, prompt_ids, tenant, app, turn)
+            if self.recorder is not None:
+                self.recorder.note(asked_s, requests)
             answering = await self._submit(requests, tenant)
             exchange = _Exchange(self, answering, heading, request, app)
             held.push(exchange)

@@ -1,0 +1,91 @@
+"""What a server was asked (`mainstem serve --record FILE`), given to the engine alone.
+
+The same token ids at the same moments, in one process, without HTTP, tokens to text, or JSON: what
+a client sees beyond these times is the server's own. A pause in the record begins a new part.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from mainstem.checkpoints.hub import resolve_model
+from mainstem.checkpoints.progress import StageBar
+from mainstem.cli.flag_types import positive
+from mainstem.cli.flags import add_engine_flags, engine_config
+from mainstem.core.errors import ConfigError
+from mainstem.core.events import EventBus
+from mainstem.core.metrics import Counters
+from mainstem.engine.build import build_engine
+from mainstem.engine.engine import Engine
+from mainstem_bench.arrivals import Arrival, TimedAnswer, answer_arrivals
+from mainstem_bench.report import line, spread
+
+DEFAULT_TOKENS = 128  # of requests that leave it open
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "mainstem bench replay", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    made.add_argument("record", type=Path, help="what `mainstem serve --record` has written")
+    made.add_argument(
+        "--pause-s", type=positive, default=1.2, metavar="S", help="parts two parts (%(default)s)"
+    )
+    add_engine_flags(made)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """One JSON line for each part."""
+    args = parser().parse_args(argv)
+    parts = read_parts(args.record, args.pause_s)
+    config = engine_config(args)
+    with StageBar() as bar:
+        folder = resolve_model(config.model.model, bar)
+    engine = build_engine(folder, config, EventBus())
+    for place, part in enumerate(parts):
+        print(line("replay", {"part": place} | measure(engine, part)), flush=True)
+    engine.check()
+    engine.close()
+    return 0
+
+
+def read_parts(path: Path, pause_s: float) -> list[list[Arrival]]:
+    """The arrivals of a record, cut where nothing arrived for `pause_s`; each begins at 0."""
+    try:
+        entries = [json.loads(text) for text in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not a record of `mainstem serve`: {error}") from None
+    entries.sort(key=lambda entry: entry["at_s"])
+    parts: list[list[Arrival]] = []
+    first_s = last_s = float("-inf")
+    for entry in entries:
+        if entry["at_s"] - last_s > pause_s:
+            first_s = entry["at_s"]
+            parts.append([])
+        last_s = entry["at_s"]
+        ids = np.array(entry["prompt_ids"], np.int32)
+        parts[-1].append(Arrival(last_s - first_s, ids, entry["max_tokens"] or DEFAULT_TOKENS))
+    return parts
+
+
+def measure(engine: Engine, part: list[Arrival]) -> dict[str, object]:
+    """Latencies as a client would see them; the time between tokens is a request's mean."""
+    counters = Counters().attach(engine.bus)
+    answers = answer_arrivals(engine, part)
+    seconds = max(answer.token_s[-1] for answer in answers)
+    return {
+        "requests": len(part),
+        "seconds": round(seconds, 2),
+        "requests_per_s": round(len(part) / seconds, 2),
+        **spread("ttft_ms", [answer.first_token_s for answer in answers]),
+        **spread("itl_ms", [_gap_s(answer) for answer in answers if len(answer.token_s) > 1]),
+        **spread("e2e_ms", [answer.total_s for answer in answers]),
+        "cached": round(counters.saving_ratio, 3),
+    }
+
+
+def _gap_s(answer: TimedAnswer) -> float:
+    return (answer.token_s[-1] - answer.token_s[0]) / (len(answer.token_s) - 1)
