@@ -5,7 +5,7 @@ import io
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic, time
@@ -37,7 +37,7 @@ from mainstem.server.session_saver import SessionSaver
 from mainstem.server.stream import ClientLeft, EventStream, while_connected
 from mainstem.server.turns import Turn
 from mainstem.server.worker import Answering, EngineFault, Ticket, Worker
-from mainstem.text.encoding import App, Prompt, encode_prompt
+from mainstem.text.encoding import App, BegunPrompt, Prompt, PromptTooLong, begin_prompt, is_short
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import MAX_SESSION_TOKENS, Sessions
 from mainstem.text.tools import tool_format
@@ -45,7 +45,9 @@ from mainstem.wire.bodies import DetokenizeBody, read_fields
 from mainstem.wire.calls import Call, CallParser, Kind
 from mainstem.wire.replies import Echo, Heading, Reply
 
-INLINE_CHARS = 1 << 12  # a longer prompt is encoded on another thread
+# longer than this, the event loop would wait for 1 ms: what is encoded, and what is only looked at
+INLINE_CHARS = 1 << 10
+INLINE_KNOWN_CHARS = 1 << 16
 MAX_WINDOWS = 32  # a conversation may outgrow the context so many times
 CLIENT_LEFT = 499  # nobody hears it; for logs and metrics
 
@@ -102,6 +104,7 @@ class Gateway:
     async def start(self) -> None:
         """Begin to serve the running event loop; ready when the apps are filled."""
         self.worker.start()
+        await asyncio.to_thread(self.worker.tokenizer.prepare)
         await self.filler.fill_all()
         if self.batches is not None:
             self.batches.runner.start()
@@ -170,7 +173,8 @@ class Gateway:
         with ExitStack() as held:
             held.enter_context(self.gate.enter(tenant, call.num_answers))
             turn = self._turn(call, tenant)
-            prompt_ids = await self._encode(prompts, app, turn)
+            salt = tenant.page_salt(call.cache_salt)
+            prompt_ids = await self._encode(call, prompts, app, turn, salt)
             self._check_lengths(call, prompt_ids)
             requests = await self._requests(call, heading.reply_id, prompt_ids, tenant, app, turn)
             answering = await self._submit(requests)
@@ -199,35 +203,57 @@ class Gateway:
         return Turn(self.sessions, tenant, call.session_id, self.worker.tokenizer)
 
     async def _encode(
-        self, prompts: Sequence[Prompt], app: App | None, turn: Turn | None
+        self,
+        call: Call,
+        prompts: Sequence[Prompt],
+        app: App | None,
+        turn: Turn | None,
+        salt: bytes,
     ) -> list[list[int]]:
-        tokenizer = self.worker.tokenizer
+        """Ids of the prompts; what takes long is done on another thread."""
+        tokenizer, session = self.worker.tokenizer, None if turn is None else turn.session
+        most = self._most_tokens(call)
 
-        def encode() -> list[list[int]]:
-            if turn is not None:
-                return [turn.encode(prompts[0], app)]
-            return [encode_prompt(tokenizer, prompt, app) for prompt in prompts]
+        def begin() -> list[BegunPrompt]:
+            return [begin_prompt(tokenizer, each, app, session, salt, most) for each in prompts]
 
-        sizes = [len(prompt) if isinstance(prompt, str) else INLINE_CHARS for prompt in prompts]
+        def finish() -> list[list[int]]:
+            return [each.pending.finish() for each in begun]
+
         try:
-            return encode() if sum(sizes) < INLINE_CHARS else await asyncio.to_thread(encode)
+            is_short_ = is_short(prompts, INLINE_KNOWN_CHARS)
+            begun = begin() if is_short_ else await asyncio.to_thread(begin)
+            num_new = sum(each.pending.num_new_chars for each in begun)
+            is_quick = is_short_ and num_new < INLINE_CHARS
+            ids = finish() if is_quick else await asyncio.to_thread(finish)
+        except PromptTooLong as error:
+            raise self._too_long(call, f"at least {error.least_tokens}") from None
         except InvalidRequest as error:
             raise from_invalid(error) from None
+        if turn is not None:
+            turn.begin(begun[0], ids[0])
+        return ids
 
-    def _check_lengths(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuse what leaves no room for an answer, and what is far too long to be truncated:
-        everybody would wait for the engine to look at it."""
+    def _most_tokens(self, call: Call) -> int:
+        """More leave no room for an answer, or are far too long to be truncated: everybody would
+        wait for the engine to look at them."""
         window = self.worker.max_model_len
         most = window - 1
         if call.overflow is not Overflow.ERROR:
             most = max(most, min(MAX_WINDOWS * window, MAX_SESSION_TOKENS))
+        return most
+
+    def _check_lengths(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, prompts))
-        if longest > most:
-            message = (
-                f"the prompt has {longest} tokens; with room for an answer in the context of "
-                f"{window}, it may have {most}"
-            )
-            raise ApiError(400, message, call.kind.prompt_field, "context_length_exceeded")
+        if longest > self._most_tokens(call):
+            raise self._too_long(call, f"{longest}")
+
+    def _too_long(self, call: Call, num_tokens: str) -> ApiError:
+        message = (
+            f"the prompt has {num_tokens} tokens; with room for an answer in the context of "
+            f"{self.worker.max_model_len}, it may have {self._most_tokens(call)}"
+        )
+        return ApiError(400, message, call.kind.prompt_field, "context_length_exceeded")
 
     def _echoes(
         self, call: Call, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]]
@@ -301,7 +327,10 @@ class Gateway:
         kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
         call, prompts = self._parser.parse(body, kind)
         _, app = self.apps.resolve(call, self.model.names)
-        ids = (await self._encode(prompts, app, None))[0]
+        call = replace(call, overflow=Overflow.RECOMPUTE)  # as long as any prompt may be
+        prompt_ids = await self._encode(call, prompts, app, None, b"tokenize")
+        self._check_lengths(call, prompt_ids)
+        ids = prompt_ids[0]
         return {"tokens": ids, "count": len(ids), "max_model_len": self.worker.max_model_len}
 
     def detokenize(self, body: Json) -> Json:
