@@ -298,8 +298,8 @@ def test_roles_are_those_that_templates_know(tokenizer: Tokenizer, lenient: Toke
 
 def test_content_that_is_null(tokenizer: Tokenizer) -> None:
     question: dict[str, object] = {"role": "user", "content": "x"}
-    empty = [question, {"role": "assistant", "content": ""}]
-    null = [question, {"role": "assistant", "content": None}]
+    empty: list[dict[str, object]] = [question, {"role": "assistant", "content": ""}]
+    null: list[dict[str, object]] = [question, {"role": "assistant", "content": None}]
     assert tokenizer.encode_chat(null) == tokenizer.encode_chat(empty)
     wrong: list[dict[str, object]] = [{"role": "user", "content": None}, {"role": "tool"}]
     for message in wrong:

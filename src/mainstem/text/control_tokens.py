@@ -22,6 +22,7 @@ from mainstem.core.errors import InvalidRequest
 
 MARK = "\ufdd0"  # never a character of a text, Unicode says; in what a request says it is dropped
 ESCAPED_MARK = "\\ufdd0"  # in Python's lists and in JSON that is ASCII
+SHORT_CHARS = 1 << 8
 _BARRED = re.compile(r"<[|｜].*[|｜]>")  # noqa: RUF001  # DeepSeek's bars
 _WORD = re.compile(r"\w*")
 
@@ -49,6 +50,11 @@ class ControlTokens:
         self._begins = (
             None if self._any is None else re.compile(f"(?={self._any.pattern})(.)", re.S)
         )
+        signs = sorted(
+            {sign for text in texts for sign in text if not _WORD.fullmatch(sign)} | {MARK}
+        )
+        has_words = any(_WORD.fullmatch(text) for text in texts)
+        self._suspect = re.compile("" if has_words else f"[{re.escape(''.join(signs))}]")
         self._longest = max(map(len, texts), default=0)
         self._joined = "\n".join(sorted(texts))
         self._firsts = frozenset(text[0] for text in texts)
@@ -62,8 +68,9 @@ class ControlTokens:
         White space around it does not count, since templates trim. Plain words stay as they are,
         since templates compare them.
         """
-        if MARK in text:
-            text = text.replace(MARK, "")
+        if len(text) < SHORT_CHARS and self._suspect.search(text) is None:
+            return text  # most names and words of tools
+        text = without_marks(text)
         if self._any is None or self._begins is None:
             return text
         bare = text.strip()
@@ -119,14 +126,14 @@ def map_texts(value: object, change: Callable[[str], str]) -> object:
     """A JSON value with every text in it changed, names of fields included."""
     if isinstance(value, str):
         return change(value)
-    if isinstance(value, Mapping):
-        return {
-            change(name) if isinstance(name, str) else name: map_texts(item, change)
-            for name, item in value.items()
-        }
     if isinstance(value, list | tuple):
         return [map_texts(item, change) for item in value]
-    return value
+    if value is None or isinstance(value, int | float) or not isinstance(value, Mapping):
+        return value
+    return {
+        change(name) if isinstance(name, str) else name: map_texts(item, change)
+        for name, item in value.items()
+    }
 
 
 def has_text(value: object, wanted: str) -> bool:

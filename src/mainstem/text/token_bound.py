@@ -8,6 +8,7 @@ from mainstem.text.incremental import byte_level_characters
 from mainstem.text.parts import steps
 
 COMPOSED = 4  # canonical composition makes one byte of at most 3 (Hangul: 9 to 3)
+SLICE_CHARS = 1 << 17  # looked at in one go; other threads run in between
 # steps that drop nothing
 _KEEPS = ("ByteLevel", "Digits", "Metaspace", "Split", "UnicodeScripts")
 
@@ -21,8 +22,11 @@ class TokenBound:
 
     def least_tokens(self, text: str) -> int:
         """`text` has this number of tokens, or more."""
-        data = text.encode("utf-8", "replace")
-        return -(-len(data.translate(None, self.dropped)) // self.max_bytes)
+        num_bytes = 0
+        for start in range(0, len(text), SLICE_CHARS):
+            data = text[start : start + SLICE_CHARS].encode("utf-8", "replace")
+            num_bytes += len(data.translate(None, self.dropped))
+        return -(-num_bytes // self.max_bytes)
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> "TokenBound | None":
