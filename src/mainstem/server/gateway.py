@@ -218,21 +218,20 @@ class Gateway:
             return [begin_prompt(tokenizer, each, app, session, salt, most) for each in prompts]
 
         def finish() -> list[list[int]]:
-            return [each.pending.finish() for each in begun]
+            ids = [each.pending.finish() for each in begun]
+            if turn is not None:
+                turn.begin(begun[0], ids[0])
+            return ids
 
         try:
-            is_short_ = is_short(prompts, INLINE_KNOWN_CHARS)
-            begun = begin() if is_short_ else await asyncio.to_thread(begin)
-            num_new = sum(each.pending.num_new_chars for each in begun)
-            is_quick = is_short_ and num_new < INLINE_CHARS
-            ids = finish() if is_quick else await asyncio.to_thread(finish)
+            is_quick = is_short(prompts, INLINE_KNOWN_CHARS)
+            begun = begin() if is_quick else await asyncio.to_thread(begin)
+            is_quick &= sum(each.pending.num_new_chars for each in begun) < INLINE_CHARS
+            return finish() if is_quick else await asyncio.to_thread(finish)
         except PromptTooLong as error:
             raise self._too_long(call, f"at least {error.least_tokens}") from None
         except InvalidRequest as error:
             raise from_invalid(error) from None
-        if turn is not None:
-            turn.begin(begun[0], ids[0])
-        return ids
 
     def _most_tokens(self, call: Call) -> int:
         """More leave no room for an answer, or are far too long to be truncated: everybody would
@@ -322,13 +321,13 @@ class Gateway:
 
     # --- tokens ---------------------------------------------------------------------------------
 
-    async def tokenize(self, body: Json) -> Json:
+    async def tokenize(self, body: Json, tenant: Tenant) -> Json:
         """Ids of a text (`prompt`) or of a conversation (`messages`)."""
         kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
         call, prompts = self._parser.parse(body, kind)
         _, app = self.apps.resolve(call, self.model.names)
         call = replace(call, overflow=Overflow.RECOMPUTE)  # as long as any prompt may be
-        prompt_ids = await self._encode(call, prompts, app, None, b"tokenize")
+        prompt_ids = await self._encode(call, prompts, app, None, tenant.page_salt(call.cache_salt))
         self._check_lengths(call, prompt_ids)
         ids = prompt_ids[0]
         return {"tokens": ids, "count": len(ids), "max_model_len": self.worker.max_model_len}

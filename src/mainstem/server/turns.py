@@ -18,7 +18,7 @@ def owner_of(tenant: Tenant) -> str:
 
 
 class Turn:
-    """Lives on the event loop."""
+    """Made and ended on the event loop; `begin` may run on any thread."""
 
     def __init__(
         self, sessions: Sessions, tenant: Tenant, session_id: str, tokenizer: Tokenizer

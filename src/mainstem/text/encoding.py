@@ -18,6 +18,7 @@ from mainstem.text.tokenizer import Tokenizer
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 PROBES = ("a", "The")  # user messages that begin differently
+NODE_CHARS = 64  # a field takes as long as a text of so many
 
 Json = Mapping[str, object]
 Message = dict[str, object]
@@ -115,7 +116,8 @@ def begin_prompt(
     """
     if isinstance(prompt, array):
         if app is None:
-            return BegunPrompt(None, False, Pending(0, lambda: list(prompt)))
+            # what a session then does with many ids takes a while, too
+            return BegunPrompt(None, False, Pending(len(prompt) // 8, lambda: list(prompt)))
         after = Pending(len(app.prompt), lambda: [*tokenizer.encode(app.prompt), *prompt])
         return BegunPrompt(None, False, after)
     is_chat = isinstance(prompt, Chat)
@@ -166,16 +168,12 @@ def _room_left(value: object, room: int) -> int:
     """`room` less the characters of a JSON value; stops where there is none."""
     if isinstance(value, str):
         return room - len(value)
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            room = _room_left(item, room - len(name))
-            if room < 0:
-                break
-    elif isinstance(value, list | tuple):
-        for item in value:
-            room = _room_left(item, room - 1)
-            if room < 0:
-                break
+    if not isinstance(value, Mapping | list | tuple):
+        return room
+    for item in value.values() if isinstance(value, Mapping) else value:
+        room = _room_left(item, room - NODE_CHARS)
+        if room < 0:
+            break
     return room
 
 

@@ -69,6 +69,7 @@ class Tokenizer:
         self._control = ControlTokens(
             control_texts(backend, [*self.special_tokens.values(), *ends])
         )
+        self._control_ids = frozenset(map(backend.token_to_id, self._control.texts))
         self._allows_special = allow_special_tokens
         self._parts = PartEncoder(backend, self._control.texts)
 
@@ -220,7 +221,7 @@ class Tokenizer:
 
     def is_control(self, token_id: int) -> bool:
         """Whether a token acts, other than as text."""
-        return self._backend.id_to_token(token_id) in self._control.texts
+        return token_id in self._control_ids
 
     @property
     def tool_template(self) -> str | None:
