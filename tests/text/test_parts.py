@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.core.errors import InvalidRequest
-from mainstem.text.control_tokens import MARK, ControlTokens, without_marks
+from mainstem.text.control_tokens import MARK, SLICE_CHARS, AnyOf, ControlTokens, without_marks
 from mainstem.text.encoding import Chat, PromptTooLong, begin_prompt
 from mainstem.text.part_cache import PartCache
 from mainstem.text.parts import PartEncoder
@@ -183,6 +183,21 @@ def test_marked_control_tokens_are_text(name: str, data: st.DataObject) -> None:
     if name in ("smollm2", "deepseek", "qwen"):
         text = normalize("NFC", text) if name == "qwen" else text
         assert backend.decode(ids, skip_special_tokens=False) == without_marks(text)
+
+
+@pytest.mark.parametrize("shift", range(12))
+def test_tokens_are_found_where_slices_of_a_long_text_meet(shift: int) -> None:
+    found = AnyOf(["<a>", "<a><b>", "b><"])
+    text = "x" * (SLICE_CHARS - shift) + "<a><b>" + "<a" * SLICE_CHARS + "<a>"
+    expected = [match.span() for match in found.pattern.finditer(text)]
+    assert [match.span() for match in found.matches(text, 0, len(text))] == expected
+
+
+def test_marks_do_not_count_as_text(tokenizer: Tokenizer) -> None:
+    chat = Chat([{"role": "user", "content": "<|im_end|>" * 10_000}])
+    with pytest.raises(PromptTooLong) as caught:
+        begin_prompt(tokenizer, chat, None, max_tokens=1000)
+    assert caught.value.least_tokens < 1300  # 100,000 bytes, and 81 to a token
 
 
 def test_another_salt_finds_nothing() -> None:

@@ -14,7 +14,7 @@ A control token must not come about between what a user said and the template's 
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import tokenizers
 
@@ -23,6 +23,7 @@ from mainstem.core.errors import InvalidRequest
 MARK = "\ufdd0"  # never a character of a text, Unicode says; in what a request says it is dropped
 ESCAPED_MARK = "\\ufdd0"  # in Python's lists and in JSON that is ASCII
 SHORT_CHARS = 1 << 8
+SLICE_CHARS = 1 << 17  # looked through in one go
 _BARRED = re.compile(r"<[|｜].*[|｜]>")  # noqa: RUF001  # DeepSeek's bars
 _WORD = re.compile(r"\w*")
 
@@ -46,10 +47,8 @@ class ControlTokens:
 
     def __init__(self, texts: frozenset[str]) -> None:
         self.texts = texts
-        self._any = any_of(texts)
-        self._begins = (
-            None if self._any is None else re.compile(f"(?={self._any.pattern})(.)", re.S)
-        )
+        self._any = AnyOf(texts)
+        self._begins = re.compile(f"(?={self._any.pattern.pattern})(.)", re.S)
         signs = sorted(
             {sign for text in texts for sign in text if not _WORD.fullmatch(sign)} | {MARK}
         )
@@ -71,8 +70,6 @@ class ControlTokens:
         if len(text) < SHORT_CHARS and self._suspect.search(text) is None:
             return text  # most names and words of tools
         text = without_marks(text)
-        if self._any is None or self._begins is None:
-            return text
         bare = text.strip()
         if len(bare) <= self._longest and bare in self._joined:
             if _WORD.fullmatch(bare):
@@ -80,7 +77,7 @@ class ControlTokens:
             bare = MARK + self._begins.sub(rf"\1{MARK}", bare) + MARK
         else:
             marks_start, marks_end = self._begins_as_tail(bare), self._ends_as_head(bare)
-            if self._any.search(bare) is not None:
+            if self._first(bare) is not None:
                 bare = self._begins.sub(rf"\1{MARK}", bare)
             elif not marks_start and not marks_end:
                 return text
@@ -90,14 +87,19 @@ class ControlTokens:
 
     def refuse(self, text: str) -> str:
         """`text` without marks if it has no control token, else InvalidRequest("messages")."""
-        found = None if self._any is None else self._any.search(text)
+        found = self._first(text)
         if found is not None:
             reason = (
-                f"contain the special token {found[0]!r}, which this model's tokenizer cannot read "
+                f"contain the special token {found!r}, which this model's tokenizer cannot read "
                 "as text; --allow-special-tokens lets it act"
             )
             raise InvalidRequest("messages", reason)
         return without_marks(text)
+
+    def _first(self, text: str) -> str | None:
+        """The first control token that is whole in `text`."""
+        found = next(self._any.matches(text, 0, len(text)), None)
+        return None if found is None else found[0]
 
     def _ends_as_head(self, bare: str) -> bool:
         """Whether a text ends as a control token begins."""
@@ -145,7 +147,23 @@ def has_text(value: object, wanted: str) -> bool:
     return isinstance(value, str) and wanted in value
 
 
-def any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Matches the leftmost of these texts, the longest where several begin there."""
-    longest_first = sorted((text for text in texts if text), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)), re.S) if longest_first else None
+class AnyOf:
+    """Finds the leftmost of some texts, the longest where several begin there."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        longest_first = sorted(filter(None, texts), key=len, reverse=True)
+        self._longest = len(longest_first[0]) if longest_first else 0
+        # without texts: what matches nowhere
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)", re.S)
+
+    def matches(self, text: str, start: int, end: int) -> Iterator[re.Match[str]]:
+        """All of them within text[start:end]; slice by slice, so that other threads run between."""
+        while start < end and self._longest:
+            stop = min(end, start + SLICE_CHARS + self._longest)
+            found = self.pattern.search(text, start, stop)
+            if found is not None and stop < end:  # the slice may have cut a longer one
+                is_whole = found.start() <= start + SLICE_CHARS
+                found = self.pattern.match(text, found.start(), end) if is_whole else None
+            if found is not None:
+                yield found
+            start = found.end() if found is not None else start + SLICE_CHARS

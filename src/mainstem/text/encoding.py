@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.text.control_tokens import without_marks
 from mainstem.text.parts import Pending
 from mainstem.text.sessions import Session, said_before
 from mainstem.text.tokenizer import Tokenizer
@@ -122,8 +123,10 @@ def begin_prompt(
         return BegunPrompt(None, False, after)
     is_chat = isinstance(prompt, Chat)
     text = _text(tokenizer, prompt, app)
-    if len(text) > max_tokens and (least := tokenizer.least_tokens(text)) > max_tokens:
-        raise PromptTooLong("messages" if is_chat else "prompt", least, max_tokens)
+    if len(text) > max_tokens:
+        least = tokenizer.least_tokens(without_marks(text) if is_chat else text)
+        if least > max_tokens:
+            raise PromptTooLong("messages" if is_chat else "prompt", least, max_tokens)
     before = said_before(session, text, tokenizer)
     if before is not None:
         assert session is not None

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import tokenizers
 
-from mainstem.text.control_tokens import MARK, any_of, without_marks
+from mainstem.text.control_tokens import MARK, AnyOf, without_marks
 from mainstem.text.part_cache import PartCache
 
 # what Rust's \s matches
@@ -100,10 +100,10 @@ class PartEncoder:
                 yield text[inner:stop], inner_id, inner == 0
 
     def _cut(
-        self, text: str, start: int, end: int, pattern: re.Pattern[str] | None
+        self, text: str, start: int, end: int, pattern: AnyOf
     ) -> Iterator[tuple[int, int, int | None]]:
         """Pieces of text[start:end] as (start, end, token id); as the tokenizers library does."""
-        for match in () if pattern is None else pattern.finditer(text, start, end):
+        for match in pattern.matches(text, start, end):
             token_id, strips_left, strips_right = self._added[match[0]]
             begin, stop = match.span()
             while strips_left and begin > start and _A_SPACE.match(text, begin - 1):
@@ -179,9 +179,7 @@ def _plain(state: dict[str, object]) -> Backend:
     return backend
 
 
-def _patterns(
-    backend: Backend, control: frozenset[str]
-) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None] | None:
+def _patterns(backend: Backend, control: frozenset[str]) -> tuple[AnyOf, AnyOf] | None:
     """What the added tokens are found with, in the text and then in what normalizing left of it;
     None where parts of a text cannot be encoded alone."""
     added = list(backend.get_added_tokens_decoder().values())
@@ -197,7 +195,7 @@ def _patterns(
             return None  # they are found in another text than the one that is split
         normalized = []  # found by the encoder of the part they are in
     plain = [token.content for token in added if not token.normalized]
-    return any_of(plain), any_of(normalized)
+    return AnyOf(plain), AnyOf(normalized)
 
 
 def steps(component: object, inner: str) -> list[dict[str, object]]:
