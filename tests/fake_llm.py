@@ -25,4 +25,7 @@ def patch_loading(engines: FakeEngines, patch: pytest.MonkeyPatch) -> None:
     """LLM and AsyncLLM load nothing, whatever model is named."""
     patch.setattr("mainstem.llm.resolve_model", lambda *_: Path("fake"))
     patch.setattr("mainstem.llm.build_engine", lambda _, config, *__, **___: engines(config).engine)
-    patch.setattr("mainstem.llm.Tokenizer.load", lambda *_: a_tokenizer())
+    patch.setattr(
+        "mainstem.llm.Tokenizer.load",
+        lambda _, __, allows_special: a_tokenizer(allow_special_tokens=allows_special),
+    )

@@ -20,8 +20,8 @@ from mainstem.core.events import StepFinished
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Step
 from mainstem.llm import LLM
-from tests.batch.fake_batch import FakeEngines, a_tokenizer
-from tests.fake_llm import a_fake_llm
+from tests.batch.fake_batch import EOS_ID, FakeEngines, a_tokenizer
+from tests.fake_llm import a_fake_llm, patch_loading
 
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 
@@ -172,3 +172,18 @@ def test_arguments_of_llm_are_the_settings_and_their_defaults() -> None:
         kind = str if issubclass(row.kind, Enum | tuple) else row.kind
         others = {Path, Sequence[str]} if row.kind is tuple else {Path}
         assert kinds - others == {kind, *([NoneType] if row.is_optional else [])}
+
+
+def test_special_tokens_in_messages_are_text_unless_allowed(
+    llm: LLM, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "user", "content": "so <|end|> ends"}]
+    (answer,) = llm.chat(messages, SamplingParams(max_tokens=2))
+    assert EOS_ID not in answer.prompt_token_ids
+    assert answer.prompt == "<user>so <|end|> ends\n<assistant>"
+    (raw,) = llm.generate("so <|end|> ends", SamplingParams(max_tokens=2))
+    assert EOS_ID in raw.prompt_token_ids
+    patch_loading(engines, monkeypatch)
+    lenient = LLM("fake", allow_special_tokens=True)
+    (acting,) = lenient.chat(messages, SamplingParams(max_tokens=2))
+    assert EOS_ID in acting.prompt_token_ids

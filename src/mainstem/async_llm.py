@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mainstem.core.config import EngineConfig
 from mainstem.core.request import ChooseKept, Delivery, Overflow, SamplingParams
 from mainstem.llm import LoadedModel, Turn
+from mainstem.text.control_tokens import without_marks
 from mainstem.text.engine_thread import Ended, EngineThread, News
 from mainstem.text.prompts import Conversation, ScriptPrompt
 from mainstem.text.results import AnswerPiece, RequestOutput, add_piece, empty_result, piece_of
@@ -64,7 +65,8 @@ class AsyncLLM(LoadedModel):
         args = (prompt, sampling_params, session, overflow)
         turn = await self._prepared(args, Delivery.AT_END)
         request = turn.request
-        result = empty_result(request.request_id, turn.text, turn.prompt_ids, request.sampling)
+        shown = None if turn.text is None else without_marks(turn.text)
+        result = empty_result(request.request_id, shown, turn.prompt_ids, request.sampling)
         async with aclosing(self._pieces(turn)) as pieces:
             async for piece in pieces:
                 add_piece(result, piece)

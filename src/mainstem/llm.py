@@ -35,6 +35,7 @@ from mainstem.core.vllm_names import own_arguments
 from mainstem.engine.build import build_engine
 from mainstem.plan.order import shared_with_next
 from mainstem.plan.planner import plan_prompts
+from mainstem.text.control_tokens import without_marks
 from mainstem.text.prompts import (
     Conversation,
     OnError,
@@ -55,7 +56,7 @@ from mainstem.text.results import (
     empty_result,
     piece_of,
 )
-from mainstem.text.sessions import SessionLimits, Sessions, continued_ids, spoken_text
+from mainstem.text.sessions import SessionLimits, Sessions, said_before, spoken_chat
 from mainstem.text.text_engine import TextEngine, TextOutput
 from mainstem.text.tokenizer import GENERATION_FILE, Tokenizer
 
@@ -79,6 +80,7 @@ class LoadedModel:
         max_model_len: int | None = None,
         threads: int | None = None,
         chat_template: str | Path | None = None,
+        allow_special_tokens: bool = False,
         deterministic: bool = False,
         ignore_config_fields: str | Sequence[str] | None = None,
         seed: int = 0,
@@ -112,7 +114,9 @@ class LoadedModel:
     def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
         with StageBar() as bar:
             folder = resolve_model(config.model.model, bar)
-        tokenizer = Tokenizer.load(folder, config.model.chat_template)
+        tokenizer = Tokenizer.load(
+            folder, config.model.chat_template, config.model.allow_special_tokens
+        )
         bus = EventBus()
         self.counters = Counters().attach(bus)
         engine = build_engine(folder, config, bus, choose_kept=choose_kept)
@@ -145,19 +149,23 @@ class LoadedModel:
             raise ConfigError(f"{GENERATION_FILE}: {error}; SamplingParams do without it") from None
 
     def encode_turn(self, session: str | None, text: str) -> list[int]:
-        """Ids of a conversation: where it goes on from what `session` has said, those ids and the
-        new ones. Encoding an answer again could give others, whose pages are not cached."""
+        """Ids of a conversation, given as `Tokenizer.chat_text`: where it goes on from what
+        `session` has said, those ids and the new ones. Encoding an answer again could give others,
+        whose pages are not cached."""
         with self._sessions_lock:
             known = None if session is None else self._sessions.find("", session)
-        ids = continued_ids(known, text, self.tokenizer)
-        return self.tokenizer.encode_plain(text) if ids is None else ids
+        before = said_before(known, text, self.tokenizer)
+        if known is None or before is None:
+            return self.tokenizer.encode_chat_text(text)
+        rest = self.tokenizer.encode_chat_text(text[len(known.text) :])
+        return [*before.tolist(), *rest]
 
     def keep_turn(
         self, session: str | None, text: str, prompt_ids: list[int], output_ids: list[int]
     ) -> None:
         """Remember a turn that has ended, for `encode_turn` of the next."""
         if session is not None:
-            said = spoken_text(text, output_ids, self.tokenizer)
+            said = spoken_chat(text, output_ids, self.tokenizer)
             token_ids = np.array([*prompt_ids, *output_ids], np.int32)
             with self._sessions_lock:
                 self._sessions.keep("", session, token_ids, said)
@@ -194,7 +202,7 @@ class LoadedModel:
         (session,) = listed_sessions(session, 1)
         text: str | None
         if is_conversation(prompt):
-            text = self.tokenizer.render_chat(read_conversation(prompt))
+            text = self.tokenizer.chat_text(read_conversation(prompt))
             ids = self.encode_turn(session, text)
         else:
             given = read_prompt(prompt)
@@ -223,7 +231,7 @@ class Turn:
     """A prompt on its way to the engine."""
 
     request: Request
-    text: str | None  # None: it was given as ids
+    text: str | None  # a chat's with marks (text/control_tokens.py); None: it was given as ids
     session: str | None  # that remembers it when it has ended
     prompt_ids: list[int]
 
@@ -295,7 +303,7 @@ class LLM(LoadedModel):
         for index, conversation in enumerate(conversations):
             if conversation is not None:
                 with refusals.at(index):
-                    texts[index] = self.tokenizer.render_chat(conversation)
+                    texts[index] = self.tokenizer.chat_text(conversation)
         params = self._params(sampling_params, len(texts))
         names, policy = listed_sessions(sessions, len(texts)), _overflow(overflow)
         turns = list(zip(names, texts, strict=True))
@@ -305,8 +313,9 @@ class LLM(LoadedModel):
                 if text is not None:
                     with refusals.at(index):
                         ids[index] = self.encode_turn(session, text)
+            shown = [None if text is None else without_marks(text) for text in texts]
             results = self._run(
-                _GivenPrompts(texts, ids, params, names, policy), refusals, use_tqdm
+                _GivenPrompts(shown, ids, params, names, policy), refusals, use_tqdm
             )
             for (session, text), result in zip(turns, results, strict=True):
                 if text is not None and result.error is None:

@@ -20,6 +20,7 @@ from mainstem.core.metrics import Counters
 from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
 from mainstem_bench.arrivals import Arrival, TimedAnswer, answer_arrivals
+from mainstem_bench.feed import StepLog
 from mainstem_bench.report import line, spread
 
 DEFAULT_TOKENS = 128  # of requests that leave it open
@@ -73,7 +74,7 @@ def read_parts(path: Path, pause_s: float) -> list[list[Arrival]]:
 
 def measure(engine: Engine, part: list[Arrival]) -> dict[str, object]:
     """Latencies as a client would see them; the time between tokens is a request's mean."""
-    counters = Counters().attach(engine.bus)
+    counters, steps = Counters().attach(engine.bus), StepLog.attach(engine)
     answers = answer_arrivals(engine, part)
     seconds = max(answer.token_s[-1] for answer in answers)
     return {
@@ -84,6 +85,10 @@ def measure(engine: Engine, part: list[Arrival]) -> dict[str, object]:
         **spread("itl_ms", [_gap_s(answer) for answer in answers if len(answer.token_s) > 1]),
         **spread("e2e_ms", [answer.total_s for answer in answers]),
         "cached": round(counters.saving_ratio, 3),
+        "steps": steps.num_steps,
+        "device_ms_per_step": round(1e3 * steps.device_s / steps.num_steps, 3),
+        "host_ms_per_step": round(1e3 * steps.host_s / steps.num_steps, 3),
+        "gpu_busy": round(steps.busy, 3),
     }
 
 

@@ -33,7 +33,9 @@ Row = dict[str, Any]
 
 
 def a_tokenizer(
-    template: str = TEMPLATE, sampling_defaults: dict[str, object] | None = None
+    template: str = TEMPLATE,
+    sampling_defaults: dict[str, object] | None = None,
+    allow_special_tokens: bool = False,
 ) -> Tokenizer:
     """One token per byte: printable ASCII is 0 to 94, the line end 95, the end token 96.
 
@@ -47,7 +49,8 @@ def a_tokenizer(
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
-    return Tokenizer(backend, frozenset({EOS_ID}), {}, {"default": template}, sampling_defaults)
+    eos_ids, templates = frozenset({EOS_ID}), {"default": template}
+    return Tokenizer(backend, eos_ids, {}, templates, sampling_defaults, allow_special_tokens)
 
 
 class FakeEngines:

@@ -409,6 +409,9 @@ def test_a_bad_line_becomes_an_error_row_and_the_rest_goes_on(folder: Folder) ->
             {"custom_id": "g", "prompt": "\ud800"},
             "",
             {"custom_id": "z", "prompt": "fine too", "max_tokens": 2},
+            {"custom_id": "h", "prompt": "x" * 5000},
+            {"custom_id": "i", "messages": [{"role": "user", "content": "x" * 5000}]},
+            {"custom_id": "j", "messages": [{"role": "narrator", "content": "x"}]},
         ]
     )
     summary_file = folder.path / "summary.json"
@@ -424,17 +427,23 @@ def test_a_bad_line_becomes_an_error_row_and_the_rest_goes_on(folder: Folder) ->
         7: "invalid_value",
         8: "invalid_value",
         9: "invalid_value",
+        12: "prompt_too_long",
+        13: "prompt_too_long",
+        14: "invalid_value",
     }
     assert failed[2]["custom_id"] is None
     assert failed[3]["custom_id"] == "a"
     assert all(row["response"] is None for row in failed.values())
     assert "frobnicate" in failed[4]["error"]["message"]
     assert "500 tokens" in failed[5]["error"]["message"]
+    for line in (12, 13):  # found without encoding: no token has more than 7 bytes
+        assert "prompt's at least 7" in failed[line]["error"]["message"]
+    assert "messages[0].role" in failed[14]["error"]["message"]
     assert sorted(row["custom_id"] for row in rows if row["error"] is None) == ["a", "z"]
     summary = folder.summary()
-    assert (summary["rows"], summary["answered"], summary["failed"]) == (10, 2, 8)
+    assert (summary["rows"], summary["answered"], summary["failed"]) == (13, 2, 11)
     assert summary["complete"] is True
-    assert summary["errors"]["invalid_value"] == 4
+    assert summary["errors"]["invalid_value"] == 5
 
 
 def test_a_line_that_is_not_utf8_is_an_error_row_with_its_line(folder: Folder) -> None:

@@ -341,10 +341,11 @@ def test_tokenize_takes_what_clients_of_vllm_send(server: Running) -> None:
     body = {"prompt": "ab", "add_special_tokens": False, "return_token_strs": True}
     found = server.post("/tokenize", body).json()
     assert (found["count"], found["token_strs"]) == (2, ["a", "b"])
-    body = {"messages": CHAT, "add_special_tokens": True, "truncate_prompt_tokens": 3}
+    body = {"messages": CHAT, "add_special_tokens": False, "truncate_prompt_tokens": 3}
     assert server.post("/tokenize", body).json()["tokens"] == a_tokenizer().encode(RENDERED)[-3:]
-    refused = server.post("/tokenize", {"prompt": "a", "add_special_tokens": 5})
-    assert refused.json()["error"]["param"] == "add_special_tokens"
+    for wrong in ({"prompt": "a", "add_special_tokens": 5}, body | {"add_special_tokens": True}):
+        refused = server.post("/tokenize", wrong)
+        assert refused.json()["error"]["param"] == "add_special_tokens"
 
 
 def test_special_tokens_around_a_prompt_may_be_left_out() -> None:

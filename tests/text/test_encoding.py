@@ -3,7 +3,7 @@
 import pytest
 
 from mainstem.core.errors import InvalidRequest
-from mainstem.text.encoding import App, Chat, Message, prompt_text
+from mainstem.text.encoding import App, Chat, Message, begin_prompt
 from tests.batch.fake_batch import TEMPLATE, a_tokenizer
 
 TRIMMING = TEMPLATE.replace("m['content']", "m['content'] | trim")
@@ -13,7 +13,7 @@ GO: Message = {"role": "user", "content": "go"}
 def rendered(content: object, template: str = TEMPLATE, app: App | None = None) -> str | None:
     messages: list[Message] = [GO, {"role": "assistant", "content": content}]
     chat = Chat(messages, add_generation_prompt=False, continue_final_message=True)
-    return prompt_text(a_tokenizer(template), chat, app)
+    return begin_prompt(a_tokenizer(template), chat, app).text
 
 
 def test_a_message_that_is_continued_ends_the_text() -> None:

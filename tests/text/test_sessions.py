@@ -13,12 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s
+from mainstem.text.encoding import begin_prompt
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import (
     MAX_SESSION_TOKENS,
     SessionLimits,
     Sessions,
-    continued_ids,
+    said_before,
     spoken_text,
     tokenizer_identity,
 )
@@ -186,10 +187,10 @@ def test_a_turn_extends_the_ids_and_not_the_text() -> None:
     strange = np.array([*prompt[:-1], 0, *answer], np.int32)  # ids no encoder would give
     sessions.keep("me", "s", strange, text)
     session = sessions.find("me", "s")
-    more = continued_ids(session, text + " Go on", tokenizer)
-    assert more == [*strange.tolist(), *tokenizer.encode(" Go on")]
-    assert continued_ids(session, "Hello!", tokenizer) is None
-    assert continued_ids(None, text, tokenizer) is None
+    more = begin_prompt(tokenizer, text + " Go on", None, session)
+    assert more.pending.finish() == [*strange.tolist(), *tokenizer.encode(" Go on")]
+    assert said_before(session, "Hello!", tokenizer) is None
+    assert said_before(None, text, tokenizer) is None
 
 
 def test_identity_follows_the_vocabulary() -> None:

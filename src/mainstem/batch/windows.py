@@ -22,7 +22,7 @@ from mainstem.batch.marks import Marker
 from mainstem.batch.rows import Row, custom_id_of, parse_json, parse_row
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.plan import Prompts
-from mainstem.text.encoding import App, Prompt, encode_prompt
+from mainstem.text.encoding import App, Prompt, PromptTooLong, begin_prompt
 from mainstem.text.tokenizer import Tokenizer
 from mainstem.wire.calls import Call, CallParser
 from mainstem.wire.errors import WireError, from_invalid
@@ -218,14 +218,18 @@ class WindowReader:
             try:
                 app = self._rows.find_app(row.call)
                 if app is None and isinstance(prompt, str):
+                    self._check_size(prompt)
                     texts[place] = prompt
                 elif app is None and isinstance(prompt, array):
                     found[place] = prompt
                 else:
-                    ids = encode_prompt(self._rows.load_tokenizer(), prompt, app)
-                    found[place] = array("i", ids)
+                    tokenizer, most = self._rows.load_tokenizer(), self._rows.max_model_len
+                    begun = begin_prompt(tokenizer, prompt, app, max_tokens=most - 1)
+                    found[place] = array("i", begun.pending.finish())
             except WireError as error:
                 found[place] = error
+            except PromptTooLong as error:
+                found[place] = self._too_long(f"at least {error.least_tokens}")
             except InvalidRequest as error:
                 found[place] = from_invalid(error)
         for place, read in zip(texts, self._encode_texts(list(texts.values())), strict=True):
@@ -248,8 +252,18 @@ class WindowReader:
             raise ids
         if not ids:
             raise WireError("invalid_value", "prompt: must hold at least one token", "prompt")
-        window = self._rows.max_model_len
-        if len(ids) >= window:
-            reason = f"the prompt's {len(ids)} tokens leave no room for an answer in the context of"
-            raise WireError("prompt_too_long", f"{reason} {window}", "prompt")
+        if len(ids) >= self._rows.max_model_len:
+            raise self._too_long(f"{len(ids)}")
         return ids
+
+    def _check_size(self, text: str) -> None:
+        """Refuse a text that is certainly too long, before it is encoded."""
+        if len(text) >= self._rows.max_model_len:
+            least = self._rows.load_tokenizer().least_tokens(text)
+            if least >= self._rows.max_model_len:
+                raise self._too_long(f"at least {least}")
+
+    def _too_long(self, num_tokens: str) -> WireError:
+        window = self._rows.max_model_len
+        reason = f"the prompt's {num_tokens} tokens leave no room for an answer in the context of"
+        return WireError("prompt_too_long", f"{reason} {window}", "prompt")

@@ -92,7 +92,7 @@ def stream_answer(
     """Stream one answer. Ctrl-C keeps what has come so far; it waits for the running step, since
     an engine that is interrupted within one forgets its cache. A second Ctrl-C does not."""
     engine = llm.text_engine
-    prompt = llm.tokenizer.render_chat(messages)
+    prompt = llm.tokenizer.chat_text(messages)
     ids = llm.encode_turn(SESSION, prompt)
     began_s, first_s = perf_counter(), 0.0
     engine.submit(

@@ -117,6 +117,10 @@ class ModelConfig:
             metavar="FILE.jinja",
         ),
     )
+    allow_special_tokens: bool = field(
+        default=False,
+        metadata=about("special tokens written in messages act, and roles are free; else text"),
+    )
     deterministic: bool = field(
         default=False,
         metadata=about(

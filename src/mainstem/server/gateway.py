@@ -3,10 +3,9 @@
 import asyncio
 import io
 import logging
-from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic, time
@@ -40,7 +39,15 @@ from mainstem.server.served_model import ServedModel
 from mainstem.server.session_saver import SessionSaver
 from mainstem.server.stream import ClientLeft, EventStream, while_connected
 from mainstem.server.turns import Turn
-from mainstem.text.encoding import App, Prompt, encode_prompt, prompt_text
+from mainstem.text.encoding import (
+    App,
+    BegunPrompt,
+    Chat,
+    Prompt,
+    PromptTooLong,
+    begin_prompt,
+    is_short,
+)
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import MAX_SESSION_TOKENS, Sessions
 from mainstem.text.tools import tool_format
@@ -49,7 +56,9 @@ from mainstem.wire.calls import Call, CallParser, Kind
 from mainstem.wire.logprobs import token_text
 from mainstem.wire.replies import Echo, Heading, Reply, event
 
-INLINE_CHARS = 1 << 12  # a longer prompt is encoded on another thread
+# longer than this, the event loop would wait for 1 ms: what is encoded, and what is only looked at
+INLINE_CHARS = 1 << 10
+INLINE_KNOWN_CHARS = 1 << 16
 MAX_WINDOWS = 32  # a conversation may outgrow the context so many times
 CLIENT_LEFT = 499  # nobody hears it; for logs and metrics
 
@@ -107,6 +116,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Be ready when the apps are filled; the engine has been connected."""
+        await asyncio.to_thread(self.worker.tokenizer.prepare)
         await self.filler.fill_all()
         if self.batches is not None:
             self.batches.runner.start()
@@ -179,7 +189,8 @@ class Gateway:
         with ExitStack() as held:
             held.enter_context(self.gate.enter(tenant, call.num_answers))
             turn = self._turn(call, tenant)
-            prompt_ids = await self._encode(prompts, app, turn)
+            salt = tenant.page_salt(call.cache_salt)
+            prompt_ids = await self._encode(call, prompts, app, turn, salt)
             prompt_ids = self._kept(call, prompt_ids, app)
             self._check_lengths(call, prompt_ids)
             requests = self._requests(call, heading.reply_id, prompt_ids, tenant, app, turn)
@@ -212,18 +223,33 @@ class Gateway:
         return Turn(self.sessions, tenant, call.session_id, self.worker.tokenizer)
 
     async def _encode(
-        self, prompts: Sequence[Prompt], app: App | None, turn: Turn | None
+        self,
+        call: Call,
+        prompts: Sequence[Prompt],
+        app: App | None,
+        turn: Turn | None,
+        salt: bytes,
     ) -> list[list[int]]:
-        tokenizer = self.worker.tokenizer
+        """Ids of the prompts; what takes long is done on another thread."""
+        tokenizer, session = self.worker.tokenizer, None if turn is None else turn.session
+        most = self._most_tokens(call)
 
-        def encode() -> list[list[int]]:
+        def begin() -> list[BegunPrompt]:
+            return [begin_prompt(tokenizer, each, app, session, salt, most) for each in prompts]
+
+        def finish() -> list[list[int]]:
+            ids = [each.pending.finish() for each in begun]
             if turn is not None:
-                return [turn.encode(prompts[0], app)]
-            return [encode_prompt(tokenizer, prompt, app) for prompt in prompts]
+                turn.begin(begun[0], ids[0])
+            return ids
 
-        sizes = [len(prompt) if isinstance(prompt, str) else INLINE_CHARS for prompt in prompts]
         try:
-            return encode() if sum(sizes) < INLINE_CHARS else await asyncio.to_thread(encode)
+            is_quick = is_short(prompts, INLINE_KNOWN_CHARS)
+            begun = begin() if is_quick else await asyncio.to_thread(begin)
+            is_quick &= sum(each.pending.num_new_chars for each in begun) < INLINE_CHARS
+            return finish() if is_quick else await asyncio.to_thread(finish)
+        except PromptTooLong as error:
+            raise self._too_long(call, f"at least {error.least_tokens}") from None
         except InvalidRequest as error:
             raise from_invalid(error) from None
 
@@ -234,20 +260,26 @@ class Gateway:
             raise ApiError(400, message, "truncate_prompt_tokens", "invalid_value")
         return [call.kept_prompt(ids, self.worker.max_model_len) for ids in prompts]
 
-    def _check_lengths(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuse what leaves no room for an answer, and what is far too long to be truncated:
-        everybody would wait for the engine to look at it."""
+    def _most_tokens(self, call: Call) -> int:
+        """More leave no room for an answer, or are far too long to be truncated: everybody would
+        wait for the engine to look at them."""
         window = self.worker.max_model_len
         most = window - 1
-        if call.overflow is not Overflow.ERROR:
+        if call.overflow is not Overflow.ERROR or call.kept_prompt_tokens is not None:
             most = max(most, min(MAX_WINDOWS * window, MAX_SESSION_TOKENS))
+        return most
+
+    def _check_lengths(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, prompts))
-        if longest > most:
-            message = (
-                f"the prompt has {longest} tokens; with room for an answer in the context of "
-                f"{window}, it may have {most}"
-            )
-            raise ApiError(400, message, call.kind.prompt_field, "context_length_exceeded")
+        if longest > self._most_tokens(call):
+            raise self._too_long(call, f"{longest}")
+
+    def _too_long(self, call: Call, num_tokens: str) -> ApiError:
+        message = (
+            f"the prompt has {num_tokens} tokens; with room for an answer in the context of "
+            f"{self.worker.max_model_len}, it may have {self._most_tokens(call)}"
+        )
+        return ApiError(400, message, call.kind.prompt_field, "context_length_exceeded")
 
     def _echoes(
         self, call: Call, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]]
@@ -317,20 +349,24 @@ class Gateway:
 
     # --- tokens ---------------------------------------------------------------------------------
 
-    async def tokenize(self, body: Json) -> Json:
+    async def tokenize(self, body: Json, tenant: Tenant) -> Json:
         """Ids of a text (`prompt`) or of a conversation (`messages`)."""
         kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
         options, fields = tokenize_options(body)
         call, prompts = self._parser.parse(fields, kind)
         _, app = self.apps.resolve(call, self.model.names)
-        tokenizer, prompt = self.worker.tokenizer, prompts[0]
-        all_ids = await self._encode(prompts[:1], app, None)
-        has_special = isinstance(prompt, str)  # the tokens that tokenizer.json puts around a prompt
-        wants_special = options.add_special_tokens
-        if wants_special not in (None, has_special) and not isinstance(prompt, array):
-            encode = tokenizer.encode if wants_special else tokenizer.encode_plain
-            text = prompt_text(tokenizer, prompt, app) or ""
-            all_ids = [await asyncio.to_thread(encode, text)]
+        tokenizer = self.worker.tokenizer
+        prompt, wants_special = prompts[0], options.add_special_tokens
+        if wants_special and isinstance(prompt, Chat):
+            message = "add_special_tokens: a chat has those that its template writes"
+            raise ApiError(400, message, "add_special_tokens", "invalid_value")
+        call = replace(call, overflow=Overflow.RECOMPUTE)  # as long as any prompt may be
+        salt = tenant.page_salt(call.cache_salt)
+        all_ids = await self._encode(call, prompts[:1], app, None, salt)
+        if wants_special is False and isinstance(prompt, str):
+            text = app.prompt + prompt if app else prompt
+            all_ids = [await asyncio.to_thread(tokenizer.encode_plain, text)]
+        self._check_lengths(call, all_ids)
         [ids] = self._kept(call, all_ids, app)
         found = {"tokens": ids, "count": len(ids), "max_model_len": self.worker.max_model_len}
         if options.return_token_strs:

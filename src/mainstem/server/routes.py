@@ -122,7 +122,8 @@ class Routes:
     async def tokenize(self, request: Request) -> Response:
         gateway = self._gateway
         gateway.gate.allow(request.state.tenant)
-        return JSONResponse(await gateway.tokenize(await read_json(request, gateway.limits)))
+        body = await read_json(request, gateway.limits)
+        return JSONResponse(await gateway.tokenize(body, request.state.tenant))
 
     async def detokenize(self, request: Request) -> Response:
         gateway = self._gateway

@@ -5,7 +5,7 @@ data only.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import datetime
 
 import jinja2
@@ -20,6 +20,8 @@ from mainstem.core.errors import InvalidRequest, ModelNotFound
 Message = Mapping[str, object]
 Json = Mapping[str, object]
 
+# what templates know; a role is part of a template's own text, so it is never a user's choice
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_RENDERED_CHARS = 1 << 25  # what a chat may become; far above any context window
 
 
@@ -88,7 +90,7 @@ class ChatTemplate:
             **self._special_tokens,
             "documents": None,
             **template_args,
-            "messages": _checked_messages(messages),
+            "messages": list(messages),
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
         }
@@ -118,12 +120,30 @@ _TEMPLATE_FAULTS = (
 )
 
 
-def _checked_messages(messages: object) -> list[dict[str, object]]:
+def checked_messages(messages: object, roles: Container[str] | None) -> list[dict[str, object]]:
+    """Messages of the right shape, with roles that are among `roles` (None: any); else
+    InvalidRequest. An answer without content has an empty one, as in OpenAI's API."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequest("messages", "must be a list with at least one message")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidRequest("messages", f"message {index} must be an object")
-        if not isinstance(message.get("role"), str):
-            raise InvalidRequest("messages", f"message {index} needs a role, a string")
-    return [dict(message) for message in messages]
+    return [_checked_message(message, index, roles) for index, message in enumerate(messages)]
+
+
+def _checked_message(
+    message: object, index: int, roles: Container[str] | None
+) -> dict[str, object]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest("messages", f"message {index} must be an object")
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise InvalidRequest("messages", f"message {index} needs a role, a string")
+    if roles is not None and role not in roles:
+        reason = f"must be one of {', '.join(ROLES)}, got {role!r:.80}"
+        raise InvalidRequest(f"messages[{index}].role", reason)
+    if message.get("content") is not None:
+        return dict(message)
+    if role != "assistant":
+        raise InvalidRequest(f"messages[{index}].content", "must be a text, got null")
+    calls = {"tool_calls", "function_call"}
+    if any(message.get(name) for name in calls):
+        return dict(message)  # templates look whether there is one
+    return {**message, "content": ""}

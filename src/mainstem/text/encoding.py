@@ -4,6 +4,7 @@
 """
 
 import re
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +12,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.text.control_tokens import without_marks
+from mainstem.text.parts import Pending
+from mainstem.text.sessions import Session, said_before
 from mainstem.text.tokenizer import Tokenizer
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 PROBES = ("a", "The")  # user messages that begin differently
+NODE_CHARS = 64  # a field takes as long as a text of so many
 
 Json = Mapping[str, object]
 Message = dict[str, object]
@@ -72,32 +77,109 @@ class App:
         return [system | {"content": f"{self.prompt}\n\n{own}"}, *messages[1:]]
 
 
+class PromptTooLong(InvalidRequest):
+    """A prompt that has more tokens than allowed, found without encoding it."""
+
+    def __init__(self, field: str, least_tokens: int, max_tokens: int) -> None:
+        super().__init__(field, f"at least {least_tokens} tokens, more than {max_tokens}")
+        self.least_tokens = least_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BegunPrompt:
+    """A prompt that is a text now, and whose ids are looked up as far as they are known."""
+
+    text: str | None  # a chat's with marks (text/control_tokens.py); None: given as ids
+    is_chat: bool
+    pending: Pending
+
+
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, app: App | None) -> list[int]:
     """Token ids of a prompt, after the app's system prompt if there is one.
 
     Raises InvalidRequest when the chat template refuses it.
     """
-    if isinstance(prompt, array):
-        return [*(tokenizer.encode(app.prompt) if app else ()), *prompt]
-    text = prompt_text(tokenizer, prompt, app)
-    assert text is not None
-    return tokenizer.encode_plain(text) if isinstance(prompt, Chat) else tokenizer.encode(text)
+    return begin_prompt(tokenizer, prompt, app).pending.finish()
 
 
-def prompt_text(tokenizer: Tokenizer, prompt: Prompt, app: App | None) -> str | None:
-    """A prompt as the model reads it; None where it is token ids. Raises as `encode_prompt`."""
-    if isinstance(prompt, Chat):
-        messages = prompt.messages if app is None else app.messages(prompt.messages)
-        text = tokenizer.render_chat(
-            _marked(messages) if prompt.continue_final_message else messages,
-            prompt.tools,
-            add_generation_prompt=prompt.add_generation_prompt,
-            template_args=prompt.template_args,
-        )
-        return _up_to_mark(text) if prompt.continue_final_message else text
+def begin_prompt(
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    app: App | None,
+    session: Session | None = None,
+    salt: bytes = b"",
+    max_tokens: int = sys.maxsize,
+) -> BegunPrompt:
+    """The first step of `encode_prompt`: everything but encoding what is new.
+
+    Ids of a session are used where the prompt goes on from it, those of texts seen before where
+    they came with the same `salt`. Raises PromptTooLong when there are more than `max_tokens` for
+    certain.
+    """
     if isinstance(prompt, array):
-        return None
-    return app.prompt + prompt if app else prompt
+        if app is None:
+            # what a session then does with many ids takes a while, too
+            return BegunPrompt(None, False, Pending(len(prompt) // 8, lambda: list(prompt)))
+        after = Pending(len(app.prompt), lambda: [*tokenizer.encode(app.prompt), *prompt])
+        return BegunPrompt(None, False, after)
+    is_chat = isinstance(prompt, Chat)
+    text = _text(tokenizer, prompt, app)
+    if len(text) > max_tokens:
+        least = tokenizer.least_tokens(without_marks(text) if is_chat else text)
+        if least > max_tokens:
+            raise PromptTooLong("messages" if is_chat else "prompt", least, max_tokens)
+    before = said_before(session, text, tokenizer)
+    if before is not None:
+        assert session is not None
+        rest = _look_up(tokenizer, text[len(session.text) :], is_chat, salt)
+        return BegunPrompt(text, is_chat, rest.after(before.tolist()))
+    if is_chat:
+        return BegunPrompt(text, True, tokenizer.look_up_chat_text(text, salt))
+    return BegunPrompt(text, False, Pending(len(text), lambda: tokenizer.encode(text)))
+
+
+def _look_up(tokenizer: Tokenizer, text: str, is_chat: bool, salt: bytes) -> Pending:
+    if is_chat:
+        return tokenizer.look_up_chat_text(text, salt)
+    return Pending(len(text), lambda: tokenizer.encode_plain(text))
+
+
+def _text(tokenizer: Tokenizer, prompt: "str | Chat", app: App | None) -> str:
+    """A prompt as the model reads it, a chat with marks."""
+    if isinstance(prompt, str):
+        return app.prompt + prompt if app else prompt
+    messages = prompt.messages if app is None else app.messages(prompt.messages)
+    text = tokenizer.chat_text(
+        _marked(messages) if prompt.continue_final_message else messages,
+        prompt.tools,
+        add_generation_prompt=prompt.add_generation_prompt,
+        template_args=prompt.template_args,
+    )
+    return _up_to_mark(text) if prompt.continue_final_message else text
+
+
+def is_short(prompts: Sequence[Prompt], max_chars: int) -> bool:
+    """Whether prompts have at most about so many characters, or token ids, together."""
+    room = max_chars
+    for prompt in prompts:
+        if isinstance(prompt, Chat):
+            room = _room_left([prompt.messages, prompt.tools, prompt.template_args], room)
+        else:
+            room -= len(prompt)
+    return room >= 0
+
+
+def _room_left(value: object, room: int) -> int:
+    """`room` less the characters of a JSON value; stops where there is none."""
+    if isinstance(value, str):
+        return room - len(value)
+    if not isinstance(value, Mapping | list | tuple):
+        return room
+    for item in value.values() if isinstance(value, Mapping) else value:
+        room = _room_left(item, room - NODE_CHARS)
+        if room < 0:
+            break
+    return room
 
 
 # after the content of a message that is to be continued; templates that trim white space take the

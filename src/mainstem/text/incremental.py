@@ -18,7 +18,7 @@ class TokenAlphabet:
         steps = _decoder_steps(backend)
         self.is_byte_level = steps == ["ByteLevel"]
         self._has_byte_tokens = "ByteFallback" in steps
-        self._byte_of = _byte_level_characters() if self.is_byte_level else {}
+        self._byte_of = byte_level_characters() if self.is_byte_level else {}
 
     def is_byte(self, token_id: int) -> bool:
         """Whether the token is one raw byte that only makes sense with its neighbours."""
@@ -53,7 +53,7 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
     return [str(step["type"]) for step in inner]
 
 
-def _byte_level_characters() -> dict[str, int]:
+def byte_level_characters() -> dict[str, int]:
     """GPT-2's table: printable bytes stand for themselves, the rest are moved up to 256 and on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

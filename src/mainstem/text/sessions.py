@@ -7,7 +7,7 @@ remembers the ids and the text they stand for: a turn that begins with this text
 Ids only; the pages are the store's business, and without them a turn is computed like any other.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from time import time
@@ -143,15 +143,28 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
     return sha256(tokenizer.to_json().encode()).hexdigest()
 
 
-def continued_ids(session: Session | None, text: str, tokenizer: Tokenizer) -> list[int] | None:
-    """The ids of `text` as an extension of a session; None where it is not one."""
+def said_before(session: Session | None, text: str, tokenizer: Tokenizer) -> Int32s | None:
+    """The ids of a session that `text` goes on from, after `session.text`; None: it does not."""
     if session is None or not tokenizer.can_continue or not text.startswith(session.text):
         return None
-    return [*session.token_ids.tolist(), *tokenizer.encode_plain(text[len(session.text) :])]
+    return session.token_ids
 
 
-def spoken_text(prompt_text: str, output_ids: list[int], tokenizer: Tokenizer) -> str:
+def spoken_text(prompt_text: str, output_ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """The text of a turn: its prompt and all that the model said, special tokens written out."""
     decoder = tokenizer.incremental_decoder(())
     pieces = [decoder.push(token_id) for token_id in output_ids]
     return "".join([prompt_text, *pieces, decoder.finish()])
+
+
+def spoken_chat(prompt_text: str, output_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The same of a chat: where the model spelled out a special token, it is marked as it will be
+    when the client sends the answer back."""
+    ends = [place for place, token in enumerate(output_ids) if tokenizer.is_control(token)]
+    said = [prompt_text]
+    start = 0
+    for end in [*ends, len(output_ids)]:
+        said.append(tokenizer.mark(spoken_text("", output_ids[start:end], tokenizer)))
+        said.append(spoken_text("", output_ids[end : end + 1], tokenizer))
+        start = end + 1
+    return "".join(said)

@@ -1,17 +1,29 @@
 """Text <-> token ids, as the model's folder says.
 
-messages --chat_template--> text --encode--> ids ... ids --text_stream--> text
+messages --chat_template--> text --parts--> ids ... ids --text_stream--> text
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
 from mainstem.core.errors import InvalidRequest, ModelNotFound
-from mainstem.text.chat_template import ChatTemplate, Json, Message
+from mainstem.text.chat_template import ROLES, ChatTemplate, Json, Message, checked_messages
+from mainstem.text.control_tokens import (
+    ESCAPED_MARK,
+    MARK,
+    ControlTokens,
+    control_texts,
+    has_text,
+    map_texts,
+    without_marks,
+)
 from mainstem.text.incremental import ByteDecoder, IncrementalDecoder, TokenAlphabet, WindowDecoder
+from mainstem.text.parts import PartEncoder, Pending, encode_whole
+from mainstem.text.token_bound import TokenBound
 
 GENERATION_FILE = "generation_config.json"
 # in it; the others are set by who asks, or are Hugging Face's own
@@ -20,7 +32,7 @@ SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class Tokenizer:
-    """The tokenizer and chat template of one model folder; immutable, safe between threads.
+    """The tokenizer and chat template of one model folder; safe between threads.
 
     Ids and texts equal those of Hugging Face's tokenizer for the same folder, except that decoding
     never "cleans up" spaces (which cannot be done in a stream).
@@ -33,9 +45,11 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         templates: Mapping[str, str] | None = None,
         sampling_defaults: Json | None = None,
+        allow_special_tokens: bool = False,
     ) -> None:
         """`special_tokens`: role ("bos_token") -> text; `templates`: name -> chat template;
-        `sampling_defaults`: how the model's makers advise to draw tokens, unchecked."""
+        `sampling_defaults`: how the model's makers advise to draw tokens, unchecked.
+        `allow_special_tokens`: those written in messages act, and roles are free."""
         self._backend = backend
         self._templates = {
             name: ChatTemplate(source, special_tokens or {})
@@ -51,9 +65,18 @@ class Tokenizer:
         )
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._alphabet = TokenAlphabet(backend)
+        ends = [backend.id_to_token(token_id) or "" for token_id in eos_ids]
+        self._control = ControlTokens(
+            control_texts(backend, [*self.special_tokens.values(), *ends])
+        )
+        self._control_ids = frozenset(map(backend.token_to_id, self._control.texts))
+        self._allows_special = allow_special_tokens
+        self._parts = PartEncoder(backend, self._control.texts)
 
     @classmethod
-    def load(cls, folder: Path, template: str | None = None) -> "Tokenizer":
+    def load(
+        cls, folder: Path, template: str | None = None, allow_special_tokens: bool = False
+    ) -> "Tokenizer":
         """Read a model folder; chats go through the file `template` if one is named.
 
         Raises ModelNotFound when there is no usable tokenizer.json, or a template is none.
@@ -75,11 +98,19 @@ class Tokenizer:
             special,
             _templates(folder, settings) if template is None else _own_template(Path(template)),
             _advice(folder),
+            allow_special_tokens,
         )
+
+    def prepare(self) -> None:
+        """Do now what the first prompts that need it would wait for."""
+        self._parts.prepare()
+        _ = self._bound, self.can_continue
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
+
+    # --- encoding -------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the begin and end tokens that tokenizer.json puts around one.
@@ -87,18 +118,28 @@ class Tokenizer:
         add_bos_token in tokenizer_config.json has no say, as in Hugging Face's loader.
         """
         check_unicode("prompt", text)
-        return self._backend.encode(text).ids
+        return encode_whole(self._backend, text, add_special_tokens=True)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of the text alone; special tokens written out in it still become their ids."""
         check_unicode("prompt", text)
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return encode_whole(self._backend, text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many prompts, on all cores."""
         for text in texts:
             check_unicode("prompt", text)
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts))]
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least; quick, whatever its length."""
+        return 0 if self._bound is None else self._bound.least_tokens(text)
+
+    @cached_property
+    def _bound(self) -> TokenBound | None:
+        return TokenBound.of(self._backend)
+
+    # --- conversations --------------------------------------------------------------------------
 
     def encode_chat(
         self,
@@ -107,10 +148,19 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_args: Json | None = None,
     ) -> list[int]:
-        """Ids of a conversation; see `render_chat`."""
-        text = self.render_chat(messages, tools, add_generation_prompt, template_args)
+        """Ids of a conversation; see `render_chat`. Special tokens that the messages spell out are
+        text."""
+        text = self.chat_text(messages, tools, add_generation_prompt, template_args)
+        return self.encode_chat_text(text)
+
+    def encode_chat_text(self, text: str) -> list[int]:
+        """Ids of what `chat_text` gave."""
+        return self.look_up_chat_text(text).finish()
+
+    def look_up_chat_text(self, text: str, salt: bytes = b"") -> Pending:
+        """The same in two steps: what was encoded before with this salt is known at once."""
         check_unicode("messages", text)
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self._parts.look_up(text, salt)
 
     def render_chat(
         self,
@@ -124,11 +174,54 @@ class Tokenizer:
         `template_args` are further variables of the template (Qwen3: enable_thinking). Raises
         InvalidRequest("messages") when the template refuses them or there is no template.
         """
+        return without_marks(self.chat_text(messages, tools, add_generation_prompt, template_args))
+
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Json] | None = None,
+        add_generation_prompt: bool = True,
+        template_args: Json | None = None,
+    ) -> str:
+        """`render_chat` with marks in the special tokens that are text (text/control_tokens.py)."""
         if not self._templates:
             reason = "this model has no chat template; send a prompt, or name a --chat-template"
             raise InvalidRequest("messages", reason)
+        checked = checked_messages(messages, None if self._allows_special else ROLES)
+        given: tuple[Sequence[Message], Sequence[Json] | None, Json]
+        given = (checked, tools, template_args or {})
+        if not self._allows_special:
+            given = self._as_text(*given)
         template = self._template("tool_use" if tools else "default")
-        return template.render(messages, tools, add_generation_prompt, template_args or {})
+        text = template.render(given[0], given[1], add_generation_prompt, given[2])
+        if ESCAPED_MARK in text and not has_text(given, ESCAPED_MARK):
+            text = text.replace(ESCAPED_MARK, MARK)  # the template printed a list, or ASCII
+        return text
+
+    def _as_text(
+        self, messages: Sequence[Message], tools: Sequence[Json] | None, template_args: Json
+    ) -> tuple[Sequence[Message], Sequence[Json] | None, Json]:
+        """What a request says, so that nothing of it acts as a special token."""
+        change = self._control.mark if self._parts.can_split else self._control.refuse
+        try:
+            changed = [
+                {**_object(map_texts(message, change)), "role": message["role"]}
+                for message in messages
+            ]
+            offered = (
+                None if tools is None else [_object(map_texts(tool, change)) for tool in tools]
+            )
+            return changed, offered, _object(map_texts(template_args, change))
+        except RecursionError:
+            raise InvalidRequest("messages", "are nested too deeply") from None
+
+    def mark(self, text: str) -> str:
+        """A text that a message may have, as it is within `chat_text`."""
+        return text if self._allows_special else self._control.mark(text)
+
+    def is_control(self, token_id: int) -> bool:
+        """Whether a token acts, other than as text."""
+        return token_id in self._control_ids
 
     @property
     def chat_template(self) -> str | None:
@@ -160,7 +253,7 @@ class Tokenizer:
             return ByteDecoder(self._alphabet.token_bytes)
         return WindowDecoder(self.decode_all, self._alphabet.is_byte, context)
 
-    @property
+    @cached_property
     def can_continue(self) -> bool:
         """Whether the ids of a text and of what follows it may be encoded one after the other."""
         return self._alphabet.is_byte_level and self.decode_all(self.encode_plain("x")) == "x"
@@ -172,6 +265,11 @@ class Tokenizer:
     def decode_all(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
+
+
+def _object(value: object) -> Json:
+    assert isinstance(value, dict)
+    return value
 
 
 def check_unicode(field: str, text: str) -> None:

@@ -58,8 +58,8 @@ class Message(Struct, frozen=True):
     role: Annotated[
         str,
         Meta(
-            description="what the model's chat template knows",
-            examples=["system", "developer", "user", "assistant", "tool"],
+            description="one of these, unless the server runs with --allow-special-tokens",
+            examples=["system", "developer", "user", "assistant", "tool", "function"],
         ),
     ]
     content: str | list[TextPart] | TextPart | None = None

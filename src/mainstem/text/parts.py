@@ -1,0 +1,215 @@
+"""Texts -> ids part by part: split at added tokens, each part between them looked up or encoded.
+
+A tokenizer cuts a text at its added tokens before anything else, and what is between two of them
+does not depend on the rest. So the ids of a system prompt, or of an earlier turn, are those of the
+last request that had it. Where that does not hold, `PartEncoder` says so and texts stay whole.
+"""
+
+import json
+import re
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import tokenizers
+
+from mainstem.text.control_tokens import MARK, AnyOf, without_marks
+from mainstem.text.part_cache import PartCache
+
+# what Rust's \s matches
+_SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_SPACES = re.compile(f"[{_SPACE}]*")
+_A_SPACE = re.compile(f"[{_SPACE}]")
+
+Backend = tokenizers.Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Ids on their way: what is known was looked up, `finish` encodes the rest."""
+
+    num_new_chars: int  # that have to be encoded
+    finish: Callable[[], list[int]]
+
+    def after(self, ids: Sequence[int]) -> "Pending":
+        """The same with other ids in front."""
+        return Pending(self.num_new_chars, lambda: [*ids, *self.finish()])
+
+
+class PartEncoder:
+    """Encodes marked texts (text/control_tokens.py): what is marked is text, whatever it says."""
+
+    def __init__(self, backend: Backend, control: frozenset[str]) -> None:
+        self._backend = backend
+        self._control = control
+        self._added = {
+            token.content: (token_id, token.lstrip, token.rstrip)
+            for token_id, token in backend.get_added_tokens_decoder().items()
+        }
+        self._patterns = _patterns(backend, control)
+        self.can_split = self._patterns is not None and all(len(text) > 1 for text in control)
+        self._cache = PartCache()
+
+    def look_up(self, text: str, salt: bytes) -> Pending:
+        """The ids of a text; those of parts that were encoded with this salt are known."""
+        if not self.can_split:
+            return Pending(len(text), lambda: encode_whole(self._backend, without_marks(text)))
+        known: list[array[int] | None] = []
+        missing: list[tuple[int, bool, str]] = []  # place in `known`, begins the text, part
+        for part, token_id, is_first in self._split(text):
+            if token_id is not None:
+                known.append(array("i", (token_id,)))
+                continue
+            ids = self._cache.find((salt, is_first, part))
+            if ids is None:
+                missing.append((len(known), is_first, part))
+            known.append(ids)
+
+        def finish() -> list[int]:
+            for (place, is_first, part), ids in zip(missing, self._encode(missing), strict=True):
+                self._cache.add((salt, is_first, part), ids)
+                known[place] = ids
+            whole: list[int] = []
+            for found in known:
+                assert found is not None
+                whole.extend(found)
+            return whole
+
+        return Pending(sum(len(part) for _, _, part in missing), finish)
+
+    def prepare(self) -> None:
+        """Do now what the first request would wait for."""
+        if self.can_split:
+            _ = self._plain_later, self._plain_first
+
+    def check(self) -> None:
+        self._cache.check()
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def _split(self, text: str) -> Iterator[tuple[str, int | None, bool]]:
+        """Parts and added tokens in order: text, the token's id, whether the text begins there."""
+        assert self._patterns is not None
+        first, second = self._patterns
+        for start, end, token_id in self._cut(text, 0, len(text), first):
+            if token_id is not None:
+                yield text[start:end], token_id, False
+                continue
+            for inner, stop, inner_id in self._cut(text, start, end, second):
+                yield text[inner:stop], inner_id, inner == 0
+
+    def _cut(
+        self, text: str, start: int, end: int, pattern: AnyOf
+    ) -> Iterator[tuple[int, int, int | None]]:
+        """Pieces of text[start:end] as (start, end, token id); as the tokenizers library does."""
+        for match in pattern.matches(text, start, end):
+            token_id, strips_left, strips_right = self._added[match[0]]
+            begin, stop = match.span()
+            while strips_left and begin > start and _A_SPACE.match(text, begin - 1):
+                begin -= 1
+            if strips_right:
+                spaces = _SPACES.match(text, stop, end)
+                assert spaces is not None
+                stop = spaces.end()
+            if begin > start:
+                yield start, begin, None
+            yield begin, stop, token_id
+            start = stop
+        if end > start:
+            yield start, end, None
+
+    def _encode(self, missing: Sequence[tuple[int, bool, str]]) -> list["array[int]"]:
+        """Ids of each part. The interpreter lock is free meanwhile."""
+        by_backend: dict[int, tuple[Backend, list[int]]] = {}
+        for place, (_, is_first, part) in enumerate(missing):
+            backend = self._backend_for(is_first, MARK in part)
+            by_backend.setdefault(id(backend), (backend, []))[1].append(place)
+        found: list[array[int]] = [array("i")] * len(missing)
+        for backend, places in by_backend.values():
+            texts = [without_marks(missing[place][2]) for place in places]
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+            for place, encoding in zip(places, encodings, strict=True):
+                found[place] = array("i", encoding.ids)
+        return found
+
+    # --- tokenizers -----------------------------------------------------------------------------
+
+    def _backend_for(self, is_first: bool, is_marked: bool) -> Backend:
+        if is_first or not self._begins_differently:
+            if not is_marked:
+                return self._backend
+            return self._plain_first
+        return self._plain_later
+
+    @cached_property
+    def _begins_differently(self) -> bool:
+        """Whether a text's first part has a space put in front of it, and others have not."""
+        pre_tokenizers = steps(self._backend.pre_tokenizer, "pretokenizers")
+        return any(step.get("prepend_scheme") == "first" for step in pre_tokenizers)
+
+    @cached_property
+    def _plain_first(self) -> Backend:
+        """The tokenizer that reads control tokens as text."""
+        state = json.loads(self._backend.to_str())
+        for token in state["added_tokens"]:
+            token["special"] = token["special"] or token["content"] in self._control
+        return _plain(state)
+
+    @cached_property
+    def _plain_later(self) -> Backend:
+        """The same, for parts that do not begin a text."""
+        if not self._begins_differently:
+            return self._plain_first
+        state = json.loads(self._plain_first.to_str())
+        for step in _flat(state["pre_tokenizer"], "pretokenizers"):
+            if step.get("prepend_scheme") == "first":
+                step["prepend_scheme"] = "never"
+        return _plain(state)
+
+
+def encode_whole(backend: Backend, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Ids of one text. `encode` would hold the interpreter lock all the time: 9 s for 7.5 MB."""
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _plain(state: dict[str, object]) -> Backend:
+    backend = tokenizers.Tokenizer.from_str(json.dumps(state))
+    backend.encode_special_tokens = True
+    return backend
+
+
+def _patterns(backend: Backend, control: frozenset[str]) -> tuple[AnyOf, AnyOf] | None:
+    """What the added tokens are found with, in the text and then in what normalizing left of it;
+    None where parts of a text cannot be encoded alone."""
+    added = list(backend.get_added_tokens_decoder().values())
+    normalized = [token.content for token in added if token.normalized]
+    strips = any(token.lstrip or token.rstrip for token in added)
+    is_random = getattr(backend.model, "dropout", None) not in (None, 0.0)
+    if is_random or any(token.single_word for token in added):
+        return None
+    if strips and any(token.content != token.content.strip() for token in added):
+        return None
+    if steps(backend.normalizer, "normalizers"):
+        if not control.isdisjoint(normalized):
+            return None  # they are found in another text than the one that is split
+        normalized = []  # found by the encoder of the part they are in
+    plain = [token.content for token in added if not token.normalized]
+    return AnyOf(plain), AnyOf(normalized)
+
+
+def steps(component: object, inner: str) -> list[dict[str, object]]:
+    """The steps of a normalizer or pre-tokenizer, a sequence flattened; empty without one."""
+    if component is None:
+        return []
+    state = component.__getstate__()  # the library's own JSON
+    assert isinstance(state, bytes)
+    return _flat(json.loads(state), inner)
+
+
+def _flat(state: dict[str, object], inner: str) -> list[dict[str, object]]:
+    if state.get("type") != "Sequence":
+        return [state]
+    listed = state[inner]
+    assert isinstance(listed, list)
+    return [step for each in listed for step in _flat(each, inner)]

@@ -1,0 +1,78 @@
+"""How few tokens a text can have: what is certainly too long is refused before it is encoded."""
+
+from dataclasses import dataclass
+
+import tokenizers
+
+from mainstem.text.incremental import byte_level_characters
+from mainstem.text.parts import steps
+
+COMPOSED = 4  # canonical composition makes one byte of at most 3 (Hangul: 9 to 3)
+SLICE_CHARS = 1 << 17  # looked at in one go; other threads run in between
+# steps that drop nothing
+_KEEPS = ("ByteLevel", "Digits", "Metaspace", "Split", "UnicodeScripts")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBound:
+    """What one token stands for at most."""
+
+    max_bytes: int
+    dropped: bytes = b""  # the vocabulary lacks these, and they have no token at all
+
+    def least_tokens(self, text: str) -> int:
+        """`text` has this number of tokens, or more."""
+        num_bytes = 0
+        for start in range(0, len(text), SLICE_CHARS):
+            data = text[start : start + SLICE_CHARS].encode("utf-8", "replace")
+            num_bytes += len(data.translate(None, self.dropped))
+        return -(-num_bytes // self.max_bytes)
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> "TokenBound | None":
+        """The bound of a tokenizer; None where a text of any length may have few tokens.
+
+        There is one for byte-level BPE and BPE with byte tokens, unless a step before it can drop
+        characters. Takes a moment, since it looks at the whole vocabulary.
+        """
+        shrinks = _shrinks(backend)
+        added = backend.get_added_tokens_decoder().values()
+        splits = steps(backend.pre_tokenizer, "pretokenizers")
+        if (
+            shrinks is None
+            or not isinstance(backend.model, tokenizers.models.BPE)
+            or any(token.lstrip or token.rstrip for token in added)  # they swallow any white space
+            or any(step["type"] not in _KEEPS for step in splits)
+            or any(step.get("behavior") == "Removed" for step in splits)
+        ):
+            return None
+        vocab = backend.get_vocab(with_added_tokens=False)
+        dropped = b""
+        if any(step["type"] == "ByteLevel" for step in splits):
+            names = byte_level_characters()
+            dropped = bytes(byte for name, byte in names.items() if name not in vocab)
+            longest = max(map(len, vocab), default=1)  # a character is a byte
+        elif backend.model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
+            longest = max(len(token.encode()) for token in vocab)
+        else:
+            return None
+        longest_added = max((len(token.content.encode()) for token in added), default=0)
+        return cls(shrinks * max(longest, longest_added), dropped)
+
+
+def _shrinks(backend: tokenizers.Tokenizer) -> int | None:
+    """By how much normalizing can make a text shorter; None: there is no telling."""
+    shrinks = 1
+    for step in steps(backend.normalizer, "normalizers"):
+        if step["type"] in ("NFC", "NFD"):
+            shrinks = COMPOSED
+        elif step["type"] == "Replace":
+            pattern, content = step["pattern"], step["content"]
+            assert isinstance(pattern, dict)
+            assert isinstance(content, str)
+            replaced = pattern.get("String")
+            if replaced is None or len(replaced.encode()) > len(content.encode()):
+                return None
+        elif step["type"] != "Prepend":
+            return None
+    return shrinks
