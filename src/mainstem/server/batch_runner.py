@@ -33,7 +33,7 @@ from mainstem.server.filling import AppFiller
 from mainstem.server.limits import Gate
 from mainstem.server.served_model import ServedModel
 from mainstem.server.turns import owner_of
-from mainstem.server.worker import EngineFault, RequestFault, Worker, WorkerState
+from mainstem.server.worker import EngineFault, FormFault, RequestFault, Worker, WorkerState
 from mainstem.text.encoding import App
 from mainstem.text.tools import tool_format
 from mainstem.wire.calls import Call, CallParser
@@ -273,7 +273,7 @@ class BatchRunner:
                 RequestId(f"{batch.batch_id}-{row.line}"),
                 ids,
                 seeded(row, 0),
-                grammar=await self._worker.compile(call.sampling),
+                grammar=await self._worker.compile(call.sampling, batch.owner),
                 salt=salt,
                 public_tokens=self._filler.public_tokens(self._find_app(call), ids),
                 priority=PRIORITY + max(-PRIORITY // 2, min(call.priority, PRIORITY)),
@@ -281,6 +281,8 @@ class BatchRunner:
             for attempt in range(MAX_TRIES):
                 try:
                     return await self._answer(request)
+                except FormFault as fault:
+                    raise WireError("form_limit_reached", str(fault), "response_format") from None
                 except RequestFault as fault:
                     raise WireError("engine_failed", str(fault)) from None
                 except EngineFault:

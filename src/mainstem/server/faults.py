@@ -2,8 +2,8 @@
 
 from starlette.responses import JSONResponse
 
-from mainstem.core.errors import InvalidRequest
-from mainstem.server.worker import EngineFault, RequestFault
+from mainstem.core.errors import InvalidRequest, TooManyForms
+from mainstem.server.worker import EngineFault, FormFault, RequestFault
 from mainstem.wire.errors import WireError
 
 MAX_MESSAGE_CHARS = 500  # a message may quote what the client sent
@@ -61,6 +61,8 @@ def _clean(text: str) -> str:
 
 def from_invalid(error: InvalidRequest) -> ApiError:
     """The caller's fault, found by the engine."""
+    if isinstance(error, TooManyForms):
+        return busy(str(error), 5)
     return ApiError(400, str(error), error.field, "invalid_value")
 
 
@@ -77,7 +79,9 @@ def busy(message: str, retry_after_s: int) -> ApiError:
 
 
 def from_fault(fault: EngineFault) -> ApiError:
-    """Not the caller's fault; whether it is worth coming back depends on whose it was."""
+    """What ended an answer; whether it is worth coming back depends on whose fault it was."""
+    if isinstance(fault, FormFault):
+        return ApiError(400, str(fault), "response_format", "form_limit_reached")
     if isinstance(fault, RequestFault):
         return ApiError(500, str(fault), code="step_failed", kind="server_error")
     return unavailable(str(fault))

@@ -35,7 +35,7 @@ from mainstem.server.replies import ReplyWriter, event
 from mainstem.server.served_model import ServedModel
 from mainstem.server.session_saver import SessionSaver
 from mainstem.server.stream import ClientLeft, EventStream, while_connected
-from mainstem.server.turns import Turn
+from mainstem.server.turns import Turn, owner_of
 from mainstem.server.worker import Answering, EngineFault, Ticket, Worker
 from mainstem.text.encoding import App, Prompt, encode_prompt
 from mainstem.text.session_file import SessionFile
@@ -254,7 +254,7 @@ class Gateway:
         outgrows the context; the form of the answers is compiled."""
         num_public = [self.filler.public_tokens(app, ids) for ids in prompts]
         try:
-            grammar = await self.worker.compile(call.sampling)
+            grammar = await self.worker.compile(call.sampling, owner_of(tenant))
             return [
                 EngineRequest(
                     RequestId(f"{reply_id}-{place}"),

@@ -12,7 +12,6 @@ table of open requests by the event loop alone.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from queue import Empty, SimpleQueue
@@ -27,6 +26,7 @@ from mainstem.core.events import SequenceAdmitted, StepFailed
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Request, SamplingParams
 from mainstem.core.snapshot import EngineSnapshot
+from mainstem.text.form_queue import FormQueue
 from mainstem.text.grammar import CompiledForm
 from mainstem.text.text_engine import TextEngine, TextOutput
 
@@ -34,7 +34,6 @@ SNAPSHOT_S = 0.2  # a look at the engine is at most so old while it runs
 IDLE_S = 0.2  # between two steps with nothing to run
 PROBE = RequestId("probe")
 MAX_PROBE_STEPS = 100
-NUM_COMPILERS = 2  # threads for forms, so that hard ones keep nothing else waiting
 
 log = logging.getLogger("mainstem.server")
 T = TypeVar("T")
@@ -46,6 +45,10 @@ class EngineFault(Exception):
 
 class RequestFault(EngineFault):
     """Steps failed over a request whenever it was tried; others are answered."""
+
+
+class FormFault(EngineFault):
+    """An answer cannot go on in the form it must have; the request asks too much of its parser."""
 
 
 Fault = EngineFault | InvalidRequest
@@ -185,8 +188,7 @@ class Worker:
 
     def __init__(self, engine: TextEngine) -> None:
         self.tokenizer = engine.tokenizer  # immutable, safe between threads
-        self._grammars = engine.grammars  # safe between threads
-        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "grammar")
+        self._forms = FormQueue(engine.grammars)  # safe between threads
         self.max_model_len = engine.engine.max_model_len
         self.snapshot: EngineSnapshot = engine.engine.snapshot()
         self.state = WorkerState.RUNNING
@@ -233,14 +235,11 @@ class Worker:
             raise
         return answering
 
-    async def compile(self, sampling: SamplingParams) -> CompiledForm | None:
+    async def compile(self, sampling: SamplingParams, owner: str = "") -> CompiledForm | None:
         """The form that answers must have, if any; raises InvalidRequest."""
-        form = sampling.grammar
-        if form is None:
+        if sampling.grammar is None:
             return None
-        loop, compile_ = asyncio.get_running_loop(), self._grammars.compile
-        found = self._grammars.find(form)
-        return found or await loop.run_in_executor(self._compilers, compile_, form)
+        return await asyncio.wrap_future(self._forms.submit(sampling.grammar, owner))
 
     def abandon(self, answering: Answering) -> None:
         """Nobody listens any more: stop what is not finished."""
@@ -281,7 +280,7 @@ class Worker:
             self.state = WorkerState.STOPPING
         self._commands.put(_Stop())
         await asyncio.to_thread(self._thread.join)
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._forms.close()
 
     def _hear(self, report: _Report) -> None:
         """Hand a report's parts to the requests they belong to."""
@@ -373,10 +372,13 @@ class Worker:
     def _note(self, outputs: list[TextOutput]) -> None:
         for output in outputs:
             if output.fault is not None:
-                fault = RequestFault(f"steps failed over this request: {output.fault}")
+                if output.is_form_fault:
+                    fault: EngineFault = FormFault(f"the answer was given up: {output.fault}")
+                else:
+                    fault = RequestFault(f"steps failed over this request: {output.fault}")
+                    self._must_probe = True
                 self._report.failed.append((output.request_id, fault))
                 self._engine.abort(output.request_id)  # its other answers
-                self._must_probe = True
             else:
                 self._report.outputs.append(output)
             if output.finish_reason is not None:
