@@ -297,7 +297,7 @@ def test_uploads_at_once_do_not_exceed_what_may_be_stored(tmp_path: Path) -> Non
 
 def test_an_upload_that_stands_still_is_given_up(shared: Running) -> None:
     head = (
-        f"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {ALICE}\r\n"
+        f"POST /v1/files HTTP/1.1\r\nhost: [::1]\r\nauthorization: Bearer {ALICE}\r\n"
         "connection: close\r\ncontent-type: multipart/form-data; boundary=b\r\n"
         "content-length: 5000\r\n\r\n--b\r\n"
     )

@@ -1,5 +1,9 @@
 """What a client hears when something is refused: OpenAI's error object and its HTTP status."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from starlette.responses import JSONResponse
 
 from mainstem.core.errors import InvalidRequest, TooManyForms
@@ -7,6 +11,8 @@ from mainstem.server.worker import EngineFault, FormFault, RequestFault
 from mainstem.wire.errors import WireError
 
 MAX_MESSAGE_CHARS = 500  # a message may quote what the client sent
+
+log = logging.getLogger("mainstem.server")
 
 INVALID = "invalid_request_error"
 NOT_FOUND = ("model_not_found", "app_not_found")
@@ -90,3 +96,14 @@ def from_fault(fault: EngineFault) -> ApiError:
 def unavailable(message: str) -> ApiError:
     """The server cannot answer anybody now."""
     return ApiError(503, message, code="unavailable", kind="server_error", retry_after_s=5)
+
+
+@contextmanager
+def disk_is_needed() -> Iterator[None]:
+    """What cannot be written down is refused: 507 instead of an internal error."""
+    try:
+        yield
+    except OSError as error:
+        log.error("write to the data folder failed", extra={"facts": {"reason": str(error)}})
+        message = f"the server cannot store this: {error.strerror or 'its disk fails'}"
+        raise ApiError(507, message, code="storage_failed", kind="server_error") from None
