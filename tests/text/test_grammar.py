@@ -5,11 +5,12 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from mainstem.core.errors import InvalidRequest, TooManyForms
 from mainstem.core.events import EventBus, SequencePreempted
@@ -200,14 +201,14 @@ def test_nobody_waits_while_another_form_is_compiled(monkeypatch: pytest.MonkeyP
     easy, hard = json_form(SCHEMA), json_form({"type": "object"})
     ready = grammars.compile(easy)
     begun, may_end = Event(), Event()
-    compile_hard = Grammars._matcher
+    compile_hard = grammar._matcher
 
-    def slowly(self: Grammars, form: str) -> LLMatcher:
+    def slowly(form: str, words: LLTokenizer) -> LLMatcher:
         begun.set()
         assert may_end.wait(20)
-        return compile_hard(self, form)
+        return compile_hard(form, words)
 
-    monkeypatch.setattr(Grammars, "_matcher", slowly)
+    monkeypatch.setattr(grammar, "_matcher", slowly)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(grammars.compile, hard)
         assert begun.wait(20)
@@ -255,6 +256,7 @@ def test_a_form_the_models_words_cannot_spell_is_an_error() -> None:
     [
         regex_form("((a{1000}){1000}){2000}"),
         json_form({"type": "integer", "multipleOf": 999_983}),
+        lark_form('start: %json {"multipleOf": ' + "7" * 5000 + "}"),
         json_form({"allOf": [{"multipleOf": 991}, {"multipleOf": 997}]}),
         lark_form('start: %json {"type": "integer", "multiple\\u004ff": 999983}'),
     ],
@@ -262,6 +264,19 @@ def test_a_form_the_models_words_cannot_spell_is_an_error() -> None:
 def test_a_form_that_costs_too_much_is_refused(form: str) -> None:
     with pytest.raises(InvalidRequest, match="too complex"):
         Grammars(a_tokenizer()).compile(form)
+
+
+def test_a_refused_form_leaves_nothing_behind() -> None:
+    """An error's frames held the parser, tens of megabytes, until garbage was collected."""
+    grammars, refused = Grammars(a_tokenizer()), []
+    for number in range(3):
+        try:
+            grammars.compile(regex_form(f"((a{{{1000 + number}}}){{1000}}){{2000}}"))
+        except InvalidRequest as error:
+            refused.append(error)
+    frames = [frame for error in refused for frame, _ in walk_tb(error.__traceback__)]
+    assert len(refused) == 3
+    assert "_matcher" not in {frame.f_code.co_name for frame in frames}
 
 
 def test_large_forms_are_not_refused() -> None:
@@ -274,6 +289,8 @@ def test_large_forms_are_not_refused() -> None:
     grammars = Grammars(a_tokenizer())
     assert grammars.compile(json_form(schema)).num_bytes < 32 << 20
     grammars.compile(regex_form("[a-z ]{1,5000}"))
+    grammars.compile(regex_form("(yes)?"))
+    grammars.compile(regex_form("~?"))
     grammars.compile(choice_form([f"choice {number}" for number in range(1024)]))
 
 
@@ -359,15 +376,15 @@ def test_forms_in_use_are_bounded_per_owner(monkeypatch: pytest.MonkeyPatch) -> 
 def test_nobody_waits_for_all_the_forms_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
     may_end = Event()
-    compile_ = Grammars._matcher
+    compile_ = grammar._matcher
 
-    def slowly(self: Grammars, form: str) -> LLMatcher:
+    def slowly(form: str, words: LLTokenizer) -> LLMatcher:
         begun.append(form)
         if "hard" in form:
             assert may_end.wait(20)
-        return compile_(self, form)
+        return compile_(form, words)
 
-    monkeypatch.setattr(Grammars, "_matcher", slowly)
+    monkeypatch.setattr(grammar, "_matcher", slowly)
     queue = FormQueue(Grammars(a_tokenizer()))
     try:
         hard = [queue.submit(regex_form(f"hard {number}"), "one") for number in range(5)]

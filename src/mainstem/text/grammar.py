@@ -43,6 +43,7 @@ _MAX_REMAINDERS = 50_000  # remainders that `multipleOf` makes a lexer tell apar
 _MAX_SLOW_S = 1.0  # processor time of one answer in tokens that took _SLOW_S or more
 _SLOW_S = 0.02
 _RENEWABLE_S = 0.1  # a form that took longer to compile is not compiled again between two steps
+_READ_TOKENS = 256  # at once; a lexer that is renewed has all of an answer to read
 _RENEWAL_TOKENS = 128  # an answer may have its lexer renewed twice, and once more for each of these
 
 # What compiled forms may hold together, by an upper estimate.
@@ -225,66 +226,76 @@ class Grammars:
     def _fill(self, wanted: "Future[CompiledForm]", key: tuple[str, str]) -> None:
         owner, form = key
         try:
+            words = self._load_words()  # no cost of this form
             began_s = thread_time()
-            matcher = self._matcher(form)
+            matcher = _matcher(form, words)
             cost_s = thread_time() - began_s
-            compiled = CompiledForm(matcher, partial(self._matcher, form), cost_s, owner)
+            compiled = CompiledForm(matcher, partial(_matcher, form, words), cost_s, owner)
         except BaseException as error:
             with self._lock:
                 if self._forms.get(key) is wanted:
                     del self._forms[key]
-            wanted.set_exception(error)
+            if isinstance(error, InvalidRequest):
+                error.with_traceback(None)  # its frames would hold the parser until garbage is
+            wanted.set_exception(error)  # collected, perhaps tens of megabytes each
         else:
             with self._lock:
                 self._live.add(compiled)
             wanted.set_result(compiled)
 
-    def _matcher(self, form: str) -> "LLMatcher":
-        try:
-            from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415  # an optional package
-        except ImportError:
-            reason = "needs llguidance: pip install 'mainstem[server]'"
-            raise MissingPackage(FIELD, reason) from None
-        if (count := _num_remainders(form)) > _MAX_REMAINDERS:
-            reason = f"multipleOf has {count} remainders, at most {_MAX_REMAINDERS} are allowed"
-            raise InvalidRequest(FIELD, _too_much(reason))
+    def _load_words(self) -> "LLTokenizer":
         with self._words_lock:
-            words = self._words or self._load_words()
-        limits = LLParserLimits(
-            max_grammar_size=_MAX_SYMBOLS,
-            max_lexer_states=_MAX_STATES,
-            initial_lexer_fuel=_LEXER_FUEL,
-            step_max_items=_MAX_ITEMS,
-            verbose_errors=False,
-        )
-        error = LLMatcher.validate_grammar(form, words, limits=limits)
-        if error:
-            raise InvalidRequest(FIELD, " ".join(error.split()))
-        matcher = LLMatcher(words, form, limits=limits, log_level=0)
-        allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        if matcher.is_error():
-            reason = _reason(matcher)
-            is_empty = reason.startswith("NoExtension")
-            raise InvalidRequest(FIELD, "no text has it" if is_empty else _too_much(reason))
-        trial = matcher.deep_copy()  # what a form forces to follow may be too much for its lexer
-        first = np.flatnonzero(np.unpackbits(allowed, bitorder="little"))
+            if self._words is None:
+                self._words = _words_of(self._tokenizer)
+            return self._words
+
+
+def _words_of(tokenizer: Tokenizer) -> "LLTokenizer":
+    try:
+        from llguidance import LLTokenizer  # noqa: PLC0415  # an optional package
+    except ImportError:
+        reason = "needs llguidance: pip install 'mainstem[server]'"
+        raise MissingPackage(FIELD, reason) from None
+    if not tokenizer.eos_ids:
+        raise InvalidRequest(FIELD, "this model names no end token")
+    try:
+        return LLTokenizer(tokenizer.to_json(), eos_token=sorted(tokenizer.eos_ids))
+    except ValueError as error:
+        raise InvalidRequest(FIELD, f"not with this model's tokenizer: {error}") from None
+
+
+def _matcher(form: str, words: "LLTokenizer") -> "LLMatcher":
+    """Raises InvalidRequest."""
+    from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415
+
+    if (count := _num_remainders(form)) > _MAX_REMAINDERS:
+        reason = f"multipleOf has {count} remainders, at most {_MAX_REMAINDERS} are allowed"
+        raise InvalidRequest(FIELD, _too_much(reason))
+    limits = LLParserLimits(
+        max_grammar_size=_MAX_SYMBOLS,
+        max_lexer_states=_MAX_STATES,
+        initial_lexer_fuel=_LEXER_FUEL,
+        step_max_items=_MAX_ITEMS,
+        verbose_errors=False,
+    )
+    error = LLMatcher.validate_grammar(form, words, limits=limits)
+    if error:
+        raise InvalidRequest(FIELD, " ".join(error.split()))
+    matcher = LLMatcher(words, form, limits=limits, log_level=0)
+    allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    if matcher.is_error():
+        reason = _reason(matcher)
+        is_empty = reason.startswith("NoExtension")
+        raise InvalidRequest(FIELD, "no text has it" if is_empty else _too_much(reason))
+    first = np.flatnonzero(np.unpackbits(allowed, bitorder="little"))
+    first = first[~np.isin(first, words.eos_tokens)]
+    if len(first):  # what a form forces to follow its beginning may be too much for its lexer
+        trial = matcher.deep_copy()
         trial.consume_token(int(first[0]))
         trial.compute_bitmask()
         if trial.is_error():
             raise InvalidRequest(FIELD, _too_much(_reason(trial)))
-        return matcher
-
-    def _load_words(self) -> "LLTokenizer":
-        from llguidance import LLTokenizer  # noqa: PLC0415
-
-        tokenizer = self._tokenizer
-        if not tokenizer.eos_ids:
-            raise InvalidRequest(FIELD, "this model names no end token")
-        try:
-            self._words = LLTokenizer(tokenizer.to_json(), eos_token=sorted(tokenizer.eos_ids))
-        except ValueError as error:
-            raise InvalidRequest(FIELD, f"not with this model's tokenizer: {error}") from None
-        return self._words
+    return matcher
 
 
 def _num_remainders(form: str) -> int:
@@ -292,7 +303,7 @@ def _num_remainders(form: str) -> int:
     schemas are joined those of their products."""
     text = re.sub(r"\\+u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), form)
     found = re.findall(r'multipleOf\\*"\s*:\s*([0-9.]+)', text)
-    divisors = {int("0" + digits.replace(".", "").rstrip("0")) for digits in found}
+    divisors = {int("0" + digits.replace(".", "").rstrip("0")[:18]) for digits in found}
     is_joined = "allOf" in text or "$ref" in text
     return prod(divisors) if is_joined else sum(divisors)
 
@@ -382,29 +393,32 @@ class AnswerMask:
             return self._allowed
         began_s = thread_time()
         self._read(output_ids[self._num_seen :])
-        while self._matcher.is_error() and self._renew(output_ids):
-            pass
+        if self._matcher.is_error():
+            self._renew(output_ids)
+        else:
+            self._note_time(thread_time() - began_s)
         self._form.count(len(output_ids) - self._num_seen)
         self._num_seen = len(output_ids)
-        self._note_time(thread_time() - began_s)
         assert self._allowed is not None
         return self._allowed
 
     def _read(self, new_ids: Int32s) -> None:
-        self._matcher.consume_tokens(new_ids.tolist())
+        for start in range(0, len(new_ids), _READ_TOKENS):
+            self._matcher.consume_tokens(new_ids[start : start + _READ_TOKENS].tolist())
+            if start + _READ_TOKENS < len(new_ids):
+                self._matcher.compute_bitmask()  # fuel is given per mask
         self._allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
 
-    def _renew(self, output_ids: Int32s) -> bool:
-        """After an error: read all of the answer with a new lexer. False: that does not help."""
-        reason, form = _reason(self._matcher), self._form
+    def _renew(self, output_ids: Int32s) -> None:
+        """After an error: read all of the answer with a new lexer, if that may help."""
+        form = self._form
         may_renew = self._num_renewals < 2 + len(output_ids) // _RENEWAL_TOKENS
-        if "lexer error" not in reason or not may_renew or not form.renew(self._generation):
-            self.fault = f"the parser of its form reached its limits: {reason}"
-            return False
-        self._num_renewals += 1
-        self._matcher, self._generation = form.matcher(), form.generation
-        self._read(output_ids)
-        return True
+        if "lexer error" in _reason(self._matcher) and may_renew and form.renew(self._generation):
+            self._num_renewals += 1
+            self._matcher, self._generation = form.matcher(), form.generation
+            self._read(output_ids)
+        if self._matcher.is_error():
+            self.fault = f"the parser of its form reached its limits: {_reason(self._matcher)}"
 
     def _note_time(self, seconds: float) -> None:
         """Everybody waits for a token that takes long; an answer may have few of these."""
