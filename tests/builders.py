@@ -101,3 +101,14 @@ def run_all(engine: Engine, requests: Sequence[Request], max_steps: int = 10_000
     assert not engine.has_work, "the engine did not come to rest"
     engine.check()
     return collector
+
+
+# more optional properties than the parser of a form can follow at once, seen when they are met
+_MANY = {f"property {number}": {"type": "boolean"} for number in range(700)}
+_LATER = {"type": "object", "properties": _MANY, "additionalProperties": False}
+BEYOND = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": _LATER},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}

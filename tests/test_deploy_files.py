@@ -69,3 +69,45 @@ def test_the_readme_names_flags_that_exist() -> None:
     known = set(re.findall(r"--[a-z-]+", bench_serve.parser().format_help()))
     for line in re.findall(r"^mainstem bench serve (.+)$", text, re.MULTILINE):
         assert set(re.findall(r"--[a-z-]+", line)) <= known
+
+
+def test_the_image_holds_tested_versions_and_no_secrets() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    installed = re.findall(r"^RUN pip install (.+)$", text, re.MULTILINE)
+    assert installed
+    assert all("--constraint constraints.txt" in line for line in installed)
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines.index("*") < min(place for place, line in enumerate(lines) if line[:1] == "!")
+    copied = {
+        name
+        for names in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE)
+        for name in names.split()
+    }
+    assert {line[1:] for line in lines if line.startswith("!")} == copied
+
+
+def test_no_command_runs_in_a_shell() -> None:
+    """Signals reach the server, and nothing in a flag is expanded."""
+    text = (DEPLOY / "Containerfile").read_text()
+    commands = re.findall(r"^ *(?:CMD|ENTRYPOINT) (.+)$", text, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        assert all(isinstance(word, str) for word in json.loads(command))
+
+
+def test_no_password_has_a_default() -> None:
+    yaml = pytest.importorskip("yaml")
+    made = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    given = made["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"]
+    found = re.fullmatch(r"\$\{(\w+):\?.+\}", given)
+    assert found
+    assert f"export {found[1]}=" in (DEPLOY / "README.md").read_text()
+
+
+def test_prometheus_reaches_the_server_by_its_name() -> None:
+    """A server without keys refuses names it was not given."""
+    yaml = pytest.importorskip("yaml")
+    made = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    command = made["services"]["mainstem"]["command"]
+    assert "--api-key-file" in command
+    assert "--allowed-hosts" not in command

@@ -15,6 +15,7 @@ from mainstem.core.step import Step
 from mainstem.llm import LLM
 from mainstem.text.grammar import StructuredOutputsParams
 from tests.batch.fake_batch import FakeEngines, expected_text
+from tests.builders import BEYOND
 from tests.fake_llm import a_fake_llm
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -203,3 +204,11 @@ def test_result_types_are_exported_without_torch() -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert all(hasattr(mainstem, name) for name in mainstem.__all__)
+
+
+def test_an_answer_beyond_the_limits_of_its_form_is_an_error(llm: LLM) -> None:
+    form = StructuredOutputsParams(json=BEYOND)
+    bound = SamplingParams(temperature=0, max_tokens=100, structured_outputs=form)
+    with pytest.raises(AnswerFailed, match="the parser of its form reached its limits"):
+        llm.generate(["one", "two"], [SHORT, bound], use_tqdm=False)
+    assert llm.generate(["one"], SHORT, use_tqdm=False)[0].finished

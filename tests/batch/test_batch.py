@@ -21,6 +21,7 @@ from mainstem.core.events import PagesLost, RequestSubmitted, StepFinished, Stor
 from mainstem.core.request import Request
 from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import FakeEngines, expected_text
+from tests.builders import BEYOND
 from tests.text.test_tools import HERMES, WEATHER
 
 Row = dict[str, Any]
@@ -338,6 +339,7 @@ def test_rows_may_ask_for_a_form(folder: Folder) -> None:
             form | {"custom_id": "a", "guided_choice": ["left", "right"]},
             form | {"custom_id": "b", "guided_regex": "[0-9]{4}"},
             form | {"custom_id": "c", "response_format": bad},
+            form | {"custom_id": "d", "guided_json": BEYOND, "max_tokens": 100},
         ]
     )
     assert folder.run() == 1
@@ -346,6 +348,7 @@ def test_rows_may_ask_for_a_form(folder: Folder) -> None:
     assert texts["b"].isdecimal()
     assert folder.rows()["c"]["error"]["param"] == "response_format"
     assert "thing" in folder.rows()["c"]["error"]["message"]
+    assert folder.rows()["d"]["error"]["code"] == "form_limit_reached"
 
 
 def test_equal_greedy_rows_are_answered_once(folder: Folder) -> None:

@@ -48,6 +48,7 @@ class _Mask:
     """Some ids in turn."""
 
     ids: list[list[int]]
+    fault: str | None = None
 
     def allowed(self, output_ids: NDArray[np.int32]) -> NDArray[np.uint8]:
         bits = np.zeros(VOCAB, np.uint8)

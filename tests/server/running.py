@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import httpx
 import uvloop
 
-from mainstem.cli.serve import Server
+from mainstem.cli.serve import APPS_FILE, Server
 from mainstem.core.config import EngineConfig
-from mainstem.server.apps_registry import AppRegistry
+from mainstem.server.apps_registry import AppFile, AppRegistry
 from mainstem.server.auth import Access, KeyRing
 from mainstem.server.engine_client import EngineClient
 from mainstem.server.gateway import Gateway
@@ -131,6 +131,8 @@ def a_server(
     data_dir: Path | None = None,
     sampling: Mapping[str, object] | None = None,
     origins: Sequence[str] = (),
+    *,
+    hosts: Sequence[str] | None = None,
 ) -> Iterator[Running]:
     """A server that has become ready; stopped at the end."""
     engines = engines or FakeEngines(num_pages=512, max_model_len=800)
@@ -142,7 +144,7 @@ def a_server(
         client,
         ServedModel(("fake", "alias"), 1_700_000_000, sampling or {}),
         Access(keys, KeyRing({"root": ADMIN})),
-        AppRegistry(apps),
+        AppRegistry(apps, None if data_dir is None else AppFile(data_dir / APPS_FILE)),
         limits or ServerLimits(),
         Live("fake", metrics.counters),
         metrics,
@@ -150,7 +152,7 @@ def a_server(
     )
     if data_dir is not None:
         gateway.open_batches(data_dir)
-    server = Server(gateway, shutdown_s, origins)
+    server = Server(gateway, shutdown_s, origins, hosts)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     host, port = listener.getsockname()

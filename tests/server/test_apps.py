@@ -1,12 +1,15 @@
 """Apps: prefixes are computed before they are asked for, and many run in one batch."""
 
 from concurrent.futures import ThreadPoolExecutor
+from errno import ENOSPC
 from pathlib import Path
 
+import httpx
 import pytest
 
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.server.apps_registry import AppRegistry
+from mainstem.server import apps_registry
+from mainstem.server.apps_registry import AppFile, AppRegistry
 from mainstem.text.encoding import App, shared_prefixes
 from tests.batch.fake_batch import FakeEngines, a_tokenizer
 from tests.server.conftest import PIRATE, POLITE
@@ -211,3 +214,69 @@ def test_an_app_needs_a_name_and_a_prompt() -> None:
         App("", "x")
     with pytest.raises(InvalidRequest):
         App("x", "  ")
+
+
+# --- kept in the data folder ---------------------------------------------------------------------
+
+
+def put(server: Running, name: str, prompt: str) -> httpx.Response:
+    return server.send("PUT", f"/admin/apps/{name}", {"prompt": prompt}, ADMIN)
+
+
+def test_apps_that_were_added_outlive_a_restart(tmp_path: Path) -> None:
+    with a_server([POLITE], data_dir=tmp_path) as server:
+        for name in ("added", "gone", "polite"):
+            assert put(server, name, f"You are {name}, and were not there. ").status_code == 200
+        assert server.send("DELETE", "/admin/apps/gone", key=ADMIN).status_code == 200
+    file = tmp_path / "apps.json"
+    assert file.stat().st_mode & 0o777 == 0o600
+    with a_server([POLITE], data_dir=tmp_path) as server:
+        assert server.gateway.apps.names == ["added", "polite"]
+        reply = server.complete("hello", app="added")
+        assert cached_tokens(reply) == len("You are added, and were not there. ")
+        assert server.gateway.apps.find("polite") == POLITE, "a flag wins"
+        assert server.send("DELETE", "/admin/apps/added", key=ADMIN).status_code == 200
+    with a_server(data_dir=tmp_path) as server:
+        assert server.gateway.apps.names == ["polite"]
+
+
+def test_an_app_that_cannot_be_kept_is_refused_and_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, data: bytes) -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    with a_server(data_dir=tmp_path) as server:
+        assert put(server, "first", "You were there before. ").status_code == 200
+        before = (tmp_path / "apps.json").read_bytes()
+        with monkeypatch.context() as patched:
+            patched.setattr(apps_registry, "write_whole", fail)
+            for name in ("first", "second"):
+                refused = put(server, name, "You come when the disk is full. ")
+                assert refused.status_code == 507
+                assert "No space left" in refused.json()["error"]["message"]
+            assert server.send("DELETE", "/admin/apps/first", key=ADMIN).status_code == 507
+        assert server.gateway.apps.names == ["first"]
+        assert cached_tokens(server.complete("x", app="first")) == len("You were there before. ")
+        assert (tmp_path / "apps.json").read_bytes() == before
+        assert put(server, "second", "You come when there is room again. ").status_code == 200
+        server.settle()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"apps": {}}', '{"version": 2, "apps": {}}', '{"version": 1, "apps": [1]}',
+             '{"version": 1, "apps": {"a b": "x"}}', '{"version": 1, "apps": {"a": 5}}']
+)  # fmt: skip
+def test_a_damaged_file_of_apps_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "apps.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"apps\.json .*repair or remove it"):
+        AppRegistry([], AppFile(path))
+    assert path.read_text() == text
+
+
+def test_what_a_kill_left_of_a_file_of_apps_is_removed(tmp_path: Path) -> None:
+    leftover = tmp_path / "apps.json.1234.fresh"
+    leftover.write_text("half")
+    AppRegistry([], AppFile(tmp_path / "apps.json"))
+    assert not leftover.exists()

@@ -18,6 +18,7 @@ from mainstem.core.errors import ConfigError
 from mainstem.server.limits import ServerLimits
 from mainstem.text.encoding import App
 from tests.batch.fake_batch import FakeEngines, expected_text
+from tests.builders import BEYOND
 from tests.server.process import a_process
 from tests.server.running import ALICE, BOB, Json, Running, a_server, until
 from tests.text.test_tools import HERMES, WEATHER
@@ -104,13 +105,14 @@ def test_a_batch_is_answered_as_the_client_expects(shared: Running) -> None:
     rows = [a_row(f"r{n}", f"row number {n}") for n in range(20)]
     rows += [a_row("bad", "x", temperature=-1), a_row("other", "x", model="gpt-9")]
     rows.append(a_row("chat", "x") | {"url": "/v1/chat/completions"})
+    rows.append(a_row("form", "x", guided_json=BEYOND, max_tokens=100))
     with a_client(shared) as client:
         batch = run(client, rows, metadata={"for": "me"})
         assert batch.status == "completed"
         assert batch.metadata == {"for": "me"}
         assert batch.request_counts is not None
-        assert (batch.request_counts.total, batch.request_counts.completed) == (23, 20)
-        assert batch.request_counts.failed == 3
+        assert (batch.request_counts.total, batch.request_counts.completed) == (24, 20)
+        assert batch.request_counts.failed == 4
         found = answers(client, batch.output_file_id)
         for n in range(20):
             body = found[f"r{n}"]["response"]["body"]
@@ -120,6 +122,7 @@ def test_a_batch_is_answered_as_the_client_expects(shared: Running) -> None:
             "bad": "invalid_value",
             "other": "model_not_found",
             "chat": "invalid_row",
+            "form": "form_limit_reached",
         }
         assert batch.id in [item.id for item in client.batches.list(limit=1)]
     shared.settle()
@@ -313,7 +316,7 @@ def test_uploads_at_once_do_not_exceed_what_may_be_stored(tmp_path: Path) -> Non
 
 def test_an_upload_that_stands_still_is_given_up(shared: Running) -> None:
     head = (
-        f"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {ALICE}\r\n"
+        f"POST /v1/files HTTP/1.1\r\nhost: [::1]\r\nauthorization: Bearer {ALICE}\r\n"
         "connection: close\r\ncontent-type: multipart/form-data; boundary=b\r\n"
         "content-length: 5000\r\n\r\n--b\r\n"
     )

@@ -1,8 +1,14 @@
 """Calls from pages of other sites: refused by browsers unless the site was named."""
 
+from pathlib import Path
+from socket import gethostname
+
+import httpx
 import pytest
 
-from tests.server.running import ALICE, a_server
+from mainstem.cli.serve import parser
+from mainstem.server.sites import Sites, host_names
+from tests.server.running import ALICE, Running, a_server
 
 SITE = "https://app.example.com"
 ASKS = {
@@ -35,6 +41,7 @@ def test_other_sites_may_not(named: list[str]) -> None:
         assert server.client.options("/v1/completions", headers=ASKS).status_code >= 400
         body = {"prompt": "x", "max_tokens": 2}
         reply = server.client.post("/v1/completions", json=body, headers={"origin": SITE})
+        assert reply.status_code == 403
         assert "access-control-allow-origin" not in reply.headers
 
 
@@ -53,7 +60,123 @@ def test_what_browsers_send_without_asking_is_refused_here(named: list[str], sta
 
 def test_a_page_must_say_the_type_of_a_body() -> None:
     body = b'{"prompt": "x", "max_tokens": 2}'  # without a type browsers send it to any site
-    with a_server() as server:
+    with a_server(origins=[SITE]) as server:
         for headers, status in (({"origin": SITE}, 415), ({}, 200)):
             reply = server.client.post("/v1/completions", content=body, headers=headers)
             assert reply.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "is_allowed"),
+    [
+        ("192.168.1.5:8000", "http://192.168.1.5:8000", True),
+        ("box:8000", "http://box:8000", True),
+        ("chat.example.com", "https://chat.example.com", True),  # a proxy speaks TLS
+        ("chat.example.com:443", "https://chat.example.com", True),
+        ("box:8000", "http://box:8001", False),
+        ("box:8000", "http://evil.example", False),
+        ("box:8000", "http://box.evil.example:8000", False),
+        ("box:8000", "null", False),  # a sandboxed frame, a file
+        ("box:8000", "", False),
+        ("box:8000", None, True),  # no browser
+    ],
+)
+def test_a_plain_http_server_reads_where_a_page_is_from(
+    host: str, origin: str | None, is_allowed: bool
+) -> None:
+    """Browsers send no Sec-Fetch-Site to it."""
+    headers = [(b"host", host.encode())]
+    if origin is not None:
+        headers.append((b"origin", origin.encode()))
+    sites = Sites(hosts=["*"])
+    assert (sites.refusal("POST", "/v1/files", headers) is None) == is_allowed
+    assert (sites.refusal("DELETE", "/v1/files/x", headers) is None) == is_allowed
+    assert sites.refusal("GET", "/v1/models", headers) is None
+
+
+def test_an_upload_from_another_site_is_refused(tmp_path: Path) -> None:
+    with a_server(data_dir=tmp_path) as server:
+
+        def upload(origin: str) -> httpx.Response:
+            headers, form = {"origin": origin}, {"purpose": "batch"}
+            files = {"file": ("in.jsonl", b"{}")}
+            return server.client.post("/v1/files", headers=headers, data=form, files=files)
+
+        refused = upload("http://evil.example")
+        assert refused.status_code == 403
+        assert "--allowed-origins" in refused.json()["error"]["message"]
+        assert upload(server.url).status_code == 200
+
+
+NAMES = [
+    ("localhost", True),
+    ("LOCALHOST:8000", True),
+    ("app.localhost:8000", True),
+    ("localhost.", True),
+    ("127.0.0.1:8000", True),
+    ("127.8.9.1", True),
+    ("[::1]:8000", True),
+    ("10.0.0.7:8000", True),
+    ("box.example.com:8000", True),
+    ("Box.Example.com.", True),
+    ("evil.example", False),
+    ("evil.example:8000", False),
+    ("127.0.0.1.evil.example", False),
+    ("localhost.evil.example", False),
+    ("localhost:8000@evil.example", False),
+    ("", False),
+    ("evil.example, localhost", False),
+]
+
+
+@pytest.mark.parametrize(("name", "is_known"), NAMES)
+def test_the_name_in_host_must_be_one_of_the_servers(name: str, is_known: bool) -> None:
+    """Against DNS rebinding: the name of a page that was pointed at this machine is another."""
+    sites = Sites(hosts=["box.example.com"])
+    headers = [(b"host", name.encode())]
+    assert (sites.refusal("GET", "/", headers) is None) == is_known
+    assert (sites.refusal("POST", "/v1/completions", headers) is None) == is_known
+    assert sites.refusal("GET", "/health", headers) is None, "load balancers ask by any name"
+    both = [*headers, (b"host", b"localhost")]
+    assert (sites.refusal("GET", "/", both) is None) == is_known
+
+
+def test_names_of_hosts_over_http(server: Running, locked: Running) -> None:
+    rebound = {"host": "evil.example"}
+    refused = server.client.get("/v1/models", headers=rebound)
+    assert refused.status_code == 403
+    assert refused.json()["error"]["code"] == "host_not_allowed"
+    assert "--allowed-hosts" in refused.json()["error"]["message"]
+    assert server.client.get("/ready", headers=rebound).status_code == 200
+    keyed = rebound | {"authorization": f"Bearer {ALICE}"}
+    assert locked.client.get("/v1/models", headers=keyed).status_code == 200  # behind a proxy, say
+
+
+def test_names_that_were_given_hold_for_servers_with_keys() -> None:
+    with a_server(has_keys=True, hosts=["chat.example.com"]) as server:
+        key = {"authorization": f"Bearer {ALICE}"}
+        for name, status in (("chat.example.com", 200), ("evil.example", 403)):
+            reply = server.client.get("/v1/models", headers=key | {"host": name})
+            assert reply.status_code == status
+
+
+def test_this_machines_name_counts_where_others_reach_it() -> None:
+    own = gethostname().lower()
+    assert host_names("127.0.0.1", ["a.example"]) == ["127.0.0.1", "a.example"]
+    assert host_names("localhost", []) == ["localhost"]
+    assert host_names("0.0.0.0", []) == ["0.0.0.0", own]
+    assert host_names("Box", []) == ["box", own]
+
+
+@pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "a b", ""])
+def test_an_allowed_host_is_a_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--allowed-hosts", name])
+    assert "a name without a port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["/", "/page/page.js"])
+def test_the_page_cannot_be_framed(server: Running, path: str) -> None:
+    headers = server.get(path).headers
+    assert headers["content-security-policy"] == "frame-ancestors 'none'"
+    assert headers["x-frame-options"] == "DENY"

@@ -7,6 +7,7 @@ from threading import current_thread
 import pytest
 
 from mainstem.text.grammar import MAX_FORM_CHARS, CompiledForm, Grammars
+from tests.builders import BEYOND
 from tests.server.running import Running, events
 
 CHAT = [{"role": "user", "content": "Give me a number."}]
@@ -54,9 +55,9 @@ def test_the_engine_does_not_wait_for_forms(
     threads: list[str] = []
     compile_ = Grammars.compile
 
-    def noted(self: Grammars, form: str) -> CompiledForm:
+    def noted(self: Grammars, form: str, owner: str = "") -> CompiledForm:
         threads.append(current_thread().name)
-        return compile_(self, form)
+        return compile_(self, form, owner)
 
     monkeypatch.setattr(Grammars, "compile", noted)
     body = {"prompt": "x", "guided_regex": "a form that nobody else asks for [0-9]"}
@@ -91,3 +92,29 @@ def test_a_wrong_form_is_refused_by_name(
     error = response.json()["error"]
     assert error["param"] == param
     assert words in error["message"]
+
+
+TOO_MUCH = {"prompt": "x", "guided_json": BEYOND, "max_tokens": 100, "temperature": 0}
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_form_beyond_its_parsers_limits_is_an_error(server: Running, is_streaming: bool) -> None:
+    """Not `stop`: the answer does not have the form. No step has failed."""
+    before = server.gateway.worker.num_recoveries
+    reply = server.post("/v1/completions", TOO_MUCH | {"stream": is_streaming})
+    if is_streaming:
+        *_, last = events(reply.text)
+        error = json.loads(last)["error"]
+        assert '"finish_reason":"' not in reply.text.replace(" ", "")
+    else:
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+    assert error["code"] == "form_limit_reached"
+    assert error["param"] == "response_format"
+    assert "reached its limits" in error["message"]
+    assert server.gateway.worker.num_recoveries == before
+
+
+def test_an_answer_that_is_cut_in_its_form_is_not_an_error(server: Running) -> None:
+    reply = server.post("/v1/completions", TOO_MUCH | {"max_tokens": 3}).json()
+    assert reply["choices"][0]["finish_reason"] == "length"

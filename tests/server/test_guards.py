@@ -47,7 +47,7 @@ def send(server: Running, data: bytes, **headers: str) -> httpx.Response:
 
 
 def test_a_body_over_the_limit_is_refused_by_its_announced_size(tight: Running) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: 99999999999\r\n\r\n"
     with socket.create_connection((tight.host, tight.port), timeout=20) as connection:
         connection.sendall(head)
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
@@ -66,7 +66,7 @@ def test_a_body_over_the_limit_is_refused_as_it_comes(tight: Running) -> None:
 
 def test_headers_over_the_limit_are_refused(tight: Running) -> None:
     lines = b"".join(b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(100))
-    assert tight.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n" + lines + b"\r\n").startswith(
+    assert tight.raw(b"GET /health HTTP/1.1\r\nhost: [::1]\r\n" + lines + b"\r\n").startswith(
         b"HTTP/1.1 431"
     )
 
@@ -206,7 +206,7 @@ def test_a_request_cannot_bring_its_own_template(server: Running) -> None:
 
 
 def test_headers_must_come_in_time(tight: Running) -> None:
-    for start in (b"", b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: "):
+    for start in (b"", b"GET /health HTTP/1.1\r\nhost: [::1]\r\nx-slow: "):
         began = time.perf_counter()
         assert tight.raw(start).startswith(b"HTTP/1.1 408")
         assert time.perf_counter() - began < 5
@@ -229,7 +229,7 @@ def test_headers_that_trickle_in_do_not_gain_time(tight: Running) -> None:
 
 
 def test_a_body_must_come_in_time(tight: Running) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: 100\r\n\r\n{"
     with socket.create_connection((tight.host, tight.port), timeout=20) as connection:
         connection.sendall(head)
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
@@ -312,7 +312,7 @@ def test_a_client_that_leaves_frees_its_pages(tight: Running, is_streaming: bool
     body = json.dumps(
         {"prompt": "leaving", "max_tokens": 700, "ignore_eos": True, "stream": is_streaming}
     ).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n" % len(body)
     with socket.create_connection((tight.host, tight.port), timeout=20) as connection:
         connection.sendall(head + body)
         until(lambda: tight.gateway.worker.snapshot.num_running == 1)
@@ -326,7 +326,7 @@ def test_a_reader_that_stands_still_is_given_up(tight: Running) -> None:
     body = json.dumps(
         {"prompt": "stalled", "max_tokens": 700, "n": 6, "ignore_eos": True, "stream": True}
     ).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n" % len(body)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         connection.settimeout(20)

@@ -151,3 +151,21 @@ def test_a_wrong_key_file_is_refused_without_showing_it(tmp_path: Path, text: st
     assert ALICE not in str(caught.value)
     with pytest.raises(ConfigError):
         KeyRing.load(tmp_path / "absent")
+
+
+def test_a_refusal_says_whether_a_key_was_missing_or_wrong(locked: Running) -> None:
+    def said(path: str, key: str | None) -> str:
+        reply = locked.get(path, key)
+        assert reply.status_code == 401
+        assert reply.headers["www-authenticate"] == "Bearer"
+        return str(reply.json()["error"]["message"])
+
+    assert said("/v1/models", None) == "an API key is needed: Authorization: Bearer KEY"
+    assert said("/v1/models", "not-a-key-at-all") == "this API key is not known to the server"
+    assert said("/admin/apps", None) == "an admin key is needed: Authorization: Bearer KEY"
+    assert said("/admin/apps", ALICE) == "this admin key is not known to the server"
+
+
+def test_a_server_without_admin_keys_says_what_is_missing() -> None:
+    refusal = Access(None, None).refusal("/admin/apps", [(b"authorization", b"Bearer x")])
+    assert "--admin-key-file" in refusal.message

@@ -78,7 +78,7 @@ class Crowd:
     async def _stream(self, body: bytes, leaves_after: int | None) -> None:
         reader, writer = await asyncio.open_connection(*self._address)
         try:
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\nconnection: close\r\n"
             writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
             async with asyncio.timeout(300):
                 self.tally.statuses[int((await reader.readline()).split()[1])] += 1
@@ -99,7 +99,7 @@ class Crowd:
         while monotonic() < self._end_s:
             began_s = monotonic()
             reader, writer = await asyncio.open_connection(*self._address)
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nhost: [::1]\r\nconnection: close\r\n\r\n")
             status = int((await reader.readline()).split()[1])
             self.tally.health_s.append(monotonic() - began_s)
             self.tally.statuses[status] += 1

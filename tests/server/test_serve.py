@@ -80,6 +80,13 @@ def test_a_data_folder_that_takes_no_file_is_found_before_the_model_is_loaded(
         main(["--port", "0", "--data-dir", str(tmp_path)], no_engine)
 
 
+def test_the_flag_of_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for flag in ("--disk-dir", "--data-dir"):
+        with pytest.raises(ConfigError, match=f"^{flag} .*/file/folder: "):
+            main(["--port", "0", flag, str(tmp_path / "file" / "folder")], no_engine)
+
+
 def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

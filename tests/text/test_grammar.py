@@ -5,23 +5,29 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event
+from traceback import walk_tb
 from typing import Any
 
+import numpy as np
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
-from mainstem.core.errors import InvalidRequest
+from mainstem.core.errors import InvalidRequest, TooManyForms
 from mainstem.core.events import EventBus, SequencePreempted
-from mainstem.core.request import SamplingParams
+from mainstem.core.request import FinishReason, SamplingParams
+from mainstem.text import grammar
+from mainstem.text.form_queue import FormQueue
 from mainstem.text.grammar import (
     MAX_FORM_CHARS,
+    AnswerMask,
     Grammars,
     StructuredOutputsParams,
     choice_form,
     json_form,
+    lark_form,
     regex_form,
 )
-from mainstem.text.text_engine import TextEngine
+from mainstem.text.text_engine import TextEngine, TextOutput
 from tests.batch.fake_batch import a_tokenizer
 from tests.builders import a_request, an_engine
 
@@ -195,14 +201,14 @@ def test_nobody_waits_while_another_form_is_compiled(monkeypatch: pytest.MonkeyP
     easy, hard = json_form(SCHEMA), json_form({"type": "object"})
     ready = grammars.compile(easy)
     begun, may_end = Event(), Event()
-    compile_hard = Grammars._matcher
+    compile_hard = grammar._matcher
 
-    def slowly(self: Grammars, form: str) -> LLMatcher:
+    def slowly(form: str, words: LLTokenizer) -> LLMatcher:
         begun.set()
         assert may_end.wait(20)
-        return compile_hard(self, form)
+        return compile_hard(form, words)
 
-    monkeypatch.setattr(Grammars, "_matcher", slowly)
+    monkeypatch.setattr(grammar, "_matcher", slowly)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(grammars.compile, hard)
         assert begun.wait(20)
@@ -230,7 +236,193 @@ def test_what_contradicts_a_form_is_refused(field: str) -> None:
         a_form(json_form({}), **{field: 1})
 
 
-def test_a_form_the_models_words_cannot_spell_ends_the_answer() -> None:
+def test_a_form_the_models_words_cannot_spell_is_an_error() -> None:
     """The tokenizer has bytes that the fake model has not."""
-    texts, _ = answers(["x"], a_form(regex_form("[0-9]é")))
-    assert "é" not in texts[0]
+    engine = TextEngine(an_engine(64), a_tokenizer())
+    engine.submit(a_request([1], sampling=a_form(regex_form("[0-9]é")), name="later"))
+    (*_, last) = (output for _ in range(3) for output in engine.step())
+    assert last.finish_reason is FinishReason.ERROR
+    assert last.fault == "the model has no token that its form allows next"
+    assert last.is_form_fault
+    with pytest.raises(InvalidRequest, match="no token that its form allows"):
+        engine.submit(a_request([1], sampling=a_form(regex_form("é")), name="at once"))
+
+
+# --- what forms may cost -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        regex_form("((a{1000}){1000}){2000}"),
+        json_form({"type": "integer", "multipleOf": 999_983}),
+        lark_form('start: %json {"multipleOf": ' + "7" * 5000 + "}"),
+        json_form({"allOf": [{"multipleOf": 991}, {"multipleOf": 997}]}),
+        lark_form('start: %json {"type": "integer", "multiple\\u004ff": 999983}'),
+    ],
+)
+def test_a_form_that_costs_too_much_is_refused(form: str) -> None:
+    with pytest.raises(InvalidRequest, match="too complex"):
+        Grammars(a_tokenizer()).compile(form)
+
+
+def test_a_refused_form_leaves_nothing_behind() -> None:
+    """An error's frames held the parser, tens of megabytes, until garbage was collected."""
+    grammars, refused = Grammars(a_tokenizer()), []
+    for number in range(3):
+        try:
+            grammars.compile(regex_form(f"((a{{{1000 + number}}}){{1000}}){{2000}}"))
+        except InvalidRequest as error:
+            refused.append(error)
+    frames = [frame for error in refused for frame, _ in walk_tb(error.__traceback__)]
+    assert len(refused) == 3
+    assert "_matcher" not in {frame.f_code.co_name for frame in frames}
+
+
+def test_large_forms_are_not_refused() -> None:
+    properties: dict[str, object] = {
+        f"field {number}": {"enum": [f"value {value}" for value in range(20)]}
+        for number in range(100)
+    }
+    properties["price"] = {"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 99_999}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    grammars = Grammars(a_tokenizer())
+    assert grammars.compile(json_form(schema)).num_bytes < 32 << 20
+    grammars.compile(regex_form("[a-z ]{1,5000}"))
+    grammars.compile(regex_form("(yes)?"))
+    grammars.compile(regex_form("~?"))
+    grammars.compile(choice_form([f"choice {number}" for number in range(1024)]))
+
+
+def walk(mask: AnswerMask, num_tokens: int) -> int:
+    """How many tokens an answer of capital letters gets before its parser gives up."""
+    ids = np.resize(np.frombuffer(b"ABCDEFGHIJK", np.uint8), num_tokens).astype(np.int32) - 0x20
+    for end in range(num_tokens):
+        mask.allowed(ids[:end])
+        if mask.fault is not None:
+            return end
+    return num_tokens
+
+
+def test_a_full_lexer_is_renewed_for_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of a form share its lexer: without a new one, none would ever be answered again."""
+    monkeypatch.setattr(grammar, "_MAX_STATES", 600)
+    form = Grammars(a_tokenizer()).compile(regex_form("[A-Z]{1,100000}"))
+    beside = form.start()
+    assert walk(beside, 50) == 50
+    reached = walk(form.start(), 20_000)
+    assert 300 < reached < 1000, "an answer's own text is too much for any lexer"
+    assert form.generation > 0
+    assert walk(form.start(), 200) == 200
+    assert walk(beside, 200) == 200
+
+
+def test_a_costly_form_is_not_renewed_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "_MAX_STATES", 600)
+    monkeypatch.setattr(grammar, "_RENEWABLE_S", -1.0)
+    grammars = Grammars(a_tokenizer())
+    form = grammars.compile(regex_form("[A-Z]{1,100000}"))
+    assert walk(form.start(), 20_000) < 1000
+    assert form.generation == 0
+    assert grammars.find(regex_form("[A-Z]{1,100000}")) is None
+    assert grammars.compile(regex_form("[A-Z]{1,100000}")) is not form
+
+
+def test_a_parser_that_takes_long_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "_SLOW_S", 0.0)
+    monkeypatch.setattr(grammar, "_MAX_SLOW_S", 0.0001)
+    mask = Grammars(a_tokenizer()).compile(regex_form("[A-Z]*")).start()
+    assert walk(mask, 1000) < 1000
+    assert mask.fault is not None
+    assert "too long" in mask.fault
+
+
+def test_forms_kept_are_bounded_and_the_largest_owner_yields(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar, "_MIN_BYTES", 100)
+    monkeypatch.setattr(grammar, "_BYTES_PER_S", 0.0)
+    monkeypatch.setattr(grammar, "KEPT_BYTES", 1000)
+    grammars = Grammars(a_tokenizer())
+    small = grammars.compile(regex_form("small"), "small")
+    forms = [regex_form(f"large {number}") for number in range(30)]
+    for form in forms:
+        grammars.compile(form, "large")
+    assert grammars.find(regex_form("small"), "small") is small
+    assert [grammars.find(form, "large") is not None for form in forms] == [False] * 20 + [
+        True
+    ] * 10
+    assert grammars.find(forms[-1], "small") is None, "a form of another owner"
+
+
+def test_forms_in_use_are_bounded_per_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "KEPT_BYTES", 1)
+    monkeypatch.setattr(grammar, "OWNER_BYTES", 20 << 20)
+    grammars = Grammars(a_tokenizer())
+    used = []
+
+    def use_many() -> None:
+        for number in range(50):
+            used.append(grammars.compile(regex_form(f"form {number}"), "one"))
+
+    with pytest.raises(TooManyForms, match="in use hold"):
+        use_many()
+    assert 10 < len(used) < 25
+    grammars.compile(regex_form("another"), "two")
+    used.clear()
+    grammars.compile(regex_form("form again"), "one")
+
+
+def test_nobody_waits_for_all_the_forms_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    may_end = Event()
+    compile_ = grammar._matcher
+
+    def slowly(form: str, words: LLTokenizer) -> LLMatcher:
+        begun.append(form)
+        if "hard" in form:
+            assert may_end.wait(20)
+        return compile_(form, words)
+
+    monkeypatch.setattr(grammar, "_matcher", slowly)
+    queue = FormQueue(Grammars(a_tokenizer()))
+    try:
+        hard = [queue.submit(regex_form(f"hard {number}"), "one") for number in range(5)]
+        queue.submit(regex_form("easy"), "two").result(20)
+        assert [form for form in begun if "hard" in form] == [regex_form("hard 0")]
+        may_end.set()
+        assert all(future.result(20) for future in hard)
+        assert queue.submit(regex_form("easy"), "two").done()
+        with pytest.raises(InvalidRequest):
+            queue.submit(regex_form("(a"), "two").result(20)
+    finally:
+        may_end.set()
+        queue.close()
+    assert queue.submit(regex_form("later"), "two").cancelled()
+
+
+# --- answers that cannot go on -------------------------------------------------------------------
+
+
+def test_an_answer_beyond_its_parsers_limits_ends_alone_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar, "_MAX_STATES", 600)
+    core = an_engine(1024, max_model_len=4000)
+    engine = TextEngine(core, a_tokenizer())
+    endless = SamplingParams(temperature=0.0, max_tokens=3000, grammar=regex_form("[A-Z]{9999}"))
+    engine.submit(a_request([1, 2, 3], sampling=endless, name="bound"))
+    free = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+    engine.submit(a_request([1, 2, 3], sampling=free, name="free"))
+    last: dict[str, TextOutput] = {}
+    texts = {"bound": "", "free": ""}
+    while engine.has_work:
+        for output in engine.step():
+            last[output.request_id] = output
+            texts[output.request_id] += output.text
+    assert last["bound"].finish_reason is FinishReason.ERROR
+    assert last["bound"].is_form_fault
+    assert "reached its limits" in (last["bound"].fault or "")
+    assert re.fullmatch("[A-Z]{100,}", texts["bound"])
+    assert last["free"].finish_reason is FinishReason.LENGTH
+    core.check()

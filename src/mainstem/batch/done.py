@@ -13,6 +13,7 @@ from mainstem.batch.rows import custom_id_of, parse_json
 from mainstem.wire.errors import WireError
 
 ENGINE_FAILED = "engine_failed"
+FORM_LIMIT = "form_limit_reached"
 MISSING_PACKAGE = "missing_package"
 APP_NOT_FOUND = "app_not_found"
 # not about the row, but about this machine or this call: tried again

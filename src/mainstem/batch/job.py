@@ -8,7 +8,7 @@ from time import time
 from mainstem.batch.ahead import Ahead
 from mainstem.batch.answer_file import AnswerFile
 from mainstem.batch.bar import JobBar
-from mainstem.batch.done import ENGINE_FAILED, MISSING_PACKAGE, State
+from mainstem.batch.done import ENGINE_FAILED, FORM_LIMIT, MISSING_PACKAGE, State
 from mainstem.batch.marks import Marker
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow, certain_output
 from mainstem.batch.rows import Row, answer_row, error_row
@@ -185,7 +185,11 @@ class Job:
         if opened is None:
             return  # the other answers to a row that failed
         if output.fault is not None:
-            self._give_up(output.request_id, opened, output.fault)
+            if output.is_form_fault:
+                fault = WireError(FORM_LIMIT, f"given up: {output.fault}", "response_format")
+            else:
+                fault = WireError(ENGINE_FAILED, f"steps failed over this row: {output.fault}")
+            self._give_up(output.request_id, opened, fault)
             return
         answers = opened.answers
         answers.add(output)
@@ -201,11 +205,10 @@ class Job:
             self._summary.deduplicated += 1
             self._summary.deduplicated_tokens += answers.prompt_tokens * row.call.sampling.n
 
-    def _give_up(self, request_id: str, opened: _Open, reason: str) -> None:
-        """Steps failed over a row whenever it was tried: it and its copies are error rows."""
+    def _give_up(self, request_id: str, opened: _Open, fault: WireError) -> None:
+        """A row cannot be answered: it and its copies are error rows."""
         del self._open[request_id]
         self._engine.abort(request_id)
-        fault = WireError(ENGINE_FAILED, f"steps failed over this row: {reason}")
         for row in (opened.row, *opened.copies):
             self._fail(Failure(row.line, row.custom_id, fault, row.digest))
 

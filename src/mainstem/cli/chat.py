@@ -114,7 +114,7 @@ def stream_answer(
                 text.append(output.text)
                 print(output.text, end="", flush=True)
                 if output.fault is not None:
-                    print(f"(the answer ends here, steps failed over it: {output.fault})", end="")
+                    print(f"(the answer ends here, {output.fault})", end="")
             if stop.is_set():
                 engine.abort("chat")
     print()

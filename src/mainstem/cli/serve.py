@@ -24,7 +24,7 @@ from mainstem.cli.flags import (
 )
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.server.apps_registry import AppRegistry
+from mainstem.server.apps_registry import AppFile, AppRegistry
 from mainstem.server.auth import Access, KeyRing
 from mainstem.server.connection import guarded_by
 from mainstem.server.engine_client import EngineClient, EngineState, Launched
@@ -39,6 +39,7 @@ from mainstem.server.metrics import ServerMetrics
 from mainstem.server.recording import Recorder
 from mainstem.server.routes import make_app
 from mainstem.server.served_model import ServedModel
+from mainstem.server.sites import host_names
 from mainstem.text.encoding import App
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import SessionLimits, Sessions, tokenizer_identity
@@ -48,6 +49,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 GRACE_S = 5.0  # after the deadline, for last words to be sent
 SESSIONS_FILE = "sessions.sqlite"
+APPS_FILE = "apps.json"
 BACKLOG = 2048  # connections that wait to be accepted
 
 log = logging.getLogger("mainstem.server")
@@ -60,6 +62,14 @@ def origin(text: str) -> str:
     if text != "*" and site is None:
         raise argparse.ArgumentTypeError(f"must be like https://example.com, or *, got {text}")
     return text.lower().removesuffix(":443" if site and site[1] == "https" else ":80")
+
+
+def host_name(text: str) -> str:
+    """A name as browsers send it in `Host`, without the port."""
+    name = text.lower().rstrip(".")
+    if text != "*" and not re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", name, re.ASCII):
+        raise argparse.ArgumentTypeError(f"must be a name without a port, or *, got {text}")
+    return name
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,13 +95,23 @@ def parser() -> argparse.ArgumentParser:
         metavar="ORIGIN",
         help="sites whose pages may call the server from a browser; *: any (none)",
     )
+    made.add_argument(
+        "--allowed-hosts",
+        type=host_name,
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that browsers may reach the server by, beside addresses and localhost; *: any "
+        "(without keys: --host and this machine's name; with keys: any)",
+    )
     made.add_argument("--api-key-file", type=Path, metavar="FILE", help="lines of name:key")
     made.add_argument("--admin-key-file", type=Path, metavar="FILE", help="opens /admin/")
     made.add_argument(
         "--data-dir",
         type=Path,
         metavar="DIR",
-        help="keeps files, batches and sessions; without it, /v1/files and /v1/batches are closed",
+        help="keeps files, batches, sessions and the apps of /admin/apps; without it, /v1/files "
+        "and /v1/batches are closed",
     )
     made.add_argument(
         "--shutdown-s",
@@ -210,11 +230,12 @@ def main(argv: list[str], open_: Callable[[EngineConfig, str], Parts] = open_mod
         stored_files=args.max_files,
         file_ttl_s=args.file_ttl_s,
     )
-    apps = AppRegistry([App.from_flag(flag) for flag in args.app])
     keys = None if args.api_key_file is None else KeyRing.load(args.api_key_file)
     admin_keys = None if args.admin_key_file is None else KeyRing.load(args.admin_key_file)
     sessions = Sessions(SessionLimits(args.session_ttl_s, args.max_sessions))
     folder = _data_folder(args.data_dir, config.store.disk_dir)
+    kept = None if args.data_dir is None else AppFile(args.data_dir / APPS_FILE)
+    apps = AppRegistry([App.from_flag(flag) for flag in args.app], kept)
     names = tuple(args.served_model_name or [Path(config.model.model).name])
     with _bind(args.host, args.port) as listener:
         set_up_logs(args.log_level)
@@ -245,7 +266,9 @@ def main(argv: list[str], open_: Callable[[EngineConfig, str], Parts] = open_mod
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("listening", extra={"facts": {"url": url, "model": names[0]}})
-        Server(gateway, args.shutdown_s, args.allowed_origins).run(sockets=[listener])
+        checks_hosts = keys is None or bool(args.allowed_hosts)
+        hosts = host_names(args.host, args.allowed_hosts) if checks_hosts else None
+        Server(gateway, args.shutdown_s, args.allowed_origins, hosts).run(sockets=[listener])
     return 1 if gateway.worker.state is EngineState.FAILED else 0
 
 
@@ -257,17 +280,16 @@ def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--data-dir {folder}: {error.strerror}") from None
+        flag = "--disk-dir" if given is None else "--data-dir"
+        raise ConfigError(f"{flag} {folder}: {error.strerror}") from None
     if given is not None:
         lock_folder(given).close()  # for good once the model is there; this one fails sooner
     return folder
 
 
 def _check_apps(gateway: Gateway) -> None:
-    """Raise ConfigError if an app's prompt leaves no room for an answer."""
-    for name in gateway.apps.names:
-        app = gateway.apps.find(name)
-        assert app is not None
+    """Raise ConfigError if the prompt of an app that a flag gives leaves no room for an answer."""
+    for name, app in gateway.apps.given.items():
         try:
             gateway.filler.prefixes(app)
         except InvalidRequest as error:
@@ -308,9 +330,15 @@ def _is_loopback(host: str) -> bool:
 class Server(uvicorn.Server):
     """uvicorn, with a deadline for open answers and without dying of the signal that ends it."""
 
-    def __init__(self, gateway: Gateway, shutdown_s: float, origins: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        shutdown_s: float,
+        origins: Sequence[str] = (),
+        hosts: Sequence[str] | None = None,
+    ) -> None:
         config = uvicorn.Config(
-            make_app(gateway, origins),
+            make_app(gateway, origins, hosts),
             loop="uvloop",
             http=guarded_by(gateway.limits),
             ws="none",

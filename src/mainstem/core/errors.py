@@ -4,6 +4,7 @@ MainstemError
   ConfigError      a setting is out of range or does not fit the others
   InvalidRequest   the caller's fault: 4xx at the server, an error row in a batch
     MissingPackage   a field that an optional package is needed for
+    TooManyForms     forms of answers in use hold too much memory: 429 at the server
   UnsupportedModel a checkpoint whose mathematics this engine does not have
   ModelNotFound    a model argument that names nothing we can reach
   OutOfPages       load: the scheduler catches it and waits
@@ -36,6 +37,10 @@ class InvalidRequest(MainstemError):
 
 class MissingPackage(InvalidRequest):
     """A field is right, but the package that serves it is not installed."""
+
+
+class TooManyForms(InvalidRequest):
+    """Forms of the caller's answers hold all the memory they may; fewer will when some end."""
 
 
 class UnsupportedModel(MainstemError):

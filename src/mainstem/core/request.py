@@ -213,9 +213,14 @@ class TokenMask(Protocol):
     """Which tokens may come next in one answer; remembers how far the answer has come."""
 
     def allowed(self, output_ids: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """What may follow `output_ids`, which begin with those of the last call; one token at
-        least. Token t is bit t % 8 of byte t // 8; what lies beyond the end may not. Never raises.
+        """What may follow `output_ids`, which begin with those of the last call. Token t is bit
+        t % 8 of byte t // 8; what lies beyond the end may not. Never raises.
         """
+        ...
+
+    @property
+    def fault(self) -> str | None:
+        """Why the answer cannot go on after the last call; None: it can, or is complete."""
         ...
 
 
@@ -252,7 +257,7 @@ class FinishReason(Enum):
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context window
     ABORT = "abort"  # the caller gave up
-    ERROR = "error"  # steps failed over it, and it was alone in the last; `Output.fault` says how
+    ERROR = "error"  # steps failed over it, or its form cannot be followed; see `Output.fault`
 
 
 def id_array(given: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
@@ -361,4 +366,5 @@ class Output:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence
     num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
-    fault: str | None = None  # what failed, where that ended it
+    fault: str | None = None  # what failed, where that ended it (FinishReason.ERROR) ...
+    is_form_fault: bool = False  # ... and whether that was the parser of its form: no step failed

@@ -257,6 +257,8 @@ class GpuRunner:
                 inputs.token_ids, inputs.hidden_rows, self._attention, gate
             )
         assert self._graphs is not None
+        if inputs.copies is not None:
+            copy_slots(self._pages.all.flatten(0, 1), *inputs.copies)
         self._graphs.replay(size, launches, gate)
         hidden = self._decoder.hidden(self._padded(size))
         return hidden if inputs.hidden_rows is None else hidden[inputs.hidden_rows]

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from mainstem.core.step import Step
@@ -58,8 +59,9 @@ class StepGraphs:
         return graphs
 
     def size_for(self, step: Step) -> int | None:
-        """The size to replay, None where the step is too large or does what no graph holds."""
-        if len(step.copy_to) or len(step.move_to):
+        """The size to replay, None where the step is too large or does what no graph holds.
+        Copies may come before the pass unless they read what the step itself brings."""
+        if len(step.move_to) or (len(step.copy_to) and _reads_its_own(step)):
             return None
         if not self._sizes or step.num_tokens > self._sizes[-1]:
             return None
@@ -73,3 +75,8 @@ class StepGraphs:
         for index, graph in enumerate(graphs):
             gate.before(index * LAYERS_AT_ONCE)
             graph.replay()
+
+
+def _reads_its_own(step: Step) -> bool:
+    """Whether a copy reads a slot that this step writes, or that is loaded while it runs."""
+    return bool(len(step.load_ids)) or bool(np.isin(step.copy_from, step.write_slots).any())

@@ -11,6 +11,7 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import Overflow, Request
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import KVStore
+from mainstem.sched.masks import form_fault
 from mainstem.sched.origins import Origins, truncated_chain
 from mainstem.sched.random import mix
 from mainstem.sched.sequence import Sequence
@@ -68,7 +69,17 @@ class Intake:
             )
             for index in range(request.sampling.n)
         ]
+        for answer in answers:
+            self._check_form(answer)
         return Taken(request, truncation, answers)
+
+    def _check_form(self, answer: Sequence) -> None:
+        """The model must have a token that the form begins with."""
+        if answer.mask is None:
+            return
+        fault = form_fault(answer.mask, answer.output_ids, self._vocab_size)
+        if fault is not None:
+            raise InvalidRequest("response_format", fault)
 
     def _arrive(self, request: Request, index: int) -> tuple[int, int]:
         """Seed and arrival number of an answer; the seed of request and index alone, if it can."""

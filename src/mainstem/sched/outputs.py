@@ -94,4 +94,5 @@ def make_output(
         num_cached_tokens=sequence.num_cached_tokens or 0,
         num_dropped_tokens=sequence.num_dropped_tokens,
         fault=fault,
+        is_form_fault=sequence.has_form_fault,
     )

@@ -7,7 +7,7 @@ One step may be in flight while the next is made: samples not read back are carr
 A sequence that ends while it is part of a step in flight keeps slot and pages until that commits.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count
 from time import perf_counter, sleep
@@ -51,6 +51,8 @@ REST_S = 0.0003
 MAKE_S = 0.006  # before the device is done, a step must be made: host time until its first kernel
 LOOK_S = 0.001  # between looks at what is read from disk
 NO_LOADS = np.empty(0, np.int32)
+
+_End = tuple[SeqSlot, FinishReason, str | None]  # who ends, how, and what failed
 
 
 class Scheduler:
@@ -211,11 +213,11 @@ class Scheduler:
             slots, token_ids = slots[is_alive], token_ids[is_alive]
         self._output_maker.keep_logprobs(step, result)
         table.append_samples(slots, token_ids)
-        is_done, is_stop = self._ends(slots)
+        is_done, ends = self._ends(slots)
         is_streaming = table.is_streaming[slots] & ~is_done
         self._outputs += self._output_maker.stream(slots[is_streaming], token_ids[is_streaming])
-        for slot, reason in _reasons(slots[is_done], is_stop[is_done]):
-            self._finish(slot, reason)
+        for slot, reason, fault in ends:
+            self._finish(slot, reason, fault)
         self._running.settle(step.step_id)
         self._release_sources(step.step_id)
         if self._retry.is_in_doubt:
@@ -225,12 +227,22 @@ class Scheduler:
         self._publish_step(step, device_s, self._host_s + perf_counter() - begin)
         self._host_s = 0.0
 
-    def _ends(self, slots: Int32s) -> tuple[Bools, Bools]:
-        """Which of these are done with the last token read back, and which by a stop token."""
+    def _ends(self, slots: Int32s) -> tuple[Bools, list[_End]]:
+        """Which of these are done with the last token read back, and how each of them ends."""
         table = self._table
         is_stop = table.is_stop(slots, table.last_token[slots])
         is_full = table.total[slots] - table.pending[slots] >= table.max_total[slots]
-        return is_stop | is_full, is_stop
+        is_done = is_stop | is_full
+        ends: list[_End] = []
+        for row in is_done.nonzero()[0].tolist():
+            reason = FinishReason.STOP if is_stop[row] else FinishReason.LENGTH
+            ends.append((SeqSlot(int(slots[row])), reason, None))
+        for row in (table.has_mask[slots] & ~is_done).nonzero()[0].tolist():
+            slot = SeqSlot(int(slots[row]))
+            if (fault := table.form_fault(slot)) is not None:
+                is_done[row] = table.sequence(slot).has_form_fault = True
+                ends.append((slot, FinishReason.ERROR, fault))
+        return is_done, ends
 
     def recover(self) -> None:
         """A step failed, or was interrupted: forget what it may have left in pages.
@@ -250,9 +262,9 @@ class Scheduler:
             table.pending[slots] = 0
             for slot in slots.tolist():
                 self._output_maker.drop_unread(slot)
-            is_done, is_stop = self._ends(slots)
-            for slot, reason in _reasons(slots[is_done], is_stop[is_done]):
-                self._tell_end(slot, reason)
+            is_done, ends = self._ends(slots)
+            for slot, reason, fault in ends:
+                self._tell_end(slot, reason, fault)
             for slot in slots[~is_done].tolist():
                 if table.is_streaming[slot] and self._output_maker.has_untold(slot):
                     self._outputs.append(self._output_maker.deliver(slot, None))
@@ -518,9 +530,3 @@ class Scheduler:
                 device_s=device_s,
             )
         )
-
-
-def _reasons(slots: Int32s, is_stop: Bools) -> Iterator[tuple[SeqSlot, FinishReason]]:
-    """Why each of these, which are done, is."""
-    for slot, stopped in zip(slots.tolist(), is_stop.tolist(), strict=True):
-        yield SeqSlot(slot), FinishReason.STOP if stopped else FinishReason.LENGTH

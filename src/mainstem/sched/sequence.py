@@ -49,6 +49,7 @@ class Sequence:
     # waiting: prompt tokens to be computed, once it is settled what is loaded; None: it is not
     num_to_compute: int | None = None
     mask: TokenMask | None = None  # where a grammar restricts the answer
+    has_form_fault: bool = False  # it ends because it cannot go on in its form
     num_faults: int = 0  # steps that failed with it since it last got a token
     is_at_fault: bool = False  # a step failed with its request alone: it is not tried again
 

@@ -14,8 +14,9 @@ from typing import overload
 import numpy as np
 
 from mainstem.core.ids import SeqSlot
-from mainstem.core.request import Delivery
+from mainstem.core.request import Delivery, TokenMask
 from mainstem.core.step import Bools, Bytes, Float32s, Int32s, Int64s, SampleBatch, StepId
+from mainstem.sched.masks import allowed_tokens, form_fault
 from mainstem.sched.random import noise_keys
 from mainstem.sched.sequence import SeqState, Sequence
 
@@ -237,18 +238,17 @@ class SeqTable:
 
     def _masks(self, slots: Int32s) -> Bytes:
         """The tokens that may come next in sequences with a grammar, packed as in SampleBatch."""
-        packed = np.zeros((len(slots), -(-self._vocab_size // 8)), np.uint8)
-        for row, slot in enumerate(slots.tolist()):
-            mask = self.sequence(slot).mask
-            assert mask is not None
-            assert self.pending[slot] == 0, "a mask needs to know every token before it"
-            allowed = mask.allowed(self.output_ids(SeqSlot(slot)))[: packed.shape[1]]
-            packed[row, : len(allowed)] = allowed
-        if self._vocab_size % 8:
-            packed[:, -1] &= (1 << self._vocab_size % 8) - 1
-        # a model that lacks every token that may follow: better a wrong answer than no token
-        packed[~packed.any(axis=1)] = 0xFF
-        return packed
+        return np.stack([allowed_tokens(*self._mask(slot)) for slot in slots.tolist()])
+
+    def form_fault(self, slot: SeqSlot) -> str | None:
+        """Why a sequence with a grammar cannot go on, if it cannot."""
+        return form_fault(*self._mask(slot))
+
+    def _mask(self, slot: SeqSlot) -> tuple[TokenMask, Int32s, int]:
+        mask = self.sequence(slot).mask
+        assert mask is not None
+        assert self.pending[slot] == 0, "a mask needs to know every token before it"
+        return mask, self.output_ids(slot), self._vocab_size
 
     def _noise_keys(self, slots: Int32s) -> Int64s:
         """Of the draw of each slot's next output token."""

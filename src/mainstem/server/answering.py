@@ -18,6 +18,10 @@ class RequestFault(EngineFault):
     """Steps failed over a request whenever it was tried; others are answered."""
 
 
+class FormFault(EngineFault):
+    """An answer cannot go on in the form it must have; the request asks too much of its parser."""
+
+
 Fault = EngineFault | InvalidRequest
 
 
@@ -61,10 +65,11 @@ class Ticket:
         )
 
     def hear(self, output: Output, now_s: float) -> TextOutput | None:
-        """Take news of an answer in; None if a stop string has ended it already."""
+        """Take news of an answer in; None if a stop string has ended it already. A fault is not
+        passed on: it ends all answers."""
         news = self._reader.read(output)
-        if news is None:
-            return None
+        if news is None or news.fault is not None:
+            return news
         self.num_output_tokens += len(news.token_ids)
         if news.index == 0:
             self.num_cached_tokens = news.num_cached_tokens

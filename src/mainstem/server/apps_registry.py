@@ -1,24 +1,64 @@
 """The apps of a server: named system prompts, computed before anybody asks."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.server.file_store import write_whole
 from mainstem.text.encoding import App
 from mainstem.wire.calls import Call
 from mainstem.wire.errors import WireError
 
 MAX_APPS = 256
+VERSION = 1  # of the file
+
+
+class AppFile:
+    """Apps that outlive the process, in one file: `{"version": 1, "apps": {name: prompt}}`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self) -> dict[str, App]:
+        """None if there is no file; raises ConfigError if it cannot be understood."""
+        for leftover in self._path.parent.glob(f"{self._path.name}.*.fresh"):  # of a kill
+            leftover.unlink(missing_ok=True)
+        try:
+            record = json.loads(self._path.read_bytes())
+            if record["version"] != VERSION:
+                raise ValueError(f"version {record['version']!r}, not {VERSION}")
+            return {name: App(name, prompt) for name, prompt in record["apps"].items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+        except InvalidRequest as error:
+            wrong = str(error)
+        raise ConfigError(f"cannot read the apps in {self._path} ({wrong}): repair or remove it")
+
+    def save(self, apps: Mapping[str, App]) -> None:
+        """All or nothing; raises OSError."""
+        record = {"version": VERSION, "apps": {name: app.prompt for name, app in apps.items()}}
+        write_whole(self._path, json.dumps(record).encode())
 
 
 class AppRegistry:
-    """The apps of a server, by name. Changed on the event loop only; any thread may look."""
+    """The apps of a server, by name. Changed by one caller at a time; any thread may look.
 
-    def __init__(self, apps: Sequence[App]) -> None:
-        self._apps: dict[str, App] = {}
-        for app in apps:
-            if app.name in self._apps:
-                raise ConfigError(f"--app {app.name} is given twice")
-            self._apps[app.name] = app
+    Those that are added while it runs are kept in a file, if there is one. At the next start the
+    apps that are given then go before those of the same name.
+    """
+
+    def __init__(self, given: Sequence[App], file: AppFile | None = None) -> None:
+        self.given = {app.name: app for app in given}
+        if len(self.given) < len(given):
+            names = [app.name for app in given]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"--app {twice} is given twice")
+        self._file = file
+        self._kept = {} if file is None else file.load()
+        self._apps = self._kept | self.given
 
     @property
     def names(self) -> list[str]:
@@ -28,14 +68,24 @@ class AppRegistry:
         return self._apps.get(name)
 
     def add(self, app: App) -> None:
-        """Put an app in, instead of one of the same name if there is one."""
+        """Put an app in, instead of one of the same name if there is one. Raises InvalidRequest if
+        there are too many, OSError if it cannot be kept: nothing is changed then."""
         if app.name not in self._apps and len(self._apps) >= MAX_APPS:
             raise InvalidRequest("name", f"there are {MAX_APPS} apps already")
+        self._keep(self._kept | {app.name: app})
         self._apps[app.name] = app
 
     def remove(self, name: str) -> bool:
-        """Whether there was such an app. Its pages go when room is needed."""
+        """Whether there was such an app. Its pages go when room is needed. Raises OSError as `add`
+        does."""
+        if name in self._kept:
+            self._keep({other: app for other, app in self._kept.items() if other != name})
         return self._apps.pop(name, None) is not None
+
+    def _keep(self, apps: dict[str, App]) -> None:
+        if self._file is not None:
+            self._file.save(apps)
+            self._kept = apps
 
     def resolve(self, call: Call, model_names: Sequence[str]) -> tuple[str, App | None]:
         """The model name to reply with, and the app that `model: "M:NAME"` or `app` names.

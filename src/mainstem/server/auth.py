@@ -7,6 +7,7 @@ from hmac import compare_digest
 from pathlib import Path
 
 from mainstem.core.errors import ConfigError
+from mainstem.server.faults import ApiError
 
 MIN_KEY_CHARS = 16
 MAX_KEYS = 1024
@@ -125,6 +126,22 @@ class Access:
         if found is None and path in self.NUMBERS:
             return self._admin(key)
         return found
+
+    @property
+    def has_keys(self) -> bool:
+        return self._keys is not None
+
+    def refusal(self, path: str, headers: list[tuple[bytes, bytes]]) -> ApiError:
+        """What somebody hears whom `admit` did not let in."""
+        is_admin, was_sent = path.startswith("/admin/"), bool(bearer_key(headers))
+        if is_admin and self._admin_keys is None:
+            message = "/admin/ is closed: the server was started without --admin-key-file"
+        elif was_sent:
+            message = f"this {'admin' if is_admin else 'API'} key is not known to the server"
+        else:
+            needed = "an admin" if is_admin else "an API"
+            message = f"{needed} key is needed: Authorization: Bearer KEY"
+        return ApiError(401, message, code="invalid_api_key", kind="authentication_error")
 
     def _admin(self, key: bytes) -> Tenant | None:
         is_admin = self._admin_keys is not None and self._admin_keys.find(key) is not None

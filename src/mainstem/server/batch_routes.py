@@ -1,10 +1,9 @@
 """`/v1/files` and `/v1/batches`, as in OpenAI's API."""
 
 import asyncio
-import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from time import time
 
 from starlette.requests import Request
@@ -13,7 +12,7 @@ from starlette.routing import Route
 
 from mainstem.server.batch_store import Batch
 from mainstem.server.body import read_json
-from mainstem.server.faults import ApiError, busy, unavailable
+from mainstem.server.faults import ApiError, busy, disk_is_needed, unavailable
 from mainstem.server.file_store import StoredFile
 from mainstem.server.gateway import BatchService, Gateway
 from mainstem.server.turns import owner_of
@@ -22,8 +21,6 @@ from mainstem.wire.bodies import BatchBody, read_fields
 
 PURPOSE = "batch"
 MAX_LISTED = 100
-
-log = logging.getLogger("mainstem.server")
 
 
 class BatchRoutes:
@@ -57,7 +54,7 @@ class BatchRoutes:
         if self._gateway.is_draining:
             raise unavailable("the server is going down")
         async with self._room(owner, expected_bytes(request, limits)):
-            with _disk_is_needed():
+            with disk_is_needed():
                 made = await self._receive(request)
         return JSONResponse(self._shown(made))
 
@@ -152,7 +149,7 @@ class BatchRoutes:
             >= limits.open_batches
         ):
             raise busy(f"this key may have {limits.open_batches} batches open", 60)
-        with _disk_is_needed():
+        with disk_is_needed():
             return service.batches.create(owner, body.endpoint, stored.file_id, body.metadata)
 
     async def _forget_one(self, owner: str) -> None:
@@ -166,7 +163,7 @@ class BatchRoutes:
         stored = {item.file_id for item in await asyncio.to_thread(service.files.listed, owner)}
         for batch in reversed(service.batches.listed(owner)):
             if batch.is_ended and not stored & {batch.output_file_id, batch.error_file_id}:
-                with _disk_is_needed():
+                with disk_is_needed():
                     service.batches.remove(batch)
                 return
         message = f"this key may have {limits.kept_batches} batches: delete files of ended ones"
@@ -194,17 +191,6 @@ class BatchRoutes:
             message = "this server keeps no files: it was started without --data-dir"
             raise ApiError(404, message, code="not_enabled")
         return self._gateway.batches
-
-
-@contextmanager
-def _disk_is_needed() -> Iterator[None]:
-    """What cannot be written down is refused: 507 instead of an internal error."""
-    try:
-        yield
-    except OSError as error:
-        log.error("the disk takes nothing", extra={"facts": {"reason": str(error)}})
-        message = f"the server cannot store this: {error.strerror or 'its disk fails'}"
-        raise ApiError(507, message, code="storage_failed", kind="server_error") from None
 
 
 def _too_much(message: str) -> ApiError:

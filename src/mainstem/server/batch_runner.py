@@ -26,7 +26,7 @@ from mainstem.core.ids import RequestId
 from mainstem.core.plan import Int32s
 from mainstem.core.request import Request
 from mainstem.plan.planner import PlanConfig
-from mainstem.server.answering import EngineFault, RequestFault
+from mainstem.server.answering import EngineFault, FormFault, RequestFault
 from mainstem.server.auth import Tenant
 from mainstem.server.batch_store import Batch, BatchStatus, BatchStore
 from mainstem.server.engine_client import EngineClient, EngineState
@@ -280,7 +280,9 @@ class BatchRunner:
             )
             for attempt in range(MAX_TRIES):
                 try:
-                    return await self._answer(request)
+                    return await self._answer(request, batch.owner)
+                except FormFault as fault:
+                    raise WireError("form_limit_reached", str(fault), "response_format") from None
                 except RequestFault as fault:
                     raise WireError("engine_failed", str(fault)) from None
                 except EngineFault:
@@ -289,9 +291,9 @@ class BatchRunner:
             raise from_invalid(error) from None
         raise WireError("engine_failed", f"the engine failed {MAX_TRIES} times over it")
 
-    async def _answer(self, request: Request) -> PromptAnswers:
+    async def _answer(self, request: Request, owner: str) -> PromptAnswers:
         answers = PromptAnswers(len(request.prompt_ids), request.sampling)
-        answering = await self._worker.submit([request])
+        answering = await self._worker.submit([request], owner)
         try:
             async for news in answering:
                 for _, output in news:

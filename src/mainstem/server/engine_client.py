@@ -17,12 +17,12 @@ from typing import Protocol
 
 import numpy as np
 
-from mainstem.core.errors import InvalidRequest, MainstemError
+from mainstem.core.errors import MainstemError
 from mainstem.core.events import EventBus, StepFailed
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s
-from mainstem.server.answering import Answering, EngineFault, RequestFault, Ticket
+from mainstem.server.answering import Answering, EngineFault, FormFault, RequestFault, Ticket
 from mainstem.server.messages import (
     Abort,
     Check,
@@ -217,7 +217,7 @@ class EngineClient:
                 ticket.admitted_s = admitted_s
         for refusal in report.refused:
             if ticket := self._open.pop(refusal.number, None):
-                ticket.answering.fail(InvalidRequest(refusal.field, refusal.reason))
+                ticket.answering.fail(refusal.error())
         num_tokens = self._hear_tokens(report.tokens, now_s)
         for news in report.news:
             num_tokens += len(news.token_ids)
@@ -244,12 +244,16 @@ class EngineClient:
         return len(tokens) // 3
 
     def _read(self, ticket: Ticket, output: Output, now_s: float) -> None:
-        if output.fault is not None:
-            del self._open[ticket.number]
-            ticket.answering.fail(RequestFault(f"steps failed over this request: {output.fault}"))
-            return
         news = ticket.hear(output, now_s)
         if news is None:
+            return
+        if news.fault is not None:
+            del self._open[ticket.number]
+            ticket.answering.fail(
+                FormFault(f"the answer was given up: {news.fault}")
+                if news.is_form_fault
+                else RequestFault(f"steps failed over this request: {news.fault}")
+            )
             return
         if news.finish_reason is not None and output.finish_reason is None:
             self._send(Stop(ticket.number, output.index))

@@ -10,7 +10,7 @@ import logging
 import select
 import socket
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import get_args
@@ -44,12 +44,12 @@ from mainstem.server.messages import (
     pack_event,
     unpack_request,
 )
+from mainstem.text.form_queue import FormQueue
 from mainstem.text.grammar import CompiledForm, Grammars
 
 SNAPSHOT_S = 0.2  # what the front sees of a running engine is at most this old
 IDLE_S = 0.2  # between two looks at pages that are being saved, with nothing to run
 COMPILING_S = 0.002  # between two looks at forms that are being compiled
-NUM_COMPILERS = 2  # threads for forms, so that hard ones keep nothing else waiting
 PROBE = RequestId("probe")
 MAX_LAST_STEPS = 100
 RECEIVE_BYTES = 1 << 20
@@ -117,8 +117,7 @@ class EngineHost:
     def __init__(self, engine: Engine, connection: socket.socket, grammars: Grammars) -> None:
         self._engine = engine
         self._link = Link(connection)
-        self._grammars = grammars
-        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "grammar")
+        self._forms = FormQueue(grammars)
         self._compiling: dict[int, tuple[Request, Future[CompiledForm]]] = {}  # by number
         self._open: dict[str, _Open] = {}
         self._ids: dict[int, RequestId] = {}  # by number
@@ -154,7 +153,7 @@ class EngineHost:
             log.info("the front has left")
             self._come_to_rest()
         finally:
-            self._compilers.shutdown(wait=False, cancel_futures=True)
+            self._forms.close()
             self._engine.close()
 
     # --- commands -------------------------------------------------------------------------------
@@ -187,14 +186,12 @@ class EngineHost:
         try:
             request = unpack_request(command)
         except InvalidRequest as error:
-            self._report.refused.append(Refusal(number, error.field, error.reason))
+            self._refuse(number, error)
             return
-        form = request.sampling.grammar
-        grammar = None if form is None else self._grammars.find(form)
-        if form is None or grammar is not None:
-            self._queue(number, replace(request, grammar=grammar))
+        if request.sampling.grammar is None:
+            self._queue(number, request)
         else:
-            compiled = self._compilers.submit(self._grammars.compile, form)
+            compiled = self._forms.submit(request.sampling.grammar, command.owner)
             self._compiling[number] = request, compiled
 
     def _take_forms(self) -> None:
@@ -203,19 +200,28 @@ class EngineHost:
         for number in done:
             request, compiled = self._compiling.pop(number)
             try:
-                self._queue(number, replace(request, grammar=compiled.result()))
-            except InvalidRequest as error:
-                self._report.refused.append(Refusal(number, error.field, error.reason))
+                request = replace(request, grammar=compiled.result())
+            except Exception as error:
+                self._refuse(number, error)
+            else:
+                self._queue(number, request)
 
     def _queue(self, number: int, request: Request) -> None:
         try:
             self._engine.submit(request)
-        except InvalidRequest as error:
-            self._report.refused.append(Refusal(number, error.field, error.reason))
+        except Exception as error:
+            self._refuse(number, error)
             return
         self._report.accepted.append(number)
         self._open[request.request_id] = _Open(number, request.sampling.n, set())
         self._ids[number] = request.request_id
+
+    def _refuse(self, number: int, error: Exception) -> None:
+        """A request cannot run; the others go on."""
+        if not isinstance(error, InvalidRequest):
+            log.error("a request could not be queued", exc_info=error)
+            error = InvalidRequest("request", "the engine could not queue it")
+        self._report.refused.append(Refusal.of(number, error))
 
     def _answer(self, command: Pin | ClearCache | Check) -> None:
         try:
@@ -260,7 +266,7 @@ class EngineHost:
             opened.begun.add(output.index)
             news.append(_news(opened.number, output))
             if output.fault is not None:
-                self._must_probe = True
+                self._must_probe |= not output.is_form_fault
                 self._engine.abort(output.request_id)  # its other answers
             if output.finish_reason is not None:
                 opened.num_open -= 1
@@ -336,4 +342,5 @@ def _news(number: int, output: Output) -> News:
         output.logprobs,
         output.prompt_logprobs,
         output.fault,
+        output.is_form_fault,
     )

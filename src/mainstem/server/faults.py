@@ -1,12 +1,18 @@
 """What a client hears when something is refused: OpenAI's error object and its HTTP status."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from starlette.responses import JSONResponse
 
-from mainstem.core.errors import InvalidRequest
-from mainstem.server.answering import EngineFault, RequestFault
+from mainstem.core.errors import InvalidRequest, TooManyForms
+from mainstem.server.answering import EngineFault, FormFault, RequestFault
 from mainstem.wire.errors import WireError
 
 MAX_MESSAGE_CHARS = 500  # a message may quote what the client sent
+
+log = logging.getLogger("mainstem.server")
 
 INVALID = "invalid_request_error"
 NOT_FOUND = ("model_not_found", "app_not_found")
@@ -61,6 +67,8 @@ def _clean(text: str) -> str:
 
 def from_invalid(error: InvalidRequest) -> ApiError:
     """The caller's fault, found by the engine."""
+    if isinstance(error, TooManyForms):
+        return busy(str(error), 5)
     return ApiError(400, str(error), error.field, "invalid_value")
 
 
@@ -77,7 +85,9 @@ def busy(message: str, retry_after_s: int) -> ApiError:
 
 
 def from_fault(fault: EngineFault) -> ApiError:
-    """Not the caller's fault; whether it is worth coming back depends on whose it was."""
+    """What ended an answer; whether it is worth coming back depends on whose fault it was."""
+    if isinstance(fault, FormFault):
+        return ApiError(400, str(fault), "response_format", "form_limit_reached")
     if isinstance(fault, RequestFault):
         return ApiError(500, str(fault), code="step_failed", kind="server_error")
     return unavailable(str(fault))
@@ -86,3 +96,14 @@ def from_fault(fault: EngineFault) -> ApiError:
 def unavailable(message: str) -> ApiError:
     """The server cannot answer anybody now."""
     return ApiError(503, message, code="unavailable", kind="server_error", retry_after_s=5)
+
+
+@contextmanager
+def disk_is_needed() -> Iterator[None]:
+    """What cannot be written down is refused: 507 instead of an internal error."""
+    try:
+        yield
+    except OSError as error:
+        log.error("write to the data folder failed", extra={"facts": {"reason": str(error)}})
+        message = f"the server cannot store this: {error.strerror or 'its disk fails'}"
+        raise ApiError(507, message, code="storage_failed", kind="server_error") from None

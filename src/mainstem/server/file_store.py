@@ -132,10 +132,10 @@ def _read(path: Path) -> StoredFile | None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file at once: a kill leaves the old one or the new one."""
+    """Replace a file at once: a kill leaves the old one or the new one. Nobody else may read it."""
     fresh = path.with_name(f"{path.name}.{token_hex(4)}.fresh")
     try:
-        with fresh.open("xb") as file:
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -38,7 +38,7 @@ from mainstem.server.replies import ReplyWriter
 from mainstem.server.served_model import ServedModel
 from mainstem.server.session_saver import SessionSaver
 from mainstem.server.stream import ClientLeft, EventStream, while_connected
-from mainstem.server.turns import Turn
+from mainstem.server.turns import Turn, owner_of
 from mainstem.text.encoding import (
     App,
     BegunPrompt,
@@ -328,7 +328,7 @@ class Gateway:
 
     async def _submit(self, requests: Sequence[EngineRequest], tenant: Tenant) -> Answering:
         try:
-            return await self.worker.submit(requests, tenant.name)
+            return await self.worker.submit(requests, owner_of(tenant))
         except InvalidRequest as error:
             raise from_invalid(error) from None
         except EngineFault as fault:

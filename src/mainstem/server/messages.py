@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Struct
 
 from mainstem.core.config import EngineConfig
+from mainstem.core.errors import InvalidRequest, MissingPackage, TooManyForms
 from mainstem.core.events import Event
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.request import (
@@ -127,6 +128,7 @@ class News(Struct, array_like=True, frozen=True):
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     fault: str | None
+    is_form_fault: bool
 
     def output(self, request_id: RequestId) -> Output:
         return Output(
@@ -139,15 +141,27 @@ class News(Struct, array_like=True, frozen=True):
             self.num_cached_tokens,
             self.num_dropped_tokens,
             self.fault,
+            self.is_form_fault,
         )
 
 
 class Refusal(Struct, array_like=True, frozen=True):
-    """A request that cannot run; `core.errors.InvalidRequest`."""
+    """A request that cannot run; an InvalidRequest."""
 
     number: int
+    kind: str  # in _REFUSALS
     field: str
     reason: str
+
+    @classmethod
+    def of(cls, number: int, error: InvalidRequest) -> "Refusal":
+        return cls(number, type(error).__name__, error.field, error.reason)
+
+    def error(self) -> InvalidRequest:
+        return _REFUSALS.get(self.kind, InvalidRequest)(self.field, self.reason)
+
+
+_REFUSALS = {kind.__name__: kind for kind in (MissingPackage, TooManyForms)}
 
 
 class StepInProgress(Struct, array_like=True, frozen=True):

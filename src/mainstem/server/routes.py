@@ -23,10 +23,11 @@ from mainstem.server.answering import EngineFault
 from mainstem.server.batch_routes import BatchRoutes
 from mainstem.server.body import read_json
 from mainstem.server.engine_client import EngineState
-from mainstem.server.faults import ApiError, from_invalid, from_wire, unavailable
+from mainstem.server.faults import ApiError, disk_is_needed, from_invalid, from_wire, unavailable
 from mainstem.server.gateway import Gateway
 from mainstem.server.ids import unique_ids
 from mainstem.server.metrics import CONTENT_TYPE
+from mainstem.server.sites import Sites
 from mainstem.server.turns import owner_of
 from mainstem.server.unknown_routes import explained
 from mainstem.text.encoding import App
@@ -38,6 +39,12 @@ from mainstem.wire.errors import WireError
 from mainstem.wire.openapi import document
 
 PAGE = files("mainstem.server") / "page"
+PAGE_HEADERS = {
+    "cache-control": "no-cache",
+    "x-content-type-options": "nosniff",
+    "content-security-policy": "frame-ancestors 'none'",  # beside what the page says itself
+    "x-frame-options": "DENY",
+}
 
 log = logging.getLogger("mainstem.server")
 T = TypeVar("T")
@@ -48,6 +55,7 @@ class Routes:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._changing_apps = asyncio.Lock()
 
     def listed(self) -> list[Route]:
         return [
@@ -187,10 +195,18 @@ class Routes:
     async def put_app(self, request: Request) -> Response:
         """Add an app, or give it another prompt; answers when its prefix is computed."""
         body = await read_json(request, self._gateway.limits)
+        apps, filler = self._gateway.apps, self._gateway.filler
         try:
             app = App(request.path_params["name"], read_fields(body, AppBody).prompt)
-            num_tokens = await self._gateway.filler.fill(app)
-            self._gateway.apps.add(app)
+            async with self._changing_apps:
+                num_tokens = await filler.fill(app)
+                try:
+                    with disk_is_needed():
+                        await asyncio.to_thread(apps.add, app)
+                except (ApiError, InvalidRequest):
+                    before = apps.find(app.name)
+                    await (filler.forget(app.name) if before is None else filler.fill(before))
+                    raise
         except InvalidRequest as error:
             raise from_invalid(error) from None
         except EngineFault as fault:
@@ -199,9 +215,12 @@ class Routes:
 
     async def delete_app(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if not self._gateway.apps.remove(name):
-            raise ApiError(404, f"there is no app {name!r}", "name", "app_not_found")
-        await self._on_engine(self._gateway.filler.forget(name))
+        async with self._changing_apps:
+            with disk_is_needed():
+                was_there = await asyncio.to_thread(self._gateway.apps.remove, name)
+            if not was_there:
+                raise ApiError(404, f"there is no app {name!r}", "name", "app_not_found")
+            await self._on_engine(self._gateway.filler.forget(name))
         return JSONResponse({"name": name, "deleted": True})
 
     async def reset_cache(self, request: Request) -> Response:
@@ -243,8 +262,7 @@ def _file(name: str) -> Response:
     for entry in PAGE.iterdir():
         if entry.name == name and entry.is_file() and not name.startswith(("_", ".")):
             kind = guess_type(name)[0] or "application/octet-stream"
-            headers = {"cache-control": "no-cache", "x-content-type-options": "nosniff"}
-            return Response(entry.read_bytes(), media_type=kind, headers=headers)
+            return Response(entry.read_bytes(), media_type=kind, headers=PAGE_HEADERS)
     return PlainTextResponse("not found", 404)
 
 
@@ -254,10 +272,10 @@ def _file(name: str) -> Response:
 class AccessMiddleware:
     """Lets in who may, gives every request an id, and logs and counts what became of it."""
 
-    def __init__(self, inside: ASGIApp, gateway: Gateway, origins: Sequence[str]) -> None:
+    def __init__(self, inside: ASGIApp, gateway: Gateway, sites: Sites) -> None:
         self._inside = inside
         self._gateway = gateway
-        self._origins = frozenset(origins)
+        self._sites = sites
         self._ids = unique_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -281,11 +299,11 @@ class AccessMiddleware:
 
         tenant = self._gateway.access.admit(scope["path"], scope["headers"])
         try:
-            if self._is_foreign(scope):
-                await _FOREIGN.response()(scope, receive, send_marked)
-                return
-            if tenant is None:
-                await _no_key(scope["path"]).response()(scope, receive, send_marked)
+            refusal = self._sites.refusal(scope["method"], scope["path"], scope["headers"])
+            if refusal is None and tenant is None:
+                refusal = self._gateway.access.refusal(scope["path"], scope["headers"])
+            if refusal is not None:
+                await refusal.response()(scope, receive, send_marked)
                 return
             scope.setdefault("state", {}).update(tenant=tenant, facts=facts)
             await self._inside(scope, receive, send_marked)
@@ -301,27 +319,6 @@ class AccessMiddleware:
             }
             is_quiet = scope["path"] in ("/health", "/ready", "/live", "/metrics")
             log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra={"facts": facts})
-
-    def _is_foreign(self, scope: Scope) -> bool:
-        """Whether a browser sends it for a page of a site that was not named. Of most such calls it
-        asks first and lets none through, but not of forms and of bodies without a type. Browsers
-        tell it to https and localhost only; elsewhere a page's bodies need their type."""
-        headers = dict(scope["headers"])
-        relation = headers.get(b"sec-fetch-site", b"none")  # other clients do not say
-        if scope["method"] in ("GET", "HEAD") or relation in (b"none", b"same-origin"):
-            return False
-        return not self._origins & {"*", headers.get(b"origin", b"").decode("latin-1")}
-
-
-_FOREIGN = ApiError(403, "pages of this site may not call the server: --allowed-origins")
-
-
-def _no_key(path: str) -> ApiError:
-    if path.startswith("/admin/"):
-        message = "an admin key is needed: Authorization: Bearer KEY, and --admin-key-file"
-    else:
-        message = "an API key is needed: Authorization: Bearer KEY"
-    return ApiError(401, message, code="invalid_api_key", kind="authentication_error")
 
 
 Handler = Callable[[Request, Exception], Awaitable[Response]]
@@ -347,10 +344,14 @@ async def _bug(request: Request, error: Exception) -> Response:
     return ApiError(500, "internal error", kind="server_error").response()
 
 
-def make_app(gateway: Gateway, origins: Sequence[str] = ()) -> ASGIApp:
+def make_app(
+    gateway: Gateway, origins: Sequence[str] = (), hosts: Sequence[str] | None = None
+) -> ASGIApp:
     """The server as an ASGI application; its lifespan is that of the engine's thread.
 
     Pages of `origins` may call it from a browser ("*": any page), as its own page always may.
+    Browsers may reach it by the names in `hosts` ("*": any); None: by any where it has keys, by
+    addresses and loopback names where it has none.
     """
 
     @asynccontextmanager
@@ -371,7 +372,8 @@ def make_app(gateway: Gateway, origins: Sequence[str] = ()) -> ASGIApp:
     }
     routes = [*Routes(gateway).listed(), *BatchRoutes(gateway).listed()]
     starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    door = AccessMiddleware(starlette, gateway, origins)
+    checks_hosts = hosts is not None or not gateway.access.has_keys
+    door = AccessMiddleware(starlette, gateway, Sites(origins, hosts or (), checks_hosts))
     if not origins:
         return door
     return CORSMiddleware(

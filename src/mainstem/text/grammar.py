@@ -8,16 +8,21 @@ that small models do not come back from.
 """
 
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
+from functools import partial
+from math import prod
 from threading import Lock
+from time import thread_time
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 
-from mainstem.core.errors import InvalidRequest, MissingPackage
+from mainstem.core.errors import InvalidRequest, MissingPackage, TooManyForms
 from mainstem.core.step import Bytes, Int32s
 from mainstem.text.tokenizer import Tokenizer
 
@@ -26,11 +31,28 @@ if TYPE_CHECKING:
 
 MAX_FORM_CHARS = 1 << 16
 MAX_CHOICES = 1024
-FORMS_KEPT = 256  # compiled, by their text
 FIELD = "response_format"
 JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+# What a form may cost. Schemas of 64 KiB stay far below: 0.05 s and 1 MB.
 _MAX_SYMBOLS = 100_000  # of a grammar
-_MAX_STATES = 50_000  # of its lexer, 1 to 2 kB each
+_MAX_STATES = 50_000  # of its lexer; text of limited length needs 7 for each character
+_LEXER_FUEL = 200_000  # for what a form forces from the beginning, 150 bytes each
+_MAX_ITEMS = 20_000  # of the parser, per token
+_MAX_REMAINDERS = 50_000  # remainders that `multipleOf` makes a lexer tell apart: 0.4 s, 25 MB
+_MAX_SLOW_S = 1.0  # processor time of one answer in tokens that took _SLOW_S or more
+_SLOW_S = 0.02
+_RENEWABLE_S = 0.1  # a form that took longer to compile is not compiled again between two steps
+_READ_TOKENS = 256  # at once; a lexer that is renewed has all of an answer to read
+_RENEWAL_TOKENS = 128  # an answer may have its lexer renewed twice, and once more for each of these
+
+# What compiled forms may hold together, by an upper estimate.
+KEPT_BYTES = 1 << 30  # for later use
+OWNER_BYTES = 2 << 30  # of one owner, kept or in use
+_MIN_BYTES = 1 << 20
+_BYTES_PER_S = 200e6  # of compiling
+_BYTES_PER_TOKEN = 16_384  # that an answer adds to its form's lexer ...
+_MAX_GROWTH = 64 << 20  # ... up to all its states
 
 
 # --- forms ---------------------------------------------------------------------------------------
@@ -133,99 +155,274 @@ def _schema(given: str | Mapping[str, object]) -> object:
 
 
 class Grammars:
-    """Compiles forms for one tokenizer. May be used on any thread.
+    """Compiles forms for one tokenizer, and keeps them. May be used on any thread.
 
-    Compiling may take seconds: whoever wants another form does not wait for it.
+    Compiling may take a second, without the interpreter lock; whoever wants another form does not
+    wait for it. Forms belong to an owner (a tenant): when those kept exceed KEPT_BYTES, the owner
+    that holds most loses the one it has not used for longest, so nobody pushes out a smaller one's.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._words: LLTokenizer | None = None  # made when first needed: it takes half a second
         self._words_lock = Lock()
-        self._forms: OrderedDict[str, Future[CompiledForm]] = OrderedDict()  # least used first
+        # by owner and text, least used first
+        self._forms: OrderedDict[tuple[str, str], Future[CompiledForm]] = OrderedDict()
+        self._live: WeakSet[CompiledForm] = WeakSet()  # those kept, and those still in use
         self._lock = Lock()  # of the forms, never held for long
 
-    def compile(self, form: str) -> "CompiledForm":
-        """Raises InvalidRequest with what is wrong with the form."""
+    def compile(self, form: str, owner: str = "") -> "CompiledForm":
+        """Raises InvalidRequest with what is wrong with the form, TooManyForms if the owner's
+        forms in use hold all that one owner may have."""
+        key = (owner, form)
         with self._lock:
-            found = self._forms.get(form)
-            wanted = self._forms.setdefault(form, Future())
-            self._forms.move_to_end(form)
-            if len(self._forms) > FORMS_KEPT:
-                self._forms.popitem(last=False)
+            found = self._usable(key)
+            if found is None:
+                self._make_room(owner)
+            wanted = found or self._forms.setdefault(key, Future())
+            self._forms.move_to_end(key)
         if found is None:  # others who want it wait for this thread
-            self._fill(wanted, form)
+            self._fill(wanted, key)
         return wanted.result()
 
-    def find(self, form: str) -> "CompiledForm | None":
+    def find(self, form: str, owner: str = "") -> "CompiledForm | None":
         """A form that is compiled already."""
         with self._lock:
-            found = self._forms.get(form)
+            found = self._usable((owner, form))
         return found.result() if found is not None and found.done() else None
 
-    def _fill(self, wanted: "Future[CompiledForm]", form: str) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """What forms hold that are kept or in use, by an upper estimate."""
+        with self._lock:
+            return sum(form.num_bytes for form in self._live)
+
+    def _usable(self, key: tuple[str, str]) -> "Future[CompiledForm] | None":
+        """A form that is kept or being compiled; one that is used up is forgotten."""
+        found = self._forms.get(key)
+        if found is not None and found.done() and found.result().is_spent:
+            del self._forms[key]
+            return None
+        return found
+
+    def _make_room(self, owner: str) -> None:
+        """Forget forms beyond what may be kept; refuse another one to who has too much in use."""
+        held: dict[str, int] = {}
+        ready = [(key, each.result()) for key, each in self._forms.items() if each.done()]
+        for (name, _), form in ready:
+            held[name] = held.get(name, 0) + form.num_bytes
+        while sum(held.values()) > KEPT_BYTES:
+            largest = max(held, key=lambda name: held[name])
+            place = next(i for i, ((name, _), _) in enumerate(ready) if name == largest)
+            key, form = ready.pop(place)
+            held[largest] -= form.num_bytes
+            del self._forms[key], form
+        ready.clear()  # references to forms that nobody else may hold any more
+        in_use = sum(form.num_bytes for form in self._live if form.owner == owner)
+        if in_use > OWNER_BYTES:
+            reason = f"forms in use hold {in_use >> 20} MiB; send it again when answers have ended"
+            raise TooManyForms(FIELD, reason)
+
+    def _fill(self, wanted: "Future[CompiledForm]", key: tuple[str, str]) -> None:
+        owner, form = key
         try:
-            wanted.set_result(CompiledForm(self._matcher(form)))
+            words = self._load_words()  # no cost of this form
+            began_s = thread_time()
+            matcher = _matcher(form, words)
+            cost_s = thread_time() - began_s
+            compiled = CompiledForm(matcher, partial(_matcher, form, words), cost_s, owner)
         except BaseException as error:
             with self._lock:
-                if self._forms.get(form) is wanted:
-                    del self._forms[form]
-            wanted.set_exception(error)
-
-    def _matcher(self, form: str) -> "LLMatcher":
-        try:
-            from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415  # an optional package
-        except ImportError:
-            reason = "needs llguidance: pip install 'mainstem[server]'"
-            raise MissingPackage(FIELD, reason) from None
-        with self._words_lock:
-            words = self._words or self._load_words()
-        limits = LLParserLimits(
-            max_grammar_size=_MAX_SYMBOLS, max_lexer_states=_MAX_STATES, verbose_errors=False
-        )
-        error = LLMatcher.validate_grammar(form, words, limits=limits)
-        if error:
-            raise InvalidRequest(FIELD, " ".join(error.split()))
-        matcher = LLMatcher(words, form, limits=limits, log_level=0)
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise InvalidRequest(FIELD, "no text satisfies it")
-        return matcher
+                if self._forms.get(key) is wanted:
+                    del self._forms[key]
+            if isinstance(error, InvalidRequest):
+                error.with_traceback(None)  # its frames would hold the parser until garbage is
+            wanted.set_exception(error)  # collected, perhaps tens of megabytes each
+        else:
+            with self._lock:
+                self._live.add(compiled)
+            wanted.set_result(compiled)
 
     def _load_words(self) -> "LLTokenizer":
-        from llguidance import LLTokenizer  # noqa: PLC0415
+        with self._words_lock:
+            if self._words is None:
+                self._words = _words_of(self._tokenizer)
+            return self._words
 
-        tokenizer = self._tokenizer
-        if not tokenizer.eos_ids:
-            raise InvalidRequest(FIELD, "this model names no end token")
-        try:
-            self._words = LLTokenizer(tokenizer.to_json(), eos_token=sorted(tokenizer.eos_ids))
-        except ValueError as error:
-            raise InvalidRequest(FIELD, f"not with this model's tokenizer: {error}") from None
-        return self._words
+
+def _words_of(tokenizer: Tokenizer) -> "LLTokenizer":
+    try:
+        from llguidance import LLTokenizer  # noqa: PLC0415  # an optional package
+    except ImportError:
+        reason = "needs llguidance: pip install 'mainstem[server]'"
+        raise MissingPackage(FIELD, reason) from None
+    if not tokenizer.eos_ids:
+        raise InvalidRequest(FIELD, "this model names no end token")
+    try:
+        return LLTokenizer(tokenizer.to_json(), eos_token=sorted(tokenizer.eos_ids))
+    except ValueError as error:
+        raise InvalidRequest(FIELD, f"not with this model's tokenizer: {error}") from None
+
+
+def _matcher(form: str, words: "LLTokenizer") -> "LLMatcher":
+    """Raises InvalidRequest."""
+    from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415
+
+    if (count := _num_remainders(form)) > _MAX_REMAINDERS:
+        reason = f"multipleOf has {count} remainders, at most {_MAX_REMAINDERS} are allowed"
+        raise InvalidRequest(FIELD, _too_much(reason))
+    limits = LLParserLimits(
+        max_grammar_size=_MAX_SYMBOLS,
+        max_lexer_states=_MAX_STATES,
+        initial_lexer_fuel=_LEXER_FUEL,
+        step_max_items=_MAX_ITEMS,
+        verbose_errors=False,
+    )
+    error = LLMatcher.validate_grammar(form, words, limits=limits)
+    if error:
+        raise InvalidRequest(FIELD, " ".join(error.split()))
+    matcher = LLMatcher(words, form, limits=limits, log_level=0)
+    allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    if matcher.is_error():
+        reason = _reason(matcher)
+        is_empty = reason.startswith("NoExtension")
+        raise InvalidRequest(FIELD, "no text has it" if is_empty else _too_much(reason))
+    first = np.flatnonzero(np.unpackbits(allowed, bitorder="little"))
+    first = first[~np.isin(first, words.eos_tokens)]
+    if len(first):  # what a form forces to follow its beginning may be too much for its lexer
+        trial = matcher.deep_copy()
+        trial.consume_token(int(first[0]))
+        trial.compute_bitmask()
+        if trial.is_error():
+            raise InvalidRequest(FIELD, _too_much(_reason(trial)))
+    return matcher
+
+
+def _num_remainders(form: str) -> int:
+    """How many remainders a lexer must tell apart for `multipleOf`: all of each divisor, and where
+    schemas are joined those of their products."""
+    text = re.sub(r"\\+u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), form)
+    found = re.findall(r'multipleOf\\*"\s*:\s*([0-9.]+)', text)
+    divisors = {int("0" + digits.replace(".", "").rstrip("0")[:18]) for digits in found}
+    is_joined = "allOf" in text or "$ref" in text
+    return prod(divisors) if is_joined else sum(divisors)
+
+
+def _reason(matcher: "LLMatcher") -> str:
+    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+
+
+def _too_much(reason: str) -> str:
+    return f"the form is too complex: {reason}"
 
 
 class CompiledForm:
-    """A form that answers can be held to; a `Grammar` of core.request."""
+    """A form that answers can be held to; a `Grammar` of core.request.
 
-    def __init__(self, matcher: "LLMatcher") -> None:
+    All its answers share one lexer, which grows with the text it reads. When it has reached its
+    limits it fails for all of them: the form is then compiled again, and they go on with the new
+    one. A form that took long to compile is not: it is spent.
+    """
+
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        compile_again: "Callable[[], LLMatcher]",
+        cost_s: float,
+        owner: str = "",
+    ) -> None:
+        """`cost_s`: processor time of compiling."""
+        self.owner = owner
+        self.is_spent = False
         self._matcher = matcher
+        self._compile_again = compile_again
+        self._cost_s = cost_s
+        self._num_tokens = 0  # that its lexer has read
+        self.generation = 0  # of the lexer
+
+    @property
+    def num_bytes(self) -> int:
+        """An upper estimate of what it holds."""
+        grown = min(self._num_tokens * _BYTES_PER_TOKEN, _MAX_GROWTH)
+        return int(_MIN_BYTES + self._cost_s * _BYTES_PER_S + grown)
 
     def start(self) -> "AnswerMask":
-        return AnswerMask(self._matcher.deep_copy())
+        return AnswerMask(self)
+
+    def matcher(self) -> "LLMatcher":
+        """At the beginning of an answer."""
+        return self._matcher.deep_copy()
+
+    def count(self, num_tokens: int) -> None:
+        """Answers have come so much further."""
+        self._num_tokens += num_tokens
+
+    def renew(self, failed: int) -> bool:
+        """Have a lexer that is younger than the one that failed; False: there is none."""
+        if failed < self.generation:
+            return True  # another answer met it first
+        try:
+            if self._cost_s <= _RENEWABLE_S:
+                self._matcher = self._compile_again()
+                self._num_tokens = 0
+                self.generation += 1
+                return True
+        except InvalidRequest:
+            pass
+        self.is_spent = True
+        return False
 
 
 class AnswerMask:
     """How far one answer has come in its form; a `TokenMask` of core.request.
 
-    When the form is complete, or the parser gives up, only the end token is allowed.
+    When the form is complete only the end token is allowed.
     """
 
-    def __init__(self, matcher: "LLMatcher") -> None:
-        self._matcher = matcher
+    def __init__(self, form: CompiledForm) -> None:
+        self.fault: str | None = None
+        self._form = form
+        self._matcher, self._generation = form.matcher(), form.generation
         self._num_seen = 0
+        self._allowed: Bytes | None = None  # after these
+        self._num_renewals = 0
+        self._slow_s = 0.0
 
     def allowed(self, output_ids: Int32s) -> Bytes:
-        self._matcher.consume_tokens(output_ids[self._num_seen :].tolist())
+        if self._allowed is not None and self._num_seen == len(output_ids):
+            return self._allowed
+        began_s = thread_time()
+        self._read(output_ids[self._num_seen :])
+        if self._matcher.is_error():
+            self._renew(output_ids)
+        else:
+            self._note_time(thread_time() - began_s)
+        self._form.count(len(output_ids) - self._num_seen)
         self._num_seen = len(output_ids)
-        return np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        assert self._allowed is not None
+        return self._allowed
+
+    def _read(self, new_ids: Int32s) -> None:
+        for start in range(0, len(new_ids), _READ_TOKENS):
+            self._matcher.consume_tokens(new_ids[start : start + _READ_TOKENS].tolist())
+            if start + _READ_TOKENS < len(new_ids):
+                self._matcher.compute_bitmask()  # fuel is given per mask
+        self._allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+
+    def _renew(self, output_ids: Int32s) -> None:
+        """After an error: read all of the answer with a new lexer, if that may help."""
+        form = self._form
+        may_renew = self._num_renewals < 2 + len(output_ids) // _RENEWAL_TOKENS
+        if "lexer error" in _reason(self._matcher) and may_renew and form.renew(self._generation):
+            self._num_renewals += 1
+            self._matcher, self._generation = form.matcher(), form.generation
+            self._read(output_ids)
+        if self._matcher.is_error():
+            self.fault = f"the parser of its form reached its limits: {_reason(self._matcher)}"
+
+    def _note_time(self, seconds: float) -> None:
+        """Everybody waits for a token that takes long; an answer may have few of these."""
+        if seconds >= _SLOW_S:
+            self._slow_s += seconds
+        if self._slow_s > _MAX_SLOW_S and self.fault is None:
+            self.fault = "the parser of its form takes too long"

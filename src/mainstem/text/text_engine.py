@@ -31,7 +31,8 @@ class TextOutput:
     stop_reason: str | int | None  # the stop string or token that ended it
     num_cached_tokens: int
     num_dropped_tokens: int = 0  # of the prompt, because it was longer than the context window
-    fault: str | None = None  # what failed, where that ended it (FinishReason.ERROR)
+    fault: str | None = None  # what failed, where that ended it (FinishReason.ERROR) ...
+    is_form_fault: bool = False  # ... and whether that was the parser of its form: no step failed
 
 
 class AnswerReader:
@@ -94,7 +95,8 @@ class AnswerReader:
             stop_reason=stop,
             num_cached_tokens=output.num_cached_tokens,
             num_dropped_tokens=output.num_dropped_tokens,
-            fault=output.fault,
+            fault=output.fault if reason is FinishReason.ERROR else None,
+            is_form_fault=output.is_form_fault and reason is FinishReason.ERROR,
         )
 
 

@@ -16,7 +16,7 @@ def _copy_slots_kernel(
     KV_HEADS: tl.constexpr, HEAD_LANES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot for K, one for V."""
+    """One program per slot and layer for K, one for V."""
     slot = tl.program_id(0)
     base = pages_ptr + tl.program_id(1).to(tl.int64) * half_elements
     source = tl.load(from_ptr + slot)
@@ -31,11 +31,11 @@ def _copy_slots_kernel(
 
 
 def copy_slots(pages: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
-    """pages [2, pages, kv_heads, page_size, head_dim]; slots are page_id * page_size + offset,
-    int64. No slot may be both a source and a target."""
-    if pages.ndim != 5 or pages.shape[0] != 2 or not pages.is_contiguous():
+    """pages [2, pages, kv_heads, page_size, head_dim] of one layer, or [2 * layers, ...] of many;
+    slots are page_id * page_size + offset, int64. No slot may be both a source and a target."""
+    if pages.ndim != 5 or pages.shape[0] % 2 or not pages.is_contiguous():
         raise LayoutError(
-            f"pages must be contiguous [2, pages, kv_heads, page_size, head_dim], "
+            f"pages must be contiguous [2 * layers, pages, kv_heads, page_size, head_dim], "
             f"got {tuple(pages.shape)}"
         )
     for name, slots in (("source_slots", source_slots), ("target_slots", target_slots)):
@@ -43,8 +43,8 @@ def copy_slots(pages: Tensor, source_slots: Tensor, target_slots: Tensor) -> Non
             raise LayoutError(f"{name} must be int64, both of one length")
     if len(source_slots) == 0:
         return
-    _, _, kv_heads, page_size, head_dim = pages.shape
-    _copy_slots_kernel[(len(source_slots), 2)](
+    num_halves, _, kv_heads, page_size, head_dim = pages.shape
+    _copy_slots_kernel[(len(source_slots), num_halves)](
         pages, source_slots, target_slots, pages[0].numel(),
         KV_HEADS=kv_heads, HEAD_LANES=triton.next_power_of_2(kv_heads), PAGE_SIZE=page_size,
         HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim), num_warps=4,

@@ -1,0 +1,24 @@
+"""Which tokens the form of an answer allows next, and whether any."""
+
+import numpy as np
+
+from mainstem.core.request import TokenMask
+from mainstem.core.step import Bytes, Int32s
+
+
+def allowed_tokens(mask: TokenMask, output_ids: Int32s, vocab_size: int) -> Bytes:
+    """Packed as in SampleBatch: token t is bit t % 8 of byte t // 8."""
+    packed = np.zeros(-(-vocab_size // 8), np.uint8)
+    allowed = mask.allowed(output_ids)[: len(packed)]
+    packed[: len(allowed)] = allowed
+    if vocab_size % 8:
+        packed[-1] &= (1 << vocab_size % 8) - 1
+    return packed
+
+
+def form_fault(mask: TokenMask, output_ids: Int32s, vocab_size: int) -> str | None:
+    """Why an answer cannot go on in its form, if it cannot."""
+    is_stuck = not allowed_tokens(mask, output_ids, vocab_size).any()
+    if mask.fault is None and is_stuck:
+        return "the model has no token that its form allows next"
+    return mask.fault

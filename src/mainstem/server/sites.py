@@ -1,0 +1,107 @@
+"""What browsers may do for pages of other sites: nothing, unless a site was named.
+
+Two attacks end here. Cross-site requests: a page of another site sends a form or a body without a
+type, which browsers let through without a preflight; `Origin` and `Sec-Fetch-Site` give it away.
+DNS rebinding: a page's own name is pointed at this machine, so that to the browser both are one
+site; `Host` gives it away, because it is a name that this server was not given.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from ipaddress import ip_address
+from socket import gethostname
+
+from mainstem.server.faults import ApiError
+
+Headers = list[tuple[bytes, bytes]]
+
+ANY = "*"
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # none of them changes anything here
+PROBES = frozenset({"/health", "/ready"})  # load balancers ask by any name, and learn yes or no
+MAX_SHOWN = 80
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d{1,5})?", re.ASCII)
+
+
+def host_names(listens_on: str, allowed: Sequence[str]) -> list[str]:
+    """The names of a server: the one it listens on, those it was given, and this machine's where
+    others than this machine reach it."""
+    names = [listens_on.lower(), *allowed]
+    try:
+        is_private = ip_address(listens_on).is_loopback
+    except ValueError:
+        is_private = listens_on == "localhost"
+    return names if is_private else [*names, gethostname().lower()]
+
+
+class Sites:
+    """Names and sites that browsers may use."""
+
+    def __init__(
+        self, origins: Iterable[str] = (), hosts: Iterable[str] = (), checks_hosts: bool = True
+    ) -> None:
+        """`hosts`: names beside addresses and those of this machine's loopback. A server that
+        asks for keys need not check: a page that reaches it by another name has none."""
+        self._origins = frozenset(origins)
+        self._hosts = frozenset(hosts)
+        self._checks_hosts = checks_hosts and ANY not in self._hosts
+
+    def refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
+        """Why a request is refused, if it is."""
+        if self._checks_hosts and path not in PROBES:
+            for value in _all(headers, b"host"):
+                if not self._is_known(value):
+                    return _unknown_host(value)
+        if method not in SAFE_METHODS and self._is_foreign(headers):
+            return _FOREIGN
+        return None
+
+    def _is_known(self, value: str) -> bool:
+        """Whether a `Host` is an address, which no rebinding can fake, or a name of this server."""
+        found = _HOST.fullmatch(value.lower())
+        if found is None:
+            return False
+        name = found[1].rstrip(".")
+        if name == "localhost" or name.endswith(".localhost") or name in self._hosts:
+            return True
+        try:
+            ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return True
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        """Whether a browser sends it for a page of a site that was not named. It says so to https
+        and localhost (`Sec-Fetch-Site`), elsewhere it only names the page's site. Other clients
+        say neither. A proxy may speak TLS for us."""
+        origins = _all(headers, b"origin")
+        if ANY in self._origins or (origins and self._origins.issuperset(origins)):
+            return False
+        relations = _all(headers, b"sec-fetch-site")
+        if relations:
+            return any(relation not in ("none", "same-origin") for relation in relations)
+        hosts = _all(headers, b"host")
+        own = {_plain(f"{scheme}://{host}") for host in hosts for scheme in ("http", "https")}
+        return not own.issuperset(map(_plain, origins))
+
+
+_FOREIGN = ApiError(403, "Cross-origin request refused. Allow this site with --allowed-origins.")
+
+
+def _unknown_host(value: str) -> ApiError:
+    shown = repr(value[:MAX_SHOWN])
+    return ApiError(
+        403,
+        f"The host name {shown} is not one of this server's. If it should be, start the server "
+        "with --allowed-hosts NAME, or with --api-key-file.",
+        code="host_not_allowed",
+    )
+
+
+def _plain(origin: str) -> str:
+    """As browsers write it: without a port that goes without saying."""
+    plain = origin.lower()
+    return plain.removesuffix(":443" if plain.startswith("https:") else ":80")
+
+
+def _all(headers: Headers, name: bytes) -> list[str]:
+    return [value.decode("latin-1").strip() for known, value in headers if known == name]

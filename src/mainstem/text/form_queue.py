@@ -1,0 +1,89 @@
+"""Compiles forms on threads of its own, fairly: one at a time of each owner, in turn.
+
+Whoever sends many hard forms waits for them itself; the forms of others go ahead of its next one.
+"""
+
+from collections import deque
+from concurrent.futures import Future
+from threading import Condition, Thread
+
+from mainstem.text.grammar import CompiledForm, Grammars
+
+NUM_THREADS = 2
+
+_Job = tuple[str, "Future[CompiledForm]"]
+
+
+class FormQueue:
+    """Owns the threads, which begin with the first form. May be used on any thread."""
+
+    def __init__(self, grammars: Grammars, num_threads: int = NUM_THREADS) -> None:
+        self._grammars = grammars
+        self._num_threads = num_threads
+        self._threads: list[Thread] = []
+        self._waiting: dict[str, deque[_Job]] = {}  # by owner, whoever is next first
+        self._busy: set[str] = set()  # owners whose form is being compiled
+        self._change = Condition()
+        self._is_closed = False
+
+    def submit(self, form: str, owner: str = "") -> "Future[CompiledForm]":
+        """What `Grammars.compile` will return or raise; at once where it is compiled already."""
+        future: Future[CompiledForm] = Future()
+        if (found := self._grammars.find(form, owner)) is not None:
+            future.set_result(found)
+            return future
+        with self._change:
+            if self._is_closed:
+                future.cancel()
+                return future
+            self._waiting.setdefault(owner, deque()).append((form, future))
+            if len(self._threads) < self._num_threads:
+                name = f"grammar_{len(self._threads)}"
+                thread = Thread(target=self._run, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._change.notify()
+        return future
+
+    def close(self) -> None:
+        """End the threads after what they are at; forms that wait are cancelled."""
+        with self._change:
+            self._is_closed = True
+            for jobs in self._waiting.values():
+                for _, future in jobs:
+                    future.cancel()
+            self._waiting.clear()
+            self._change.notify_all()
+
+    def _run(self) -> None:
+        while (taken := self._take()) is not None:
+            owner, (form, future) = taken
+            if future.set_running_or_notify_cancel():
+                self._fulfil(future, form, owner)
+            with self._change:
+                self._busy.discard(owner)
+                self._change.notify()
+
+    def _take(self) -> tuple[str, _Job] | None:
+        """The next form of whoever has waited longest for its turn; None: closed."""
+        with self._change:
+            while not self._is_closed:
+                for owner, jobs in self._waiting.items():
+                    if owner in self._busy:
+                        continue
+                    job = jobs.popleft()
+                    del self._waiting[owner]
+                    if jobs:
+                        self._waiting[owner] = jobs  # behind the others
+                    self._busy.add(owner)
+                    return owner, job
+                self._change.wait()
+        return None
+
+    def _fulfil(self, future: "Future[CompiledForm]", form: str, owner: str) -> None:
+        try:
+            compiled = self._grammars.compile(form, owner)
+        except BaseException as error:  # goes to whoever asked
+            future.set_exception(error)
+        else:
+            future.set_result(compiled)
