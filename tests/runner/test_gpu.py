@@ -91,7 +91,7 @@ def test_same_tokens_without_sharing() -> None:
 
 def told(runner: Runner) -> list[list[int]]:
     """Tokens of three sequences that share a page: a prompt, their own parts, decodes of all, and
-    of one alone."""
+    of one alone; and of one that begins with a copy of a part of the page."""
     rng = np.random.default_rng(5)
     head = rng.integers(3, SHAPE.vocab, 16).tolist()
     tails = rng.integers(3, SHAPE.vocab, (3, 3)).tolist()
@@ -108,6 +108,12 @@ def told(runner: Runner) -> list[list[int]]:
         run(runner, a_step(works, 16, SHAPE.vocab), works)
     alone = Work(replace(seqs[0], num_shared_pages=0), 1)
     run(runner, a_step([alone], 16, SHAPE.vocab), [alone])
+    seqs.append(Seq(3, head[:10] + tails[0], [4]))
+    seqs[3].num_done = 10
+    own = Work(seqs[3], 3)
+    source = np.arange(10, dtype=np.int64)
+    step = replace(a_step([own], 16, SHAPE.vocab), copy_from=source, copy_to=source + 4 * 16)
+    run(runner, step, [own])
     return [seq.token_ids for seq in seqs]
 
 

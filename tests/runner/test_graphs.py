@@ -87,9 +87,13 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(graphs: StepGraphs) -> No
     assert graphs.size_for(a_step_of(1025)) is None
 
 
-def test_steps_that_copy_or_move_pages_have_no_graph(graphs: StepGraphs) -> None:
-    step, slot = a_step_of(4), np.zeros(1, np.int64)
-    assert graphs.size_for(replace(step, copy_from=slot, copy_to=slot + 1)) is None
+def test_steps_that_move_pages_or_copy_what_they_bring_have_no_graph(graphs: StepGraphs) -> None:
+    step = a_step_of(4)
+    slot = step.write_slots.max(keepdims=True) + 100
+    copying = replace(step, copy_from=slot, copy_to=slot + 1)
+    assert graphs.size_for(copying) == 4
+    assert graphs.size_for(replace(copying, copy_from=step.write_slots[:1])) is None
+    assert graphs.size_for(replace(copying, load_ids=np.zeros(1, np.int32))) is None
     page = np.zeros(1, np.int32)
     assert graphs.size_for(replace(step, move_from=page, move_to=page + 1, move_by=page)) is None
 
