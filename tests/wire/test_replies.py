@@ -55,7 +55,11 @@ def test_every_chunk_of_a_stream_is_what_its_news_says(kind: Kind, has_usage: bo
     stream, source = ReplyStream(reply), random.Random(7)
     places = 1 if kind is Kind.CHAT else 2
     answers = [PromptAnswers(3, reply.call.sampling) for _ in range(places)]
-    begun: set[int] = set()
+    if kind is Kind.CHAT:
+        opening = [chunk["choices"][0]["delta"] for chunk in sent(stream.opening(answers))]  # type: ignore[index]
+        assert opening == [{"role": "assistant", "content": ""}] * 2
+    else:
+        assert stream.opening(answers) == b""
     texts = dict.fromkeys(range(places * 2), "")
     for _ in range(300):
         place, output = source.randrange(places), news(random_text(source), source.randrange(2))
@@ -65,13 +69,10 @@ def test_every_chunk_of_a_stream_is_what_its_news_says(kind: Kind, has_usage: bo
         told = [chunk["choices"] for chunk in chunks_of(stream, place, output, answers, has_usage)]
         if kind is Kind.CHAT:
             expected = [{"delta": {"content": output.text}}] if output.text else []
-            if number not in begun:
-                expected.insert(0, {"delta": {"role": "assistant", "content": ""}})
             rest: Json = {"logprobs": None, "finish_reason": None}
         else:
             expected = [{"text": output.text}] if output.text else []  # type: ignore[dict-item]
             rest = {"logprobs": None, "finish_reason": None, "stop_reason": None}
-        begun.add(number)
         assert told == [[{"index": number} | part | rest] for part in expected]
     assert texts == {
         place * 2 + index: answers[place].answers[index].text
@@ -99,7 +100,7 @@ def chunks_of(
 def test_the_last_news_has_the_reason_after_plain_ones() -> None:
     reply = a_reply(Kind.CHAT)
     stream, answers = ReplyStream(reply), PromptAnswers(1, reply.call.sampling)
-    events = b""
+    events = stream.opening([answers])
     for output in (news("a"), news("b"), news(""), news("c", reason=FinishReason.LENGTH)):
         answers.add(output)
         events += stream.events(0, output, answers)

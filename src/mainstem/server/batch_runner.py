@@ -33,6 +33,7 @@ from mainstem.server.engine_client import EngineClient, EngineState
 from mainstem.server.file_store import FileStore
 from mainstem.server.filling import AppFiller
 from mainstem.server.limits import Gate
+from mainstem.server.metrics import ServerMetrics
 from mainstem.server.served_model import ServedModel
 from mainstem.server.turns import owner_of
 from mainstem.text.encoding import App
@@ -58,7 +59,7 @@ log = logging.getLogger("mainstem.server")
 class BatchRunner:
     """Owns one task of the event loop. What a batch needs of the server, and no more."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  # parts of a server
         self,
         worker: EngineClient,
         gate: Gate,
@@ -67,6 +68,7 @@ class BatchRunner:
         model: ServedModel,
         files: FileStore,
         batches: BatchStore,
+        metrics: ServerMetrics,
         is_draining: Callable[[], bool],
     ) -> None:
         self._worker = worker
@@ -76,6 +78,7 @@ class BatchRunner:
         self._model = model
         self._files = files
         self._batches = batches
+        self._metrics = metrics
         self._is_draining = is_draining
         self._wake = asyncio.Event()
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # by batch: owner, task
@@ -300,6 +303,7 @@ class BatchRunner:
                     answers.add(output)
         finally:
             self._worker.abandon(answering)
+            self._metrics.observe_ticket(answering.tickets[0])
         return answers
 
     def _find_app(self, call: Call) -> App | None:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from time import monotonic, time
 
@@ -18,7 +17,7 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Overflow
 from mainstem.core.request import Request as EngineRequest
-from mainstem.server.answering import Answering, EngineFault, Ticket
+from mainstem.server.answering import Answering, EngineFault
 from mainstem.server.apps_registry import AppRegistry
 from mainstem.server.auth import Access, Tenant
 from mainstem.server.batch_runner import BatchRunner
@@ -31,7 +30,7 @@ from mainstem.server.filling import AppFiller
 from mainstem.server.ids import unique_ids
 from mainstem.server.limits import Gate, ServerLimits
 from mainstem.server.live import Live, Record, RequestState
-from mainstem.server.metrics import RequestTiming, ServerMetrics
+from mainstem.server.metrics import ServerMetrics
 from mainstem.server.pruning import Pruner
 from mainstem.server.recording import Recorder
 from mainstem.server.replies import ReplyWriter
@@ -155,6 +154,7 @@ class Gateway:
             self.model,
             files,
             batches,
+            self.metrics,
             lambda: self.is_draining,
         )
         pruner = Pruner(files, batches, self.limits.file_ttl_s)
@@ -334,19 +334,6 @@ class Gateway:
         except EngineFault as fault:
             raise from_fault(fault) from None
 
-    def observe(self, ticket: Ticket) -> None:
-        """Count a request that has ended."""
-        began_s = ticket.began_s
-        token_s = ticket.token_s
-        self.metrics.observe_request(
-            RequestTiming(
-                queue_s=None if ticket.admitted_s is None else ticket.admitted_s - began_s,
-                first_token_s=token_s[0] - began_s if token_s else None,
-                inter_token_s=[after - before for before, after in pairwise(token_s)],
-                total_s=(ticket.ended_s or monotonic()) - began_s,
-            )
-        )
-
     # --- tokens ---------------------------------------------------------------------------------
 
     async def tokenize(self, body: Json, tenant: Tenant) -> Json:
@@ -424,7 +411,7 @@ class _Exchange:
         self._gateway.worker.abandon(self._answering)
         for record in self._records:
             record.state = self.state
-            self._gateway.observe(record.ticket)
+            self._gateway.metrics.observe_ticket(record.ticket)
         tickets = self._answering.tickets
         self._facts |= {
             "state": self.state.value,

@@ -6,9 +6,9 @@ from enum import Enum
 from time import monotonic
 
 from mainstem.core.metrics import Counters
-from mainstem.core.snapshot import EngineSnapshot
 from mainstem.server.answering import Ticket
 from mainstem.server.auth import Tenant
+from mainstem.server.engine_client import EngineClient
 
 NUM_RECENT = 20
 RATE_S = 10.0  # tokens per second are counted over so long
@@ -33,7 +33,8 @@ class Record:
     ticket: Ticket
     state: RequestState = RequestState.OPEN
 
-    def view(self) -> Json:
+    def view(self, num_read: int | None) -> Json:
+        """`num_read`: tokens of its prompt that are computed; None: it takes one step only."""
         ticket = self.ticket
         state = self.state.value
         if self.state is RequestState.OPEN:
@@ -44,10 +45,19 @@ class Record:
             "app": self.app,
             "prompt_tokens": len(ticket.request.prompt_ids),
             "cached_tokens": ticket.num_cached_tokens,
+            "computed_tokens": self._num_read(num_read),
             "output_tokens": ticket.num_output_tokens,
             "ttft_ms": None if first_s is None else round(first_s * 1e3, 1),
             "state": state,
         }
+
+    def _num_read(self, num_read: int | None) -> int:
+        """Tokens of the prompt that are computed, or are in the step that runs."""
+        if self.ticket.admitted_s is None:
+            return 0
+        if num_read is None or self.ticket.token_s:
+            return len(self.ticket.request.prompt_ids)
+        return num_read
 
 
 class TokenRate:
@@ -85,11 +95,12 @@ class Live:
     def begin(self, record: Record) -> None:
         self._recent.append(record)
 
-    def view(self, snapshot: EngineSnapshot, apps: list[str], tenant: Tenant) -> Json:
+    def view(self, engine: EngineClient, apps: list[str], tenant: Tenant) -> Json:
         """The object of `/live`; a tenant sees its own requests, an admin all."""
-        counters = self._counters
+        counters, snapshot, step = self._counters, engine.snapshot, engine.step
+        num_read = {prompt.request_id: prompt.num_computed for prompt in snapshot.prompts}
         recent = [
-            record.view()
+            record.view(num_read.get(record.ticket.request.request_id))
             for record in self._recent
             if tenant.is_admin or record.tenant.name == tenant.name
         ]
@@ -97,7 +108,10 @@ class Live:
             "model": self._model,
             "uptime_s": round(monotonic() - self._began_s, 1),
             "running": snapshot.num_running,
-            "waiting": snapshot.num_waiting,
+            "waiting": snapshot.num_waiting + engine.num_unheard,
+            "step": None
+            if step is None
+            else {"tokens": step.num_tokens, "seconds": round(monotonic() - step.began_s, 1)},
             "pages": {
                 "total": snapshot.num_pages,
                 "held": snapshot.num_held_pages,

@@ -9,8 +9,9 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from threading import Lock
+from time import monotonic
 from typing import get_args
 
 from mainstem.core.events import (
@@ -28,6 +29,8 @@ from mainstem.core.events import (
 from mainstem.core.metrics import Counters
 from mainstem.core.request import FinishReason
 from mainstem.core.snapshot import EngineSnapshot
+from mainstem.server.answering import Ticket
+from mainstem.server.engine_client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -67,6 +70,7 @@ COUNTERS = {
     "mainstem:truncated_prompts": "Prompts that were longer than the context window.",
     "mainstem:dropped_tokens": "Tokens that truncated prompts lost.",
     "mainstem:moved_pages": "Pages that outlived a truncation and were turned to new positions.",
+    "mainstem:engine_restarts": "Times that the engine's process ended and was started again.",
     "mainstem:host_seconds": "Seconds of scheduling and input building.",
     "mainstem:device_seconds": "Seconds from a step's launch to its result.",
 }
@@ -96,6 +100,10 @@ GAUGES = {
     "mainstem:disk_bytes": "K and V on disk.",
     "mainstem:page_size_tokens": "Token slots of a page.",
     "mainstem:shared_runs": "Runs of tokens that two or more running sequences share.",
+    "mainstem:unfinished_prompts": "Prompts that take more than the running step.",
+    "mainstem:unfinished_prompt_tokens": "Tokens of these that are computed, cached ones included.",
+    "mainstem:step_tokens": "Tokens of the step that has been running for a while; 0: none has.",
+    "mainstem:step_seconds": "How long it has been running.",
     "mainstem:sessions": "Conversations that are remembered.",
     "mainstem:session_tokens": "Tokens of these conversations.",
 }
@@ -145,6 +153,7 @@ class ServerMetrics:
     def __init__(self, bus: EventBus, model_name: str = "mainstem") -> None:
         self._common = f'model_name="{_escaped(model_name)}",engine="0"'
         self._lock = Lock()
+        self._num_restarts = 0
         self.counters = Counters()
         self._labelled: dict[str, dict[tuple[str, ...], float]] = {
             name: defaultdict(int) for name in LABELLED_COUNTERS
@@ -175,6 +184,18 @@ class ServerMetrics:
             if within.has_listeners(kind):
                 bus.subscribe(kind, take)
 
+    def observe_ticket(self, ticket: Ticket) -> None:
+        """Count a prompt that has ended."""
+        began_s, token_s = ticket.began_s, ticket.token_s
+        self.observe_request(
+            RequestTiming(
+                queue_s=None if ticket.admitted_s is None else ticket.admitted_s - began_s,
+                first_token_s=token_s[0] - began_s if token_s else None,
+                inter_token_s=[after - before for before, after in pairwise(token_s)],
+                total_s=(ticket.ended_s or monotonic()) - began_s,
+            )
+        )
+
     def observe_request(self, timing: RequestTiming) -> None:
         """Count a request that ended, whether it was answered or given up."""
         with self._lock:
@@ -187,12 +208,27 @@ class ServerMetrics:
                 histograms["vllm:inter_token_latency_seconds"].observe(gap_s)
             histograms["vllm:e2e_request_latency_seconds"].observe(timing.total_s)
 
+    def observe_engine(self, engine: EngineClient) -> None:
+        """Set the gauges to what runs now, the step that the snapshot was taken in included."""
+        self.observe_snapshot(engine.snapshot)
+        step = engine.step
+        with self._lock:
+            self._num_restarts = engine.num_restarts
+            self._gauges["vllm:num_requests_waiting"] += engine.num_unheard
+            self._gauges |= {
+                "mainstem:step_tokens": 0 if step is None else step.num_tokens,
+                "mainstem:step_seconds": 0.0 if step is None else monotonic() - step.began_s,
+            }
+
     def observe_snapshot(self, snapshot: EngineSnapshot) -> None:
-        """Set the gauges to what runs now."""
+        """Set the gauges to what ran when it was taken."""
+        num_read = sum(prompt.num_computed for prompt in snapshot.prompts)
         with self._lock:
             self._gauges |= {
                 "vllm:num_requests_running": snapshot.num_running,
                 "vllm:num_requests_waiting": snapshot.num_waiting,
+                "mainstem:unfinished_prompts": len(snapshot.prompts),
+                "mainstem:unfinished_prompt_tokens": num_read,
                 "vllm:kv_cache_usage_perc": snapshot.num_held_pages / max(1, snapshot.num_pages),
                 "mainstem:pages": snapshot.num_pages,
                 "mainstem:held_pages": snapshot.num_held_pages,
@@ -267,6 +303,7 @@ class ServerMetrics:
             "mainstem:truncated_prompts": counted.truncated_prompts,
             "mainstem:dropped_tokens": counted.dropped_tokens,
             "mainstem:moved_pages": counted.moved_pages,
+            "mainstem:engine_restarts": self._num_restarts,
             "mainstem:host_seconds": counted.host_s,
             "mainstem:device_seconds": counted.device_s,
         }

@@ -37,6 +37,8 @@ class ReplyWriter:
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
         """Server-sent events: chunks, usage where asked for, and the end mark."""
         stream = ReplyStream(self._reply)
+        if opening := stream.opening(self._answers):
+            yield opening
         async for news in answering:
             events: list[bytes] = []
             for place, output in news:

@@ -174,15 +174,15 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         metrics = self._gateway.metrics
-        metrics.observe_snapshot(self._gateway.worker.snapshot)
+        metrics.observe_engine(self._gateway.worker)
         sessions = self._gateway.sessions
         metrics.observe_sessions(len(sessions), sessions.num_tokens)
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def live(self, request: Request) -> Response:
         gateway = self._gateway
-        snapshot, apps = gateway.worker.snapshot, gateway.apps.names
-        return JSONResponse(gateway.live.view(snapshot, apps, request.state.tenant))
+        view = gateway.live.view(gateway.worker, gateway.apps.names, request.state.tenant)
+        return JSONResponse(view)
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(document())

@@ -64,9 +64,6 @@ def byte_level_characters() -> dict[str, int]:
 class IncrementalDecoder(Protocol):
     """Ids in, text out, holding back what a later id may still change."""
 
-    @property
-    def is_holding(self) -> bool: ...
-
     def push(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
@@ -78,10 +75,6 @@ class ByteDecoder:
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    @property
-    def is_holding(self) -> bool:
-        return bool(self._utf8.getstate()[0])
 
     def push(self, token_id: int) -> str:
         return self._utf8.decode(self._token_bytes(token_id))
@@ -108,10 +101,6 @@ class WindowDecoder:
         self._is_byte = is_byte
         self._last = [token_id for token_id in context if not is_byte(token_id)][-1:]
         self._pending: list[int] = []
-
-    @property
-    def is_holding(self) -> bool:
-        return bool(self._pending)
 
     def push(self, token_id: int) -> str:
         self._pending.append(token_id)

@@ -17,7 +17,7 @@ from mainstem.text.grammar import Grammars
 from mainstem.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made per token, and frozen costs 3x
 class TextOutput:
     """News of one answer: text that is certain, and the tokens that came with it."""
 
@@ -63,20 +63,17 @@ class AnswerReader:
         stream = self._streams.get(output.index)
         if stream is None:
             return None
-        text: list[str] = []
-        stop: str | int | None = None
-        num_tokens = len(output.token_ids)
-        for place, token_id in enumerate(output.token_ids):
-            piece = stream.push(token_id)
-            text.append(piece.text)
-            if piece.stop is not None:
-                stop, num_tokens = piece.stop, place + 1
+        text = ""
+        token_ids, logprobs = output.token_ids, output.logprobs
+        for place, token_id in enumerate(token_ids):
+            text += stream.push(token_id)
+            if stream.stop is not None:
+                token_ids, logprobs = token_ids[: place + 1], logprobs[: place + 1]
                 break
         reason = output.finish_reason
-        if stop is None and reason is not None:
-            piece = stream.finish()
-            text.append(piece.text)
-            stop = piece.stop
+        if reason is not None and stream.stop is None:
+            text += stream.finish()
+        stop: str | int | None = stream.stop
         if stop is not None:
             reason = FinishReason.STOP
         elif reason is FinishReason.STOP and output.token_ids:
@@ -87,9 +84,9 @@ class AnswerReader:
         return TextOutput(
             request_id=output.request_id,
             index=output.index,
-            text="".join(text),
-            token_ids=output.token_ids[:num_tokens],
-            logprobs=output.logprobs[:num_tokens],
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
             prompt_logprobs=output.prompt_logprobs,
             finish_reason=reason,
             stop_reason=stop,

@@ -217,7 +217,7 @@ class _StreamedChoice:
 
     offsets: Offsets
     tools: ToolReader | None
-    has_begun: bool = False
+    has_begun: bool = False  # of a completion: its echo is told
     num_chars: int = 0
     plain: list[bytes] | None = None  # what stands around the text, and usage, of a plain event
 
@@ -244,6 +244,23 @@ class ReplyStream:
             call.tools is None and call.sampling.logprobs is None and not call.returns_token_ids
         )
 
+    def opening(self, answers: Sequence[PromptAnswers]) -> bytes:
+        """The first events of a chat: who speaks. Sent while the prompt is still computed, so that
+        a client knows that it was taken in."""
+        if not self._reply.is_chat:
+            return b""
+        delta: Json = {"role": "assistant", "content": ""}
+        events = []
+        for number in range(len(self._choices)):
+            place, index = divmod(number, self._n)
+            part = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+            usage = self._usage_so_far(answers[place], index) if self._has_usage else None
+            chunk = self._chunk([part], usage)
+            if self._reply.call.returns_token_ids:
+                chunk["prompt_token_ids"] = self._reply.prompt_ids[place]
+            events.append(event(chunk))
+        return b"".join(events)
+
     def events(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
         """What news of an answer to prompt `place` adds; `answers` has taken it in already.
 
@@ -269,7 +286,6 @@ class ReplyStream:
     def _rendered(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
         number = place * self._n + output.index
         choice = self._choices[number]
-        is_first = not choice.has_begun
         parts = (
             self._chat_parts(output, choice)
             if self._reply.is_chat
@@ -277,8 +293,6 @@ class ReplyStream:
         )
         usage = self._usage_so_far(answers, output.index) if self._has_usage else None
         chunks = [self._chunk([{"index": number} | part], usage) for part in parts]
-        if is_first and self._reply.is_chat and self._reply.call.returns_token_ids:
-            chunks[0]["prompt_token_ids"] = self._reply.prompt_ids[place]
         if self._is_plain and output.finish_reason is None:
             choice.plain = self._around_text(number)
         return b"".join(map(event, chunks))
@@ -343,10 +357,6 @@ class ReplyStream:
             yield self._text_part(text, logprobs, ids) | ending | prompt_ids
 
     def _chat_parts(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
-        if not choice.has_begun:
-            choice.has_begun = True
-            delta: Json = {"role": "assistant", "content": ""}
-            yield {"delta": delta, "logprobs": None, "finish_reason": None}
         reason = reason_text(output.finish_reason)
         if output.text or output.logprobs or self._told_ids(output) or reason is not None:
             yield from self._deltas(output, choice)
