@@ -94,17 +94,17 @@ class Running:
     def settle(self) -> None:
         """Wait until nothing is open, then check that nothing was lost."""
         self.engines.at_step = None
-        until(lambda: self.gateway.worker.num_open == 0 and self.gateway.gate.open_answers == 0)
+        until(lambda: self.gateway.engine.num_open == 0 and self.gateway.gate.open_answers == 0)
 
         async def look() -> None:
             for _ in range(100):
-                if not await self.gateway.worker.check():
+                if not await self.gateway.engine.check():
                     break
                 await asyncio.sleep(0.02)
 
         self.on_loop(look())
         self.gateway.gate.check()
-        assert self.gateway.worker.snapshot.num_held_pages == 0
+        assert self.gateway.engine.snapshot.num_held_pages == 0
 
     def stop(self) -> None:
         self.client.close()

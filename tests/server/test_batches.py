@@ -333,7 +333,7 @@ def test_batches_give_way_to_interactive_requests(shared: Running) -> None:
         batch = client.batches.create(
             input_file_id=made.id, endpoint="/v1/completions", completion_window="24h"
         )
-        until(lambda: shared.gateway.worker.snapshot.num_waiting > 0)  # rows wait for pages
+        until(lambda: shared.gateway.engine.snapshot.num_waiting > 0)  # rows wait for pages
         answer = shared.complete("hello", BOB, max_tokens=2)
         assert answer["usage"]["completion_tokens"] == 2
         assert client.batches.retrieve(batch.id).status == "in_progress", "it went first"

@@ -100,7 +100,7 @@ TOO_MUCH = {"prompt": "x", "guided_json": BEYOND, "max_tokens": 100, "temperatur
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_a_form_beyond_its_parsers_limits_is_an_error(server: Running, is_streaming: bool) -> None:
     """Not `stop`: the answer does not have the form. No step has failed."""
-    before = server.gateway.worker.num_recoveries
+    before = server.gateway.engine.num_recoveries
     reply = server.post("/v1/completions", TOO_MUCH | {"stream": is_streaming})
     if is_streaming:
         *_, last = events(reply.text)
@@ -112,7 +112,7 @@ def test_a_form_beyond_its_parsers_limits_is_an_error(server: Running, is_stream
     assert error["code"] == "form_limit_reached"
     assert error["param"] == "response_format"
     assert "reached its limits" in error["message"]
-    assert server.gateway.worker.num_recoveries == before
+    assert server.gateway.engine.num_recoveries == before
 
 
 def test_an_answer_that_is_cut_in_its_form_is_not_an_error(server: Running) -> None:

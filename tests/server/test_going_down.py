@@ -49,7 +49,7 @@ def test_open_answers_finish(is_streaming: bool) -> None:
         running.pause(0.02)
         body = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "stream": is_streaming}
         request = Background(running, body)
-        until(lambda: running.gateway.worker.snapshot.num_running == 1)
+        until(lambda: running.gateway.engine.snapshot.num_running == 1)
         running.server.should_exit = True
         response = request.result()
         assert response.status_code == 200
@@ -66,7 +66,7 @@ def test_answers_that_take_too_long_end_with_an_error(is_streaming: bool) -> Non
         running.pause(0.02)
         body = {"prompt": "x", "max_tokens": 700, "ignore_eos": True, "stream": is_streaming}
         request = Background(running, body)
-        until(lambda: running.gateway.worker.snapshot.num_running == 1)
+        until(lambda: running.gateway.engine.snapshot.num_running == 1)
         began_s = time.monotonic()
         running.server.should_exit = True
         response = request.result()

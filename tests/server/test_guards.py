@@ -315,9 +315,9 @@ def test_a_client_that_leaves_frees_its_pages(tight: Running, is_streaming: bool
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n" % len(body)
     with socket.create_connection((tight.host, tight.port), timeout=20) as connection:
         connection.sendall(head + body)
-        until(lambda: tight.gateway.worker.snapshot.num_running == 1)
-    until(lambda: tight.gateway.worker.num_open == 0, within_s=2)
-    until(lambda: tight.gateway.worker.snapshot.num_running == 0, within_s=2)
+        until(lambda: tight.gateway.engine.snapshot.num_running == 1)
+    until(lambda: tight.gateway.engine.num_open == 0, within_s=2)
+    until(lambda: tight.gateway.engine.snapshot.num_running == 0, within_s=2)
     assert tight.get("/live").json()["recent"][-1]["state"] == "aborted"
 
 
@@ -356,7 +356,7 @@ def test_a_step_that_fails_does_not_end_the_engine() -> None:
         assert running.get("/health").status_code == 200
         after = running.complete(prompt, max_tokens=4)
         assert after["choices"][0]["text"] == before
-        assert running.gateway.worker.num_recoveries == 1
+        assert running.gateway.engine.num_recoveries == 1
         running.settle()
 
 

@@ -38,15 +38,15 @@ def test_an_idle_engine_saves_its_pages_and_forgets_old_ones(tmp_path: Path) -> 
             num_pages=32, num_slots=32, disk_dir=tmp_path, ttl_s=2.0, chunk_tokens=512
         )
         text_engine = TextEngine(tiered.engine, a_tokenizer())
-        worker = EngineClient(text_engine.tokenizer, lambda: ThreadEngine(text_engine))
-        await worker.start()
+        engine = EngineClient(text_engine.tokenizer, lambda: ThreadEngine(text_engine))
+        await engine.start()
         prompt = [token % 90 for token in range(4 * NUM_PAGES + 3)]
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-        answering = await worker.submit([a_request(prompt, sampling=sampling)])
+        answering = await engine.submit([a_request(prompt, sampling=sampling)])
         async for _ in answering:
             pass
         await become(NUM_PAGES)
         await become(0)
-        await worker.close()
+        await engine.close()
 
     asyncio.run(serve())

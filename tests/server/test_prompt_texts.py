@@ -108,7 +108,7 @@ def test_what_may_outgrow_the_window_is_read(server: Running) -> None:
 
 def test_one_keys_texts_are_unknown_to_another(locked: Running) -> None:
     """How long a prompt takes must not say whether somebody else has sent it."""
-    tokenizer = locked.gateway.worker.tokenizer
+    tokenizer = locked.gateway.engine.tokenizer
     messages = [{"role": "user", "content": "A text that only Alice has sent until now."}]
     body = {"messages": messages, "max_tokens": 1}
     assert locked.post("/v1/chat/completions", body, ALICE).status_code == 200

@@ -136,7 +136,7 @@ def test_a_conversation_may_outgrow_the_window(policy: str) -> None:
         talk = Talk(running, session_id="long", context_overflow=policy, app="polite")
         for number in range(12):
             talk.say(f"{number}: " + "and so on, " * 9)
-        assert talk.usage["prompt_tokens"] > running.gateway.worker.max_model_len
+        assert talk.usage["prompt_tokens"] > running.gateway.engine.max_model_len
         assert talk.usage["prompt_tokens_details"]["dropped_tokens"] > 0
         assert talk.cached >= len(POLITE.prompt), "the app's prompt was not kept"
         running.settle()
@@ -153,7 +153,7 @@ def test_without_a_policy_the_window_is_the_end(server: Running) -> None:
 
 
 def test_what_outgrows_the_window_too_often_never_reaches_the_engine(server: Running) -> None:
-    most = MAX_WINDOWS * server.gateway.worker.max_model_len
+    most = MAX_WINDOWS * server.gateway.engine.max_model_len
     body = {"prompt": [5] * most, "max_tokens": 1, "session_id": "endless"}
     assert server.post("/v1/completions", body).status_code == 200
     refused = server.post("/v1/completions", body | {"prompt": [5] * (most + 1)})

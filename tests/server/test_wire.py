@@ -354,7 +354,7 @@ def test_special_tokens_around_a_prompt_may_be_left_out() -> None:
     )
     engines = FakeEngines(num_pages=64, max_model_len=80)
     with a_server(engines=engines) as server:
-        server.gateway.worker.tokenizer._backend.post_processor = before
+        server.gateway.engine.tokenizer._backend.post_processor = before
         for adds, count in ((None, 3), (True, 3), (False, 2)):
             body = {"prompt": "ab", "add_special_tokens": adds}
             assert server.post("/tokenize", body).json()["count"] == count

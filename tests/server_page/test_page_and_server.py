@@ -74,7 +74,7 @@ def test_the_tree_shows_who_shares_and_a_client_that_leaves_frees_its_pages(
     page.wait("document.querySelector('#stems li p')?.textContent.startsWith('2 sequences share')")
     assert page.run("document.getElementById('running').textContent") == "2"
     page.run("window.aside.abort()")
-    until(lambda: running.gateway.worker.num_open == 0)
+    until(lambda: running.gateway.engine.num_open == 0)
     page.wait("!document.getElementById('stems-empty').hidden")
 
 

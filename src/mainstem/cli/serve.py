@@ -269,7 +269,7 @@ def main(argv: list[str], open_: Callable[[EngineConfig, str], Parts] = open_mod
         checks_hosts = keys is None or bool(args.allowed_hosts)
         hosts = host_names(args.host, args.allowed_hosts) if checks_hosts else None
         Server(gateway, args.shutdown_s, args.allowed_origins, hosts).run(sockets=[listener])
-    return 1 if gateway.worker.state is EngineState.FAILED else 0
+    return 1 if gateway.engine.state is EngineState.FAILED else 0
 
 
 def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:
@@ -361,7 +361,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         gateway = self.gateway
         gateway.is_draining = True
-        log.info("going down", extra={"facts": {"open_requests": gateway.worker.num_open}})
+        log.info("going down", extra={"facts": {"open_requests": gateway.engine.num_open}})
         late = "the server is going down"
-        asyncio.get_running_loop().call_later(self._shutdown_s, gateway.worker.fail_open, late)
+        asyncio.get_running_loop().call_later(self._shutdown_s, gateway.engine.fail_open, late)
         await super().shutdown(sockets)

@@ -61,7 +61,7 @@ class BatchRunner:
 
     def __init__(  # noqa: PLR0913, PLR0917  # parts of a server
         self,
-        worker: EngineClient,
+        engine: EngineClient,
         gate: Gate,
         tenants: Sequence[Tenant],
         filler: AppFiller,
@@ -71,7 +71,7 @@ class BatchRunner:
         metrics: ServerMetrics,
         is_draining: Callable[[], bool],
     ) -> None:
-        self._worker = worker
+        self._engine = engine
         self._gate = gate
         self._tenants = {owner_of(tenant): tenant for tenant in tenants}
         self._filler = filler
@@ -85,7 +85,7 @@ class BatchRunner:
         self._loop: asyncio.Task[None] | None = None
         self._is_closing = False
         self._num_open = 0  # rows, of all batches
-        self._seen = worker.snapshot
+        self._seen = engine.snapshot
         self._num_since = 0  # rows started since then
 
     def start(self) -> None:
@@ -236,13 +236,13 @@ class BatchRunner:
 
     def may_start(self) -> bool:
         """Whether another row may be started."""
-        snapshot = self._worker.snapshot
+        snapshot = self._engine.snapshot
         if snapshot is not self._seen:
             self._seen, self._num_since = snapshot, 0
         num_new = min(self._num_since, self._num_open)  # some may have ended already
         has_room = snapshot.num_waiting + num_new < MAX_WAITING
         is_busy = self._gate.open_answers > BUSY_ANSWERS or self._is_draining()
-        is_running = self._worker.state is EngineState.RUNNING
+        is_running = self._engine.state is EngineState.RUNNING
         return has_room and self._num_open < MAX_ROWS and not is_busy and is_running
 
     def note_row(self, change: int) -> None:
@@ -252,11 +252,11 @@ class BatchRunner:
 
     def reader(self, batch: Batch, source: InputFile, out: AnswerFile) -> Iterator[PlannedWindow]:
         """The rows that are left, planned; runs on a thread."""
-        worker = self._worker
+        engine = self._engine
         parser = CallParser(
-            self._model.sampling, find_tool_format=lambda: tool_format(worker.tokenizer)
+            self._model.sampling, find_tool_format=lambda: tool_format(engine.tokenizer)
         )
-        rows = RowReader(parser, lambda: worker.tokenizer, self._find_app, worker.max_model_len)
+        rows = RowReader(parser, lambda: engine.tokenizer, self._find_app, engine.max_model_len)
         windows = WindowReader(source, rows, out.done, WINDOW_BYTES)
         return map(WindowPlanner(PlanConfig(), has_dedupe=False).plan, windows)
 
@@ -296,13 +296,13 @@ class BatchRunner:
 
     async def _answer(self, request: Request, owner: str) -> PromptAnswers:
         answers = PromptAnswers(len(request.prompt_ids), request.sampling)
-        answering = await self._worker.submit([request], owner)
+        answering = await self._engine.submit([request], owner)
         try:
             async for news in answering:
                 for _, output in news:
                     answers.add(output)
         finally:
-            self._worker.abandon(answering)
+            self._engine.abandon(answering)
             self._metrics.observe_ticket(answering.tickets[0])
         return answers
 
@@ -312,7 +312,7 @@ class BatchRunner:
     def line(self, row: Row, answers: PromptAnswers) -> dict[str, object]:
         """The output line of a row."""
         name = row.call.model or self._model.names[0]
-        return answer_row(row, answers, name, self._worker.tokenizer, int(time()))
+        return answer_row(row, answers, name, self._engine.tokenizer, int(time()))
 
 
 class _BatchRun:

@@ -26,21 +26,21 @@ log = logging.getLogger("mainstem.server")
 class AppFiller:
     """Fills apps and knows what of a prompt is public. Lives on the event loop."""
 
-    def __init__(self, worker: EngineClient, apps: AppRegistry) -> None:
-        self._worker = worker
+    def __init__(self, engine: EngineClient, apps: AppRegistry) -> None:
+        self._engine = engine
         self.apps = apps
         self._filled: dict[str, list[Int32s]] = {}  # prefixes whose pages are kept, by app
         self._ids = unique_ids()
 
     def prefixes(self, app: App) -> list[list[int]]:
         """What all requests to an app begin with; raises InvalidRequest if there is no room."""
-        prefixes = shared_prefixes(self._worker.tokenizer, app)
+        prefixes = shared_prefixes(self._engine.tokenizer, app)
         for prefix in prefixes:
-            if len(prefix) >= self._worker.max_model_len:
+            if len(prefix) >= self._engine.max_model_len:
                 raise InvalidRequest(
                     "prompt",
                     f"{len(prefix)} tokens leave no room in the context of "
-                    f"{self._worker.max_model_len}",
+                    f"{self._engine.max_model_len}",
                 )
         return prefixes
 
@@ -63,14 +63,14 @@ class AppFiller:
             )
             for prefix in prefixes
         ]
-        answering = await self._worker.submit(requests)
+        answering = await self._engine.submit(requests)
         try:
             async for _ in answering:
                 pass
         finally:
-            self._worker.abandon(answering)
+            self._engine.abandon(answering)
         self._filled[app.name] = [np.array(prefix, np.int32) for prefix in prefixes]
-        num_pages = await self._worker.pin(app.name, self._filled[app.name])
+        num_pages = await self._engine.pin(app.name, self._filled[app.name])
         num_tokens = max(map(len, prefixes), default=0)
         facts = {"app": app.name, "prefix_tokens": num_tokens, "pinned_pages": num_pages}
         log.info("app filled", extra={"facts": facts})
@@ -79,7 +79,7 @@ class AppFiller:
     async def forget(self, name: str) -> None:
         """An app is gone, or has another prompt: its pages go when room is needed."""
         if self._filled.pop(name, None) is not None:
-            await self._worker.pin(name, ())
+            await self._engine.pin(name, ())
 
     async def fill_all(self) -> None:
         """Fill every app; one that cannot be filled is computed by its first request."""
@@ -98,7 +98,7 @@ class AppFiller:
 
         Only full pages are kept as cache; of one that begins alike the beginning is shared.
         """
-        num_missing = -len(prefix) % self._worker.snapshot.page_size
+        num_missing = -len(prefix) % self._engine.snapshot.page_size
         # K and V of an answer's last token are never computed
         return SamplingParams(max_tokens=num_missing + 1, temperature=0.0, ignore_eos=True)
 

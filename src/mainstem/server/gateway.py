@@ -79,7 +79,7 @@ class Gateway:
 
     def __init__(  # the parts of a server, joined in serve.py
         self,
-        worker: EngineClient,
+        engine: EngineClient,
         model: ServedModel,
         access: Access,
         apps: AppRegistry,
@@ -88,7 +88,7 @@ class Gateway:
         metrics: ServerMetrics,
         sessions: Sessions,
     ) -> None:
-        self.worker = worker
+        self.engine = engine
         self.model = model
         self.access = access
         self.apps = apps
@@ -97,17 +97,17 @@ class Gateway:
         self.metrics = metrics
         self.sessions = sessions
         self.gate = Gate(limits)
-        self.filler = AppFiller(worker, apps)
+        self.filler = AppFiller(engine, apps)
         self.batches: BatchService | None = None  # where there is a folder for them
         self.is_ready = False  # the apps are filled
         self.is_draining = False
         self._parser = CallParser(
-            model.sampling, limits.body, lambda: tool_format(worker.tokenizer)
+            model.sampling, limits.body, lambda: tool_format(engine.tokenizer)
         )
         self._ids = unique_ids()
         self._fingerprint = model.fingerprint
-        worker.on_tokens = live.rate.add
-        worker.on_recovered = self._refill
+        engine.on_tokens = live.rate.add
+        engine.on_recovered = self._refill
         self.recorder: Recorder | None = None  # keeps what is asked, for a benchmark
         self._saver: SessionSaver | None = None
         self._folder_lock: io.FileIO | None = None  # held until `close`
@@ -115,7 +115,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Be ready when the apps are filled; the engine has been connected."""
-        await asyncio.to_thread(self.worker.tokenizer.prepare)
+        await asyncio.to_thread(self.engine.tokenizer.prepare)
         await self.filler.fill_all()
         if self.batches is not None:
             self.batches.runner.start()
@@ -131,7 +131,7 @@ class Gateway:
         if self.batches is not None:
             await self.batches.pruner.close()
             await self.batches.runner.close()
-        await self.worker.close()
+        await self.engine.close()
         if self._saver is not None:
             await self._saver.close()
         if self._folder_lock is not None:
@@ -147,7 +147,7 @@ class Gateway:
         self._folder_lock = lock_folder(folder)
         files, batches = FileStore(folder / "files"), BatchStore(folder / "batches")
         runner = BatchRunner(
-            self.worker,
+            self.engine,
             self.gate,
             self.access.tenants,
             self.filler,
@@ -201,7 +201,7 @@ class Gateway:
             held.push(exchange)
             echoes = self._echoes(call, prompts, prompt_ids)
             told_ids = prompt_ids if call.returns_token_ids else ()
-            reply = Reply(call, heading, self.worker.tokenizer, echoes, told_ids)
+            reply = Reply(call, heading, self.engine.tokenizer, echoes, told_ids)
             writer = ReplyWriter(reply, [len(ids) for ids in prompt_ids], turn)
             if call.is_streaming:
                 events = writer.events(answering)
@@ -220,7 +220,7 @@ class Gateway:
     def _turn(self, call: Call, tenant: Tenant) -> Turn | None:
         if call.session_id is None:
             return None
-        return Turn(self.sessions, tenant, call.session_id, self.worker.tokenizer)
+        return Turn(self.sessions, tenant, call.session_id, self.engine.tokenizer)
 
     async def _encode(
         self,
@@ -231,7 +231,7 @@ class Gateway:
         salt: bytes,
     ) -> list[list[int]]:
         """Ids of the prompts; what takes long is done on another thread."""
-        tokenizer, session = self.worker.tokenizer, None if turn is None else turn.session
+        tokenizer, session = self.engine.tokenizer, None if turn is None else turn.session
         most = self._most_tokens(call)
 
         def begin() -> list[BegunPrompt]:
@@ -258,12 +258,12 @@ class Gateway:
         if call.kept_prompt_tokens is not None and app is not None:
             message = "truncate_prompt_tokens: would cut the app's prompt off; use context_overflow"
             raise ApiError(400, message, "truncate_prompt_tokens", "invalid_value")
-        return [call.kept_prompt(ids, self.worker.max_model_len) for ids in prompts]
+        return [call.kept_prompt(ids, self.engine.max_model_len) for ids in prompts]
 
     def _most_tokens(self, call: Call) -> int:
         """More leave no room for an answer, or are far too long to be truncated: everybody would
         wait for the engine to look at them."""
-        window = self.worker.max_model_len
+        window = self.engine.max_model_len
         most = window - 1
         if call.overflow is not Overflow.ERROR or call.kept_prompt_tokens is not None:
             most = max(most, min(MAX_WINDOWS * window, MAX_SESSION_TOKENS))
@@ -277,7 +277,7 @@ class Gateway:
     def _too_long(self, call: Call, num_tokens: str) -> ApiError:
         message = (
             f"the prompt has {num_tokens} tokens; with room for an answer in the context of "
-            f"{self.worker.max_model_len}, it may have {self._most_tokens(call)}"
+            f"{self.engine.max_model_len}, it may have {self._most_tokens(call)}"
         )
         return ApiError(400, message, call.kind.prompt_field, "context_length_exceeded")
 
@@ -287,7 +287,7 @@ class Gateway:
         """The prompts as text, where the caller wants them back."""
         if not call.has_echo:
             return []
-        decode, skips_special = self.worker.tokenizer.decode, call.sampling.skip_special_tokens
+        decode, skips_special = self.engine.tokenizer.decode, call.sampling.skip_special_tokens
         is_whole = call.kept_prompt_tokens is None
         return [
             Echo(
@@ -328,7 +328,7 @@ class Gateway:
 
     async def _submit(self, requests: Sequence[EngineRequest], tenant: Tenant) -> Answering:
         try:
-            return await self.worker.submit(requests, owner_of(tenant))
+            return await self.engine.submit(requests, owner_of(tenant))
         except InvalidRequest as error:
             raise from_invalid(error) from None
         except EngineFault as fault:
@@ -342,7 +342,7 @@ class Gateway:
         options, fields = tokenize_options(body)
         call, prompts = self._parser.parse(fields, kind)
         _, app = self.apps.resolve(call, self.model.names)
-        tokenizer = self.worker.tokenizer
+        tokenizer = self.engine.tokenizer
         prompt, wants_special = prompts[0], options.add_special_tokens
         if wants_special and isinstance(prompt, Chat):
             message = "add_special_tokens: a chat has those that its template writes"
@@ -355,7 +355,7 @@ class Gateway:
             all_ids = [await asyncio.to_thread(tokenizer.encode_plain, text)]
         self._check_lengths(call, all_ids)
         [ids] = self._kept(call, all_ids, app)
-        found = {"tokens": ids, "count": len(ids), "max_model_len": self.worker.max_model_len}
+        found = {"tokens": ids, "count": len(ids), "max_model_len": self.engine.max_model_len}
         if options.return_token_strs:
             found["token_strs"] = [token_text(token_id, tokenizer) for token_id in ids]
         return found
@@ -363,11 +363,11 @@ class Gateway:
     def detokenize(self, body: Json) -> Json:
         """Text of ids (`tokens`), special tokens included."""
         tokens = read_fields(body, DetokenizeBody).tokens
-        vocab_size = self.worker.tokenizer.vocab_size
+        vocab_size = self.engine.tokenizer.vocab_size
         if not all(0 <= token < vocab_size for token in tokens):
             message = f"tokens: must be token ids from 0 to {vocab_size - 1}"
             raise ApiError(400, message, "tokens", "invalid_value")
-        return {"prompt": self.worker.tokenizer.decode_all(tokens)}
+        return {"prompt": self.engine.tokenizer.decode_all(tokens)}
 
 
 class _Exchange:
@@ -408,7 +408,7 @@ class _Exchange:
         is_finished = all(ticket.is_finished for ticket in self._answering.tickets)
         if self.state is RequestState.OPEN:
             self.state = RequestState.FINISHED if is_finished else RequestState.ABORTED
-        self._gateway.worker.abandon(self._answering)
+        self._gateway.engine.abandon(self._answering)
         for record in self._records:
             record.state = self.state
             self._gateway.metrics.observe_ticket(record.ticket)

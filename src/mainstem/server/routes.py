@@ -112,16 +112,16 @@ class Routes:
             "object": "model",
             "created": self._gateway.model.created,
             "owned_by": "mainstem",
-            "max_model_len": self._gateway.worker.max_model_len,
+            "max_model_len": self._gateway.engine.max_model_len,
         }
 
     async def tokenizer_info(self, request: Request) -> Response:
         """What a client needs to use the tokenizer from afar, under the names of Hugging Face."""
-        tokenizer = self._gateway.worker.tokenizer
+        tokenizer = self._gateway.engine.tokenizer
         special = {f"{role}_token": None for role in SPECIAL_ROLES} | tokenizer.special_tokens
         found = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": self._gateway.worker.max_model_len,
+            "model_max_length": self._gateway.engine.max_model_len,
             "vocab_size": tokenizer.vocab_size,
             "chat_template": tokenizer.chat_template,
         }
@@ -157,14 +157,14 @@ class Routes:
 
     async def health(self, request: Request) -> Response:
         """200 while the engine can answer; for whoever restarts the process otherwise."""
-        if self._gateway.worker.state is EngineState.FAILED:
+        if self._gateway.engine.state is EngineState.FAILED:
             raise unavailable("the engine failed")
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         """200 from when the apps are filled until the server goes down; for load balancers."""
         gateway = self._gateway
-        is_running = gateway.worker.state is EngineState.RUNNING
+        is_running = gateway.engine.state is EngineState.RUNNING
         if not gateway.is_ready or gateway.is_draining or not is_running:
             raise unavailable("not ready")
         return JSONResponse({"status": "ready"})
@@ -174,14 +174,14 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         metrics = self._gateway.metrics
-        metrics.observe_engine(self._gateway.worker)
+        metrics.observe_engine(self._gateway.engine)
         sessions = self._gateway.sessions
         metrics.observe_sessions(len(sessions), sessions.num_tokens)
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def live(self, request: Request) -> Response:
         gateway = self._gateway
-        view = gateway.live.view(gateway.worker, gateway.apps.names, request.state.tenant)
+        view = gateway.live.view(gateway.engine, gateway.apps.names, request.state.tenant)
         return JSONResponse(view)
 
     async def openapi(self, request: Request) -> Response:
@@ -226,7 +226,7 @@ class Routes:
     async def reset_cache(self, request: Request) -> Response:
         """Forget every cached page that no sequence holds, then compute the apps' again."""
         gateway = self._gateway
-        count = await self._on_engine(gateway.worker.clear_cache())
+        count = await self._on_engine(gateway.engine.clear_cache())
         await gateway.filler.fill_all()
         return JSONResponse({"forgotten_pages": count})
 
@@ -356,7 +356,7 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await gateway.worker.start()
+        await gateway.engine.start()
         starting = asyncio.ensure_future(gateway.start())
         try:
             yield
