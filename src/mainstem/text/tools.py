@@ -104,6 +104,13 @@ def _call_form(functions: Sequence[Mapping[str, object]], format: ToolFormat) ->
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thinks aloud before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call the model made; `arguments` is JSON, as OpenAI hands it out."""
 
