@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
+from time import monotonic
 
 from mainstem.core.config import SWITCH_S
 from mainstem.core.errors import MainstemError
@@ -77,16 +78,21 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        began_s = monotonic()
         try:
             ours.sendall(frame(begin))
-            return cls(ours, first_word(ours), process)
-        except EngineGone:
-            raise EngineNotMade(f"the engine's process ended: {_how(process.wait())}") from None
-        except BaseException:
+            launched = cls(ours, first_word(ours), process)
+        except BaseException as error:
             ours.close()
+            if isinstance(error, EngineGone):
+                how = _how(process.wait())
+                raise EngineNotMade(f"the engine's process ended: {how}") from None
             process.kill()
             process.wait()
             raise
+        facts = {"pid": process.pid, "seconds": round(monotonic() - began_s, 1)}
+        log.info("engine started", extra={"facts": facts})
+        return launched
 
     def end(self, within_s: float | None) -> str:
         """Wait for its end, and how it came; killed if that takes too long (None: never)."""
