@@ -124,6 +124,7 @@ class EngineHost:
         self._pinned: dict[str, list[PageKey]] = {}  # by app
         self._report = Report()
         self._snapshot_s = 0.0
+        self._was_idle = True
         self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # by the front
         self._must_probe = False  # a request ended by a fault, which may be the engine's own
         self._is_closing = False
@@ -281,16 +282,19 @@ class EngineHost:
         self._report.events.append(pack_event(event))
 
     def _tell_of_step(self, event: StepStarted) -> None:
-        """A step may take seconds: the front is to know of it, if it has not heard for a while."""
+        """A step may take seconds: the front is to know of it, if it has heard nothing for a while
+        or nothing but that the engine is idle."""
         now_s = monotonic()
-        if now_s - self._snapshot_s > SNAPSHOT_S:
+        if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
+            self._was_idle = False
             self._renew_snapshot(now_s, StepInProgress(event.num_tokens, now_s))
             self._send()
 
     def _look(self) -> None:
         """Renew the snapshot when it is old or the engine comes to rest."""
         now_s = monotonic()
-        if now_s - self._snapshot_s > SNAPSHOT_S or not self._engine.has_work:
+        self._was_idle = not self._engine.has_work
+        if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
             self._renew_snapshot(now_s, None)
 
     def _renew_snapshot(self, now_s: float, step: StepInProgress | None) -> None:

@@ -84,7 +84,7 @@ class EngineProcess:
             launched = cls(ours, first_word(ours), process)
         except BaseException as error:
             ours.close()
-            if isinstance(error, EngineGone):
+            if isinstance(error, EngineGone | ConnectionError):
                 how = _how(process.wait())
                 raise EngineNotMade(f"the engine's process ended: {how}") from None
             process.kill()
