@@ -4,11 +4,12 @@ is said of each (core/settings.py) stands here and nowhere else.
 The only place that reads the environment:
     MAINSTEM_CACHE   folder for converted models and stores
     XDG_CACHE_HOME   where that folder lies otherwise
-and writes to it:
+and writes to it, or hands it on (child_environment):
     MIMALLOC_PURGE_DELAY   unless set, see keep_freed_memory
 """
 
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -52,6 +53,11 @@ def keep_freed_memory() -> None:
     freed: every layer of a long step then pays for fresh pages, a tenth of an int8 step's time.
     """
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")  # milliseconds
+
+
+def child_environment() -> dict[str, str]:
+    """For a process that is to find modules where this one does."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class Share(Enum):

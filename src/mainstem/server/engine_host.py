@@ -53,6 +53,7 @@ COMPILING_S = 0.002  # between two looks at forms that are being compiled
 PROBE = RequestId("probe")
 MAX_LAST_STEPS = 100
 RECEIVE_BYTES = 1 << 20
+IN_OR_OUT = select.POLLIN | select.POLLOUT
 
 log = logging.getLogger("mainstem.server")
 
@@ -67,15 +68,16 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._connection = connection
+        self._poll = select.poll()  # not `select`, which knows no descriptor above 1023
         self._unframer = Unframer()
         self._unsent = bytearray()
 
     def receive(self, wait_s: float) -> Iterator[bytes]:
         """Messages that have come; waits for the first ones if there are none. Raises FrontLeft."""
-        wanted = [self._connection] if self._unsent else []
-        readable, _, _ = select.select([self._connection], wanted, [], wait_s)
+        self._poll.register(self._connection, IN_OR_OUT if self._unsent else select.POLLIN)
+        self._poll.poll(wait_s * 1e3)
         self._flush()
-        while readable:
+        while True:
             try:
                 data = self._connection.recv(RECEIVE_BYTES)
             except BlockingIOError:

@@ -21,7 +21,7 @@ from threading import Event as Flag
 from threading import Thread
 from time import monotonic
 
-from mainstem.core.config import SWITCH_S
+from mainstem.core.config import SWITCH_S, child_environment
 from mainstem.core.errors import MainstemError
 from mainstem.core.events import EventBus
 from mainstem.engine.engine import Engine
@@ -71,9 +71,11 @@ class EngineProcess:
         """Start a process and wait for its engine; raises EngineNotMade."""
         ours, theirs = socket.socketpair()
         with theirs:
-            # a session of its own: Ctrl-C is for the front, which tells the engine in its own time
+            # A session of its own: Ctrl-C is for the front, which tells the engine in its own time.
+            # Modules come from where the front has them, and from no other folder (-P).
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                env=child_environment(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -137,7 +139,8 @@ def _how(status: int) -> str:
 
 def main(argv: list[str], make: MakeEngine | None = None) -> int:
     """Make the engine that the front asks for, and run it until the front is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM):  # the front has heard it, too, and says when
+        signal.signal(each, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
     with closing(socket.socket(fileno=int(argv[0]))) as connection:
         begin = _read_begin(connection)
