@@ -56,8 +56,16 @@ def keep_freed_memory() -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """For a process that is to find modules where this one does."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    """For a process that is to find modules where this one does.
+
+    Its OpenMP threads wait for work asleep rather than spinning, unless somebody has said how: on a
+    CPU both processes want all cores, and threads that spin take them from the one that speaks to
+    clients.
+    """
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if "OMP_WAIT_POLICY" not in os.environ:
+        own["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "1000")
+    return os.environ | own
 
 
 class Share(Enum):
