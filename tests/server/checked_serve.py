@@ -45,7 +45,7 @@ def serve_fake(argv: list[str]) -> int:
 def serve_split(argv: list[str]) -> int:
     def open_(config: EngineConfig, log_level: str) -> Parts:
         begin = Begin(config, "", log_level)
-        return a_tokenizer(), lambda: EngineProcess.launch(begin, fake_engine.MODULE)
+        return a_tokenizer(), lambda: EngineProcess.start(begin, fake_engine.MODULE)
 
     return main(argv, open_)
 
@@ -60,7 +60,7 @@ def serve_real(argv: list[str]) -> int:
         assert isinstance(begin, Begin)
 
         def launch_checked() -> Launched:
-            launched.append(EngineProcess.launch(begin, MODULE))
+            launched.append(EngineProcess.start(begin, MODULE))
             return launched[-1]
 
         return tokenizer, launch_checked

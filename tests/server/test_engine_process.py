@@ -1,21 +1,27 @@
 """The engine's process ends, in whatever way: clients hear of it, and another one takes over."""
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from pathlib import Path
+from threading import Event as Flag
 from threading import Thread
 from time import monotonic, sleep
 
 import pytest
 
 from mainstem.core.config import EngineConfig, ModelConfig
+from mainstem.core.snapshot import EngineSnapshot
+from mainstem.server.answering import EngineFault
+from mainstem.server.engine_client import MAX_STARTS, EngineClient, EngineState
 from mainstem.server.engine_process import EngineNotMade, EngineProcess
-from mainstem.server.messages import Begin, frame
+from mainstem.server.messages import Begin, Ready, frame
 from tests.batch.fake_batch import a_tokenizer
 from tests.server.process import Process, a_process
 from tests.server.running import Json, until
@@ -174,10 +180,148 @@ def test_what_is_wrong_with_a_model_is_told_by_the_front(tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_text(a_tokenizer().to_json())
     config = EngineConfig(model=ModelConfig(model=str(tmp_path)))
     with pytest.raises(EngineNotMade, match="NoSuchFamily"):
-        EngineProcess.launch(Begin(config, str(tmp_path), "error"))
+        EngineProcess.start(Begin(config, str(tmp_path), "error")).wait_ready()
 
 
 def test_a_process_that_ends_at_once_is_told() -> None:
     begin = Begin(EngineConfig(), "", "error")
     with pytest.raises(EngineNotMade, match="exit status 1"):
-        EngineProcess.launch(begin, "no_such_module_anywhere")
+        EngineProcess.start(begin, "no_such_module_anywhere").wait_ready()
+
+
+def test_a_batch_goes_on_with_the_next_engine(split: Process) -> None:
+    rows = [
+        {
+            "custom_id": f"r{number}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"row {number}", "max_tokens": 200, "ignore_eos": True},
+        }
+        for number in range(20)
+    ]
+    data = "\n".join(map(json.dumps, rows)).encode()
+    files = {"file": ("in.jsonl", data), "purpose": (None, "batch")}
+    made = split.request("POST", "/v1/files", files=files).json()
+    body = {"input_file_id": made["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = split.request("POST", "/v1/batches", json=body).json()["id"]
+    until(lambda: split.request("GET", "/live").json()["running"] == len(rows))
+    os.kill(split.engine_pid, signal.SIGKILL)
+
+    def ended() -> Json | None:
+        found: Json = split.request("GET", f"/v1/batches/{batch}").json()
+        return found if found["status"] in ("completed", "failed") else None
+
+    until(lambda: ended() is not None, within_s=60)
+    found = ended()
+    assert found is not None
+    assert found["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+
+
+# --- the client, over engines that do not come ---------------------------------------------------
+
+
+class Unready:
+    """An engine whose making ends as `wait` does; killed, it ends at once."""
+
+    def __init__(self, wait: Callable[[Flag], Ready]) -> None:
+        self.connection, self._theirs = socket.socketpair()
+        self._wait = wait
+        self._is_killed = Flag()
+
+    def wait_ready(self) -> Ready:
+        try:
+            return self._wait(self._is_killed)
+        except BaseException:
+            self.end(None)
+            raise
+
+    def kill(self) -> None:
+        self._is_killed.set()
+
+    def end(self, within_s: float | None) -> str:
+        self._theirs.close()
+        self.connection.close()
+        return "in a test"
+
+
+READY = Ready(100, EngineSnapshot(0, 0, 8, 4, 0, 0, ()))
+
+
+def fails(_: Flag) -> Ready:
+    raise RuntimeError("no thread can be started")
+
+
+def loads_for_ever(is_killed: Flag) -> Ready:
+    assert is_killed.wait(20)
+    raise EngineNotMade("killed")
+
+
+def a_client(later: Iterator[Callable[[Flag], Ready]]) -> EngineClient:
+    """A client whose first engine is ready; those after it are made as `later` says."""
+    waits = chain([lambda _: READY], later)
+    return EngineClient(a_tokenizer(), lambda: Unready(next(waits)))
+
+
+def lose(client: EngineClient) -> None:
+    assert isinstance(client._launched, Unready)
+    client._launched._theirs.close()
+
+
+def test_starts_that_fail_are_told_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mainstem.server.engine_client.FIRST_RETRY_S", 1e-4)
+    states: list[EngineState] = []
+
+    def look(_: Flag) -> Ready:
+        states.append(client.state)
+        return fails(_)
+
+    def come(_: Flag) -> Ready:
+        return READY
+
+    client = a_client(chain(repeat(look, MAX_STARTS + 1), [come]))
+
+    async def run() -> None:
+        await client.start()
+        lose(client)
+        async with asyncio.timeout(20):
+            while not states:
+                await asyncio.sleep(0.001)
+            await client.running()
+        assert client.state is EngineState.RUNNING
+        await client.close()
+
+    asyncio.run(run())
+    assert states[0] is EngineState.RESTARTING
+    assert states[-1] is EngineState.FAILED
+
+
+def test_the_end_does_not_wait_for_an_engine_in_the_making() -> None:
+    client = a_client(iter([loads_for_ever]))
+
+    async def run() -> None:
+        await client.start()
+        lose(client)
+        async with asyncio.timeout(10):
+            while client.state is not EngineState.RESTARTING:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)  # it is being made
+            await client.close()
+
+    asyncio.run(run())
+
+
+def test_calls_end_with_the_engine_also_at_the_end() -> None:
+    client = a_client(iter([]))
+
+    async def run() -> None:
+        await client.start()
+        call = asyncio.ensure_future(client.clear_cache())
+        await asyncio.sleep(0.05)
+        closing = asyncio.ensure_future(client.close())
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(10):
+            with pytest.raises(EngineFault):
+                await call
+            await closing
+
+    asyncio.run(run())

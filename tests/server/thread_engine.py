@@ -20,7 +20,12 @@ class ThreadEngine:
         self._host = EngineHost(text_engine.engine, self._theirs, text_engine.grammars)
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-        self.ready: Ready = first_word(self.connection)
+
+    def wait_ready(self) -> Ready:
+        return first_word(self.connection)
+
+    def kill(self) -> None:
+        self.connection.close()
 
     def _run(self) -> None:
         with self._theirs:

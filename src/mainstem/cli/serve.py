@@ -210,7 +210,7 @@ def open_model(config: EngineConfig, log_level: str) -> Parts:
     with StageBar() as bar:
         folder = resolve_model(config.model.model, bar)
     tokenizer = Tokenizer.load(folder, config.model.chat_template)
-    return tokenizer, partial(EngineProcess.launch, Begin(config, str(folder), log_level))
+    return tokenizer, partial(EngineProcess.start, Begin(config, str(folder), log_level))
 
 
 def main(argv: list[str], open_: Callable[[EngineConfig, str], Parts] = open_model) -> int:

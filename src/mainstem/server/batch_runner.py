@@ -50,7 +50,7 @@ BUSY_ANSWERS = 8  # with more interactive answers open, no row is started
 LOOK_S = 0.02  # how often the runner looks whether it may go on
 WINDOW_BYTES = 64 << 20  # of rows that are planned together
 MAX_TRIES = 5  # of a row while the engine fails
-RETRY_S = 1.0  # after the disk failed; doubled each time ...
+RETRY_S = 1.0  # after the engine failed, or the disk; of the disk doubled each time ...
 MAX_RETRY_S = 60.0  # ... up to this
 
 log = logging.getLogger("mainstem.server")
@@ -281,7 +281,8 @@ class BatchRunner:
                 public_tokens=self._filler.public_tokens(self._find_app(call), ids),
                 priority=PRIORITY + max(-PRIORITY // 2, min(call.priority, PRIORITY)),
             )
-            for attempt in range(MAX_TRIES):
+            for _ in range(MAX_TRIES):
+                await self._engine.running()  # however long that takes
                 try:
                     return await self._answer(request, batch.owner)
                 except FormFault as fault:
@@ -289,7 +290,7 @@ class BatchRunner:
                 except RequestFault as fault:
                     raise WireError("engine_failed", str(fault)) from None
                 except EngineFault:
-                    await asyncio.sleep(0.5 * 2**attempt)
+                    await asyncio.sleep(RETRY_S)
         except InvalidRequest as error:
             raise from_invalid(error) from None
         raise WireError("engine_failed", f"the engine failed {MAX_TRIES} times over it")
@@ -303,7 +304,8 @@ class BatchRunner:
                     answers.add(output)
         finally:
             self._engine.abandon(answering)
-            self._metrics.observe_ticket(answering.tickets[0])
+            if answers.is_finished:
+                self._metrics.observe_ticket(answering.tickets[0])
         return answers
 
     def _find_app(self, call: Call) -> App | None:

@@ -10,6 +10,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from itertools import count
 from time import monotonic
@@ -17,7 +18,6 @@ from typing import Protocol
 
 import numpy as np
 
-from mainstem.core.errors import MainstemError
 from mainstem.core.events import EventBus, StepFailed
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
@@ -44,7 +44,7 @@ from mainstem.text.tokenizer import Tokenizer
 
 FIRST_RETRY_S = 0.1  # before an engine that has ended is started again; doubled each time ...
 MAX_RETRY_S = 30.0  # ... up to this
-MAX_STARTS = 6  # in a row that came to nothing: not a token was answered
+MAX_STARTS = 6  # in a row that came to nothing (not a token was answered): the state is FAILED
 CLOSE_S = 600.0  # for saving pages at the end
 
 log = logging.getLogger("mainstem.server")
@@ -54,17 +54,18 @@ class EngineState(Enum):
     RUNNING = "running"
     RESTARTING = "restarting"
     STOPPING = "stopping"
-    FAILED = "failed"  # it ended again and again; nothing is answered any more
+    FAILED = "failed"  # it ended again and again; it is still started now and then
 
 
 class Launched(Protocol):
-    """An engine that is ready, at the other end of a connection; see EngineProcess."""
+    """An engine in the making, at the other end of a connection; see EngineProcess."""
 
     @property
     def connection(self) -> socket.socket: ...
 
-    @property
-    def ready(self) -> Ready: ...
+    def wait_ready(self) -> Ready: ...
+
+    def kill(self) -> None: ...
 
     def end(self, within_s: float | None) -> str:
         """Wait for its end and say how it came; after `within_s` it is forced."""
@@ -78,7 +79,7 @@ class EngineClient:
     """
 
     def __init__(self, tokenizer: Tokenizer, launch: Callable[[], Launched]) -> None:
-        """Starts the first engine; raises what `launch` raises."""
+        """Starts the first engine and waits for it; raises what that raises."""
         self.tokenizer = tokenizer
         self.bus = EventBus()
         self.state = EngineState.RUNNING
@@ -89,8 +90,9 @@ class EngineClient:
         self._eos_ids = tuple(sorted(tokenizer.eos_ids))
         self._launch = launch
         self._launched = launch()
-        self.max_model_len = self._launched.ready.max_model_len
-        self.snapshot: EngineSnapshot = self._launched.ready.snapshot
+        ready = self._launched.wait_ready()
+        self.max_model_len = ready.max_model_len
+        self.snapshot: EngineSnapshot = ready.snapshot
         self.step: StepInProgress | None = None  # that ran when the snapshot was taken
         self._num_starts = 1  # in a row that came to nothing, so far this one included
         self._open: dict[int, Ticket] = {}
@@ -99,6 +101,8 @@ class EngineClient:
         self._commands: list[Command] = []  # of this turn of the loop
         self._transport: asyncio.WriteTransport | None = None
         self._restarting: asyncio.Task[None] | None = None
+        self._is_running = asyncio.Event()
+        self._is_running.set()
         self._closing = asyncio.Event()
         self.bus.subscribe(StepFailed, lambda _: self._note_recovery())
 
@@ -184,6 +188,10 @@ class EngineClient:
         finally:
             del self._calls[call]
 
+    async def running(self) -> None:
+        """Wait until there is an engine."""
+        await self._is_running.wait()
+
     def _check_running(self) -> None:
         if self.state is not EngineState.RUNNING:
             raise EngineFault(f"the engine is {self.state.value}")
@@ -244,7 +252,13 @@ class EngineClient:
         return len(tokens) // 3
 
     def _read(self, ticket: Ticket, output: Output, now_s: float) -> None:
-        news = ticket.hear(output, now_s)
+        try:
+            news = ticket.hear(output, now_s)
+        except Exception:  # of one request; the others go on
+            log.exception("an answer could not be read")
+            self.abandon(ticket.answering)
+            ticket.answering.fail(EngineFault("internal error"))
+            return
         if news is None:
             return
         if news.fault is not None:
@@ -271,9 +285,6 @@ class EngineClient:
     def _lose(self) -> None:
         """The connection is closed."""
         self._transport = None
-        if self._closing.is_set():
-            return
-        self.state = EngineState.RESTARTING
         fault = "the engine's process ended; it is started again, and requests may be repeated"
         for ticket in list(self._open.values()):
             ticket.answering.fail(EngineFault(fault))
@@ -281,37 +292,44 @@ class EngineClient:
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(EngineFault(fault))
-        self._restarting = asyncio.ensure_future(self._restart())
+        self.step = None
+        self.snapshot = replace(
+            self.snapshot, num_running=0, num_waiting=0, num_held_pages=0, stems=(), prompts=()
+        )
+        if not self._closing.is_set():
+            self.state = EngineState.RESTARTING
+            self._is_running.clear()
+            self._restarting = asyncio.ensure_future(self._restart())
 
     async def _restart(self) -> None:
-        """Start another engine, ever more rarely while that fails."""
+        """Start another engine; again and ever more rarely while that fails."""
         how = await asyncio.to_thread(self._launched.end, 10.0)
         log.error("the engine ended", extra={"facts": {"how": how}})
-        while self._num_starts < MAX_STARTS:
-            wait_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2**self._num_starts)
+        while not await self._has_closed_within(self._retry_s()):
             self._num_starts += 1
-            if await self._has_closed_within(wait_s):
-                return
+            if self._num_starts > MAX_STARTS:
+                self.state = EngineState.FAILED
             try:
-                launched = await asyncio.to_thread(self._launch)
-            except (MainstemError, OSError) as error:
-                facts = {"reason": str(error)}
-                log.error("the engine could not be started", extra={"facts": facts})
+                self._launched = self._launch()  # `close` may end it from here on
+                ready = await asyncio.to_thread(self._launched.wait_ready)
+                if await self._has_closed_within(0.0):
+                    return
+                await self._connect()
+            except Exception as error:
+                log.error(
+                    "the engine could not be started", extra={"facts": {"reason": f"{error}"}}
+                )
                 continue
-            self._launched = launched
-            if not await self._has_closed_within(0.0):  # else `close` ends it
-                await self._go_on()
+            self.snapshot = ready.snapshot
+            self.state = EngineState.RUNNING
+            self._is_running.set()
+            self.num_restarts += 1
+            log.info("the engine is back", extra={"facts": {"restarts": self.num_restarts}})
+            self._note_recovery()
             return
-        self.state = EngineState.FAILED
 
-    async def _go_on(self) -> None:
-        """Another engine is there."""
-        await self._connect()
-        self.snapshot, self.step = self._launched.ready.snapshot, None
-        self.state = EngineState.RUNNING
-        self.num_restarts += 1
-        log.info("the engine is back", extra={"facts": {"restarts": self.num_restarts}})
-        self._note_recovery()
+    def _retry_s(self) -> float:
+        return float(min(MAX_RETRY_S, FIRST_RETRY_S * 2**self._num_starts))
 
     async def _has_closed_within(self, seconds: float) -> bool:
         with suppress(TimeoutError):
@@ -324,13 +342,15 @@ class EngineClient:
         self.fail_open("the server is going down")
         if self.state is not EngineState.FAILED:
             self.state = EngineState.STOPPING
-        if self._restarting is not None:
-            await asyncio.gather(self._restarting, return_exceptions=True)
+        if self._transport is None:
+            self._launched.kill()  # it is gone, or in the making
         self._send(Close())
         self._flush()
-        if self._transport is None:
-            self._launched.connection.close()
+        if self._restarting is not None:
+            await self._restarting
         how = await asyncio.to_thread(self._launched.end, CLOSE_S)
+        if self._transport is not None:
+            self._transport.close()
         log.info("the engine ended", extra={"facts": {"how": how}})
 
 

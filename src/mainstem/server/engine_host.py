@@ -11,6 +11,7 @@ import select
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import get_args
@@ -53,6 +54,7 @@ COMPILING_S = 0.002  # between two looks at forms that are being compiled
 PROBE = RequestId("probe")
 MAX_LAST_STEPS = 100
 RECEIVE_BYTES = 1 << 20
+MAX_UNSENT_BYTES = 1 << 28
 IN_OR_OUT = select.POLLIN | select.POLLOUT
 
 log = logging.getLogger("mainstem.server")
@@ -89,9 +91,12 @@ class Link:
             yield from self._unframer.push(data)
 
     def send(self, message: object) -> None:
-        """Hand a message over; it goes when the front takes it. Raises FrontLeft."""
+        """Hand a message over; it goes when the front takes it. Raises FrontLeft, also where the
+        front has taken nothing for very long."""
         self._unsent += frame(message)
         self._flush()
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            raise FrontLeft
 
     def _flush(self) -> None:
         while self._unsent:
@@ -173,7 +178,8 @@ class EngineHost:
             case Submit():
                 self._submit(command)
             case Abort(number):
-                self._compiling.pop(number, None)
+                if (waiting := self._compiling.pop(number, None)) is not None:
+                    waiting[1].cancel()
                 if (request_id := self._ids.get(number)) is not None:
                     self._engine.abort(request_id)
             case Stop(number, index):
@@ -290,7 +296,8 @@ class EngineHost:
         if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
             self._was_idle = False
             self._renew_snapshot(now_s, StepInProgress(event.num_tokens, now_s))
-            self._send()
+            with suppress(FrontLeft):  # not in the middle of a step: `receive` tells it again
+                self._send()
 
     def _look(self) -> None:
         """Renew the snapshot when it is old or the engine comes to rest."""

@@ -1,6 +1,6 @@
 """The process that the engine lives in, and how the front starts one.
 
-    EngineProcess.launch  -- socket pair, Begin -->  python -m mainstem.server.engine_process FD
+    EngineProcess.start  -- socket pair, Begin -->  python -m mainstem.server.engine_process FD
 
 The two talk over a pair of sockets that nobody else has. When one of them ends, in whatever way,
 the other sees the connection close.
@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event as Flag
@@ -25,21 +25,22 @@ from mainstem.core.config import SWITCH_S, child_environment
 from mainstem.core.errors import MainstemError
 from mainstem.core.events import EventBus
 from mainstem.engine.engine import Engine
-from mainstem.server.engine_host import RECEIVE_BYTES, EngineHost
+from mainstem.server.engine_host import EngineHost
 from mainstem.server.logs import set_up_logs
 from mainstem.server.messages import (
     Begin,
     NotMade,
     Ready,
-    Unframer,
     decode_begin,
     decode_report,
     frame,
+    read_frame,
 )
 from mainstem.text.grammar import Grammars
 from mainstem.text.tokenizer import Tokenizer
 
 MODULE = "mainstem.server.engine_process"
+START_S = 3600.0  # a model that takes longer is not going to come
 LOOK_S = 0.5  # how often a process that loads a model looks whether its front is still there
 
 log = logging.getLogger("mainstem.server")
@@ -60,15 +61,14 @@ class EngineGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
-    """A process with an engine that is ready, at the other end of `connection`."""
+    """A process for an engine, at the other end of `connection`."""
 
     connection: socket.socket
-    ready: Ready
     process: subprocess.Popen[bytes]
 
     @classmethod
-    def launch(cls, begin: Begin, module: str = MODULE) -> "EngineProcess":
-        """Start a process and wait for its engine; raises EngineNotMade."""
+    def start(cls, begin: Begin, module: str = MODULE) -> "EngineProcess":
+        """A process that begins to make its engine."""
         ours, theirs = socket.socketpair()
         with theirs:
             # A session of its own: Ctrl-C is for the front, which tells the engine in its own time.
@@ -80,21 +80,30 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        with suppress(ConnectionError):  # `wait_ready` tells that it has ended
+            ours.sendall(frame(begin))
+        return cls(ours, process)
+
+    def wait_ready(self) -> Ready:
+        """Wait for its engine; raises EngineNotMade, and has ended then."""
         began_s = monotonic()
         try:
-            ours.sendall(frame(begin))
-            launched = cls(ours, first_word(ours), process)
+            ready = first_word(self.connection)
         except BaseException as error:
-            ours.close()
-            if isinstance(error, EngineGone | ConnectionError):
-                how = _how(process.wait())
+            self.connection.close()
+            if not isinstance(error, EngineGone):
+                self.process.kill()
+            how = self.end(None)
+            if isinstance(error, EngineGone):
                 raise EngineNotMade(f"the engine's process ended: {how}") from None
-            process.kill()
-            process.wait()
             raise
-        facts = {"pid": process.pid, "seconds": round(monotonic() - began_s, 1)}
+        facts = {"pid": self.process.pid, "seconds": round(monotonic() - began_s, 1)}
         log.info("engine started", extra={"facts": facts})
-        return launched
+        return ready
+
+    def kill(self) -> None:
+        """End it at once; whoever waits for it hears so."""
+        self.process.kill()
 
     def end(self, within_s: float | None) -> str:
         """Wait for its end, and how it came; killed if that takes too long (None: never)."""
@@ -108,20 +117,20 @@ class EngineProcess:
 
 def first_word(connection: socket.socket) -> Ready:
     """What an engine says when it is made; raises EngineNotMade, EngineGone."""
-    unframer = Unframer()
-    while True:
-        try:
-            data = connection.recv(RECEIVE_BYTES)
-        except ConnectionError:
-            data = b""
-        if not data:
-            raise EngineGone
-        for message in unframer.push(data):
-            said = decode_report(message)
-            if isinstance(said, NotMade):
-                raise EngineNotMade(said.reason)
-            assert isinstance(said, Ready), "the engine says more than it was asked"
-            return said
+    connection.settimeout(START_S)
+    try:
+        message = read_frame(connection)
+    except TimeoutError:
+        raise EngineNotMade(f"the engine was not made within {START_S:.0f} s") from None
+    except ConnectionError:
+        message = None
+    if message is None:
+        raise EngineGone
+    said = decode_report(message)
+    if isinstance(said, NotMade):
+        raise EngineNotMade(said.reason)
+    assert isinstance(said, Ready), "the engine says more than it was asked"
+    return said
 
 
 def _how(status: int) -> str:
@@ -143,7 +152,10 @@ def main(argv: list[str], make: MakeEngine | None = None) -> int:
         signal.signal(each, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
     with closing(socket.socket(fileno=int(argv[0]))) as connection:
-        begin = _read_begin(connection)
+        message = read_frame(connection)
+        if message is None:
+            return 1  # the front has left
+        begin = decode_begin(message)
         set_up_logs(begin.log_level)
         is_made = Flag()
         Thread(target=_end_with_front, args=(connection, is_made), daemon=True).start()
@@ -169,14 +181,6 @@ def make_engine(begin: Begin) -> tuple[Engine, Grammars]:
     folder = Path(begin.folder)
     grammars = Grammars(Tokenizer.load(folder, begin.config.model.chat_template))
     return build_engine(folder, begin.config, EventBus()), grammars
-
-
-def _read_begin(connection: socket.socket) -> Begin:
-    unframer = Unframer()
-    while data := connection.recv(RECEIVE_BYTES):
-        for message in unframer.push(data):
-            return decode_begin(message)
-    raise SystemExit("the front has left")
 
 
 def _end_with_front(connection: socket.socket, is_made: Flag) -> None:

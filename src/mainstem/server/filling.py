@@ -31,6 +31,8 @@ class AppFiller:
         self.apps = apps
         self._filled: dict[str, list[Int32s]] = {}  # prefixes whose pages are kept, by app
         self._ids = unique_ids()
+        self.changing = asyncio.Lock()  # held while an app is changed, filled or forgotten
+        self.num_refills = 0  # under way: not all apps are filled
 
     def prefixes(self, app: App) -> list[list[int]]:
         """What all requests to an app begin with; raises InvalidRequest if there is no room."""
@@ -83,15 +85,21 @@ class AppFiller:
 
     async def fill_all(self) -> None:
         """Fill every app; one that cannot be filled is computed by its first request."""
-        for name in self.apps.names:
-            app = self.apps.find(name)
-            if app is None:
-                continue  # removed meanwhile
-            try:
-                await self.fill(app)
-            except (InvalidRequest, EngineFault) as error:
-                facts = {"app": name, "reason": str(error)}
-                log.error("app not filled", extra={"facts": facts})
+        self.num_refills += 1
+        try:
+            for name in self.apps.names:
+                async with self.changing:
+                    if (app := self.apps.find(name)) is not None:  # else removed meanwhile
+                        await self._try_to_fill(app)
+        finally:
+            self.num_refills -= 1
+
+    async def _try_to_fill(self, app: App) -> None:
+        try:
+            await self.fill(app)
+        except (InvalidRequest, EngineFault) as error:
+            facts = {"app": app.name, "reason": str(error)}
+            log.error("app not filled", extra={"facts": facts})
 
     def _filling(self, prefix: Sequence[int]) -> SamplingParams:
         """An answer just long enough to complete the prefix's last page.

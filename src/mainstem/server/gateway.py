@@ -170,7 +170,14 @@ class Gateway:
 
     def _refill(self) -> None:
         """The engine lost its cache: compute the apps' prefixes again."""
-        self._refilling = asyncio.ensure_future(self.filler.fill_all())
+        before = self._refilling
+
+        async def refill() -> None:
+            if before is not None:
+                await before  # one after the other
+            await self.filler.fill_all()
+
+        self._refilling = asyncio.ensure_future(refill())
 
     # --- completions ----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ Messages are msgpack without names of fields, each after its length in four byte
 is code: a process that writes nonsense can end a connection and no more.
 """
 
+import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import fields
@@ -278,6 +279,22 @@ def frame(message: object) -> bytes:
     _ENCODER.encode_into(message, data, _LENGTH.size)
     _LENGTH.pack_into(data, 0, len(data) - _LENGTH.size)
     return bytes(data)
+
+
+def read_frame(connection: socket.socket) -> bytes | None:
+    """Wait for one message and take no byte more; None: the connection is closed."""
+    head = _read_exactly(connection, _LENGTH.size)
+    return None if head is None else _read_exactly(connection, _LENGTH.unpack(head)[0])
+
+
+def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
+    data = b""
+    while len(data) < num_bytes:
+        part = connection.recv(num_bytes - len(data))
+        if not part:
+            return None
+        data += part
+    return data
 
 
 class Unframer:

@@ -1,6 +1,9 @@
 """Keeps what is asked of the engine, for `mainstem bench replay`: token ids and times, no text."""
 
+import logging
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from io import BufferedWriter
 from pathlib import Path
 from time import monotonic
@@ -10,6 +13,8 @@ import msgspec
 from mainstem.core.errors import ConfigError
 from mainstem.core.request import Request
 
+log = logging.getLogger("mainstem.server")
+
 
 class Recorder:
     """Appends one line of JSON for each prompt to a file. Lives on the event loop."""
@@ -17,20 +22,31 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be written."""
         try:
-            self._file: BufferedWriter = path.open("wb")
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            self._file: BufferedWriter | None = os.fdopen(descriptor, "wb")
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}") from None
         self._began_s = monotonic()
 
     def note(self, asked_s: float, requests: Sequence[Request]) -> None:
         """Prompts that were asked for at a moment of the monotonic clock."""
+        if self._file is None:
+            return
         for request in requests:
             entry = {
                 "at_s": round(asked_s - self._began_s, 6),
                 "max_tokens": request.sampling.max_tokens,
                 "prompt_ids": request.prompt_ids.tolist(),
             }
-            self._file.write(msgspec.json.encode(entry) + b"\n")
+            try:
+                self._file.write(msgspec.json.encode(entry) + b"\n")
+            except OSError as error:
+                log.error("nothing more is recorded", extra={"facts": {"reason": str(error)}})
+                self.close()
+                return
 
     def close(self) -> None:
-        self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # of a full disk
+                file.close()

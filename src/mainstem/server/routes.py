@@ -55,7 +55,6 @@ class Routes:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._changing_apps = asyncio.Lock()
 
     def listed(self) -> list[Route]:
         return [
@@ -165,7 +164,8 @@ class Routes:
         """200 from when the apps are filled until the server goes down; for load balancers."""
         gateway = self._gateway
         is_running = gateway.engine.state is EngineState.RUNNING
-        if not gateway.is_ready or gateway.is_draining or not is_running:
+        is_filled = gateway.is_ready and not gateway.filler.num_refills
+        if not is_filled or gateway.is_draining or not is_running:
             raise unavailable("not ready")
         return JSONResponse({"status": "ready"})
 
@@ -198,7 +198,7 @@ class Routes:
         apps, filler = self._gateway.apps, self._gateway.filler
         try:
             app = App(request.path_params["name"], read_fields(body, AppBody).prompt)
-            async with self._changing_apps:
+            async with filler.changing:
                 num_tokens = await filler.fill(app)
                 try:
                     with disk_is_needed():
@@ -215,7 +215,7 @@ class Routes:
 
     async def delete_app(self, request: Request) -> Response:
         name = request.path_params["name"]
-        async with self._changing_apps:
+        async with self._gateway.filler.changing:
             with disk_is_needed():
                 was_there = await asyncio.to_thread(self._gateway.apps.remove, name)
             if not was_there:

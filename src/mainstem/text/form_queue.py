@@ -7,9 +7,11 @@ from collections import deque
 from concurrent.futures import Future
 from threading import Condition, Thread
 
-from mainstem.text.grammar import CompiledForm, Grammars
+from mainstem.core.errors import TooManyForms
+from mainstem.text.grammar import FIELD, CompiledForm, Grammars
 
 NUM_THREADS = 2
+MAX_WAITING = 256  # forms of one owner
 
 _Job = tuple[str, "Future[CompiledForm]"]
 
@@ -36,7 +38,11 @@ class FormQueue:
             if self._is_closed:
                 future.cancel()
                 return future
-            self._waiting.setdefault(owner, deque()).append((form, future))
+            jobs = self._waiting.setdefault(owner, deque())
+            if len(jobs) >= MAX_WAITING:
+                future.set_exception(TooManyForms(FIELD, f"{MAX_WAITING} wait to be compiled"))
+                return future
+            jobs.append((form, future))
             if len(self._threads) < self._num_threads:
                 name = f"grammar_{len(self._threads)}"
                 thread = Thread(target=self._run, name=name, daemon=True)
@@ -83,7 +89,9 @@ class FormQueue:
     def _fulfil(self, future: "Future[CompiledForm]", form: str, owner: str) -> None:
         try:
             compiled = self._grammars.compile(form, owner)
-        except BaseException as error:  # goes to whoever asked
+        except Exception as error:  # goes to whoever asked
             future.set_exception(error)
+        except BaseException as error:  # a panic in the parser's own code
+            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
         else:
             future.set_result(compiled)
