@@ -1,5 +1,6 @@
 """What somebody who reads KV events knows of the cache: a decoder written from their format."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +66,7 @@ class Mirror:
                 assert self.tokens.setdefault(key, said) == said, "a page has other tokens"
                 parent = key
 
-    def known(self, stored: dict[str, set[bytes]]) -> dict[str, set[bytes]]:
+    def known(self, stored: Mapping[str, object]) -> dict[str, set[bytes]]:
         """What it knows of the tiers of a store; of others it knows nothing."""
         assert not any(pages for tier, pages in self.pages.items() if tier not in stored)
         return {tier: self.pages[tier] for tier in stored}
@@ -76,8 +77,9 @@ class Recorder:
 
     def __init__(self, bus: EventBus) -> None:
         self._events: list[PageEvent] = []
-        for kind in (PagesStored, PagesRemoved, PagesCleared):
-            bus.subscribe(kind, self._events.append)
+        bus.subscribe(PagesStored, self._events.append)
+        bus.subscribe(PagesRemoved, self._events.append)
+        bus.subscribe(PagesCleared, self._events.append)
 
     def take(self) -> bytes | None:
         events, self._events[:] = list(self._events), []

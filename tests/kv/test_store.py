@@ -1,7 +1,6 @@
 """KVStore and PrefixIndex against a dictionary that never forgets."""
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule

@@ -206,11 +206,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 Parts = tuple[Tokenizer, Callable[[], Launched]]
+OpenModel = Callable[[EngineConfig, str, KvEventsConfig | None], Parts]
 
 
-def open_model(
-    config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None = None
-) -> Parts:
+def open_model(config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None) -> Parts:
     """The tokenizer of a model, and what starts a process with its engine."""
     with StageBar() as bar:
         folder = resolve_model(config.model.model, bar)
@@ -220,14 +219,14 @@ def open_model(
     )
 
 
-def main(argv: list[str], open_: Callable[[EngineConfig, str], Parts] | None = None) -> int:
+def main(argv: list[str], open_: OpenModel = open_model) -> int:
     """Serve until SIGTERM or SIGINT: 0 then, 1 when the engine was lost.
 
     What is wrong with the flags is found before the model is loaded.
     """
     args = parser().parse_args(argv)
     config = engine_config(args)
-    open_ = open_ or partial(open_model, kv_events=kv_events_config(args))
+    kv_events = kv_events_config(args)
     limits = ServerLimits(
         body_bytes=args.max_body_mib * MIB,
         upload_bytes=args.max_upload_mib * MIB,
@@ -250,7 +249,7 @@ def main(argv: list[str], open_: Callable[[EngineConfig, str], Parts] | None = N
         if keys is None and not _is_loopback(args.host):
             log.warning("anybody who reaches this address may use it; see --api-key-file")
         log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes
-        tokenizer, launch = open_(config, args.log_level)
+        tokenizer, launch = open_(config, args.log_level, kv_events)
         engine = EngineClient(tokenizer, launch)
         metrics = ServerMetrics(engine.bus, names[0])
         gateway = Gateway(

@@ -159,7 +159,8 @@ class KvEventPublisher:
                 self._out.connect(config.connect)
             if config.replay is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
-                self._replay.set_hwm(MAX_KEPT + 1)  # or a replay would be cut short
+                # room for a whole replay: of what was read before, half of the mark may still count
+                self._replay.set_hwm(2 * (MAX_KEPT + 1))
             self.replay_endpoint = _bind(self._replay, config.replay)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
