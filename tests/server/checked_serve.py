@@ -44,8 +44,8 @@ def serve_fake(argv: list[str]) -> int:
 
 
 def serve_split(argv: list[str]) -> int:
-    def open_(config: EngineConfig, log_level: str) -> Parts:
-        begin = Begin(config, "", log_level)
+    def open_(config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None) -> Parts:
+        begin = Begin(config, "", log_level, kv_events)
         return a_tokenizer(), lambda: EngineProcess.launch(begin, fake_engine.MODULE)
 
     return main(argv, open_)

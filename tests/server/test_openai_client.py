@@ -4,7 +4,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -12,14 +11,11 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.kv.mirror import Mirror
 from tests.server.process import Process, a_process
-from tests.server.router import TOPIC, Router, apply_plain
-from tests.server.running import ADMIN, ALICE, until
+from tests.server.running import ADMIN, ALICE
 
 pytestmark = [pytest.mark.torch, pytest.mark.serial]
 
-LOCAL = "tcp://127.0.0.1:0"
 SYSTEM = (
     "You are the assistant of a small shop that sells garden tools. Answer in one short sentence. "
     "Never promise a delivery date. If you do not know something, say so and offer to ask."
@@ -36,7 +32,6 @@ def process(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     flags = ["--model", str(smollm2_folder), "--kv-tokens", "8192", "--served-model-name", "smol"]
     flags += ["--app", f"shop={folder / 'system.txt'}"]
     flags += ["--api-key-file", str(folder / "keys"), "--admin-key-file", str(folder / "admin")]
-    flags += ["--kv-events", LOCAL, "--kv-events-replay", LOCAL, "--kv-events-topic", TOPIC]
     with a_process(flags, "real") as made:
         yield made
 
@@ -241,17 +236,3 @@ def test_sigterm_ends_the_process_with_status_0(client: OpenAI, process: Process
     events = [line["event"] for line in process.lines]
     assert "going down" in events
     assert not [line for line in process.lines if line["level"] == "error"]
-
-
-def test_kv_events_of_an_engine_in_its_process_name_the_pages_of_a_prompt(
-    process: Process, client: OpenAI
-) -> None:
-    said = [line for line in process.lines if line["event"] == "publishing KV events"][-1]
-    with closing(Router(said["at"], said["replay"], Mirror(16), apply_plain)) as router:
-        prompt = list(range(100, 140))
-        client.completions.create(model="smol", prompt=prompt, max_tokens=1)
-        pages = {tuple(prompt[:16]), tuple(prompt[16:32])}
-        until(lambda: pages <= {tokens for _, tokens in router.catch_up().tokens.values()})
-        assert router.mirror.pages["device"] >= {
-            key for key, (_, tokens) in router.mirror.tokens.items() if tokens in pages
-        }
