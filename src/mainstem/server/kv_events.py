@@ -225,7 +225,7 @@ class KvEventPublisher:
 
     def _answer(self, replay: "Socket[bytes]") -> None:
         """Send what was asked for again."""
-        while replay.poll(0):
+        if replay.poll(0):  # one at a time: batches come in between
             *envelope, asked = replay.recv_multipart()  # its sender, mostly an empty frame, too
             first = int.from_bytes(asked, "big")
             for number, batch in self._kept:
