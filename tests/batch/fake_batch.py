@@ -73,8 +73,8 @@ class FakeEngines:
         self.at_step: Callable[[StepFinished], None] | None = None
         self.at_launch: Callable[[Step], None] | None = None  # may raise: the step fails
 
-    def __call__(self, config: EngineConfig) -> TextEngine:
-        bus = EventBus()
+    def __call__(self, config: EngineConfig, bus: EventBus | None = None) -> TextEngine:
+        bus = bus or EventBus()
         bus.subscribe(StepFinished, self._stepped)
         runner = FakeRunner(self._num_pages, 4, VOCAB)
         runner.at_launch = self._launched

@@ -38,6 +38,7 @@ from mainstem.sched.truncation import TruncationRules, Truncator
 from tests.builders import VOCAB
 from tests.fakes import fake_next_token
 from tests.kv.faulty import FaultyFiles
+from tests.kv.mirror import Mirror, Recorder
 from tests.kv.tiered import FakeCopier, TieredRunner
 
 NUM_ACTIONS = 80
@@ -135,6 +136,7 @@ class _Stress:
         self.copier = self.runner.copier = FakeCopier(self.runner, rng.randint(2, 40))
         self.copier.patience = rng.randint(0, 4)
         bus = EventBus()
+        self.recorder, self.mirror = Recorder(bus), Mirror(self.page_size)
         tiers = self._make_tiers(folder, bus) if rng.random() < 0.6 else None
         self.store = KVStore(num_pages, self.page_size, b"fake", bus, tiers)
         config = SchedConfig(
@@ -218,6 +220,7 @@ class _Stress:
                 first = engine.expect(np.array([rng.randint(0, 8) for _ in range(4)], np.int32))
                 self.places = list(range(first, first + 4))
         engine.check()
+        self.compare_mirror()
 
     def _ask(self) -> None:
         rng, window = self.rng, self.engine.max_model_len
@@ -306,7 +309,15 @@ class _Stress:
         self.engine.clear_cache()
         self.engine.flush()
         self.engine.check()
+        self.compare_mirror()
         assert self.store.num_held() == 0
+
+    def compare_mirror(self) -> None:
+        """Whoever reads KV events knows what can be found, and where."""
+        if (payload := self.recorder.take()) is not None:
+            self.mirror.apply(payload)
+        stored = self.store.stored_keys()
+        assert self.mirror.known(stored) == stored
 
 
 @contextmanager

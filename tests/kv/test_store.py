@@ -1,7 +1,6 @@
 """KVStore and PrefixIndex against a dictionary that never forgets."""
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -54,18 +53,16 @@ def test_keys_depend_on_model_page_size_and_salt() -> None:
     assert len(roots) == 5
 
 
-def test_named_pages_have_a_parent_each() -> None:
-    """Whoever saves pages pairs them with their parents: one left out would shift the others."""
+def test_a_page_comes_after_another_unless_it_is_the_first() -> None:
+    """Where a chain branches, too, the page before is a page, and not the branch's mark."""
     pool = PagePool(4)
-    index = PrefixIndex(pool, PAGE)
+    index = PrefixIndex(pool, PAGE, EventBus())
     chain = PageChain.of(root_key(b"m", PAGE, b""), PAGE, ids(1, 2, 3, 4))
     branch = chain.branched(1, b"salt").extended(ids(1, 2, 5, 6))
     pages = pool.take(4)
     index.reserve(chain, 0, pages[:2])
     index.reserve(branch, 1, pages[2:3])
-    assert index.parents(pages[:3]) == [chain.root, chain.keys[0], branch.parent(1)]
-    with pytest.raises(AssertionError, match="no name"):
-        index.parents(pages)
+    assert index.previous(pages[:3]) == [None, chain.keys[0], chain.keys[0]]
 
 
 def test_a_page_is_loading_until_its_step_is_on_its_way() -> None:

@@ -2,6 +2,7 @@
 
 import sys
 
+from mainstem.core.events import EventBus
 from mainstem.engine.engine import Engine
 from mainstem.server.engine_process import main, make_engine
 from mainstem.server.messages import Begin
@@ -13,8 +14,8 @@ MODULE = "tests.server.checked_engine"
 def run(argv: list[str]) -> int:
     engines: list[Engine] = []
 
-    def make(begin: Begin) -> tuple[Engine, Grammars]:
-        made = make_engine(begin)
+    def make(begin: Begin, bus: EventBus) -> tuple[Engine, Grammars]:
+        made = make_engine(begin, bus)
         engines.append(made[0])
         return made
 

@@ -14,6 +14,7 @@ from mainstem.cli.serve import Parts, main, open_model
 from mainstem.core.config import EngineConfig
 from mainstem.server.engine_client import Launched
 from mainstem.server.engine_process import EngineProcess
+from mainstem.server.kv_events import KvEventsConfig
 from mainstem.server.messages import Begin
 from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import FakeEngines, a_tokenizer, kill_at
@@ -43,8 +44,8 @@ def serve_fake(argv: list[str]) -> int:
 
 
 def serve_split(argv: list[str]) -> int:
-    def open_(config: EngineConfig, log_level: str) -> Parts:
-        begin = Begin(config, "", log_level)
+    def open_(config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None) -> Parts:
+        begin = Begin(config, "", log_level, kv_events)
         return a_tokenizer(), lambda: EngineProcess.start(begin, fake_engine.MODULE)
 
     return main(argv, open_)
@@ -53,8 +54,8 @@ def serve_split(argv: list[str]) -> int:
 def serve_real(argv: list[str]) -> int:
     launched: list[EngineProcess] = []
 
-    def open_(config: EngineConfig, log_level: str) -> Parts:
-        tokenizer, launch = open_model(config, log_level)
+    def open_(config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None) -> Parts:
+        tokenizer, launch = open_model(config, log_level, kv_events)
         assert isinstance(launch, partial)
         (begin,) = launch.args
         assert isinstance(begin, Begin)

@@ -3,6 +3,7 @@
 import sys
 from time import sleep
 
+from mainstem.core.events import EventBus
 from mainstem.engine.engine import Engine
 from mainstem.server.engine_process import main
 from mainstem.server.messages import Begin
@@ -13,10 +14,10 @@ MODULE = "tests.server.fake_engine"
 STEP_S = 0.005
 
 
-def make(begin: Begin) -> tuple[Engine, Grammars]:
+def make(begin: Begin, bus: EventBus) -> tuple[Engine, Grammars]:
     engines = FakeEngines(num_pages=8192, max_model_len=4000)
     engines.at_step = lambda _: sleep(STEP_S)
-    text_engine = engines(begin.config)
+    text_engine = engines(begin.config, bus)
     return text_engine.engine, text_engine.grammars
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import chain, repeat
 from pathlib import Path
 from threading import Event as Flag
@@ -23,7 +24,9 @@ from mainstem.server.engine_client import MAX_STARTS, EngineClient, EngineState
 from mainstem.server.engine_process import EngineNotMade, EngineProcess
 from mainstem.server.messages import Begin, Ready, frame
 from tests.batch.fake_batch import a_tokenizer
+from tests.kv.mirror import Mirror
 from tests.server.process import Process, a_process
+from tests.server.router import TOPIC, Router, apply_plain
 from tests.server.running import Json, until
 
 NUM_STREAMS = 50
@@ -36,6 +39,8 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("split")
     (folder / "app.txt").write_text(APP)
     flags = ["--data-dir", str(folder / "data"), "--app", f"brief={folder / 'app.txt'}"]
+    flags += ["--kv-events", f"ipc://{folder}/events", "--kv-events-topic", TOPIC]
+    flags += ["--kv-events-replay", f"ipc://{folder}/replay"]
     with a_process(flags, "split") as process:
         yield process
 
@@ -131,6 +136,28 @@ def test_an_engine_that_is_killed_again_and_again(split: Process) -> None:
     check_repeated_kills(split, times=20)
 
 
+def test_each_engine_tells_routers_of_its_own_pages(split: Process) -> None:
+    """The same addresses, other numbers: a router that begins anew knows what there is now."""
+
+    def told() -> Mirror:
+        said = [line for line in split.lines if line["event"] == "publishing KV events"][-1]
+        with closing(Router(said["at"], said["replay"], Mirror(4), apply_plain)) as router:
+            return router.catch_up()
+
+    def ask(page: list[int]) -> None:
+        body = {"prompt": [*page, 0], "max_tokens": 1}
+        assert split.request("POST", "/v1/completions", json=body).status_code == 200
+        until(lambda: tuple(page) in {tokens for _, tokens in told().tokens.values()})
+
+    until(lambda: is_ready(split))
+    ask([1, 2, 3, 4])
+    engine = split.engine_pid
+    os.kill(engine, signal.SIGKILL)
+    until(lambda: split.engine_pid != engine and is_ready(split))
+    ask([5, 6, 7, 8])
+    assert (1, 2, 3, 4) not in {tokens for _, tokens in told().tokens.values()}
+
+
 def test_while_there_is_no_engine_requests_hear_so(split: Process) -> None:
     os.kill(split.engine_pid, signal.SIGKILL)
     until(lambda: not is_ready(split))
@@ -164,7 +191,7 @@ def test_a_front_that_dies_takes_a_loading_engine_with_it() -> None:
     code = (
         "import sys, time\n"
         "from mainstem.server.engine_process import main\n"
-        "main(sys.argv[1:], lambda begin: time.sleep(60))\n"
+        "main(sys.argv[1:], lambda begin, bus: time.sleep(60))\n"
     )
     command = [sys.executable, "-c", code, str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as loading:

@@ -12,12 +12,13 @@ from mainstem.cli.serve import Parts, main
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.server.file_store import lock_folder
+from mainstem.server.kv_events import KvEventsConfig
 from mainstem.server.logs import JsonLines
 from tests.batch.fake_batch import FakeEngines
 from tests.server.thread_engine import opener
 
 
-def no_engine(config: EngineConfig, log_level: str) -> Parts:
+def no_engine(config: EngineConfig, log_level: str, _: KvEventsConfig | None) -> Parts:
     raise AssertionError("the model was loaded")
 
 
@@ -125,7 +126,7 @@ def test_what_may_take_long_is_told_before_it_begins(capsys: pytest.CaptureFixtu
     class Seen(Exception):
         pass
 
-    def loading(config: EngineConfig, log_level: str) -> Parts:
+    def loading(config: EngineConfig, log_level: str, _: KvEventsConfig | None) -> Parts:
         assert '"event": "loading", "model": "smollm2"' in capsys.readouterr().err
         raise Seen
 
@@ -167,10 +168,10 @@ def test_a_port_is_taken_as_soon_as_a_server_says_so() -> None:
     class Seen(Exception):
         pass
 
-    def never(config: EngineConfig, log_level: str) -> Parts:
+    def never(config: EngineConfig, log_level: str, _: KvEventsConfig | None) -> Parts:
         raise AssertionError("the second server has loaded its model")
 
-    def loading(config: EngineConfig, log_level: str) -> Parts:
+    def loading(config: EngineConfig, log_level: str, _: KvEventsConfig | None) -> Parts:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
         with pytest.raises(ConfigError, match="cannot listen"):
             main(["--port", str(port)], never)

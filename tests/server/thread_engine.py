@@ -4,10 +4,11 @@ import socket
 from collections.abc import Callable
 from threading import Thread
 
-from mainstem.cli.serve import Parts
+from mainstem.cli.serve import OpenModel, Parts
 from mainstem.core.config import EngineConfig
 from mainstem.server.engine_host import EngineHost
 from mainstem.server.engine_process import first_word
+from mainstem.server.kv_events import KvEventsConfig
 from mainstem.server.messages import Ready
 from mainstem.text.text_engine import TextEngine
 
@@ -37,10 +38,11 @@ class ThreadEngine:
         return "it was told to"
 
 
-def opener(make: Callable[[EngineConfig], TextEngine]) -> Callable[[EngineConfig, str], Parts]:
+def opener(make: Callable[[EngineConfig], TextEngine]) -> OpenModel:
     """For `main` of `mainstem serve`: the engine that `make` makes, on a thread."""
 
-    def open_(config: EngineConfig, _: str) -> Parts:
+    def open_(config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None) -> Parts:
+        assert kv_events is None, "only an engine in a process publishes them"
         text_engine = make(config)
         return text_engine.tokenizer, lambda: ThreadEngine(text_engine)
 

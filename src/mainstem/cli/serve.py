@@ -22,6 +22,7 @@ from mainstem.cli.flags import (
     engine_config,
     model_defaults,
 )
+from mainstem.cli.kv_event_flags import add_kv_event_flags, kv_events_config
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.server.apps_registry import AppFile, AppRegistry
@@ -31,6 +32,7 @@ from mainstem.server.engine_client import EngineClient, EngineState, Launched
 from mainstem.server.engine_process import EngineProcess
 from mainstem.server.file_store import lock_folder
 from mainstem.server.gateway import Gateway
+from mainstem.server.kv_events import KvEventsConfig
 from mainstem.server.limits import ServerLimits
 from mainstem.server.live import Live
 from mainstem.server.logs import LEVELS, set_up_logs
@@ -198,28 +200,31 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help=f"files and ended batches are removed after so long ({defaults.file_ttl_s:.0f})",
     )
+    add_kv_event_flags(made)
     add_engine_flags(made)
     return made
 
 
 Parts = tuple[Tokenizer, Callable[[], Launched]]
+OpenModel = Callable[[EngineConfig, str, KvEventsConfig | None], Parts]
 
 
-def open_model(config: EngineConfig, log_level: str) -> Parts:
+def open_model(config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None) -> Parts:
     """The tokenizer of a model, and what starts a process with its engine."""
     with StageBar() as bar:
         folder = resolve_model(config.model.model, bar)
     tokenizer = Tokenizer.load(folder, config.model.chat_template)
-    return tokenizer, partial(EngineProcess.start, Begin(config, str(folder), log_level))
+    return tokenizer, partial(EngineProcess.start, Begin(config, str(folder), log_level, kv_events))
 
 
-def main(argv: list[str], open_: Callable[[EngineConfig, str], Parts] = open_model) -> int:
+def main(argv: list[str], open_: OpenModel = open_model) -> int:
     """Serve until SIGTERM or SIGINT: 0 then, 1 when the engine was lost.
 
     What is wrong with the flags is found before the model is loaded.
     """
     args = parser().parse_args(argv)
     config = engine_config(args)
+    kv_events = kv_events_config(args)
     limits = ServerLimits(
         body_bytes=args.max_body_mib * MIB,
         upload_bytes=args.max_upload_mib * MIB,
@@ -242,7 +247,7 @@ def main(argv: list[str], open_: Callable[[EngineConfig, str], Parts] = open_mod
         if keys is None and not _is_loopback(args.host):
             log.warning("anybody who reaches this address may use it; see --api-key-file")
         log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes
-        tokenizer, launch = open_(config, args.log_level)
+        tokenizer, launch = open_(config, args.log_level, kv_events)
         engine = EngineClient(tokenizer, launch)
         metrics = ServerMetrics(engine.bus, names[0])
         gateway = Gateway(

@@ -1,11 +1,11 @@
 """What happened, as typed records; metrics, progress bars, logs and tests subscribe."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from mainstem.core.ids import RequestId
+from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.request import FinishReason, Overflow
 
 
@@ -203,7 +203,37 @@ Event = (
     | StepFailed
     | StepsResized
 )
-E = TypeVar("E", bound=Event)
+
+
+@dataclass(frozen=True, slots=True)
+class PagesStored:
+    """Pages can be found in `tier` (`device`, `host`, `disk`) from here on.
+
+    A page has a parent, the page before it, or none if it is the first of a prompt. Of pages that
+    an earlier process left on disk neither parent nor tokens are told: None and empty.
+    """
+
+    tier: str
+    keys: Sequence[PageKey]
+    parents: Sequence[PageKey | None]
+    token_ids: Sequence[bytes]  # int32
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRemoved:
+    """Pages can no longer be found in `tier`."""
+
+    tier: str
+    keys: Sequence[PageKey]
+
+
+@dataclass(frozen=True, slots=True)
+class PagesCleared:
+    """No page can be found in any tier."""
+
+
+PageEvent = PagesStored | PagesRemoved | PagesCleared  # built only if somebody mirrors the cache
+E = TypeVar("E", bound=Event | PageEvent)
 
 
 class EventBus:
@@ -211,7 +241,7 @@ class EventBus:
     stores were opened is delivered to late subscribers as well."""
 
     def __init__(self) -> None:
-        self._listeners: dict[type, list[Callable[[Event], None]]] = defaultdict(list)
+        self._listeners: dict[type, list[Callable[[Event | PageEvent], None]]] = defaultdict(list)
         self._openings: list[StoreOpened] = []
 
     def subscribe(self, kind: type[E], listener: Callable[[E], None]) -> None:
@@ -220,11 +250,11 @@ class EventBus:
             if isinstance(event, kind):
                 listener(event)
 
-    def has_listeners(self, kind: type[Event]) -> bool:
+    def has_listeners(self, kind: type[Event | PageEvent]) -> bool:
         """Lets a hot path skip building an event nobody wants."""
         return bool(self._listeners.get(kind))
 
-    def publish(self, event: Event) -> None:
+    def publish(self, event: Event | PageEvent) -> None:
         if isinstance(event, StoreOpened):
             self._openings.append(event)
         for listener in self._listeners.get(type(event), ()):

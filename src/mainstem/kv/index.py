@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import compress, islice
 
 import numpy as np
 
+from mainstem.core.events import EventBus, PagesRemoved, PagesStored
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Bools, Int32s
 from mainstem.kv.keys import PageChain
@@ -28,8 +29,9 @@ class PrefixIndex:
     Invariant: keys and pages are one to one, and every indexed page has the index as a holder.
     """
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, bus: EventBus) -> None:
         self._pool = pool
+        self._bus = bus
         self._page_of: dict[PageKey, int] = {}
         # the pages after a key, by their first token, are a list, linked both ways: most have one,
         # so no object each
@@ -37,6 +39,8 @@ class PrefixIndex:
         self._older: list[int] = [NO_PAGE] * pool.num_pages
         self._newer: list[int] = [NO_PAGE] * pool.num_pages
         self._parent_of: list[PageKey | None] = [None] * pool.num_pages
+        # the page before each, which is not its parent where a chain begins or branches
+        self._previous_of: list[PageKey | None] = [None] * pool.num_pages
         self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self._key_of: list[PageKey | None] = [None] * pool.num_pages
         self._is_indexed = np.zeros(pool.num_pages, np.bool_)
@@ -88,6 +92,10 @@ class PrefixIndex:
         ready = self._is_ready[pages]
         return pages, len(pages) if ready.all() else int(ready.argmin())
 
+    def ready_keys(self) -> list[PageKey]:
+        """The names of all READY pages."""
+        return list(self.named(np.flatnonzero(self._is_ready).astype(np.int32)))
+
     @property
     def is_indexed(self) -> Bools:
         """By page, whether it has a name; not to be changed."""
@@ -103,14 +111,9 @@ class PrefixIndex:
             found[key] = page
         return found
 
-    def parents(self, pages: Int32s) -> list[PageKey]:
-        """For each of `pages`, which all have names: the one before its own."""
-        found: list[PageKey] = []
-        for page in pages.tolist():
-            parent = self._parent_of[page]
-            assert parent is not None, "a page has no name"
-            found.append(parent)
-        return found
+    def previous(self, pages: Int32s) -> list[PageKey | None]:
+        """For each of `pages`, which all have names: the page before it; None: it is the first."""
+        return [self._previous_of[page] for page in pages.tolist()]
 
     def tokens(self, pages: Int32s) -> list[bytes]:
         """The token ids of pages that have a name."""
@@ -145,6 +148,7 @@ class PrefixIndex:
         if not len(pages):
             return
         keys = chain.keys[first : first + len(pages)]
+        previous = [chain.keys[first - 1] if first else None, *keys[:-1]]
         parents = [chain.parent(first), *keys[:-1]]
         for depth, parent in chain.branches:
             if first < depth < first + len(keys):
@@ -153,14 +157,17 @@ class PrefixIndex:
         firsts = full[first : first + len(keys), 0].tolist()
         page_of, key_of, parent_of = self._page_of, self._key_of, self._parent_of
         latest_after, older, newer = self._latest_after, self._older, self._newer
+        previous_of = self._previous_of
         is_kept: list[bool] = []
-        for key, parent, token, page in zip(keys, parents, firsts, pages.tolist(), strict=True):
+        rows = zip(keys, parents, previous, firsts, pages.tolist(), strict=True)
+        for key, parent, previous_key, token, page in rows:
             is_new = key not in page_of
             is_kept.append(is_new)
             if is_new:
                 page_of[key] = page
                 key_of[page] = key
                 parent_of[page] = parent
+                previous_of[page] = previous_key
                 before = older[page] = latest_after.get((parent, token), NO_PAGE)
                 if before != NO_PAGE:
                     newer[before] = page
@@ -177,7 +184,12 @@ class PrefixIndex:
         """Pages are filled by a step that is on its way: READY. Returns the keys that became so."""
         changed = pages[self._is_indexed[pages] & ~self._is_ready[pages]]
         self._is_ready[changed] = True
-        return [key for page in changed.tolist() if (key := self._key_of[page]) is not None]
+        keys = [key for page in changed.tolist() if (key := self._key_of[page]) is not None]
+        if keys and self._bus.has_listeners(PagesStored):
+            self._bus.publish(
+                PagesStored("device", keys, self.previous(changed), self.tokens(changed))
+            )
+        return keys
 
     def abort(self, pages: Int32s) -> list[PageKey]:
         """Forget those of `pages` that were reserved and never filled; returns their keys."""
@@ -216,7 +228,7 @@ class PrefixIndex:
             assert key is not None
             assert parent is not None
             del page_of[key]
-            key_of[page] = parent_of[page] = None
+            key_of[page] = parent_of[page] = self._previous_of[page] = None
             before, after = older[page], newer[page]
             if before != NO_PAGE:
                 newer[before] = after
@@ -228,6 +240,10 @@ class PrefixIndex:
             else:
                 del latest_after[parent, token]
             keys.append(key)
+        if keys and self._bus.has_listeners(PagesRemoved):
+            were_ready = list(compress(keys, self._is_ready[pages].tolist()))
+            if were_ready:
+                self._bus.publish(PagesRemoved("device", were_ready))
         self._is_indexed[pages] = False
         self._is_ready[pages] = False
         for page in self._pins.keys() & set(pages.tolist()) if self._pins else ():

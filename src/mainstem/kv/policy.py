@@ -234,7 +234,7 @@ class TierPolicy(Generic[K]):
                 self._touch(key, entry, now)
         self._clean()
 
-    def admit(self, keys: Sequence[K], now: float, after: Sequence[K] = ()) -> Moves[K]:
+    def admit(self, keys: Sequence[K], now: float, after: Sequence[K | None] = ()) -> Moves[K]:
         """A chain, whose pages are all in hand, is used and wants to be in the host tier.
 
         Afterwards `tier_of` says where each of its pages belongs; new ones that are among `write`
@@ -257,7 +257,8 @@ class TierPolicy(Generic[K]):
             if entries.get(key) is not entry:  # made room for a page before it in the chain
                 continue
             worth, spared = self._worth(key, entry), 0
-            if key in before and self.tier_of(before[key]) is TierKind.DISK:
+            previous = before.get(key)
+            if previous is not None and self.tier_of(previous) is TierKind.DISK:
                 worth, spared = 0, self.config.headroom_pages
             if self._make_host_room(worth, moves, spared):
                 self._enter_host(key, entry)

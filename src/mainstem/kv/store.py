@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 
 from mainstem.core.errors import OutOfPages
-from mainstem.core.events import EventBus, PagesEvicted
+from mainstem.core.events import EventBus, PagesCleared, PagesEvicted
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s, StepId
 from mainstem.kv.index import PrefixIndex
@@ -72,7 +72,7 @@ class KVStore:
     ) -> None:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
-        self._index = PrefixIndex(self._pool, page_size)
+        self._index = PrefixIndex(self._pool, page_size, bus)
         self._identity = identity
         self._last_chain: PageChain | None = None  # prompts that share much come together
         self._bus = bus
@@ -332,7 +332,15 @@ class KVStore:
         """Forget every page nobody holds, in every tier; returns how many device pages."""
         if self._traffic is not None:
             self._traffic.tiers.clear()
-        return self._clear_device()
+        count = self._clear_device()
+        if self._bus.has_listeners(PagesCleared) and not any(self.stored_keys().values()):
+            self._bus.publish(PagesCleared())
+        return count
+
+    def stored_keys(self) -> dict[str, set[PageKey]]:
+        """The pages that can be found, by tier."""
+        lower = {} if self._traffic is None else self._traffic.tiers.stored_keys()
+        return {"device": set(self._index.ready_keys()), **lower}
 
     def _clear_device(self) -> int:
         count = self._index.evict(self.num_pages)

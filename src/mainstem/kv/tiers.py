@@ -28,7 +28,9 @@ from mainstem.core.events import (
     PagesLoaded,
     PagesLost,
     PagesPrefetched,
+    PagesRemoved,
     PagesSaved,
+    PagesStored,
     SavesSkipped,
     StoreOpened,
 )
@@ -53,6 +55,7 @@ class _Entry:
 
     key: PageKey
     token_ids: bytes
+    parent: PageKey | None  # the page before it
     slot: int | None = None
     is_in_host: bool = False  # its slot is filled
     record: int | None = None
@@ -61,6 +64,7 @@ class _Entry:
     holds: int = 0  # copies that use slot or record
     is_lost: bool = False
     skips_load: bool = False  # a load that began with it failed: whoever asks next computes it
+    is_recovered: bool = False  # from disk, which does not know parents
 
 
 @dataclass(slots=True, eq=False)
@@ -187,6 +191,14 @@ class LowerTiers:
             num_on_disk += not entry.is_in_host
         return Stored(num_pages, num_on_disk)
 
+    def stored_keys(self) -> dict[str, set[PageKey]]:
+        """The pages that could be loaded, by tier."""
+        entries = self._entries.values()
+        found = {"host": {entry.key for entry in entries if entry.is_in_host}}
+        if self._disk is not None:
+            found["disk"] = {entry.key for entry in entries if entry.is_on_disk}
+        return found
+
     # --- the queue ------------------------------------------------------------------------------
 
     def expect(self, place: int, keys: Sequence[PageKey]) -> None:
@@ -228,14 +240,14 @@ class LowerTiers:
         self,
         pages: Int32s,
         keys: Sequence[PageKey],
-        after: Sequence[PageKey],
+        after: Sequence[PageKey | None],
         token_ids: Sequence[bytes],
     ) -> Int32s:
         """Start copying device pages to host memory; returns those that are being copied.
 
-        `keys` are in chain order where pages belong to one chain, each comes `after` another; none
-        is stored yet. No step depends on a save: one that fails is told as skipped, and may be
-        tried again.
+        `keys` are in chain order where pages belong to one chain, each comes `after` another or is
+        the first; none is stored yet. No step depends on a save: one that fails is told as skipped,
+        and may be tried again.
         """
         moves = self._policy.admit(keys, monotonic(), after)
         self._carry_out(moves, "room")
@@ -248,7 +260,7 @@ class LowerTiers:
                 self._policy.drop([key])
                 refused += 1
                 continue
-            entry = _Entry(key, token_ids[index], slot, holds=1)
+            entry = _Entry(key, token_ids[index], after[index], slot, holds=1)
             self._entries[key] = entry
             entries.append(entry)
             kept.append(index)
@@ -440,8 +452,15 @@ class LowerTiers:
         fresh = [row for row in disk.rows if ttl_s is None or row.used_at + ttl_s > time()]
         for row in disk.rows:
             self._entries[row.key] = _Entry(
-                row.key, row.token_ids, None, False, row.record, True, row.crc32
+                row.key,
+                row.token_ids,
+                None,
+                record=row.record,
+                is_on_disk=True,
+                crc32=row.crc32,
+                is_recovered=True,
             )
+        self._tell_stored("disk", list(self._entries.values()))
         moves = self._policy.recover([row.key for row in fresh], monotonic())
         num_old = len(disk.rows) - len(fresh)
         if moves.drop or num_old:
@@ -463,11 +482,15 @@ class LowerTiers:
             return
         if entry.slot is not None and self._policy.tier_of(entry.key) is not TierKind.HOST:
             self._free_slots.append(entry.slot)
+            if entry.is_in_host:
+                self._tell_removed("host", entry)
             entry.slot, entry.is_in_host = None, False
         if entry.record is not None and not self._policy.is_on_disk(entry.key):
             assert self._disk is not None
             self._disk.delete([entry.key])
             self._disk.give_back_record(entry.record)
+            if entry.is_on_disk:
+                self._tell_removed("disk", entry)
             entry.record, entry.is_on_disk = None, False
         if entry.slot is None and entry.record is None:
             self._entries.pop(entry.key, None)
@@ -490,6 +513,10 @@ class LowerTiers:
             assert self._disk is not None
             self._disk.delete([entry.key])
             self._disk.give_back_record(entry.record)
+        if entry.is_in_host:
+            self._tell_removed("host", entry)
+        if entry.is_on_disk:
+            self._tell_removed("disk", entry)
         entry.slot = entry.record = None
         entry.is_in_host = entry.is_on_disk = False
         del self._entries[entry.key]
@@ -528,6 +555,17 @@ class LowerTiers:
         for count, tier in ((num_on_disk, "disk"), (len(stored) - num_on_disk, "host")):
             if count:
                 self._bus.publish(PagesEvicted(count, reason, tier))
+
+    def _tell_stored(self, tier: str, entries: Sequence[_Entry]) -> None:
+        if entries and self._bus.has_listeners(PagesStored):
+            keys = [entry.key for entry in entries]
+            token_ids = [b"" if entry.is_recovered else entry.token_ids for entry in entries]
+            parents = [entry.parent for entry in entries]
+            self._bus.publish(PagesStored(tier, keys, parents, token_ids))
+
+    def _tell_removed(self, tier: str, entry: _Entry) -> None:
+        if self._bus.has_listeners(PagesRemoved):
+            self._bus.publish(PagesRemoved(tier, [entry.key]))
 
     def _write(self, entry: _Entry) -> None:
         """Give a page in a slot, filled or filling, to the disk."""
@@ -606,6 +644,7 @@ class LowerTiers:
         assert entry.record is not None
         if done.problem is None:
             entry.is_on_disk, entry.crc32 = True, done.crc32
+            self._tell_stored("disk", [entry])
             self._release(entry)
             return True
         assert self._disk is not None
@@ -625,6 +664,7 @@ class LowerTiers:
             return False
         self.disk_link.finish_between(done.num_bytes, done.began_s, done.ended_s)
         entry.is_in_host = True
+        self._tell_stored("host", [entry])
         self._release(entry)
         return entry.holds == 0
 
@@ -645,6 +685,7 @@ class LowerTiers:
                 self._give_up_save(save.entries)
                 continue
             num_saved += len(save.entries)
+            self._tell_stored("host", save.entries)
             for entry in save.entries:
                 entry.is_in_host = True
                 self._release(entry)

@@ -107,7 +107,7 @@ class Traffic:
             return
         pages = np.array([page for _, page in wanted], np.int32)
         index, keys = self._index, [key for key, _ in wanted]
-        self._hold(self.tiers.save(pages, keys, index.parents(pages), index.tokens(pages)))
+        self._hold(self.tiers.save(pages, keys, index.previous(pages), index.tokens(pages)))
 
     def _save_room(self, count: int) -> int:
         """Of `count` pages, those whose save may start now."""

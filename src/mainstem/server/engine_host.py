@@ -24,6 +24,7 @@ from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.request import Output, Request, SamplingParams
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.engine.engine import Engine
+from mainstem.server.kv_events import KvEventPublisher
 from mainstem.server.messages import (
     Abort,
     Check,
@@ -121,10 +122,17 @@ class _Open:
 class EngineHost:
     """Runs an engine for the front at the other end of a connection."""
 
-    def __init__(self, engine: Engine, connection: socket.socket, grammars: Grammars) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        connection: socket.socket,
+        grammars: Grammars,
+        kv_events: KvEventPublisher | None = None,
+    ) -> None:
         self._engine = engine
         self._link = Link(connection)
         self._forms = FormQueue(grammars)
+        self._kv_events = kv_events
         self._compiling: dict[int, tuple[Request, Future[CompiledForm]]] = {}  # by number
         self._open: dict[str, _Open] = {}
         self._ids: dict[int, RequestId] = {}  # by number
@@ -152,6 +160,8 @@ class EngineHost:
                 self._take_commands()
                 self._take_forms()
                 self._note(self._engine.step())  # an idle one looks after pages being saved
+                if self._kv_events is not None:
+                    self._kv_events.flush()
                 if self._must_probe and not self._engine.has_work:
                     self._probe()
                 self._look()

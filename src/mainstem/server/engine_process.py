@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event as Flag
@@ -26,6 +26,7 @@ from mainstem.core.errors import MainstemError
 from mainstem.core.events import EventBus
 from mainstem.engine.engine import Engine
 from mainstem.server.engine_host import EngineHost
+from mainstem.server.kv_events import KvEventPublisher
 from mainstem.server.logs import set_up_logs
 from mainstem.server.messages import (
     Begin,
@@ -45,7 +46,7 @@ LOOK_S = 0.5  # how often a process that loads a model looks whether its front i
 
 log = logging.getLogger("mainstem.server")
 
-MakeEngine = Callable[[Begin], tuple[Engine, Grammars]]
+MakeEngine = Callable[[Begin, EventBus], tuple[Engine, Grammars]]
 
 
 class EngineNotMade(MainstemError):
@@ -151,36 +152,40 @@ def main(argv: list[str], make: MakeEngine | None = None) -> int:
     for each in (signal.SIGINT, signal.SIGTERM):  # the front has heard it, too, and says when
         signal.signal(each, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
-    with closing(socket.socket(fileno=int(argv[0]))) as connection:
+    with closing(socket.socket(fileno=int(argv[0]))) as connection, ExitStack() as opened:
         message = read_frame(connection)
         if message is None:
             return 1  # the front has left
         begin = decode_begin(message)
         set_up_logs(begin.log_level)
+        bus = EventBus()
+        kv_events: KvEventPublisher | None = None
         is_made = Flag()
         Thread(target=_end_with_front, args=(connection, is_made), daemon=True).start()
         try:
-            engine, grammars = (make or make_engine)(begin)
+            if begin.kv_events is not None:
+                kv_events = opened.enter_context(closing(KvEventPublisher(begin.kv_events, bus)))
+            engine, grammars = (make or make_engine)(begin, bus)
         except MainstemError as error:
             connection.sendall(frame(NotMade(str(error))))
             return 2
         finally:
             is_made.set()
         try:
-            EngineHost(engine, connection, grammars).run()
+            EngineHost(engine, connection, grammars, kv_events).run()
         except Exception:
             log.exception("the engine is lost")
             return 1
     return 0
 
 
-def make_engine(begin: Begin) -> tuple[Engine, Grammars]:
+def make_engine(begin: Begin, bus: EventBus) -> tuple[Engine, Grammars]:
     """The engine of a model, and what compiles forms for its vocabulary."""
     from mainstem.engine.build import build_engine  # noqa: PLC0415  # brings torch
 
     folder = Path(begin.folder)
     grammars = Grammars(Tokenizer.load(folder, begin.config.model.chat_template))
-    return build_engine(folder, begin.config, EventBus()), grammars
+    return build_engine(folder, begin.config, bus), grammars
 
 
 def _end_with_front(connection: socket.socket, is_made: Flag) -> None:

@@ -30,6 +30,7 @@ from mainstem.core.request import (
     TokenLogprobs,
 )
 from mainstem.core.snapshot import EngineSnapshot
+from mainstem.server.kv_events import KvEventsConfig
 
 _LENGTH = struct.Struct("<I")
 
@@ -42,6 +43,7 @@ class Begin(Struct, array_like=True, frozen=True, tag="begin"):
     config: EngineConfig
     folder: str  # the model's, resolved
     log_level: str
+    kv_events: KvEventsConfig | None = None
 
 
 class Submit(Struct, array_like=True, frozen=True, tag="submit"):

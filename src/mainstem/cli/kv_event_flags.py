@@ -1,0 +1,60 @@
+"""Flags of `mainstem serve` for KV events; see docs/kv-events.md."""
+
+import argparse
+import re
+from importlib.util import find_spec
+
+from mainstem.core.errors import ConfigError
+from mainstem.server.kv_events import NO_ZMQ, KvEventsConfig
+
+PLACE = re.compile(r"tcp://(\*|[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})|ipc://.+", re.ASCII)
+
+
+def endpoint(text: str) -> str:
+    """An address as ZeroMQ writes it."""
+    found = PLACE.fullmatch(text)
+    if found is None or int(found[2] or 0) >= 1 << 16:
+        raise argparse.ArgumentTypeError(f"must be like tcp://127.0.0.1:5557, got {text}")
+    return text
+
+
+def add_kv_event_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags as a group of their own."""
+    group = parser.add_argument_group("KV events, as vLLM sends them to routers (off)")
+    group.add_argument(
+        "--kv-events",
+        type=endpoint,
+        metavar="ADDRESS",
+        help="publish there, like tcp://127.0.0.1:5557; they tell the token ids of prompts",
+    )
+    group.add_argument(
+        "--kv-events-connect",
+        type=endpoint,
+        metavar="ADDRESS",
+        help="publish to a subscriber that listens there",
+    )
+    group.add_argument(
+        "--kv-events-replay",
+        type=endpoint,
+        metavar="ADDRESS",
+        help="where subscribers ask for what they have missed",
+    )
+    group.add_argument(
+        "--kv-events-topic", default="", metavar="TEXT", help="what subscribers select by (none)"
+    )
+
+
+def kv_events_config(args: argparse.Namespace) -> KvEventsConfig | None:
+    """None: no events are wanted. Raises ConfigError."""
+    config = KvEventsConfig(
+        args.kv_events, args.kv_events_connect, args.kv_events_replay, args.kv_events_topic
+    )
+    if config == KvEventsConfig():
+        return None
+    if config.bind is None and config.connect is None:
+        raise ConfigError(
+            "--kv-events-replay and --kv-events-topic need --kv-events or --kv-events-connect"
+        )
+    if find_spec("zmq") is None:
+        raise ConfigError(NO_ZMQ)
+    return config
