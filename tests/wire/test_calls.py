@@ -6,7 +6,7 @@ import pytest
 
 from mainstem.core.request import Overflow
 from mainstem.text.encoding import Chat, Prompt
-from mainstem.text.tools import ToolFormat
+from mainstem.text.parsers.formats import AnswerFormats, ToolFormat
 from mainstem.wire.bodies import ChatBody, CompletionBody
 from mainstem.wire.calls import BodyLimits, Call, CallParser, Kind
 from mainstem.wire.errors import WireError
@@ -14,7 +14,7 @@ from mainstem.wire.openapi import document
 
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 HELLO = [{"role": "user", "content": "hello"}]
-PARSER = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+PARSER = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
 
 
 def chat(**fields: object) -> tuple[Call, Chat]:
@@ -47,6 +47,8 @@ def test_several_prompts_are_one_call() -> None:
 def test_a_message_keeps_what_only_its_template_knows() -> None:
     message = {"role": "assistant", "content": "x", "reasoning_content": "why"}
     assert chat(messages=[message])[1].messages == [message]
+    of_vllm = {"role": "assistant", "content": "x", "reasoning": "why"}
+    assert chat(messages=[of_vllm])[1].messages == [of_vllm | message]
 
 
 def test_arguments_of_past_calls_become_objects() -> None:
@@ -321,9 +323,9 @@ def test_a_parser_that_has_seen_such_a_body_says_what_a_fresh_one_says(
             return error.code, error.message, error.param
         return call, prompts, [type(prompt) for prompt in prompts]
 
-    seasoned = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+    seasoned = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
     for kind, prompts in ((Kind.COMPLETION, PROMPTS), (Kind.CHAT, CHATS)):
         for prompt in (prompts[0], *prompts):
             body = rest | {kind.prompt_field: prompt}
-            fresh = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+            fresh = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
             assert read(seasoned, body, kind) == read(fresh, body, kind), body

@@ -8,8 +8,8 @@ import pytest
 
 from mainstem.core.ids import RequestId
 from mainstem.core.request import FinishReason
+from mainstem.text.parsers.formats import AnswerFormats, ToolFormat
 from mainstem.text.text_engine import TextOutput
-from mainstem.text.tools import ToolFormat
 from mainstem.wire.calls import CallParser, Kind
 from mainstem.wire.replies import Heading, PromptAnswers, Reply, ReplyStream
 from tests.batch.fake_batch import a_tokenizer
@@ -132,7 +132,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 def test_calls_in_parallel_can_be_declined(is_parallel: bool | None, count: int) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     fields = {"tools": [tool], "parallel_tool_calls": is_parallel, "return_token_ids": True}
-    parser = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+    parser = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
     call, _ = parser.parse(PROMPTS[Kind.CHAT] | fields, Kind.CHAT)
     reply = Reply(call, HEADING, a_tokenizer(), prompt_ids=[[7]])
     answers, stream, data = PromptAnswers(1, call.sampling), ReplyStream(reply), b""

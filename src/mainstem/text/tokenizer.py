@@ -223,6 +223,11 @@ class Tokenizer:
         """Whether a token acts, other than as text."""
         return token_id in self._control_ids
 
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token; None if there is none of that name."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
+
     @property
     def chat_template(self) -> str | None:
         """The source of the template that chats go through."""
