@@ -8,6 +8,9 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.ids import RequestId
+from mainstem.core.request import Output, Rendering, Request, SamplingParams
+from mainstem.text.answer_stream import TextStream
 from mainstem.text.grammar import Grammars
 from mainstem.text.parsers.formats import (
     MARKS,
@@ -19,6 +22,7 @@ from mainstem.text.parsers.formats import (
     offer_tools,
     opening_of,
 )
+from mainstem.text.text_engine import AnswerReader
 from mainstem.text.tokenizer import Tokenizer
 from mainstem.text.tools import ToolCall
 from tests.batch.fake_batch import TEMPLATE, a_tokenizer
@@ -229,3 +233,33 @@ def test_the_model_decides_whether_to_call() -> None:
     use = offer_tools([CLOCK], None, AnswerFormats(ToolFormat.HERMES))
     assert use.form is None
     assert json.dumps(use.tools[0]) == json.dumps(CLOCK)
+
+
+# --- special tokens ------------------------------------------------------------------------------
+
+
+def test_marks_that_are_special_tokens_reach_the_parser_and_other_special_tokens_do_not() -> None:
+    tokenizer = a_marked_tokenizer("[TOOL_CALLS]", "[ARGS]", "<other>")
+    formats = find_formats(tokenizer, "mistral")
+    text = 'I <other>look.[TOOL_CALLS]clock[ARGS]{"a": "[ARGS]"}<eos>'
+    shown = formats.shown_ids(formats.tools, formats.reasoning)
+    for shown_ids, expected in (
+        (shown, 'I look.[TOOL_CALLS]clock[ARGS]{"a": "[ARGS]"}'),
+        (frozenset[int](), 'I look.clock{"a": ""}'),
+    ):
+        stream = TextStream(tokenizer, SamplingParams(), (), shown_ids)
+        pieces = [stream.push(token_id) for token_id in tokenizer.encode_plain(text)]
+        assert "".join(pieces) + stream.finish() == expected
+
+
+def test_the_text_of_each_answer_begins_with_the_opening_once() -> None:
+    rendering = Rendering(opening="<think>")
+    prompt = np.array([1], np.int32)
+    request = Request(RequestId("r"), prompt, SamplingParams(n=2), rendering=rendering)
+    reader = AnswerReader(a_tokenizer(), request)
+    texts = ["", ""]
+    for index, token_id in [(0, 33), (1, 34), (0, 35), (1, 36)]:
+        news = reader.read(Output(RequestId("r"), index, (token_id,)))
+        assert news is not None
+        texts[index] += news.text
+    assert texts == ["<think>AC", "<think>BD"]

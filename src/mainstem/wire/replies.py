@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from mainstem.core.request import FinishReason, SamplingParams, TokenLogprobs
+from mainstem.text.parsers.counting import count_reasoning
 from mainstem.text.parsers.parser import AnswerParser
 from mainstem.text.text_engine import TextOutput
 from mainstem.text.tokenizer import Tokenizer
@@ -132,12 +133,29 @@ class Reply:
         details = {"cached_tokens": sum(prompt.cached_tokens for prompt in answers)}
         if num_dropped := sum(prompt.dropped_tokens for prompt in answers):
             details["dropped_tokens"] = num_dropped
-        return {
+        usage: Json = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": details,
         }
+        num_reasoning = self._reasoning_tokens(answers)
+        if num_reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
+
+    def _reasoning_tokens(self, answers: Sequence[PromptAnswers]) -> int | None:
+        """None: the model does not reason, or its tokens do not tell where that ends."""
+        reasoning = self.call.reasoning
+        if reasoning is None:
+            return None
+        counts = [
+            count_reasoning(reasoning, one.text, one.token_ids, self.tokenizer)
+            for prompt in answers
+            for one in prompt.answers
+        ]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
 
     def object(self, kind: str, choices: list[Json]) -> Json:
         """What every reply and chunk has."""

@@ -33,6 +33,12 @@ class _Kind(Enum):
     CALL = auto()
 
 
+def is_analysis(header: str) -> bool:
+    """Whether a message is reasoning, by its header."""
+    channel = _CHANNEL.search(header)
+    return channel is not None and channel[1] == "analysis" and not _RECIPIENT.search(header)
+
+
 class HarmonyParser:
     """Reads messages. Without `has_reasoning`, or without `has_calls`, such messages are text."""
 
@@ -91,12 +97,12 @@ class HarmonyParser:
         self._header = f"{self._header} {mark}" if self._has_mark and mark != START else ""
 
     def _begin_message(self, header: str) -> None:
-        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        recipient = _RECIPIENT.search(header)
         self._kind = _Kind.TEXT
         if recipient is not None and self._has_calls:
             self._kind, self._name = _Kind.CALL, recipient[1].removeprefix("functions.")
             self._arguments = []
-        elif self._has_reasoning and channel is not None and channel[1] == "analysis":
+        elif self._has_reasoning and is_analysis(header):
             self._kind = _Kind.REASONING
         self._header, self._is_first = None, True
 
