@@ -71,9 +71,12 @@ TOOL_SIGNS = [
     ("[TOOL_CALLS]" + LLAMA, ToolFormat.MISTRAL),
     ("<tool_call>\n<function=f>\n<parameter=x>\n" + READS_TOOLS, ToolFormat.QWEN_CODER),
     ('<function=f>{"x": 1}</function>' + READS_TOOLS, None),
+    ("<seed:tool_call><function=f><parameter=x>" + READS_TOOLS, None),
+    ("within <tool_call></tool_call>: <tool_calls>[...]" + READS_TOOLS, None),
     ("<tool_call>f\n<arg_key>x</arg_key>" + READS_TOOLS, None),  # GLM
     ("<|channel|>analysis <|call|>" + READS_TOOLS, ToolFormat.HARMONY),
     ("{{ 'parameters' }}" + READS_TOOLS, None),
+    ("""{"name": ' + name + ', "description": ' + text + ', "parameters": """ + READS_TOOLS, None),
 ]
 REASONING_SIGNS = [
     (TEMPLATE, None),

@@ -17,7 +17,7 @@ from mainstem.text.parsers.think import ThinkParser
 from mainstem.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
-_LLAMA = re.compile(r"""\{\s*\\?["']name\\?["']:[^{}]{0,80}?\\?["']parameters\\?["']""")
+_LLAMA = re.compile(r"""\{\s*\\?["']name\\?["']:[^{}]{0,30}?\\?["']parameters\\?["']""")
 
 
 class ToolFormat(Enum):
@@ -116,10 +116,11 @@ def _tools_of(template: str | None) -> ToolFormat | None:
         return None
     if harmony.CHANNEL in template and harmony.CALL in template:
         return ToolFormat.HARMONY
-    if tagged.FUNCTION in template and "<parameter=" in template:
-        return ToolFormat.QWEN_CODER
     if tagged.BEGIN in template:
-        return None if "<arg_key>" in template else ToolFormat.HERMES  # GLM's is another
+        if tagged.FUNCTION in template and "<parameter=" in template:
+            return ToolFormat.QWEN_CODER
+        is_other = "<arg_key>" in template or "<tool_calls>" in template  # of GLM, Apriel
+        return None if is_other else ToolFormat.HERMES
     if mistral.CALLS in template:
         return ToolFormat.MISTRAL
     return ToolFormat.LLAMA if _LLAMA.search(template) else None

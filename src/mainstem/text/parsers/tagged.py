@@ -1,4 +1,4 @@
-"""Tool calls between tags. Hermes, Qwen 2.5 and 3, SmolLM3:
+"""Tool calls between tags. Hermes, Qwen 2.5 and 3, Granite 4:
 
     <tool_call>
     {"name": "f", "arguments": {...}}
