@@ -2,6 +2,7 @@
 # ruff: noqa: E501  # answers stand as they were written
 
 from dataclasses import dataclass
+from time import process_time
 
 import pytest
 from hypothesis import given
@@ -237,3 +238,30 @@ def test_reasoning_streams_as_it_comes() -> None:
     assert not parser.is_plain
     assert parser.push("\nYes") == ["Yes"]
     assert parser.is_plain
+
+
+HOSTILE = [
+    "<function=",
+    "<function=f>",
+    "<parameter=",
+    "<tool_call>",
+    " ",
+    "[TOOL_CALLS]f ",
+    "{",
+    "to=",
+    "<think>",
+    "<|channel|>",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("tools", ToolFormat)
+def test_reading_takes_time_in_proportion(tools: ToolFormat, text: str) -> None:
+    """With patterns that try again from each place, 100,000 characters take 10 seconds or more."""
+    said = (text * (100_000 // len(text)))[:100_000]
+    for reasoning in (None, CHANNELS if tools is O else THINK):
+        case = Case("", tools, reasoning, "", [])
+        began_s = process_time()
+        read(case, [f"<tool_call>{said}</tool_call>{said}"])
+        read(case, [f"[TOOL_CALLS]{said}"])
+        assert process_time() - began_s < 2.0

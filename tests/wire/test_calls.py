@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from mainstem.core.request import Overflow
+from mainstem.core.request import Overflow, Rendering
 from mainstem.text.encoding import Chat, Prompt
-from mainstem.text.parsers.formats import AnswerFormats, ToolFormat
+from mainstem.text.parsers.formats import AnswerFormats, ReasoningFormat, ToolFormat
 from mainstem.wire.bodies import ChatBody, CompletionBody
 from mainstem.wire.calls import BodyLimits, Call, CallParser, Kind
 from mainstem.wire.errors import WireError
 from mainstem.wire.openapi import document
+from tests.batch.fake_batch import a_tokenizer
 
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -329,3 +330,19 @@ def test_a_parser_that_has_seen_such_a_body_says_what_a_fresh_one_says(
             body = rest | {kind.prompt_field: prompt}
             fresh = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
             assert read(seasoned, body, kind) == read(fresh, body, kind), body
+
+
+def test_marks_that_are_special_tokens_are_text_only_for_calls_that_are_parsed() -> None:
+    special = {"[TOOL_CALLS]": 7, "[ARGS]": 8, "[THINK]": 9}
+    formats = AnswerFormats(ToolFormat.MISTRAL, ReasoningFormat.MISTRAL, special)
+    parser = CallParser(find_formats=lambda: formats)
+    plain: dict[str, object] = {"messages": HELLO}
+    with_tools = plain | {"tools": [CLOCK]}
+
+    def rendering(body: dict[str, object], kind: Kind) -> Rendering:
+        return parser.parse(body, kind)[0].rendering([1, 2, 3], a_tokenizer())
+
+    assert rendering(plain, Kind.CHAT).shown_ids == {9}
+    assert rendering(with_tools, Kind.CHAT).shown_ids == {7, 8, 9}
+    assert rendering(with_tools | {"tool_choice": "none"}, Kind.CHAT).shown_ids == {9}
+    assert rendering({"prompt": "x"}, Kind.COMPLETION) == Rendering()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
 from mainstem.text.parsers.forms import Json, Spell, arguments_rules, either
-from mainstem.text.parsers.parser import most_overlap
+from mainstem.text.parsers.parser import overlap
 from mainstem.text.tools import Part, Reasoning, ToolCall, new_call_id
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -70,13 +70,14 @@ class HarmonyParser:
         return parts
 
     def _parts(self) -> Iterator[Part]:
-        while found := _ANY_MARK.search(self._held):
-            before = self._held[: found.start()]
-            self._held = self._held[found.end() :]
-            if before:
+        place = 0
+        for found in _ANY_MARK.finditer(self._held):
+            if before := self._held[place : found.start()]:
                 yield from self._say(before)
             yield from self._obey(found[0])
-        certain = self._held[: len(self._held) - most_overlap(self._held, MARKS)]
+            place = found.end()
+        self._held = self._held[place:]
+        certain = self._held[: len(self._held) - overlap(self._held, *MARKS)]
         self._held = self._held[len(certain) :]
         if certain:
             yield from self._say(certain)
@@ -110,8 +111,7 @@ class HarmonyParser:
         """Text between two marks, or up to where it is certain."""
         if self._header is not None:
             self._header += text
-            bare = self._header.lstrip()[:3]
-            if self._has_mark or bare == "to=" or "to=".startswith(bare):
+            if self._has_mark or "to=".startswith(self._header.lstrip()[:3]):
                 return
             text, self._kind = self._header, _Kind.TEXT  # no header: an answer of a given form
             self._header, self._is_first = None, True

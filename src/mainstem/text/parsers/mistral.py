@@ -15,9 +15,7 @@ from mainstem.text.parsers.parser import call_of, overlap
 from mainstem.text.tools import Part, ToolCall
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_NAMED = re.compile(
-    r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(\{.*)", re.S | re.ASCII
-)
+_NAMED = re.compile(r"([\w.-]{1,256})\s?(?:\[CALL_ID\]\s?(\w{1,64})\s?)?(?:\[ARGS\])?", re.ASCII)
 ID_CHARS = 9  # of a call's id: the templates refuse others
 
 
@@ -42,12 +40,12 @@ class MistralParser:
         return [held] if held else []
 
     def _parts(self) -> Iterator[Part]:
-        while CALLS in self._held:
-            before, _, self._held = self._held.partition(CALLS)
+        *ended, self._held = self._held.split(CALLS)
+        for before in ended:
             if self._is_call:
                 yield from self._calls(before)
-            elif before := before.rstrip():
-                yield before
+            elif said := before.rstrip():
+                yield said
             self._is_call = True
         if not self._is_call:
             certain = self._held[: len(self._held) - overlap(self._held, CALLS)].rstrip()
@@ -64,11 +62,12 @@ class MistralParser:
 
 
 def _read(body: str) -> list[ToolCall]:
-    named = _NAMED.fullmatch(body)
+    head, brace, rest = body.partition("{")
+    named = _NAMED.fullmatch(head.strip())
     try:
         if named is not None:
-            name, call_id, arguments = named.groups()
-            values = [{"name": name, "id": call_id, "arguments": json.loads(arguments)}]
+            name, call_id = named.groups()
+            values = [{"name": name, "id": call_id, "arguments": json.loads(brace + rest)}]
         else:
             value = json.loads(body)
             values = value if isinstance(value, list) else [value]

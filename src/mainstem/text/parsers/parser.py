@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Protocol
 
 from mainstem.text.tools import Part, ToolCall, new_call_id
@@ -50,17 +49,14 @@ class PlainParser:
         return []
 
 
-def overlap(text: str, mark: str) -> int:
-    """How many characters at the end of `text` are the beginning of `mark`."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
+def overlap(text: str, *marks: str) -> int:
+    """How many characters at the end of `text` are the beginning of a mark.
 
-
-def most_overlap(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of one of some marks."""
-    return max(overlap(text, mark) for mark in marks)
+    The first character of a mark, the same one for all, must not come again in it.
+    """
+    place = text.rfind(marks[0][0], max(0, len(text) - max(map(len, marks)) + 1))
+    is_beginning = place >= 0 and any(mark.startswith(text[place:]) for mark in marks)
+    return len(text) - place if is_beginning else 0
 
 
 def without_halves(text: str) -> str:

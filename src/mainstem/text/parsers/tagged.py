@@ -20,13 +20,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mainstem.text.parsers.forms import Json, Spell, either, json_call_rules, json_rule
-from mainstem.text.parsers.parser import most_overlap, read_calls
+from mainstem.text.parsers.parser import overlap, read_calls
 from mainstem.text.tools import Part, ToolCall, new_call_id
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION = "<function="  # begins a call, too: Qwen3-Coder sometimes leaves <tool_call> out
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.S)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.S)
+_NAME = re.compile(r"<function=([^>\n]{1,256})>")
+_PARAMETER = re.compile(
+    r"<parameter=([^>\n]{1,256})>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.S
+)
 _WORDS = {"true": True, "false": False, "none": None, "null": None}  # as Python writes them, too
 
 
@@ -59,7 +61,7 @@ class TaggedParser:
         while self._held:
             found = self._any_begin.search(self._held)
             if found is None:
-                certain = self._held[: len(self._held) - most_overlap(self._held, self._begins)]
+                certain = self._held[: len(self._held) - overlap(self._held, *self._begins)]
                 certain = certain.rstrip()
                 self._held = self._held[len(certain) :]
                 if certain:
@@ -102,9 +104,12 @@ def coder_parser(functions: Sequence[Json]) -> TaggedParser:
     known = {function["name"]: _properties(function) for function in functions}
 
     def read(body: str) -> list[ToolCall]:
+        pieces = body.split("</function>")[:-1]  # what is not closed was cut
+        found = [(piece, _NAME.search(piece)) for piece in pieces]
         return [
-            _call(name.strip(), parameters, known.get(name.strip(), {}))
-            for name, parameters in _FUNCTION.findall(body)
+            _call(name[1].strip(), piece[name.end() :], known.get(name[1].strip(), {}))
+            for piece, name in found
+            if name is not None
         ]
 
     return TaggedParser([BEGIN, FUNCTION], read)
