@@ -1,5 +1,6 @@
 """Order of a window's rows: all of them, equal ones once, neighbours that share."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,6 +22,7 @@ from mainstem.core.plan import Prompts
 from mainstem.core.request import SamplingParams
 from mainstem.plan.order import shared_with_next
 from mainstem.plan.planner import PlanConfig, plan_prompts
+from mainstem.text.parsers.formats import ReasoningFormat
 from mainstem.wire.calls import Call, Kind
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -175,6 +177,13 @@ def test_rows_that_must_get_the_same_answer_are_found() -> None:
     rows = [a_row(index, sampling, salt) for index, (_, sampling, salt) in enumerate(cases)]
     found = group_equals(rows, Prompts.from_lists([prompt for prompt, _, _ in cases]))
     assert found == {0: [1, 5], 2: [], 3: [], 4: [], 6: [], 7: []}
+
+
+def test_an_answer_that_is_parsed_is_no_copy_of_one_that_is_not() -> None:
+    """A prompt may equal a rendered chat; special tokens are text in the chat's answer."""
+    plain, chat = a_row(0, GREEDY), a_row(1, GREEDY)
+    chat = replace(chat, call=replace(chat.call, reasoning=ReasoningFormat.THINK))
+    assert group_equals([plain, chat], Prompts.from_lists([[1, 2], [1, 2]])) == {0: [], 1: []}
 
 
 def test_expectations_begin_when_enough_was_seen() -> None:

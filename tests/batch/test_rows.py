@@ -10,7 +10,7 @@ from mainstem.batch.rows import Row, custom_id_of, parse_json, parse_row
 from mainstem.core.errors import InvalidRequest
 from mainstem.text.encoding import Chat, Prompt
 from mainstem.text.grammar import json_form
-from mainstem.text.tools import ToolFormat
+from mainstem.text.parsers.formats import AnswerFormats, ToolFormat
 from mainstem.wire.bodies import HARMLESS
 from mainstem.wire.calls import CallParser, Kind
 from mainstem.wire.errors import WireError
@@ -18,7 +18,7 @@ from mainstem.wire.errors import WireError
 
 def parsed(row: object, **defaults: object) -> tuple[Row, Prompt]:
     read = parse_json(Line(7, json.dumps(row).encode()))
-    parser = CallParser(defaults, find_tool_format=lambda: ToolFormat.HERMES)
+    parser = CallParser(defaults, find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
     return parse_row(parser, read, 7, custom_id_of(read, 7))
 
 

@@ -13,8 +13,8 @@ from mainstem.batch.files import InputFile
 from mainstem.batch.windows import RowReader
 from mainstem.cli.plan import ReadPrompts, main, read_prompts
 from mainstem.core.errors import ConfigError, MainstemError
+from mainstem.text.parsers.formats import AnswerFormats, ToolFormat
 from mainstem.text.tokenizer import Tokenizer
-from mainstem.text.tools import ToolFormat
 from mainstem.wire.calls import CallParser
 from tests.batch.fake_batch import a_tokenizer
 from tests.batch.test_progress import Terminal
@@ -47,7 +47,7 @@ DOCS = [[doc] * 50 + [question] for question in range(3) for doc in (7, 8, 9)]
 
 
 def read(path: Path) -> ReadPrompts:
-    parser = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+    parser = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
     with closing(InputFile(str(path))) as source:
         return read_prompts(source, RowReader(parser, lambda: a_tokenizer(HERMES)))
 

@@ -402,7 +402,8 @@ def test_a_stream_hears_of_the_failure() -> None:
         running.settle()
 
 
-def test_an_engine_that_stays_broken_is_reported() -> None:
+def test_an_engine_that_stays_broken_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mainstem.server.engine_client.FIRST_RETRY_S", 1e-3)
     engines = FakeEngines(num_pages=256)
     with a_server(engines=engines) as running:
 

@@ -1,5 +1,6 @@
 """An engine for a server under test: as in a process of its own, but on a thread, within reach."""
 
+import logging
 import socket
 from collections.abc import Callable
 from threading import Thread
@@ -30,7 +31,10 @@ class ThreadEngine:
 
     def _run(self) -> None:
         with self._theirs:
-            self._host.run()
+            try:
+                self._host.run()
+            except Exception:
+                logging.getLogger("mainstem.server").exception("the engine is lost")
 
     def end(self, within_s: float | None) -> str:
         self._thread.join(within_s)

@@ -1,19 +1,35 @@
-"""Tool calls: read out of text however it is cut, and forced by a form."""
+"""Tools that a request offers: which way the model writes calls, and the form of a required one."""
 
 import json
-from itertools import pairwise
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import tokenizers
+from tokenizers import models, pre_tokenizers
 
-from mainstem.core.errors import InvalidRequest
+from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.ids import RequestId
+from mainstem.core.request import Output, Rendering, Request, SamplingParams
+from mainstem.text.answer_stream import TextStream
 from mainstem.text.grammar import Grammars
-from mainstem.text.tools import ToolCall, ToolFormat, ToolReader, offer_tools, tool_format
+from mainstem.text.parsers.formats import (
+    MARKS,
+    AnswerFormats,
+    ReasoningFormat,
+    ToolFormat,
+    find_formats,
+    make_parser,
+    offer_tools,
+    opening_of,
+)
+from mainstem.text.text_engine import AnswerReader
+from mainstem.text.tokenizer import Tokenizer
+from mainstem.text.tools import ToolCall
 from tests.batch.fake_batch import TEMPLATE, a_tokenizer
 
 HERMES = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}<tool_call>" + TEMPLATE
 LLAMA = """{% if tools %}{"name": function name, "parameters": ...}{% endif %}""" + TEMPLATE
+READS_TOOLS = "{% if tools %}{% endif %}" + TEMPLATE
 WEATHER = {
     "type": "function",
     "function": {
@@ -27,95 +43,226 @@ WEATHER = {
     },
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
-Part = str | tuple[str, str]
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "parameters": {
+            "type": "object",
+            "$defs": {"page": {"type": "integer"}},
+            "properties": {
+                "text": {"type": "string"},
+                "order": {"type": "string", "enum": ["new", "old"]},
+                "pages": {"type": "array", "items": {"$ref": "#/$defs/page"}},
+            },
+            "required": ["text", "pages"],
+        },
+    },
+}
 
+# --- which way -----------------------------------------------------------------------------------
 
-def read(text: str, format: ToolFormat, cuts: list[int] | None = None) -> list[Part]:
-    """Text and (name, arguments) of an answer that comes in pieces; text joined."""
-    reader = ToolReader(format)
-    places = [0, *sorted(cuts or []), len(text)]
-    parts: list[str | ToolCall] = []
-    for start, end in pairwise(places):
-        parts += reader.push(text[start:end])
-    parts += reader.finish()
-    found: list[Part] = []
-    for part in parts:
-        if isinstance(part, ToolCall):
-            found.append((part.name, part.arguments))
-        elif found and isinstance(found[-1], str):
-            found[-1] += part
-        else:
-            found.append(part)
-    return found
-
-
-CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-CASES: list[tuple[str, ToolFormat, list[Part]]] = [
-    ("plain text", ToolFormat.HERMES, ["plain text"]),
-    (CALL, ToolFormat.HERMES, [("f", '{"a": 1}')]),
-    (f"\n{CALL}\n{CALL}\n", ToolFormat.HERMES, [("f", '{"a": 1}'), ("f", '{"a": 1}')]),
-    (f"Let me see. {CALL}", ToolFormat.HERMES, ["Let me see.", ("f", '{"a": 1}')]),
-    ("a < b <tool", ToolFormat.HERMES, ["a < b <tool"]),
-    ("<tool_call>not JSON</tool_call>", ToolFormat.HERMES, ["<tool_call>not JSON</tool_call>"]),
-    ('<tool_call>{"name": "f"}', ToolFormat.HERMES, [("f", "{}")]),
-    ('<tool_call>{"name": ', ToolFormat.HERMES, ['<tool_call>{"name": ']),
-    ('{"name": "f", "parameters": {"é": 1}}', ToolFormat.LLAMA, [("f", '{"é": 1}')]),
-    (
-        r'{"name": "\ud83d", "parameters": {"a": "\udc00!"}}',
-        ToolFormat.LLAMA,
-        [("\ufffd", '{"a": "\ufffd!"}')],
-    ),
-    (
-        r'{"name": "f", "parameters": "\ud83d\ude00 \ud83d"}',
-        ToolFormat.LLAMA,
-        [("f", "\U0001f600 \ufffd")],
-    ),
-    ('{"name": "f"}; {"name": "g"}', ToolFormat.LLAMA, [("f", "{}"), ("g", "{}")]),
-    ('{"name": "f", "parameters": {"a": "x; y"}}', ToolFormat.LLAMA, [("f", '{"a": "x; y"}')]),
-    ('{"name": "f"}; and', ToolFormat.LLAMA, ['{"name": "f"}; and']),
-    ('{"not a call"', ToolFormat.LLAMA, ['{"not a call"']),
-    ('I say {"name": "f"}', ToolFormat.LLAMA, ['I say {"name": "f"}']),
-    ("", ToolFormat.LLAMA, []),
+TOOL_SIGNS = [
+    (HERMES, ToolFormat.HERMES),
+    (LLAMA, ToolFormat.LLAMA),
+    (TEMPLATE, None),
+    ("<tool_call>" + TEMPLATE, None),  # reads no tools
+    ("[TOOL_CALLS]" + READS_TOOLS, ToolFormat.MISTRAL),
+    ("[TOOL_CALLS]" + LLAMA, ToolFormat.MISTRAL),
+    ("<tool_call>\n<function=f>\n<parameter=x>\n" + READS_TOOLS, ToolFormat.QWEN_CODER),
+    ('<function=f>{"x": 1}</function>' + READS_TOOLS, None),
+    ("<seed:tool_call><function=f><parameter=x>" + READS_TOOLS, None),
+    ("within <tool_call></tool_call>: <tool_calls>[...]" + READS_TOOLS, None),
+    ("<tool_call>f\n<arg_key>x</arg_key>" + READS_TOOLS, None),  # GLM
+    ("<|channel|>analysis <|call|>" + READS_TOOLS, ToolFormat.HARMONY),
+    ("{{ 'parameters' }}" + READS_TOOLS, None),
+    ("""{"name": ' + name + ', "description": ' + text + ', "parameters": """ + READS_TOOLS, None),
+]
+REASONING_SIGNS = [
+    (TEMPLATE, None),
+    ("{% if false %}<think>{% endif %}" + TEMPLATE, ReasoningFormat.THINK),
+    ("{{ x.split('</think>')[-1] if x else '' }}" + TEMPLATE, ReasoningFormat.THINK),
+    ("[THINK]" + TEMPLATE, ReasoningFormat.MISTRAL),
+    ("<|channel|>analysis" + TEMPLATE, ReasoningFormat.HARMONY),
+    ("<|channel|>" + TEMPLATE, None),
 ]
 
 
-@pytest.mark.parametrize(("text", "format", "expected"), CASES)
-def test_calls_are_read_out_of_the_text(
-    text: str, format: ToolFormat, expected: list[Part]
+@pytest.mark.parametrize(("template", "format"), TOOL_SIGNS)
+def test_the_template_tells_how_calls_are_written(template: str, format: ToolFormat | None) -> None:
+    assert find_formats(a_tokenizer(template)).tools is format
+
+
+@pytest.mark.parametrize(("template", "format"), REASONING_SIGNS)
+def test_the_template_tells_how_reasoning_is_written(
+    template: str, format: ReasoningFormat | None
 ) -> None:
-    assert read(text, format) == expected
+    assert find_formats(a_tokenizer(template)).reasoning is format
 
 
-@given(case=st.sampled_from(CASES), data=st.data())
-def test_it_does_not_matter_how_the_text_is_cut(
-    case: tuple[str, ToolFormat, list[Part]], data: st.DataObject
+def test_a_flag_goes_before_the_template() -> None:
+    thinking = a_tokenizer("<think>" + HERMES)
+    assert find_formats(thinking, "none", "none") == AnswerFormats()
+    named = find_formats(thinking, "mistral", "deepseek_r1")
+    assert (named.tools, named.reasoning) == (ToolFormat.MISTRAL, ReasoningFormat.THINK)
+    unseen = find_formats(a_tokenizer(), "hermes", "qwen3")  # its template shows no tools
+    assert (unseen.tools, unseen.reasoning) == (None, ReasoningFormat.THINK)
+    with pytest.raises(ConfigError, match="--tool-call-parser hermes"):
+        find_formats(thinking, "hermes", "openai_gptoss")
+    assert find_formats(thinking, "openai").reasoning is None
+
+
+@pytest.mark.parametrize(
+    ("end", "is_continued", "is_inside"),
+    [
+        ("<|im_start|>assistant\n<think>\n", False, True),
+        ("<|Assistant|><think>", False, True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, False),
+        ("<|im_start|>assistant\n", False, False),
+        ("user: what is <think> for?\nassistant:", False, False),
+        ("assistant\n<think>\nSo far", True, True),
+        ("assistant\n<think>\nSo far\n</think>\nIt is", True, False),
+        ("assistant\nIt is", True, False),
+    ],
+)
+def test_the_prompt_tells_whether_an_answer_begins_inside_reasoning(
+    end: str, is_continued: bool, is_inside: bool
 ) -> None:
-    text, format, expected = case
-    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
-    assert read(text, format, cuts) == expected
+    opening = opening_of(ReasoningFormat.THINK, end, is_continued)
+    assert opening == ("<think>" if is_inside else "")
+    assert opening_of(ReasoningFormat.HARMONY, end, is_continued) == ""
 
 
-def test_the_template_tells_the_format() -> None:
-    assert tool_format(a_tokenizer(HERMES)) is ToolFormat.HERMES
-    assert tool_format(a_tokenizer(LLAMA)) is ToolFormat.LLAMA
-    assert tool_format(a_tokenizer()) is None
-    assert tool_format(a_tokenizer("<tool_call>" + TEMPLATE)) is None  # reads no tools
-    assert tool_format(a_tokenizer("[TOOL_CALLS]" + LLAMA)) is None
+# --- what is offered -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", list(ToolFormat))
-def test_a_required_call_has_a_form_that_compiles(format: ToolFormat) -> None:
-    use = offer_tools([WEATHER, CLOCK], ["clock"], format)
+def a_marked_tokenizer(*marks: str) -> Tokenizer:
+    """One token per byte, and special tokens."""
+    vocab = {name: place for place, name in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>", *marks])
+    template = {"default": READS_TOOLS}
+    return Tokenizer(backend, frozenset({backend.get_vocab_size() - 1 - len(marks)}), {}, template)
+
+
+WRITTEN: list[tuple[ToolFormat, bool, str, dict[str, object]]] = [
+    (
+        ToolFormat.HERMES,
+        False,
+        '<tool_call>\n{"name": "search", "arguments": {"text": "x", "pages": [1]}}\n</tool_call>',
+        {"text": "x", "pages": [1]},
+    ),
+    (
+        ToolFormat.HERMES,
+        True,
+        '<tool_call>\n{"name": "search", "arguments": {"text": "x", "pages": []}}\n</tool_call>',
+        {"text": "x", "pages": []},
+    ),
+    (
+        ToolFormat.LLAMA,
+        True,
+        '{"name": "search", "parameters": {"text": "x", "pages": [1]}}',
+        {"text": "x", "pages": [1]},
+    ),
+    (
+        ToolFormat.MISTRAL,
+        False,
+        '[TOOL_CALLS] [{"name": "search", "arguments": {"text": "x", "pages": [1]}}]',
+        {"text": "x", "pages": [1]},
+    ),
+    (
+        ToolFormat.MISTRAL,
+        True,
+        '[TOOL_CALLS]search[ARGS]{"text": "x", "pages": [1]}',
+        {"text": "x", "pages": [1]},
+    ),
+    (
+        ToolFormat.HARMONY,
+        True,
+        "<|channel|>commentary to=functions.search <|constrain|>json<|message|>"
+        '{"text": "x", "pages": [1]}',
+        {"text": "x", "pages": [1]},
+    ),
+    (
+        ToolFormat.QWEN_CODER,
+        False,
+        "<tool_call>\n<function=search>\n<parameter=text>\nif a < b:\n    é\n</parameter>\n"
+        "<parameter=order>\nnew\n</parameter>\n<parameter=pages>\n[1, 2]\n</parameter>\n"
+        "</function>\n</tool_call>",
+        {"text": "if a < b:\n    é", "order": "new", "pages": [1, 2]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "has_special", "text", "arguments"), WRITTEN)
+def test_a_required_call_has_a_form_that_lets_it_through_and_nothing_else(
+    format: ToolFormat, has_special: bool, text: str, arguments: dict[str, object]
+) -> None:
+    tokenizer = a_marked_tokenizer(*(MARKS[format] if has_special else ()))
+    formats = find_formats(tokenizer, format.value)
+    assert len(formats.special) == (len(MARKS[format]) if has_special else 0)
+    use = offer_tools([WEATHER, SEARCH, CLOCK], ["search", "clock"], formats)
     assert use.form is not None
-    Grammars(a_tokenizer()).compile(use.form)
+    mask = Grammars(tokenizer).compile(use.form).start()
+    ids = tokenizer.encode_plain(text)
+    assert len(ids) < len(text.encode()) or not has_special or format is ToolFormat.LLAMA
+    for place, token_id in enumerate(ids):
+        allowed = mask.allowed(_array(ids[:place]))
+        assert allowed[token_id // 8] >> token_id % 8 & 1, text[:place]
+    end = next(iter(tokenizer.eos_ids))
+    assert mask.allowed(_array(ids))[end // 8] >> end % 8 & 1
+    other = Grammars(tokenizer).compile(use.form).start().allowed(_array([]))
+    hello = tokenizer.encode_plain("Hello")[0]
+    assert not other[hello // 8] >> hello % 8 & 1
+    parser = make_parser(use, None)
+    assert parser is not None
+    [call] = [*parser.push(text), *parser.finish()]
+    assert isinstance(call, ToolCall)
+    assert (call.name, json.loads(call.arguments)) == ("search", arguments)
+
+
+def _array(ids: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+    return np.array(ids, np.int32)
 
 
 def test_a_model_that_was_taught_no_tools_gets_none() -> None:
     with pytest.raises(InvalidRequest, match="chat template"):
-        offer_tools([CLOCK], None, None)
+        offer_tools([CLOCK], None, AnswerFormats())
 
 
 def test_the_model_decides_whether_to_call() -> None:
-    use = offer_tools([CLOCK], None, ToolFormat.HERMES)
+    use = offer_tools([CLOCK], None, AnswerFormats(ToolFormat.HERMES))
     assert use.form is None
     assert json.dumps(use.tools[0]) == json.dumps(CLOCK)
+
+
+# --- special tokens ------------------------------------------------------------------------------
+
+
+def test_marks_that_are_special_tokens_reach_the_parser_and_other_special_tokens_do_not() -> None:
+    tokenizer = a_marked_tokenizer("[TOOL_CALLS]", "[ARGS]", "<other>")
+    formats = find_formats(tokenizer, "mistral")
+    text = 'I <other>look.[TOOL_CALLS]clock[ARGS]{"a": "[ARGS]"}<eos>'
+    shown = formats.shown_ids(formats.tools, formats.reasoning)
+    for shown_ids, expected in (
+        (shown, 'I look.[TOOL_CALLS]clock[ARGS]{"a": "[ARGS]"}'),
+        (frozenset[int](), 'I look.clock{"a": ""}'),
+    ):
+        stream = TextStream(tokenizer, SamplingParams(), (), shown_ids)
+        pieces = [stream.push(token_id) for token_id in tokenizer.encode_plain(text)]
+        assert "".join(pieces) + stream.finish() == expected
+
+
+def test_the_text_of_each_answer_begins_with_the_opening_once() -> None:
+    rendering = Rendering(opening="<think>")
+    prompt = np.array([1], np.int32)
+    request = Request(RequestId("r"), prompt, SamplingParams(n=2), rendering=rendering)
+    reader = AnswerReader(a_tokenizer(), request)
+    texts = ["", ""]
+    for index, token_id in [(0, 33), (1, 34), (0, 35), (1, 36)]:
+        news = reader.read(Output(RequestId("r"), index, (token_id,)))
+        assert news is not None
+        texts[index] += news.text
+    assert texts == ["<think>AC", "<think>BD"]

@@ -4,17 +4,18 @@ import json
 
 import pytest
 
-from mainstem.core.request import Overflow
+from mainstem.core.request import Overflow, Rendering
 from mainstem.text.encoding import Chat, Prompt
-from mainstem.text.tools import ToolFormat
+from mainstem.text.parsers.formats import AnswerFormats, ReasoningFormat, ToolFormat
 from mainstem.wire.bodies import ChatBody, CompletionBody
 from mainstem.wire.calls import BodyLimits, Call, CallParser, Kind
 from mainstem.wire.errors import WireError
 from mainstem.wire.openapi import document
+from tests.batch.fake_batch import a_tokenizer
 
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 HELLO = [{"role": "user", "content": "hello"}]
-PARSER = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+PARSER = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
 
 
 def chat(**fields: object) -> tuple[Call, Chat]:
@@ -47,6 +48,8 @@ def test_several_prompts_are_one_call() -> None:
 def test_a_message_keeps_what_only_its_template_knows() -> None:
     message = {"role": "assistant", "content": "x", "reasoning_content": "why"}
     assert chat(messages=[message])[1].messages == [message]
+    of_vllm = {"role": "assistant", "content": "x", "reasoning": "why"}
+    assert chat(messages=[of_vllm])[1].messages == [of_vllm | message]
 
 
 def test_arguments_of_past_calls_become_objects() -> None:
@@ -321,9 +324,25 @@ def test_a_parser_that_has_seen_such_a_body_says_what_a_fresh_one_says(
             return error.code, error.message, error.param
         return call, prompts, [type(prompt) for prompt in prompts]
 
-    seasoned = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+    seasoned = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
     for kind, prompts in ((Kind.COMPLETION, PROMPTS), (Kind.CHAT, CHATS)):
         for prompt in (prompts[0], *prompts):
             body = rest | {kind.prompt_field: prompt}
-            fresh = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+            fresh = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
             assert read(seasoned, body, kind) == read(fresh, body, kind), body
+
+
+def test_marks_that_are_special_tokens_are_text_only_for_calls_that_are_parsed() -> None:
+    special = {"[TOOL_CALLS]": 7, "[ARGS]": 8, "[THINK]": 9}
+    formats = AnswerFormats(ToolFormat.MISTRAL, ReasoningFormat.MISTRAL, special)
+    parser = CallParser(find_formats=lambda: formats)
+    plain: dict[str, object] = {"messages": HELLO}
+    with_tools = plain | {"tools": [CLOCK]}
+
+    def rendering(body: dict[str, object], kind: Kind) -> Rendering:
+        return parser.parse(body, kind)[0].rendering([1, 2, 3], a_tokenizer())
+
+    assert rendering(plain, Kind.CHAT).shown_ids == {9}
+    assert rendering(with_tools, Kind.CHAT).shown_ids == {7, 8, 9}
+    assert rendering(with_tools | {"tool_choice": "none"}, Kind.CHAT).shown_ids == {9}
+    assert rendering({"prompt": "x"}, Kind.COMPLETION) == Rendering()

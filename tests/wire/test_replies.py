@@ -2,17 +2,20 @@
 
 import json
 import random
+from typing import Any
 
 import msgspec
 import pytest
 
 from mainstem.core.ids import RequestId
 from mainstem.core.request import FinishReason
+from mainstem.text.parsers.counting import count_reasoning
+from mainstem.text.parsers.formats import MARKS, AnswerFormats, ReasoningFormat, ToolFormat
 from mainstem.text.text_engine import TextOutput
-from mainstem.text.tools import ToolFormat
-from mainstem.wire.calls import CallParser, Kind
+from mainstem.wire.calls import Call, CallParser, Kind
 from mainstem.wire.replies import Heading, PromptAnswers, Reply, ReplyStream
 from tests.batch.fake_batch import a_tokenizer
+from tests.text.test_tools import a_marked_tokenizer
 
 Json = dict[str, object]
 
@@ -132,7 +135,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 def test_calls_in_parallel_can_be_declined(is_parallel: bool | None, count: int) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     fields = {"tools": [tool], "parallel_tool_calls": is_parallel, "return_token_ids": True}
-    parser = CallParser(find_tool_format=lambda: ToolFormat.HERMES)
+    parser = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
     call, _ = parser.parse(PROMPTS[Kind.CHAT] | fields, Kind.CHAT)
     reply = Reply(call, HEADING, a_tokenizer(), prompt_ids=[[7]])
     answers, stream, data = PromptAnswers(1, call.sampling), ReplyStream(reply), b""
@@ -145,3 +148,87 @@ def test_calls_in_parallel_can_be_declined(is_parallel: bool | None, count: int)
     assert sum("tool_calls" in choice["delta"] for choice in choices) == count  # type: ignore[operator]
     assert [choice["token_ids"] for choice in choices if "token_ids" in choice] == [[1], [2], [5]]
     assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+THOUGHTFUL = '<think>\nHm.\n</think>\n\nIt "is" <b>.\n'
+
+
+def only_choice(whole: Json) -> dict[str, Any]:
+    [choice] = json.loads(msgspec.json.encode(whole))["choices"]
+    found: dict[str, Any] = choice
+    return found
+
+
+def a_thoughtful_call(**fields: object) -> Call:
+    formats = AnswerFormats(ToolFormat.HERMES, ReasoningFormat.THINK)
+    parser = CallParser(find_formats=lambda: formats)
+    return parser.parse(PROMPTS[Kind.CHAT] | fields, Kind.CHAT)[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_reasoning_has_a_field_of_its_own_whole_and_streamed(size: int) -> None:
+    call = a_thoughtful_call(stream=True, stream_options={"include_usage": True})
+    reply = Reply(call, HEADING, a_tokenizer())
+    answers, stream, data = PromptAnswers(1, call.sampling), ReplyStream(reply), b""
+    pieces = [THOUGHTFUL[place : place + size] for place in range(0, len(THOUGHTFUL), size)]
+    for output in [*map(news, pieces), news("", 0, FinishReason.STOP)]:
+        answers.add(output)
+        data += stream.events(0, output, answers)
+    message = only_choice(reply.whole([answers]))["message"]
+    assert message == {
+        "role": "assistant",
+        "content": 'It "is" <b>.\n',
+        "refusal": None,
+        "reasoning_content": "Hm.",
+        "reasoning": "Hm.",
+    }
+    choices: list[Json] = [chunk["choices"][0] for chunk in sent(data)]  # type: ignore[index]
+    deltas: list[dict[str, str]] = [choice["delta"] for choice in choices]  # type: ignore[misc]
+    for name in ("content", "reasoning_content", "reasoning"):
+        assert "".join(delta.get(name, "") for delta in deltas) == message[name]
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_an_answer_that_never_gets_beyond_its_reasoning_has_no_content() -> None:
+    call = a_thoughtful_call()
+    answers = PromptAnswers(1, call.sampling)
+    answers.add(news("<think>\nSo", 0, FinishReason.LENGTH))
+    choice = only_choice(Reply(call, HEADING, a_tokenizer()).whole([answers]))
+    assert choice["message"]["content"] is None
+    assert choice["message"]["reasoning_content"] == "So"
+    assert choice["finish_reason"] == "length"
+
+
+def test_reasoning_and_a_call_stand_beside_each_other() -> None:
+    call = a_thoughtful_call(tools=[{"type": "function", "function": {"name": "f"}}])
+    answers = PromptAnswers(1, call.sampling)
+    answers.add(news(f"<think>\nHm\n</think>\n\nSee:\n{CALL}", 0, FinishReason.STOP))
+    choice = only_choice(Reply(call, HEADING, a_tokenizer()).whole([answers]))
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm", "See:")
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_tokens_of_reasoning_are_counted() -> None:
+    tokenizer = a_marked_tokenizer("</think>", *MARKS[ReasoningFormat.HARMONY])
+
+    def count(reasoning: ReasoningFormat, opening: str, text: str) -> int | None:
+        ids = tokenizer.encode_plain(text)
+        return count_reasoning(reasoning, opening + text, ids, tokenizer)
+
+    think, harmony = ReasoningFormat.THINK, ReasoningFormat.HARMONY
+    assert count(think, "<think>", "Hm</think>Yes") == 3
+    assert count(think, "<think>", "Hm, ") == 4
+    assert count(think, "", "Yes") == 0
+    assert count(ReasoningFormat.MISTRAL, "", "[THINK]") is None
+    analysis = "<|channel|>analysis<|message|>Hm<|end|>"
+    assert count(harmony, "", analysis + "<|start|>assistant<|channel|>final<|message|>Yes") == 13
+    assert count(harmony, "", "<|channel|>analysis<|message|>Hm") == 12
+    assert count(harmony, "", "Yes") == 0
+    call = a_thoughtful_call()
+    answers = PromptAnswers(1, call.sampling)
+    ids = tuple(tokenizer.encode_plain("Hm</think>Yes"))
+    answers.add(news("<think>Hm</think>Yes", 0, FinishReason.STOP, ids))
+    usage = Reply(call, HEADING, tokenizer).usage([answers])
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}

@@ -165,6 +165,7 @@ class Job:
                 delivery=Delivery.AT_END,
                 plan_place=item.plan_place,
                 expected_tokens=expected,
+                rendering=row.call.rendering(item.prompt_ids, self._engine.tokenizer),
             )
             self._engine.submit(request)
         except InvalidRequest as error:

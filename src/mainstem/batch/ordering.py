@@ -53,6 +53,8 @@ def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
             setting = settings[id(row.call.sampling)] = _setting(row.call.sampling)
         digest = blake2b(prompts[index].tobytes(), digest_size=16, key=setting)
         digest.update(row.call.cache_salt)
+        if row.call.is_parsed:
+            digest.update(b"\0parsed")  # special tokens may be text then
         leader = leaders.setdefault(digest.digest(), index)
         if leader == index:
             groups[index] = []

@@ -34,6 +34,7 @@ from mainstem.cli.flags import (
     add_draw_flags,
     add_engine_flags,
     add_generation_flag,
+    add_parser_flags,
     engine_config,
     model_defaults,
 )
@@ -41,8 +42,8 @@ from mainstem.cli.stop_signals import StopSignals
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.plan.planner import PlanConfig
+from mainstem.text.parsers.formats import find_formats
 from mainstem.text.text_engine import TextEngine
-from mainstem.text.tools import tool_format
 from mainstem.wire.calls import CallParser
 
 MIB = 1 << 20
@@ -84,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--summary-json", type=Path, metavar="FILE", help="also write the summary")
     made.add_argument("--no-progress", action="store_true", help="no progress bar")
+    add_parser_flags(made)
     _add_default_flags(made)
     add_engine_flags(made)
     return made
@@ -135,9 +137,9 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
         with AnswerFile(args.output, _existing(args)) as out:
             engine = load(config)
             tokenizer = engine.tokenizer
+            formats = find_formats(tokenizer, args.tool_call_parser, args.reasoning_parser)
             call_parser = CallParser(
-                model_defaults(args, tokenizer) | defaults,
-                find_tool_format=lambda: tool_format(tokenizer),
+                model_defaults(args, tokenizer) | defaults, find_formats=lambda: formats
             )
             limit = engine.engine.max_model_len
             identity = engine.engine.identity or config.model.model.encode()

@@ -8,6 +8,7 @@ from mainstem.core.config import SETTINGS, EngineConfig, load_config, with_argum
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.request import SamplingParams
 from mainstem.core.settings import Setting
+from mainstem.text.parsers.formats import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from mainstem.text.tokenizer import GENERATION_FILE, Tokenizer
 
 DRAW_FLAGS: dict[str, tuple[type, str, str]] = {  # field of SamplingParams -> type, metavar, help
@@ -93,6 +94,24 @@ def add_generation_flag(group: argparse._ActionsContainer) -> None:
         default="auto",
         help="how tokens are drawn where nobody says: as the model's generation_config.json "
         "advises, or as OpenAI's API does (auto)",
+    )
+
+
+def add_parser_flags(parser: argparse.ArgumentParser) -> None:
+    """For commands whose answers have reasoning and tool calls apart from their text."""
+    parser.add_argument(
+        "--tool-call-parser",
+        "--tool-parser",
+        choices=[AUTO, NONE, *TOOL_PARSERS],
+        default=AUTO,
+        help="how the model writes tool calls; auto: as its chat template says (auto)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        choices=[AUTO, NONE, *REASONING_PARSERS],
+        default=AUTO,
+        help="how the model writes its reasoning, which becomes reasoning_content; none: it stays "
+        "in the content (auto)",
     )
 
 

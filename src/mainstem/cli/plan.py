@@ -32,8 +32,8 @@ from mainstem.core.tables import table
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
 from mainstem.plan.saving import LruCache, Savings, compare
+from mainstem.text.parsers.formats import find_formats
 from mainstem.text.tokenizer import Tokenizer
-from mainstem.text.tools import tool_format
 from mainstem.wire.calls import CallParser
 
 GROUPS_DRAWN = 12
@@ -288,7 +288,7 @@ def main(args: list[str], load: Load = load_tokenizer) -> int:
         raise ConfigError("--lru-tokens must not be negative, and --page-size must be positive")
     lru = LruCache(flags.lru_tokens, flags.page_size)
     tokenizer = cache(lambda: load(flags.model, flags.chat_template))
-    call_parser = CallParser(find_tool_format=lambda: tool_format(tokenizer()))
+    call_parser = CallParser(find_formats=cache(lambda: find_formats(tokenizer())))
     rows = RowReader(call_parser, tokenizer, apps_by_name(flags.app))
     with (
         closing(InputFile(flags.file)) as source,

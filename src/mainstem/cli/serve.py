@@ -19,6 +19,7 @@ from mainstem.cli.flag_types import not_negative, positive, positive_count
 from mainstem.cli.flags import (
     add_engine_flags,
     add_generation_flag,
+    add_parser_flags,
     engine_config,
     model_defaults,
 )
@@ -43,6 +44,7 @@ from mainstem.server.routes import make_app
 from mainstem.server.served_model import ServedModel
 from mainstem.server.sites import host_names
 from mainstem.text.encoding import App
+from mainstem.text.parsers.formats import find_formats
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import SessionLimits, Sessions, tokenizer_identity
 from mainstem.text.tokenizer import Tokenizer
@@ -129,6 +131,7 @@ def parser() -> argparse.ArgumentParser:
         help="keeps each prompt's token ids and time there, for `mainstem bench replay`",
     )
     add_generation_flag(made)
+    add_parser_flags(made)
     made.add_argument("--log-level", choices=LEVELS, default="info", help="(info)")
     limits = made.add_argument_group("limits")
     limits.add_argument(
@@ -248,11 +251,14 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
             log.warning("anybody who reaches this address may use it; see --api-key-file")
         log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes
         tokenizer, launch = open_(config, args.log_level, kv_events)
+        formats = find_formats(tokenizer, args.tool_call_parser, args.reasoning_parser)
         engine = EngineClient(tokenizer, launch)
         metrics = ServerMetrics(engine.bus, names[0])
         gateway = Gateway(
             engine,
-            ServedModel(names, int(time()), model_defaults(args, tokenizer), str(config.model)),
+            ServedModel(
+                names, int(time()), model_defaults(args, tokenizer), str(config.model), formats
+            ),
             Access(keys, admin_keys),
             apps,
             limits,

@@ -284,6 +284,14 @@ def id_array(given: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
     return ids
 
 
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How an answer becomes text, beside its sampling settings; the engine does not look at it."""
+
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are text all the same
+    opening: str = ""  # the end of the prompt that belongs to the answer; its text begins with it
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt and how to answer it; immutable. The scheduler checks it against its limits."""
@@ -302,6 +310,7 @@ class Request:
     delivery: Delivery = Delivery.EACH_STEP
     plan_place: int | None = None  # where it stands in the announced order of a known workload
     expected_tokens: int | None = None  # length of the answer, as far as the caller can tell
+    rendering: Rendering = Rendering()
 
     def __post_init__(self) -> None:
         ids = id_array(self.prompt_ids)

@@ -37,7 +37,6 @@ from mainstem.server.metrics import ServerMetrics
 from mainstem.server.served_model import ServedModel
 from mainstem.server.turns import owner_of
 from mainstem.text.encoding import App
-from mainstem.text.tools import tool_format
 from mainstem.wire.calls import Call, CallParser
 from mainstem.wire.errors import WireError, from_invalid
 from mainstem.wire.replies import PromptAnswers
@@ -253,9 +252,8 @@ class BatchRunner:
     def reader(self, batch: Batch, source: InputFile, out: AnswerFile) -> Iterator[PlannedWindow]:
         """The rows that are left, planned; runs on a thread."""
         engine = self._engine
-        parser = CallParser(
-            self._model.sampling, find_tool_format=lambda: tool_format(engine.tokenizer)
-        )
+        formats = self._model.formats_of(engine.tokenizer)
+        parser = CallParser(self._model.sampling, find_formats=lambda: formats)
         rows = RowReader(parser, lambda: engine.tokenizer, self._find_app, engine.max_model_len)
         windows = WindowReader(source, rows, out.done, WINDOW_BYTES)
         return map(WindowPlanner(PlanConfig(), has_dedupe=False).plan, windows)
@@ -280,6 +278,7 @@ class BatchRunner:
                 salt=salt,
                 public_tokens=self._filler.public_tokens(self._find_app(call), ids),
                 priority=PRIORITY + max(-PRIORITY // 2, min(call.priority, PRIORITY)),
+                rendering=call.rendering(ids, self._engine.tokenizer),
             )
             for _ in range(MAX_TRIES):
                 await self._engine.running()  # however long that takes

@@ -143,10 +143,6 @@ class EngineHost:
         self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # by the front
         self._must_probe = False  # a request ended by a fault, which may be the engine's own
         self._is_closing = False
-        for kind in get_args(Event):
-            if kind is not StepStarted:
-                engine.bus.subscribe(kind, self._note_event)
-        engine.bus.subscribe(StepStarted, self._tell_of_step)
 
     def run(self) -> None:
         """Serve until the front says so or is gone, then close the engine.
@@ -155,6 +151,8 @@ class EngineHost:
         over it starts another.
         """
         try:
+            self._probe()
+            self._listen()
             self._link.send(Ready(self._engine.max_model_len, self._engine.snapshot()))
             while not self._is_closing:
                 self._take_commands()
@@ -163,6 +161,7 @@ class EngineHost:
                 if self._kv_events is not None:
                     self._kv_events.flush()
                 if self._must_probe and not self._engine.has_work:
+                    self._send()  # what there is to tell, while there is somebody to tell it
                     self._probe()
                 self._look()
                 self._send()
@@ -173,6 +172,13 @@ class EngineHost:
         finally:
             self._forms.close()
             self._engine.close()
+
+    def _listen(self) -> None:
+        bus = self._engine.bus
+        for kind in get_args(Event):
+            if kind is not StepStarted:
+                bus.subscribe(kind, self._note_event)
+        bus.subscribe(StepStarted, self._tell_of_step)
 
     # --- commands -------------------------------------------------------------------------------
 

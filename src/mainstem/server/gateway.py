@@ -49,7 +49,6 @@ from mainstem.text.encoding import (
 )
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import MAX_SESSION_TOKENS, Sessions
-from mainstem.text.tools import tool_format
 from mainstem.wire.bodies import DetokenizeBody, read_fields, tokenize_options
 from mainstem.wire.calls import Call, CallParser, Kind
 from mainstem.wire.logprobs import token_text
@@ -101,9 +100,8 @@ class Gateway:
         self.batches: BatchService | None = None  # where there is a folder for them
         self.is_ready = False  # the apps are filled
         self.is_draining = False
-        self._parser = CallParser(
-            model.sampling, limits.body, lambda: tool_format(engine.tokenizer)
-        )
+        formats = model.formats_of(engine.tokenizer)
+        self._parser = CallParser(model.sampling, limits.body, lambda: formats)
         self._ids = unique_ids()
         self._fingerprint = model.fingerprint
         engine.on_tokens = live.rate.add
@@ -327,6 +325,7 @@ class Gateway:
                     session=None if turn is None else turn.engine_id,
                     overflow=call.overflow,
                     keep_tokens=num_public[place],
+                    rendering=call.rendering(ids, self.engine.tokenizer),
                 )
                 for place, ids in enumerate(prompts)
             ]

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from mainstem import __version__
+from mainstem.text.parsers.formats import AnswerFormats, find_formats
+from mainstem.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,11 @@ class ServedModel:
     created: int
     sampling: Mapping[str, object] = field(default_factory=dict)
     settings: str = ""  # whatever else an answer may depend on
+    formats: AnswerFormats | None = None  # None: as its chat template says
+
+    def formats_of(self, tokenizer: Tokenizer) -> AnswerFormats:
+        """How the model writes tool calls and reasoning."""
+        return find_formats(tokenizer) if self.formats is None else self.formats
 
     @property
     def fingerprint(self) -> str:

@@ -18,10 +18,15 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, context: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """`shown_ids`: special tokens that are not skipped."""
         self._skipped: frozenset[int] = (
-            tokenizer.special_ids if skip_special_tokens else frozenset()
+            tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
         )
         shown = [token_id for token_id in context[-64:] if token_id not in self._skipped]
         self._decoder = tokenizer.incremental_decoder(shown)
@@ -39,9 +44,15 @@ class TextStream:
     """The text of one answer: tokens in, text that is safe to send out, until `stop` is set."""
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt_ids, params.skip_special_tokens, shown_ids
+        )
         self._checker: StopChecker | None = None
         if params.stop_strings:
             self._checker = StopChecker(params.stop_strings, params.include_stop_str_in_output)

@@ -45,9 +45,12 @@ class AnswerReader:
         sampling = request.sampling
         context = request.prompt_ids[-64:].tolist()
         self._stop_token_ids = sampling.stop_token_ids
+        shown_ids, opening = request.rendering.shown_ids, request.rendering.opening
         self._streams = {
-            index: TextStream(tokenizer, sampling, context) for index in range(sampling.n)
+            index: TextStream(tokenizer, sampling, context, shown_ids)
+            for index in range(sampling.n)
         }
+        self._openings = dict.fromkeys(self._streams, opening) if opening else {}
 
     @property
     def is_finished(self) -> bool:
@@ -63,7 +66,7 @@ class AnswerReader:
         stream = self._streams.get(output.index)
         if stream is None:
             return None
-        text = ""
+        text = self._openings.pop(output.index, "")
         token_ids, logprobs = output.token_ids, output.logprobs
         for place, token_id in enumerate(token_ids):
             text += stream.push(token_id)

@@ -223,6 +223,15 @@ class Tokenizer:
         """Whether a token acts, other than as text."""
         return token_id in self._control_ids
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name; None: the vocabulary has none."""
+        return self._backend.token_to_id(token)
+
+    def special_id(self, token: str) -> int | None:
+        """The same, if it is a special token."""
+        token_id = self.token_id(token)
+        return token_id if token_id in self.special_ids else None
+
     @property
     def chat_template(self) -> str | None:
         """The source of the template that chats go through."""

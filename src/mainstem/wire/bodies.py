@@ -66,6 +66,8 @@ class Message(Struct, frozen=True):
     name: Anything = None
     tool_calls: list[PastCall] | PastCall | None = None
     tool_call_id: Anything = None
+    reasoning_content: Anything = None  # of an earlier answer; `reasoning` is the same
+    reasoning: Anything = None
 
 
 class Function(Struct, frozen=True):

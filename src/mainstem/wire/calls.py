@@ -17,7 +17,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.request import MAX_LOGPROBS, Overflow, SamplingParams
+from mainstem.core.request import MAX_LOGPROBS, Overflow, Rendering, SamplingParams
+from mainstem.core.step import Int32s
 from mainstem.text.encoding import Chat, Message, Prompt
 from mainstem.text.grammar import (
     StructuredOutputsParams,
@@ -25,7 +26,16 @@ from mainstem.text.grammar import (
     json_form,
     regex_form,
 )
-from mainstem.text.tools import ToolFormat, ToolUse, offer_tools
+from mainstem.text.parsers.formats import (
+    AnswerFormats,
+    ReasoningFormat,
+    ToolUse,
+    make_parser,
+    offer_tools,
+    opening_of,
+)
+from mainstem.text.parsers.parser import AnswerParser
+from mainstem.text.tokenizer import Tokenizer
 from mainstem.wire import bodies
 from mainstem.wire.bodies import (
     HARMLESS,
@@ -47,10 +57,14 @@ MAX_TOKEN_ID = 2**31 - 1
 SAMPLINGS_KEPT = 1024  # different settings whose objects are shared between calls
 CALLS_KEPT = 1024  # different bodies, apart from their prompts, that are read once
 MAX_KEPT_CHARS = 4096  # of such settings and bodies
+END_TOKENS = 16  # of a prompt: where its template may begin the answer's reasoning ...
+CONTINUED_TOKENS = 4096  # ... and where a message that is continued may have begun it
 
 T = TypeVar("T")
 Messages = Annotated[list[bodies.Message], msgspec.Meta(min_length=1)]
 TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
+
+REASONING_NAMES = ("reasoning_content", "reasoning")  # of a message: DeepSeek's, and vLLM's
 
 # SamplingParams takes these under the same name and checks their values
 SAMPLING_FIELDS = (
@@ -117,6 +131,9 @@ class Call:
     wants_prompt_logprobs: bool = False  # in vLLM's form, not OpenAI's echo
     tools: ToolUse | None = None
     has_one_tool_call: bool = False  # at most; further ones are not told
+    reasoning: ReasoningFormat | None = None  # how the answer may write it; None: it is text
+    shown_ids: frozenset[int] = frozenset()  # special tokens that `parser` must see
+    continues_message: bool = False  # the prompt ends within an answer
     session_id: str | None = None
     overflow: Overflow = Overflow.ERROR
 
@@ -133,6 +150,30 @@ class Call:
             count = max(1, context_tokens - (self.sampling.max_tokens or 1))
         return token_ids[-count:]
 
+    @property
+    def is_parsed(self) -> bool:
+        """Whether an answer may be more than plain text."""
+        return self.tools is not None or self.reasoning is not None
+
+    def parser(self) -> AnswerParser | None:
+        """What reads one answer of a chat; None: it is plain text."""
+        return make_parser(self.tools, self.reasoning)
+
+    def rendering(self, prompt_ids: Sequence[int] | Int32s, tokenizer: Tokenizer) -> Rendering:
+        """How answers to a prompt become the text that `parser` reads.
+
+        A form holds from the first token on, so then an answer never begins inside reasoning.
+        """
+        opening = ""
+        if self.reasoning is not None and self.sampling.grammar is None:
+            count = CONTINUED_TOKENS if self.continues_message else END_TOKENS
+            end = tokenizer.decode_all([int(each) for each in prompt_ids[-count:]])
+            opening = opening_of(self.reasoning, end, self.continues_message)
+        return Rendering(self.shown_ids, opening) if opening or self.shown_ids else _PLAIN
+
+
+_PLAIN = Rendering()
+
 
 @dataclass(frozen=True, slots=True)
 class _Known:
@@ -147,12 +188,12 @@ class CallParser:
     """Reads bodies, with defaults for the sampling fields that they leave open.
 
     `defaults` are fields of SamplingParams; raises InvalidRequest if they are not valid.
-    `find_tool_format` says how the model writes tool calls; it is asked when a body brings tools.
+    `find_formats` says how the model writes tool calls and reasoning; it is asked for chats.
     """
 
     defaults: Mapping[str, object] = field(default_factory=dict)
     limits: BodyLimits = field(default_factory=BodyLimits)
-    find_tool_format: Callable[[], ToolFormat | None] = lambda: None
+    find_formats: Callable[[], AnswerFormats] = AnswerFormats
     _samplings: dict[str, SamplingParams] = field(default_factory=dict)
     _known: dict[str, _Known] = field(default_factory=dict)  # by the rest of the body
 
@@ -196,12 +237,14 @@ class CallParser:
 
     def _parse(self, body: AnswerBody, kind: Kind, fields: Json) -> tuple[Call, tuple[Prompt, ...]]:
         tools: ToolUse | None = None
+        formats = AnswerFormats()
         options = body.stream_options
         if options is not None and not body.stream:
             raise InvalidRequest("stream_options", "only with stream=true")
         prompts: tuple[Prompt, ...]
         if isinstance(body, ChatBody):
-            tools = self._tools(body, fields)
+            formats = self.find_formats()
+            tools = self._tools(body, fields, formats)
             prompts = (_chat(body, fields, tools),)
         else:
             assert isinstance(body, CompletionBody)
@@ -224,6 +267,9 @@ class CallParser:
             wants_prompt_logprobs=body.prompt_logprobs is not None,
             tools=tools,
             has_one_tool_call=isinstance(body, ChatBody) and body.parallel_tool_calls is False,
+            reasoning=formats.reasoning,
+            shown_ids=formats.shown_ids(formats.reasoning, None if tools is None else tools.format),
+            continues_message=isinstance(body, ChatBody) and bool(body.continue_final_message),
         )
         if call.wants_prompt_logprobs and (call.is_streaming or call.has_echo):
             raise InvalidRequest("prompt_logprobs", "cannot be combined with stream or echo")
@@ -270,7 +316,7 @@ class CallParser:
 
     # --- tools ----------------------------------------------------------------------------------
 
-    def _tools(self, body: ChatBody, fields: Json) -> ToolUse | None:
+    def _tools(self, body: ChatBody, fields: Json, formats: AnswerFormats) -> ToolUse | None:
         """The tools of a chat; None when there is nothing to call."""
         names = [tool.function.name for tool in body.tools or ()]
         required = _required_tools(body.tool_choice, names)
@@ -278,7 +324,7 @@ class CallParser:
             return None
         listed = fields["tools"]
         assert isinstance(listed, list)
-        return offer_tools(listed, required, self.find_tool_format())
+        return offer_tools(listed, required, formats)
 
 
 def _required_tools(choice: str | ChosenTool | None, names: Sequence[str]) -> Sequence[str] | None:
@@ -517,7 +563,10 @@ def _messages(given: object, checked: Sequence[bodies.Message]) -> list[Message]
 
 
 def _message(index: int, message: Message, checked: bodies.Message) -> Message:
-    """Parts of a content are joined; the arguments of past tool calls become objects."""
+    """Parts of a content are joined; the arguments of past tool calls become objects. Reasoning
+    gets the name that templates read."""
+    if checked.reasoning is not None and checked.reasoning_content is None:
+        message = message | {"reasoning_content": checked.reasoning}
     if checked.tool_calls is not None:
         given: list[dict[str, Message]] = _listed(message["tool_calls"])  # type: ignore[arg-type]
         pairs = zip(given, _listed(checked.tool_calls), strict=True)

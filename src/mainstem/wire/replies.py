@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from mainstem.core.request import FinishReason, SamplingParams, TokenLogprobs
+from mainstem.text.parsers.counting import count_reasoning
+from mainstem.text.parsers.parser import AnswerParser
 from mainstem.text.text_engine import TextOutput
 from mainstem.text.tokenizer import Tokenizer
-from mainstem.text.tools import ToolCall, ToolReader
-from mainstem.wire.calls import Call, Kind
+from mainstem.text.tools import Part, Reasoning, ToolCall
+from mainstem.wire.calls import REASONING_NAMES, Call, Kind
 from mainstem.wire.logprobs import (
     Offsets,
     Place,
@@ -131,12 +133,29 @@ class Reply:
         details = {"cached_tokens": sum(prompt.cached_tokens for prompt in answers)}
         if num_dropped := sum(prompt.dropped_tokens for prompt in answers):
             details["dropped_tokens"] = num_dropped
-        return {
+        usage: Json = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": details,
         }
+        num_reasoning = self._reasoning_tokens(answers)
+        if num_reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
+
+    def _reasoning_tokens(self, answers: Sequence[PromptAnswers]) -> int | None:
+        """None: the model does not reason, or its tokens do not tell where that ends."""
+        reasoning = self.call.reasoning
+        if reasoning is None:
+            return None
+        counts = [
+            count_reasoning(reasoning, one.text, one.token_ids, self.tokenizer)
+            for prompt in answers
+            for one in prompt.answers
+        ]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
 
     def object(self, kind: str, choices: list[Json]) -> Json:
         """What every reply and chunk has."""
@@ -187,16 +206,20 @@ class Reply:
     def _message(self, text: str) -> tuple[Json, bool]:
         """A chat's answer, and whether it calls tools."""
         message: Json = {"role": "assistant", "content": text, "refusal": None}
-        if self.call.tools is None:
+        parser = self.call.parser()
+        if parser is None:
             return message, False
-        reader = ToolReader(self.call.tools.format)
-        parts = [*reader.push(text), *reader.finish()]
+        parts = [*parser.push(text), *parser.finish()]
+        said = "".join(part for part in parts if isinstance(part, str))
+        thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
         calls = [part.to_json() for part in parts if isinstance(part, ToolCall)]
         if self.call.has_one_tool_call:
             del calls[1:]
+        message["content"] = said
+        if thought:
+            message |= {"content": said or None, **dict.fromkeys(REASONING_NAMES, thought)}
         if calls:
-            said = "".join(part for part in parts if isinstance(part, str)).strip()
-            message |= {"content": said or None, "tool_calls": calls}
+            message |= {"content": said.strip() or None, "tool_calls": calls}
         return message, bool(calls)
 
     def echoed_text(self, place: int) -> str:
@@ -216,7 +239,7 @@ class _StreamedChoice:
     """How far a stream has come with one answer."""
 
     offsets: Offsets
-    tools: ToolReader | None
+    parser: AnswerParser | None
     has_begun: bool = False  # of a completion: its echo is told
     num_chars: int = 0
     plain: list[bytes] | None = None  # what stands around the text, and usage, of a plain event
@@ -233,16 +256,12 @@ class ReplyStream:
         self._reply = reply
         self._kind = "chat.completion.chunk" if reply.is_chat else "text_completion"
         self._choices = [
-            _StreamedChoice(
-                reply.offsets(), None if call.tools is None else ToolReader(call.tools.format)
-            )
+            _StreamedChoice(reply.offsets(), call.parser() if reply.is_chat else None)
             for _ in range(call.num_answers)
         ]
         self._n = call.sampling.n
         self._has_usage = call.has_running_usage
-        self._is_plain = (
-            call.tools is None and call.sampling.logprobs is None and not call.returns_token_ids
-        )
+        self._is_plain = call.sampling.logprobs is None and not call.returns_token_ids
 
     def opening(self, answers: Sequence[PromptAnswers]) -> bytes:
         """The first events of a chat: who speaks. Sent while the prompt is still computed, so that
@@ -293,7 +312,8 @@ class ReplyStream:
         )
         usage = self._usage_so_far(answers, output.index) if self._has_usage else None
         chunks = [self._chunk([{"index": number} | part], usage) for part in parts]
-        if self._is_plain and output.finish_reason is None:
+        is_plain = self._is_plain and (choice.parser is None or choice.parser.is_plain)
+        if is_plain and output.finish_reason is None:
             choice.plain = self._around_text(number)
         return b"".join(map(event, chunks))
 
@@ -361,23 +381,23 @@ class ReplyStream:
         if output.text or output.logprobs or self._told_ids(output) or reason is not None:
             yield from self._deltas(output, choice)
         if reason is not None:
-            if reason == "stop" and choice.tools is not None and choice.tools.num_calls:
+            if reason == "stop" and choice.parser is not None and choice.parser.num_calls:
                 reason = "tool_calls"
             ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
             yield {"delta": {}, "logprobs": None, **ending}
 
     def _deltas(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
-        """Text and tool calls that are certain now; logprobs and ids go with the first chunk."""
+        """What is certain now, part by part; logprobs and ids go with the first chunk."""
         tokenizer = self._reply.tokenizer
         ids = self._told_ids(output)
         logprobs = chat_logprobs(output.logprobs, tokenizer) if output.logprobs else None
-        parts: list[str | ToolCall] = [output.text] if output.text else []
+        parts: list[Part] = [output.text] if output.text else []
         first_call = 0
-        if choice.tools is not None:
-            first_call = choice.tools.num_calls
-            parts = choice.tools.push(output.text)
+        if choice.parser is not None:
+            first_call = choice.parser.num_calls
+            parts = choice.parser.push(output.text)
             if output.finish_reason is not None:
-                parts += choice.tools.finish()
+                parts += choice.parser.finish()
             if self._reply.call.has_one_tool_call:
                 parts = _with_one_call(parts, first_call)
         if not parts and (logprobs is not None or ids):
@@ -385,6 +405,9 @@ class ReplyStream:
         for part in parts:
             if isinstance(part, str):
                 yield self._text_part(part, logprobs, ids)
+            elif isinstance(part, Reasoning):
+                thought = dict.fromkeys(REASONING_NAMES, part.text)
+                yield self._text_part("", logprobs, ids) | {"delta": thought}
             else:
                 delta = {"tool_calls": [{"index": first_call} | part.to_json()]}
                 yield self._text_part("", logprobs, ids) | {"delta": delta}
@@ -404,11 +427,11 @@ def event(value: Json) -> bytes:
     return b"data: %b\n\n" % _encode(value)
 
 
-def _with_one_call(parts: Sequence[str | ToolCall], num_before: int) -> list[str | ToolCall]:
+def _with_one_call(parts: Sequence[Part], num_before: int) -> list[Part]:
     """Parts of an answer without the calls that follow the first; `num_before`: calls so far."""
     calls = [part for part in parts if isinstance(part, ToolCall)]
     told = calls[: max(0, 1 - num_before)]
-    return [part for part in parts if isinstance(part, str) or part in told]
+    return [part for part in parts if not isinstance(part, ToolCall) or part in told]
 
 
 def token_places(entries: Sequence[TokenLogprobs]) -> list[Place]:

@@ -197,6 +197,7 @@ export function startChat(server) {
     let usage = null;
     let finish = null;
     let failure = null;
+    let isThinking = null; // until the first token
     drawWait = () => {
       if (first === null) note.textContent = waitWords(live, id);
     };
@@ -218,13 +219,15 @@ export function startChat(server) {
         if (chunk.usage) usage = chunk.usage;
         const choice = chunk.choices?.[0];
         if (!choice) continue;
-        if (choice.delta?.content) {
+        const thought = choice.delta?.reasoning_content;
+        if (thought || choice.delta?.content) {
           last = performance.now();
-          if (first === null) {
-            first = last;
-            note.textContent = describe({ began, first });
+          first ??= last;
+          if (isThinking !== Boolean(thought)) {
+            isThinking = Boolean(thought);
+            note.textContent = isThinking ? "Thinking\u2026" : describe({ began, first });
           }
-          turn.content += choice.delta.content;
+          turn.content += choice.delta.content ?? "";
           if (!isDrawing) {
             isDrawing = true;
             requestAnimationFrame(draw);

@@ -1,0 +1,217 @@
+"""How a model writes reasoning and tool calls: named by a flag, or seen in its chat template.
+
+template or flag --find_formats--> AnswerFormats --make_parser--> AnswerParser, one per answer
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.text.grammar import lark_form
+from mainstem.text.parsers import harmony, llama, mistral, tagged
+from mainstem.text.parsers.forms import Json, spelled
+from mainstem.text.parsers.parser import AnswerParser, PlainParser
+from mainstem.text.parsers.think import ThinkParser
+from mainstem.text.tokenizer import Tokenizer
+
+AUTO, NONE = "auto", "none"
+_LLAMA = re.compile(r"""\{\s*\\?["']name\\?["']:[^{}]{0,30}?\\?["']parameters\\?["']""")
+
+
+class ToolFormat(Enum):
+    """How a model writes a tool call; the value is vLLM's name of it."""
+
+    HERMES = "hermes"
+    QWEN_CODER = "qwen3_coder"
+    LLAMA = "llama3_json"
+    MISTRAL = "mistral"
+    HARMONY = "openai"
+
+
+class ReasoningFormat(Enum):
+    """How a model writes its reasoning."""
+
+    THINK = "think"
+    MISTRAL = "mistral"
+    HARMONY = "openai_gptoss"
+
+
+THINK_MARKS: dict[Enum, tuple[str, str]] = {
+    ReasoningFormat.THINK: ("<think>", "</think>"),
+    ReasoningFormat.MISTRAL: ("[THINK]", "[/THINK]"),
+}
+MARKS: dict[Enum, tuple[str, ...]] = {  # that may be special tokens, which text goes without
+    ToolFormat.HERMES: (tagged.BEGIN, tagged.END),
+    ToolFormat.QWEN_CODER: (tagged.BEGIN, tagged.END),
+    ToolFormat.LLAMA: (llama.TAG,),
+    ToolFormat.MISTRAL: (mistral.CALLS, mistral.ARGS, mistral.CALL_ID),
+    ToolFormat.HARMONY: harmony.MARKS,
+    ReasoningFormat.HARMONY: harmony.MARKS,
+    **THINK_MARKS,
+}
+_FORMS = {
+    ToolFormat.HERMES: tagged.hermes_form,
+    ToolFormat.QWEN_CODER: tagged.coder_form,
+    ToolFormat.LLAMA: llama.llama_form,
+    ToolFormat.MISTRAL: mistral.mistral_form,
+    ToolFormat.HARMONY: harmony.harmony_form,
+}
+TOOL_PARSERS = {each.value: each for each in ToolFormat}
+REASONING_PARSERS = {
+    **{each.value: each for each in ReasoningFormat},
+    "deepseek_r1": ReasoningFormat.THINK,  # vLLM's names for the same marks
+    "qwen3": ReasoningFormat.THINK,
+}
+
+
+# --- which one -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormats:
+    """What a model writes beside plain text; None: it does not, or in a way that is not known."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    special: Mapping[str, int] = field(default_factory=dict)  # marks that are special tokens -> ids
+
+    def shown_ids(self, *formats: Enum | None) -> frozenset[int]:
+        """The special tokens that parsers of some formats must see."""
+        marks = {mark for each in formats if each is not None for mark in MARKS[each]}
+        return frozenset(self.special[mark] for mark in marks & self.special.keys())
+
+
+def find_formats(
+    tokenizer: Tokenizer, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+) -> AnswerFormats:
+    """By name, or as the chat template says (auto); raises ConfigError."""
+    tools = TOOL_PARSERS.get(tool_parser)
+    if tool_parser == AUTO:
+        tools = _tools_of(tokenizer.tool_template)
+    elif tokenizer.tool_template is None:
+        tools = None  # the model would never see them
+    reasoning = REASONING_PARSERS.get(reasoning_parser)
+    if reasoning_parser == AUTO:
+        reasoning = _reasoning_of(tokenizer.chat_template)
+    is_harmony = reasoning is ReasoningFormat.HARMONY
+    if tools is not None and reasoning is not None and (tools is ToolFormat.HARMONY) != is_harmony:
+        if AUTO not in (tool_parser, reasoning_parser):
+            reason = f"cannot be combined with --tool-call-parser {tool_parser}"
+            raise ConfigError(f"--reasoning-parser {reasoning_parser} {reason}")
+        if reasoning_parser == AUTO:
+            reasoning = None
+        else:
+            tools = None
+    marks = {mark for each in (tools, reasoning) if each is not None for mark in MARKS[each]}
+    ids = {mark: tokenizer.special_id(mark) for mark in marks}
+    special = {mark: token_id for mark, token_id in ids.items() if token_id is not None}
+    return AnswerFormats(tools, reasoning, special)
+
+
+def _tools_of(template: str | None) -> ToolFormat | None:
+    """The first that a template has signs of."""
+    if template is None:
+        return None
+    if harmony.CHANNEL in template and harmony.CALL in template:
+        return ToolFormat.HARMONY
+    if tagged.BEGIN in template:
+        if tagged.FUNCTION in template and "<parameter=" in template:
+            return ToolFormat.QWEN_CODER
+        is_other = "<arg_key>" in template or "<tool_calls>" in template  # of GLM, Apriel
+        return None if is_other else ToolFormat.HERMES
+    if mistral.CALLS in template:
+        return ToolFormat.MISTRAL
+    return ToolFormat.LLAMA if _LLAMA.search(template) else None
+
+
+def _reasoning_of(template: str | None) -> ReasoningFormat | None:
+    if template is None:
+        return None
+    if harmony.CHANNEL in template and "analysis" in template:
+        return ReasoningFormat.HARMONY
+    for format in (ReasoningFormat.THINK, ReasoningFormat.MISTRAL):
+        if any(mark in template for mark in THINK_MARKS[format]):
+            return format
+    return None
+
+
+# --- what is offered -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request, as the template wants them; `form` where a call is required."""
+
+    tools: tuple[Json, ...]
+    format: ToolFormat
+    form: str | None = None
+
+    @property
+    def functions(self) -> list[Json]:
+        return [_function(tool) for tool in self.tools]
+
+
+def offer_tools(
+    tools: Sequence[Json], required: Sequence[str] | None, formats: AnswerFormats
+) -> ToolUse:
+    """Tools in OpenAI's form; one of those named `required` must be called, if there are any.
+
+    Raises InvalidRequest if the model was not taught to call tools.
+    """
+    format = formats.tools
+    if format is None:
+        reason = "this model's chat template has none, or writes calls in a way that is not known"
+        raise InvalidRequest("tools", f"{reason}; see --tool-call-parser")
+    if required is None:
+        return ToolUse(tuple(tools), format)
+    functions = [_function(tool) for tool in tools]
+    wanted = [function for function in functions if function["name"] in required]
+    form = lark_form(_FORMS[format](wanted, spelled(formats.special)))
+    return ToolUse(tuple(tools), format, form)
+
+
+def _function(tool: Json) -> Json:
+    function = tool["function"]
+    assert isinstance(function, dict)
+    return function
+
+
+# --- what comes back -----------------------------------------------------------------------------
+
+
+def make_parser(use: ToolUse | None, reasoning: ReasoningFormat | None) -> AnswerParser | None:
+    """For one answer; None: it is plain text."""
+    if use is None and reasoning is None:
+        return None
+    is_harmony = reasoning is ReasoningFormat.HARMONY
+    if is_harmony or (use is not None and use.format is ToolFormat.HARMONY):
+        return harmony.HarmonyParser(has_reasoning=is_harmony, has_calls=use is not None)
+    rest: AnswerParser = PlainParser() if use is None else _tool_parser(use)
+    if reasoning is None:
+        return rest
+    begin, end = THINK_MARKS[reasoning]
+    return ThinkParser(begin, end, rest)
+
+
+def _tool_parser(use: ToolUse) -> AnswerParser:
+    if use.format is ToolFormat.HERMES:
+        return tagged.hermes_parser()
+    if use.format is ToolFormat.QWEN_CODER:
+        return tagged.coder_parser(use.functions)
+    return llama.LlamaParser() if use.format is ToolFormat.LLAMA else mistral.MistralParser()
+
+
+def opening_of(reasoning: ReasoningFormat, prompt_end: str, is_continued: bool) -> str:
+    """The mark that begins reasoning, where a prompt has it and the answer begins inside.
+
+    `is_continued`: the prompt ends within an answer, where more may follow the mark.
+    """
+    if reasoning not in THINK_MARKS:
+        return ""
+    begin, end = THINK_MARKS[reasoning]
+    is_inside = prompt_end.rstrip().endswith(begin)
+    if is_continued:
+        is_inside = prompt_end.rfind(begin) > prompt_end.rfind(end)
+    return begin if is_inside else ""

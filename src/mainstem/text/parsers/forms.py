@@ -1,0 +1,46 @@
+"""Parts of forms that hold an answer to a tool call, in llguidance's dialect of Lark."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from mainstem.text.grammar import JSON_SPACING
+
+Json = Mapping[str, object]
+Spell = Callable[[str], str]  # a mark -> how a form names it: a special token by its id, or a text
+
+
+def spelled(special: Mapping[str, int]) -> Spell:
+    """`special`: the marks that are special tokens, and their ids."""
+    return lambda mark: f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
+
+
+def json_rule(schema: Json) -> str:
+    """JSON that a schema describes."""
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_SPACING})}"
+
+
+def arguments_rules(functions: Sequence[Json]) -> list[str]:
+    """The rules `arguments_0`, `arguments_1` ...: JSON that the functions' schemas describe. Each
+    schema is a root of its own, since "#/$defs/..." means its own definitions."""
+    schemas = [function.get("parameters") or {"type": "object"} for function in functions]
+    return [
+        f"arguments_{number}: {json_rule(schema)}"
+        for number, schema in enumerate(schemas)
+        if isinstance(schema, Mapping)
+    ]
+
+
+def json_call_rules(functions: Sequence[Json], arguments: str) -> list[str]:
+    """The rule `call`: {"name": ..., `arguments`: ...} of one of the functions."""
+    calls = []
+    for number, function in enumerate(functions):
+        opening = f'{{"name": {json.dumps(function["name"])}, "{arguments}": '
+        calls.append(f'{json.dumps(opening)} arguments_{number} "}}"')
+    return [*either(calls), *arguments_rules(functions)]
+
+
+def either(calls: Sequence[str]) -> list[str]:
+    """The rule `call`: one of some calls."""
+    names = [f"call_{number}" for number in range(len(calls))]
+    rules = [f"{name}: {call}" for name, call in zip(names, calls, strict=True)]
+    return [f"call: {' | '.join(names)}", *rules]

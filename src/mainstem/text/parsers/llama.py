@@ -1,0 +1,55 @@
+"""Tool calls of Llama 3: an answer that is {"name": "f", "parameters": {...}}, or several of these
+separated by "; ", with <|python_tag|> before them or not. Text may stand before <|python_tag|>."""
+
+from collections.abc import Iterator, Sequence
+
+from mainstem.text.parsers.forms import Json, Spell, json_call_rules
+from mainstem.text.parsers.parser import overlap, read_calls
+from mainstem.text.tools import Part
+
+TAG = "<|python_tag|>"
+
+
+class LlamaParser:
+    """A call has the answer for itself, or what follows <|python_tag|>."""
+
+    is_plain = False
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_text = False  # the answer did not begin like a call
+        self._is_call = False  # it may be one; all of it is held
+        self.num_calls = 0
+
+    def push(self, text: str) -> list[Part]:
+        self._held += text
+        return [] if self._is_call else list(self._parts())
+
+    def finish(self) -> list[Part]:
+        held, self._held = self._held, ""
+        calls = read_calls(held) if self._is_call else []
+        self.num_calls += len(calls)
+        return [*calls] if calls else ([held] if held else [])
+
+    def _parts(self) -> Iterator[Part]:
+        bare = self._held.lstrip()
+        if not self._is_text:
+            if bare.startswith("{"):
+                self._is_call = True
+                return
+            if TAG.startswith(bare):  # nothing yet, or the beginning of the tag
+                return
+            self._is_text = True
+        before, tag, after = self._held.partition(TAG)
+        if tag:
+            self._is_call, self._held = True, after
+        else:
+            before = self._held[: len(self._held) - overlap(self._held, TAG)]
+            self._held = self._held[len(before) :]
+        if before.strip() or (before and not tag):
+            yield before
+
+
+def llama_form(functions: Sequence[Json], _spell: Spell) -> str:
+    """One call, as Lark."""
+    return "\n".join(["start: call", *json_call_rules(functions, "parameters")])

@@ -1,0 +1,99 @@
+"""Tool calls of Mistral's models, which follow any text of the answer:
+
+[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]      until 2024
+[TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}           since; also without [ARGS], and with
+                                                           [CALL_ID] and an id before it
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from secrets import token_hex
+
+from mainstem.text.parsers.forms import Json, Spell, arguments_rules, either, json_call_rules
+from mainstem.text.parsers.parser import call_of, overlap
+from mainstem.text.tools import Part, ToolCall
+
+CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_NAMED = re.compile(r"([\w.-]{1,256})\s?(?:\[CALL_ID\]\s?(\w{1,64})\s?)?(?:\[ARGS\])?", re.ASCII)
+ID_CHARS = 9  # of a call's id: the templates refuse others
+
+
+class MistralParser:
+    """Calls come out when the next one begins, or the answer ends."""
+
+    is_plain = False
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_call = False
+        self.num_calls = 0
+
+    def push(self, text: str) -> list[Part]:
+        self._held += text
+        return list(self._parts())
+
+    def finish(self) -> list[Part]:
+        held, self._held = self._held, ""
+        if self._is_call:
+            return list(self._calls(held))
+        return [held] if held else []
+
+    def _parts(self) -> Iterator[Part]:
+        *ended, self._held = self._held.split(CALLS)
+        for before in ended:
+            if self._is_call:
+                yield from self._calls(before)
+            elif said := before.rstrip():
+                yield said
+            self._is_call = True
+        if not self._is_call:
+            certain = self._held[: len(self._held) - overlap(self._held, CALLS)].rstrip()
+            self._held = self._held[len(certain) :]
+            if certain:
+                yield certain
+
+    def _calls(self, body: str) -> Iterator[Part]:
+        calls = _read(body)
+        self.num_calls += len(calls)
+        yield from calls
+        if not calls:
+            yield CALLS + body
+
+
+def _read(body: str) -> list[ToolCall]:
+    head, brace, rest = body.partition("{")
+    named = _NAMED.fullmatch(head.strip())
+    try:
+        if named is not None:
+            name, call_id = named.groups()
+            values = [{"name": name, "id": call_id, "arguments": json.loads(brace + rest)}]
+        else:
+            value = json.loads(body)
+            values = value if isinstance(value, list) else [value]
+    except (ValueError, RecursionError):
+        return []
+    calls = [call_of(value, _call_id(value)) for value in values]
+    found = [call for call in calls if call is not None]
+    return found if len(found) == len(calls) else []
+
+
+def _call_id(value: object) -> str:
+    """The model's own id, where it wrote one that its template takes back."""
+    given = value.get("id") if isinstance(value, dict) else None
+    if isinstance(given, str) and re.fullmatch(rf"[A-Za-z0-9]{{{ID_CHARS}}}", given):
+        return given
+    return token_hex(ID_CHARS)[:ID_CHARS]
+
+
+def mistral_form(functions: Sequence[Json], spell: Spell) -> str:
+    """One call, as Lark; the newer way where the vocabulary has [ARGS]."""
+    if spell(ARGS) == json.dumps(ARGS):
+        start = f'start: {spell(CALLS)} " [" call "]"'
+        return "\n".join([start, *json_call_rules(functions, "arguments")])
+    named = [
+        f"{json.dumps(function['name'])} {spell(ARGS)} arguments_{number}"
+        for number, function in enumerate(functions)
+    ]
+    start = f"start: {spell(CALLS)} call"
+    return "\n".join([start, *either(named), *arguments_rules(functions)])

@@ -1,0 +1,94 @@
+"""The interface of all parsers of answers, and what they have in common."""
+
+import json
+import re
+from typing import Protocol
+
+from mainstem.text.tools import Part, ToolCall, new_call_id
+
+_HALF = re.compile("[\ud800-\udfff]")  # escapes can spell half a character, which no reply can hold
+_BETWEEN_CALLS = re.compile(r"[\s;,]*")
+
+
+class AnswerParser(Protocol):
+    """Reads one answer as it arrives: pieces of text in, parts out.
+
+    Text that may become something else is held back. Joined, the parts do not depend on how the
+    text was cut.
+    """
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls so far."""
+        ...
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is held back, and everything that follows is text."""
+        ...
+
+    def push(self, text: str) -> list[Part]:
+        """What is certain now."""
+        ...
+
+    def finish(self) -> list[Part]:
+        """The answer has ended: everything that is left."""
+        ...
+
+
+class PlainParser:
+    """An answer that is nothing but text."""
+
+    num_calls = 0
+    is_plain = True
+
+    def push(self, text: str) -> list[Part]:
+        return [text] if text else []
+
+    def finish(self) -> list[Part]:
+        return []
+
+
+def overlap(text: str, *marks: str) -> int:
+    """How many characters at the end of `text` are the beginning of a mark.
+
+    The first character of a mark, the same one for all, must not come again in it.
+    """
+    place = text.rfind(marks[0][0], max(0, len(text) - max(map(len, marks)) + 1))
+    is_beginning = place >= 0 and any(mark.startswith(text[place:]) for mark in marks)
+    return len(text) - place if is_beginning else 0
+
+
+def without_halves(text: str) -> str:
+    return _HALF.sub("\ufffd", text)
+
+
+def call_of(value: object, call_id: str | None = None) -> ToolCall | None:
+    """The call that a JSON value describes, {"name": ..., "arguments": ...}; None: it is none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    name, arguments = without_halves(value["name"]), without_halves(arguments)
+    return ToolCall(call_id or new_call_id(), name, arguments)
+
+
+def read_calls(text: str) -> list[ToolCall]:
+    """The calls of a text that is one JSON object or several; none if it is anything else."""
+    calls: list[ToolCall] = []
+    decoder = json.JSONDecoder()
+    place = len(text) - len(text.lstrip())
+    while place < len(text):
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            return []
+        call = call_of(value)
+        if call is None:
+            return []
+        calls.append(call)
+        found = _BETWEEN_CALLS.match(text, place)
+        assert found is not None
+        place = found.end()
+    return calls
