@@ -34,6 +34,7 @@ from mainstem.server.metrics import ServerMetrics
 from mainstem.server.pruning import Pruner
 from mainstem.server.recording import Recorder
 from mainstem.server.replies import MakeWriter, ReplyWriter
+from mainstem.server.response_store import ResponseStore
 from mainstem.server.served_model import ServedModel
 from mainstem.server.session_saver import SessionSaver
 from mainstem.server.stream import ClientLeft, EventStream, while_connected
@@ -97,6 +98,7 @@ class Gateway:
         self.metrics = metrics
         self.sessions = sessions
         self.gate = Gate(limits)
+        self.responses = ResponseStore(limits)
         self.filler = AppFiller(engine, apps)
         self.batches: BatchService | None = None  # where there is a folder for them
         self.is_ready = False  # the apps are filled
