@@ -1,10 +1,15 @@
 """Kept responses: bounded, apart by owner, gone when deleted."""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mainstem.core.errors import ConfigError
 from mainstem.server.limits import ServerLimits
+from mainstem.server.response_file import ResponseFile
 from mainstem.server.response_store import RECORD_BYTES, Exchanged, ResponseStore
 
 
@@ -72,6 +77,37 @@ def test_bytes_are_bounded() -> None:
     assert 1 <= len(store) <= 3
     assert store.find("me", "r8") is not None
     store.check()
+
+
+def test_responses_outlive_the_process(tmp_path: Path) -> None:
+    file, clock = ResponseFile(tmp_path / "responses.sqlite"), Clock()
+    assert file.load() == {}
+    store = a_store(clock)
+    keep(store, "me", "a")
+    keep(store, "me", "b", "a")
+    keep(store, "you", "c")
+    file.save(store.take_changes())
+    clock.now_s = 5
+    store.remove("you", "c")
+    assert store.chain("me", "b") is not None
+    changes = store.take_changes()
+    store.put_back(changes)
+    assert store.take_changes() == changes
+    file.save(changes)
+    again = a_store(clock)
+    again.restore(file.load())
+    assert len(again) == 2
+    chain = again.chain("me", "b")
+    assert chain is not None
+    assert [(kept.response_id, kept.used_s) for kept in chain] == [("a", 5), ("b", 5)]
+    again.check()
+    assert b"asked" in (tmp_path / "responses.sqlite").read_bytes()
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"not a database, but long enough to be looked at" * 9)
+    with pytest.raises(ConfigError, match="cannot be read as responses"):
+        ResponseFile(tmp_path / "x").load()
 
 
 class StoreMachine(RuleBasedStateMachine):

@@ -9,7 +9,7 @@ import pytest
 
 from mainstem.server.auth import ANYBODY
 from mainstem.server.gateway import MAX_WINDOWS
-from mainstem.server.session_saver import SessionSaver
+from mainstem.server.saver import Saver
 from mainstem.server.turns import owner_of
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import SessionLimits, Sessions
@@ -218,7 +218,7 @@ def test_sessions_that_could_not_be_saved_are_saved_later(tmp_path: Path) -> Non
     sessions.keep("me", "s", np.arange(3, dtype=np.int32), "abc")
 
     async def serve() -> None:
-        saver = SessionSaver(sessions, file, every_s=0.01)
+        saver = Saver("sessions", sessions, file, every_s=0.01)
         saver.start()
         await asyncio.sleep(0.1)
         (tmp_path / "gone").mkdir()

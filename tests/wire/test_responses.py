@@ -115,7 +115,7 @@ def answer(
     """The events and the response of an answer whose reader gives these parts, a token each."""
     sampling = SamplingParams()
     tools = ToolUse((), ToolFormat.HERMES)
-    call = Call(Kind.RESPONSE, sampling, tools=tools, has_one_tool_call=has_one_tool_call)
+    call = Call(Kind.CHAT, sampling, tools=tools, has_one_tool_call=has_one_tool_call)
     stream = ResponseStream(call, Heading("resp_1", "m", 0), ResponsesBody(input="x"))
     stream._reader = Script(parts)  # type: ignore[assignment]
     answers = PromptAnswers(3, sampling)

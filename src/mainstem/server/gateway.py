@@ -34,9 +34,10 @@ from mainstem.server.metrics import ServerMetrics
 from mainstem.server.pruning import Pruner
 from mainstem.server.recording import Recorder
 from mainstem.server.replies import MakeWriter, ReplyWriter
-from mainstem.server.response_store import ResponseStore
+from mainstem.server.response_file import ResponseFile
+from mainstem.server.response_store import Kept, ResponseStore
+from mainstem.server.saver import Saver
 from mainstem.server.served_model import ServedModel
-from mainstem.server.session_saver import SessionSaver
 from mainstem.server.stream import ClientLeft, EventStream, while_connected
 from mainstem.server.turns import Turn, owner_of
 from mainstem.text.encoding import (
@@ -49,7 +50,7 @@ from mainstem.text.encoding import (
     is_short,
 )
 from mainstem.text.session_file import SessionFile
-from mainstem.text.sessions import MAX_SESSION_TOKENS, Sessions
+from mainstem.text.sessions import MAX_SESSION_TOKENS, Session, Sessions
 from mainstem.text.tools import tool_format
 from mainstem.wire.bodies import DetokenizeBody, read_fields, tokenize_options
 from mainstem.wire.calls import Call, CallParser, Kind
@@ -109,7 +110,7 @@ class Gateway:
         engine.on_tokens = live.rate.add
         engine.on_recovered = self._refill
         self.recorder: Recorder | None = None  # keeps what is asked, for a benchmark
-        self._saver: SessionSaver | None = None
+        self._savers: list[Saver[Session] | Saver[Kept]] = []
         self._folder_lock: io.FileIO | None = None  # held until `close`
         self._refilling: asyncio.Task[None] | None = None
 
@@ -120,8 +121,8 @@ class Gateway:
         if self.batches is not None:
             self.batches.runner.start()
             self.batches.pruner.start()
-        if self._saver is not None:
-            self._saver.start()
+        for saver in self._savers:
+            saver.start()
         self.is_ready = True
         log.info("ready", extra={"facts": {"apps": self.apps.names}})
 
@@ -132,8 +133,8 @@ class Gateway:
             await self.batches.pruner.close()
             await self.batches.runner.close()
         await self.engine.close()
-        if self._saver is not None:
-            await self._saver.close()
+        for saver in self._savers:
+            await saver.close()
         if self._folder_lock is not None:
             self._folder_lock.close()
         if self.recorder is not None:
@@ -166,7 +167,12 @@ class Gateway:
         Raises ConfigError if it cannot be read.
         """
         self.sessions.restore(file.load())
-        self._saver = SessionSaver(self.sessions, file)
+        self._savers.append(Saver("sessions", self.sessions, file))
+
+    def keep_responses(self, file: ResponseFile) -> None:
+        """The same of responses."""
+        self.responses.restore(file.load())
+        self._savers.append(Saver("responses", self.responses, file))
 
     def _refill(self) -> None:
         """The engine lost its cache: compute the apps' prefixes again."""

@@ -87,7 +87,6 @@ class ResponseRoutes:
         fields = chat_fields(body, conversation.messages, template)
         call, prompts = gateway.parser.parse(fields, Kind.CHAT)
         is_kept = body.store is not False
-        call = replace(call, kind=Kind.RESPONSE)
         call = _in_session(call, body, session_id if earlier or is_kept else None)
         keep = partial(self._keep, owner, session_id, body.previous_response_id, own_items)
 

@@ -1,7 +1,7 @@
 """Responses that are kept: for `GET /v1/responses/ID`, and to be gone on from by their id."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from time import time
 
 import msgspec
@@ -10,6 +10,7 @@ from mainstem.server.limits import ServerLimits
 
 Json = dict[str, object]
 Item = dict[str, object]
+Key = tuple[str, str]  # owner, response id
 
 RECORD_BYTES = 1024  # what a record takes beside its JSON, about
 
@@ -66,14 +67,14 @@ class ResponseStore:
         self._shelves: dict[str, _Shelf] = {}
         self._count = 0
         self._num_bytes = 0
+        self._changed: set[Key] = set()  # since `take_changes`
 
     def __len__(self) -> int:
         return self._count
 
     def find(self, owner: str, response_id: str) -> Kept | None:
         self._forget_old(owner)
-        shelf = self._shelves.get(owner)
-        return None if shelf is None else shelf.kept.get(response_id)
+        return self._at(owner, response_id)
 
     def chain(self, owner: str, response_id: str) -> list[Kept] | None:
         """A conversation up to a response, the first one first; all of it stays for as long as if
@@ -88,7 +89,7 @@ class ResponseStore:
             wanted = kept.previous_id
         found.reverse()
         for kept in found:
-            self._put(owner, _used(kept, self._clock()))
+            self._put(owner, replace(kept, used_s=self._clock()))
         return found
 
     def keep(
@@ -102,6 +103,9 @@ class ResponseStore:
         data = msgspec.json.encode(exchanged)
         self._put(owner, Kept(response_id, previous_id, session_id, data, self._clock()))
         self._forget_old(owner)
+        self._make_room()
+
+    def _make_room(self) -> None:
         limits = self._limits
         while self._count > limits.kept_responses:
             self._forget_oldest(lambda shelf: len(shelf.kept))
@@ -117,18 +121,10 @@ class ResponseStore:
         shelf.num_bytes -= kept.num_bytes
         self._num_bytes -= kept.num_bytes
         self._count -= 1
+        self._changed.add((owner, response_id))
         if not shelf.kept:
             del self._shelves[owner]
         return kept
-
-    def check(self) -> None:
-        """Raise if something is counted wrong or out of order."""
-        for shelf in self._shelves.values():
-            used_s = [kept.used_s for kept in shelf.kept.values()]
-            assert used_s == sorted(used_s), "the least recently used is not the first"
-            assert shelf.num_bytes == sum(kept.num_bytes for kept in shelf.kept.values())
-        assert self._count == sum(len(shelf.kept) for shelf in self._shelves.values())
-        assert self._num_bytes == sum(shelf.num_bytes for shelf in self._shelves.values())
 
     def _put(self, owner: str, kept: Kept) -> None:
         self.remove(owner, kept.response_id)
@@ -137,6 +133,7 @@ class ResponseStore:
         shelf.num_bytes += kept.num_bytes
         self._num_bytes += kept.num_bytes
         self._count += 1
+        self._changed.add((owner, kept.response_id))
 
     def _forget_oldest(self, size: Callable[[_Shelf], int]) -> None:
         owner = max(self._shelves, key=lambda each: size(self._shelves[each]))
@@ -150,6 +147,36 @@ class ResponseStore:
                 return
             self.remove(owner, first.response_id)
 
+    # --- on disk --------------------------------------------------------------------------------
 
-def _used(kept: Kept, now_s: float) -> Kept:
-    return Kept(kept.response_id, kept.previous_id, kept.session_id, kept.data, now_s)
+    def restore(self, saved: Mapping[Key, Kept]) -> None:
+        """Take in what an earlier process saved, the least recently used first."""
+        for (owner, _), kept in saved.items():
+            self._put(owner, kept)
+        self._changed = set()
+        self._make_room()
+
+    def take_changes(self) -> dict[Key, Kept | None]:
+        """Responses as they are since they were last taken; None: forgotten."""
+        for owner in list(self._shelves):
+            self._forget_old(owner)
+        changes = {(owner, name): self._at(owner, name) for owner, name in self._changed}
+        self._changed = set()
+        return changes
+
+    def put_back(self, changes: Iterable[Key]) -> None:
+        """What was taken could not be saved."""
+        self._changed.update(changes)
+
+    def _at(self, owner: str, response_id: str) -> Kept | None:
+        shelf = self._shelves.get(owner)
+        return None if shelf is None else shelf.kept.get(response_id)
+
+    def check(self) -> None:
+        """Raise if something is counted wrong or out of order."""
+        for shelf in self._shelves.values():
+            used_s = [kept.used_s for kept in shelf.kept.values()]
+            assert used_s == sorted(used_s), "the least recently used is not the first"
+            assert shelf.num_bytes == sum(kept.num_bytes for kept in shelf.kept.values())
+        assert self._count == sum(len(shelf.kept) for shelf in self._shelves.values())
+        assert self._num_bytes == sum(shelf.num_bytes for shelf in self._shelves.values())

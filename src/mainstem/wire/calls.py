@@ -78,14 +78,13 @@ class Kind(Enum):
 
     CHAT = "/v1/chat/completions"
     COMPLETION = "/v1/completions"
-    RESPONSE = "/v1/responses"  # its bodies become chats (responses_input.py)
 
     @property
     def prompt_field(self) -> str:
         return PROMPT_FIELDS[self]
 
 
-PROMPT_FIELDS = {Kind.CHAT: "messages", Kind.COMPLETION: "prompt", Kind.RESPONSE: "input"}
+PROMPT_FIELDS = {Kind.CHAT: "messages", Kind.COMPLETION: "prompt"}
 
 
 @dataclass(frozen=True, slots=True)
