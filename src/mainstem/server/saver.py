@@ -13,7 +13,7 @@ log = logging.getLogger("mainstem.server")
 
 Key = tuple[str, str]  # owner, id
 T = TypeVar("T")
-Saved = TypeVar("Saved", contravariant=True)
+Saved_contra = TypeVar("Saved_contra", contravariant=True)
 
 
 class Changing(Protocol[T]):
@@ -28,10 +28,10 @@ class Changing(Protocol[T]):
         """What was taken could not be saved."""
 
 
-class SavedIn(Protocol[Saved]):
+class SavedIn(Protocol[Saved_contra]):
     """A file that they are saved in."""
 
-    def save(self, changes: Mapping[Key, Saved | None], /) -> None:
+    def save(self, changes: Mapping[Key, Saved_contra | None], /) -> None:
         """All or nothing; raises sqlite3.Error or OSError."""
 
 
