@@ -188,6 +188,35 @@ def test_a_session_finds_every_token_of_its_turns(client: OpenAI) -> None:
     assert totals[1][0] >= totals[0][1] - 16, "the answer's own pages were not found"
 
 
+def test_responses_go_on_from_each_other(client: OpenAI) -> None:
+    first = client.responses.create(
+        model="smol",
+        instructions="Answer in one sentence.",
+        input="What is the capital of France, and which river flows through it?",
+        max_output_tokens=24,
+        temperature=0,
+    )
+    assert first.usage is not None
+    with client.responses.stream(
+        model="smol",
+        instructions="Answer in one sentence.",
+        input="And of Italy?",
+        previous_response_id=first.id,
+        max_output_tokens=64,
+        temperature=0,
+    ) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        second = stream.get_final_response()
+    assert "".join(deltas) == second.output_text
+    assert second.usage is not None
+    cached = second.usage.input_tokens_details.cached_tokens
+    assert cached >= first.usage.total_tokens - 16, "the answer's own pages were not found"
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    client.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(second.id)
+
+
 def test_penalties_bias_and_extra_fields(client: OpenAI) -> None:
     reply = client.completions.create(
         model="smol",

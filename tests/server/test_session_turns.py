@@ -9,7 +9,8 @@ import pytest
 
 from mainstem.server.auth import ANYBODY
 from mainstem.server.gateway import MAX_WINDOWS
-from mainstem.server.session_saver import SessionSaver
+from mainstem.server.response_file import ResponseFile
+from mainstem.server.saver import Saver
 from mainstem.server.turns import owner_of
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import SessionLimits, Sessions
@@ -218,7 +219,7 @@ def test_sessions_that_could_not_be_saved_are_saved_later(tmp_path: Path) -> Non
     sessions.keep("me", "s", np.arange(3, dtype=np.int32), "abc")
 
     async def serve() -> None:
-        saver = SessionSaver(sessions, file, every_s=0.01)
+        saver = Saver("sessions", sessions, file, every_s=0.01)
         saver.start()
         await asyncio.sleep(0.1)
         (tmp_path / "gone").mkdir()
@@ -229,11 +230,13 @@ def test_sessions_that_could_not_be_saved_are_saved_later(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_sessions_outlive_the_process(tmp_path: Path, end: str) -> None:
+def test_sessions_and_responses_outlive_the_process(tmp_path: Path, end: str) -> None:
     folder = tmp_path / "data"
     flags = ["--data-dir", str(folder)]
     body = {"prompt": "a conversation", "session_id": "s", "max_tokens": 3}
     with a_process(flags) as first:
+        asked = {"input": "a question", "max_output_tokens": 3}
+        made = first.request("POST", "/v1/responses", json=asked).json()
         assert first.request("POST", "/v1/completions", json=body).status_code == 200
         before = first.request("GET", "/v1/sessions").json()
         if end == "stop":
@@ -242,10 +245,12 @@ def test_sessions_outlive_the_process(tmp_path: Path, end: str) -> None:
             until((folder / "sessions.sqlite").exists)
             until(lambda: (folder / "sessions.sqlite").stat().st_size > 0)
             until(lambda: not (folder / "sessions.sqlite-journal").exists())  # it is committed
+            until(lambda: ResponseFile(folder / "responses.sqlite").load() != {})
             first.kill()
     with a_process(flags) as second:
         assert second.request("GET", "/v1/sessions").json() == before
         assert before["data"][0]["turns"] == 1
+        assert second.request("GET", f"/v1/responses/{made['id']}").json() == made
         assert second.stop() == 0
 
 

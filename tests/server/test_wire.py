@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from mainstem.server.engine_host import PROBE
 from mainstem.server.served_model import ServedModel
 from mainstem.wire.bodies import HARMLESS
 from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer, expected_text
@@ -65,7 +66,8 @@ def test_what_a_request_leaves_open_is_as_the_models_makers_advise() -> None:
     with a_server(sampling={"temperature": 0.25, "top_k": 7}) as server:
         server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2})
         server.post("/v1/completions", {"prompt": ["x", "y"], "max_tokens": 2, "top_k": 3})
-        asked = [(s.temperature, s.top_k) for s in server.engines.samplings.values()]
+        samplings = server.engines.samplings
+        asked = [(s.temperature, s.top_k) for id_, s in samplings.items() if id_ != PROBE]
         assert asked == [(0.25, 7), (0.25, 3), (0.25, 3)]
 
 
@@ -377,8 +379,8 @@ def test_the_tokenizer_describes_itself(server: Running) -> None:
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/v1/completions", "did you mean /v1/completions?"),
         ("/tokenise", "did you mean /tokenize?"),
-        ("/v1/responses", "use POST /v1/chat/completions"),
-        ("/v1/responses/r1/cancel", "Responses API is not served"),
+        ("/v1/assistants", "use POST /v1/chat/completions"),
+        ("/v1/conversations/c1/items", "use previous_response_id"),
         ("/v1/messages", "Messages API is not served"),
         ("/v1/embeddings", "embeddings are not served"),
         ("/qqqqqq", "/openapi.json"),

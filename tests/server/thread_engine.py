@@ -24,7 +24,11 @@ class ThreadEngine:
         self._thread.start()
 
     def wait_ready(self) -> Ready:
-        return first_word(self.connection)
+        try:
+            return first_word(self.connection)
+        except BaseException:
+            self.connection.close()
+            raise
 
     def kill(self) -> None:
         self.connection.close()

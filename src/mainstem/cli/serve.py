@@ -40,6 +40,7 @@ from mainstem.server.logs import LEVELS, set_up_logs
 from mainstem.server.messages import Begin
 from mainstem.server.metrics import ServerMetrics
 from mainstem.server.recording import Recorder
+from mainstem.server.response_file import ResponseFile
 from mainstem.server.routes import make_app
 from mainstem.server.served_model import ServedModel
 from mainstem.server.sites import host_names
@@ -53,6 +54,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 GRACE_S = 5.0  # after the deadline, for last words to be sent
 SESSIONS_FILE = "sessions.sqlite"
+RESPONSES_FILE = "responses.sqlite"
 APPS_FILE = "apps.json"
 BACKLOG = 2048  # connections that wait to be accepted
 
@@ -114,8 +116,8 @@ def parser() -> argparse.ArgumentParser:
         "--data-dir",
         type=Path,
         metavar="DIR",
-        help="keeps files, batches, sessions and the apps of /admin/apps; without it, /v1/files "
-        "and /v1/batches are closed",
+        help="keeps files, batches, sessions, responses and the apps of /admin/apps; without it, "
+        "/v1/files and /v1/batches are closed",
     )
     made.add_argument(
         "--shutdown-s",
@@ -271,6 +273,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
         if folder is not None:
             identity = tokenizer_identity(tokenizer)
             gateway.keep_sessions(SessionFile(folder / SESSIONS_FILE, identity))
+            gateway.keep_responses(ResponseFile(folder / RESPONSES_FILE))
         if args.record is not None:
             gateway.recorder = Recorder(args.record)
         _check_apps(gateway)

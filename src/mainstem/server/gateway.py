@@ -33,9 +33,11 @@ from mainstem.server.live import Live, Record, RequestState
 from mainstem.server.metrics import ServerMetrics
 from mainstem.server.pruning import Pruner
 from mainstem.server.recording import Recorder
-from mainstem.server.replies import ReplyWriter
+from mainstem.server.replies import MakeWriter, ReplyWriter
+from mainstem.server.response_file import ResponseFile
+from mainstem.server.response_store import Kept, ResponseStore
+from mainstem.server.saver import Saver
 from mainstem.server.served_model import ServedModel
-from mainstem.server.session_saver import SessionSaver
 from mainstem.server.stream import ClientLeft, EventStream, while_connected
 from mainstem.server.turns import Turn, owner_of
 from mainstem.text.encoding import (
@@ -48,11 +50,11 @@ from mainstem.text.encoding import (
     is_short,
 )
 from mainstem.text.session_file import SessionFile
-from mainstem.text.sessions import MAX_SESSION_TOKENS, Sessions
+from mainstem.text.sessions import MAX_SESSION_TOKENS, Session, Sessions
 from mainstem.wire.bodies import DetokenizeBody, read_fields, tokenize_options
 from mainstem.wire.calls import Call, CallParser, Kind
 from mainstem.wire.logprobs import token_text
-from mainstem.wire.replies import Echo, Heading, Reply, event
+from mainstem.wire.replies import Echo, Heading, Reply
 
 # longer than this, the event loop would wait for 1 ms: what is encoded, and what is only looked at
 INLINE_CHARS = 1 << 10
@@ -96,18 +98,19 @@ class Gateway:
         self.metrics = metrics
         self.sessions = sessions
         self.gate = Gate(limits)
+        self.responses = ResponseStore(limits)
         self.filler = AppFiller(engine, apps)
         self.batches: BatchService | None = None  # where there is a folder for them
         self.is_ready = False  # the apps are filled
         self.is_draining = False
         formats = model.formats_of(engine.tokenizer)
-        self._parser = CallParser(model.sampling, limits.body, lambda: formats)
+        self.parser = CallParser(model.sampling, limits.body, lambda: formats)
         self._ids = unique_ids()
         self._fingerprint = model.fingerprint
         engine.on_tokens = live.rate.add
         engine.on_recovered = self._refill
         self.recorder: Recorder | None = None  # keeps what is asked, for a benchmark
-        self._saver: SessionSaver | None = None
+        self._savers: list[Saver[Session] | Saver[Kept]] = []
         self._folder_lock: io.FileIO | None = None  # held until `close`
         self._refilling: asyncio.Task[None] | None = None
 
@@ -118,8 +121,8 @@ class Gateway:
         if self.batches is not None:
             self.batches.runner.start()
             self.batches.pruner.start()
-        if self._saver is not None:
-            self._saver.start()
+        for saver in self._savers:
+            saver.start()
         self.is_ready = True
         log.info("ready", extra={"facts": {"apps": self.apps.names}})
 
@@ -130,8 +133,8 @@ class Gateway:
             await self.batches.pruner.close()
             await self.batches.runner.close()
         await self.engine.close()
-        if self._saver is not None:
-            await self._saver.close()
+        for saver in self._savers:
+            await saver.close()
         if self._folder_lock is not None:
             self._folder_lock.close()
         if self.recorder is not None:
@@ -164,7 +167,12 @@ class Gateway:
         Raises ConfigError if it cannot be read.
         """
         self.sessions.restore(file.load())
-        self._saver = SessionSaver(self.sessions, file)
+        self._savers.append(Saver("sessions", self.sessions, file))
+
+    def keep_responses(self, file: ResponseFile) -> None:
+        """The same of responses."""
+        self.responses.restore(file.load())
+        self._savers.append(Saver("responses", self.responses, file))
 
     def _refill(self) -> None:
         """The engine lost its cache: compute the apps' prefixes again."""
@@ -181,15 +189,28 @@ class Gateway:
 
     async def answer(self, request: Request, kind: Kind) -> Response:
         """The reply to a chat or completion, whole or as a stream; raises WireError or ApiError."""
+        self.gate.allow(request.state.tenant)
+        call, prompts = self.parser.parse(await read_json(request, self.limits), kind)
+        prefix = "chatcmpl" if kind is Kind.CHAT else "cmpl"
+        reply_id = f"{prefix}-{next(self._ids)}"
+        return await self.reply(request, call, prompts, reply_id, ReplyWriter)
+
+    async def reply(
+        self,
+        request: Request,
+        call: Call,
+        prompts: Sequence[Prompt],
+        reply_id: str,
+        make_writer: MakeWriter,
+    ) -> Response:
+        """The reply to a call of any API, in the words of its writer; raises WireError or ApiError.
+
+        The tenant's rate has been asked already."""
         tenant: Tenant = request.state.tenant
         asked_s = monotonic()
-        self.gate.allow(tenant)
-        call, prompts = self._parser.parse(await read_json(request, self.limits), kind)
         model, app = self.apps.resolve(call, self.model.names)
         if self.is_draining:
             raise unavailable("the server is going down")
-        prefix = "chatcmpl" if kind is Kind.CHAT else "cmpl"
-        reply_id = f"{prefix}-{next(self._ids)}"
         heading = Heading(reply_id, model, int(time()), self._fingerprint)
         with ExitStack() as held:
             held.enter_context(self.gate.enter(tenant, call.num_answers))
@@ -207,10 +228,14 @@ class Gateway:
             echoes = self._echoes(call, prompts, prompt_ids)
             told_ids = prompt_ids if call.returns_token_ids else ()
             reply = Reply(call, heading, self.engine.tokenizer, echoes, told_ids)
-            writer = ReplyWriter(reply, [len(ids) for ids in prompt_ids], turn)
+            writer = make_writer(reply, [len(ids) for ids in prompt_ids], turn)
             if call.is_streaming:
-                events = writer.events(answering)
-                return EventStream(events, exchange.last_words, held.pop_all(), self.limits.write_s)
+                return EventStream(
+                    writer.events(answering),
+                    lambda error: writer.last_words(exchange.failure(error)),
+                    held.pop_all(),
+                    self.limits.write_s,
+                )
             try:
                 whole = await while_connected(request.receive, writer.whole(answering))
             except ClientLeft:
@@ -346,7 +371,7 @@ class Gateway:
         """Ids of a text (`prompt`) or of a conversation (`messages`)."""
         kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
         options, fields = tokenize_options(body)
-        call, prompts = self._parser.parse(fields, kind)
+        call, prompts = self.parser.parse(fields, kind)
         _, app = self.apps.resolve(call, self.model.names)
         tokenizer = self.engine.tokenizer
         prompt, wants_special = prompts[0], options.add_special_tokens
@@ -399,13 +424,13 @@ class _Exchange:
         for record in self._records:
             gateway.live.begin(record)
 
-    def last_words(self, error: Exception) -> bytes:
-        """The event that ends a stream which cannot go on."""
+    def failure(self, error: Exception) -> ApiError:
+        """What the client is told of a stream that cannot go on."""
         self.state = RequestState.FAILED
         if not isinstance(error, EngineFault):
             log.error("a stream failed", exc_info=error)
             error = EngineFault("internal error")
-        return event(from_fault(error).body())
+        return from_fault(error)
 
     def __enter__(self) -> "_Exchange":
         return self

@@ -30,6 +30,9 @@ class ServerLimits:
     write_s: float = 60.0  # a reader that takes nothing for so long is given up
     max_depth: int = 32  # nesting of JSON
     body: BodyLimits = field(default_factory=BodyLimits)
+    response_ttl_s: float = 30 * 86_400.0  # of a kept response since it was last used
+    kept_responses: int = 10_000  # of all keys; beyond it the key with most loses its oldest
+    response_bytes: int = 256 << 20  # of them, with their inputs; beyond it likewise
     open_answers: int = 2048  # running and waiting, of all clients; beyond it 429
     requests_per_minute: int | None = None  # per key
     open_requests: int | None = None  # per key

@@ -14,7 +14,8 @@ from mainstem.server.faults import ApiError
 CHAT = "use POST /v1/chat/completions"
 # APIs of others that clients look for; what begins with such a path belongs to it
 NOT_SERVED = {
-    "/v1/responses": f"OpenAI's Responses API is not served; {CHAT}",
+    "/v1/conversations": "OpenAI's Conversations API is not served; use previous_response_id of "
+    "POST /v1/responses",
     "/v1/messages": f"Anthropic's Messages API is not served; {CHAT}",
     "/v1/assistants": f"OpenAI's Assistants API is not served; {CHAT}",
     "/v1/threads": f"OpenAI's Assistants API is not served; {CHAT}",

@@ -14,12 +14,23 @@ from mainstem.wire.bodies import (
     DetokenizeBody,
     TokenizeOptions,
 )
+from mainstem.wire.responses_bodies import HARMLESS as RESPONSE_HARMLESS
+from mainstem.wire.responses_bodies import ResponsesBody
 
 Json = dict[str, object]
 
-BODIES = (ChatBody, CompletionBody, TokenizeOptions, DetokenizeBody, AppBody, BatchBody)
+BODIES = (
+    ChatBody,
+    CompletionBody,
+    ResponsesBody,
+    TokenizeOptions,
+    DetokenizeBody,
+    AppBody,
+    BatchBody,
+)
 RANGES = SAMPLING_RANGES | {
     "max_completion_tokens": SAMPLING_RANGES["max_tokens"],
+    "max_output_tokens": SAMPLING_RANGES["max_tokens"],
     "top_logprobs": SAMPLING_RANGES["logprobs"],
 }
 REFS = "#/components/schemas/{name}"
@@ -62,6 +73,11 @@ def document() -> Json:
         "/v1/models/{name}": {"get": _operation("One of them", "name")},
         "/v1/chat/completions": {"post": _operation("Answer a conversation", body=chat)},
         "/v1/completions": {"post": _operation("Continue prompts", body=completion)},
+        "/v1/responses": {"post": _operation("Answer items", body=_body(ResponsesBody))},
+        "/v1/responses/{response_id}": {
+            "get": _operation("A kept response", "response_id"),
+            "delete": _operation("Forget a response", "response_id"),
+        },
         "/v1/files": {
             "get": _operation("The files of this key"),
             "post": _operation("Upload a file", body=_content("multipart/form-data", _UPLOAD)),
@@ -113,9 +129,14 @@ def document() -> Json:
 def _schemas() -> Json:
     """Every body, by name; fields of sampling get the ranges that the engine checks."""
     _, schemas = msgspec.json.schema_components(BODIES, ref_template=REFS)
-    for body in (ChatBody, CompletionBody):
+    harmless = {
+        ChatBody: HARMLESS,
+        CompletionBody: HARMLESS,
+        ResponsesBody: RESPONSE_HARMLESS,
+    }
+    for body, names in harmless.items():
         properties = schemas[body.__name__]["properties"]
-        properties |= {name: {"description": "accepted, without effect"} for name in HARMLESS}
+        properties |= {name: {"description": "accepted, without effect"} for name in names}
         for name, described in properties.items():
             if name not in RANGES:
                 continue

@@ -1,0 +1,182 @@
+"""Responses that are kept: for `GET /v1/responses/ID`, and to be gone on from by their id."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from time import time
+
+import msgspec
+
+from mainstem.server.limits import ServerLimits
+
+Json = dict[str, object]
+Item = dict[str, object]
+Key = tuple[str, str]  # owner, response id
+
+RECORD_BYTES = 1024  # what a record takes beside its JSON, about
+
+
+class Exchanged(msgspec.Struct, frozen=True):
+    """What went in and what came out: the JSON of a record."""
+
+    input: list[Item]  # of this response alone; those before it have their own
+    response: Json
+
+    @property
+    def items(self) -> list[Item]:
+        """The part of the conversation that this is."""
+        output = self.response["output"]
+        assert isinstance(output, list)
+        return [*self.input, *output]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A response and its input, as JSON."""
+
+    response_id: str
+    previous_id: str | None
+    session_id: str  # the first response of the conversation gave it its name
+    data: bytes
+    used_s: float  # seconds since 1970
+
+    def read(self) -> Exchanged:
+        return msgspec.json.decode(self.data, type=Exchanged)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data) + RECORD_BYTES
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """The responses of one owner, least recently used first."""
+
+    kept: dict[str, Kept] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+class ResponseStore:
+    """Responses by owner, who finds no other's. One thread uses it.
+
+    Where there is no room, the owner that has most loses those unused for longest.
+    """
+
+    def __init__(self, limits: ServerLimits, clock: Callable[[], float] = time) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._shelves: dict[str, _Shelf] = {}
+        self._count = 0
+        self._num_bytes = 0
+        self._changed: set[Key] = set()  # since `take_changes`
+
+    def __len__(self) -> int:
+        return self._count
+
+    def find(self, owner: str, response_id: str) -> Kept | None:
+        self._forget_old(owner)
+        return self._at(owner, response_id)
+
+    def chain(self, owner: str, response_id: str) -> list[Kept] | None:
+        """A conversation up to a response, the first one first; all of it stays for as long as if
+        it were new. None: one of them is not there."""
+        found: list[Kept] = []
+        wanted: str | None = response_id
+        while wanted is not None:
+            kept = self.find(owner, wanted)
+            if kept is None:
+                return None
+            found.append(kept)
+            wanted = kept.previous_id
+        found.reverse()
+        for kept in found:
+            self._put(owner, replace(kept, used_s=self._clock()))
+        return found
+
+    def keep(
+        self,
+        owner: str,
+        response_id: str,
+        previous_id: str | None,
+        session_id: str,
+        exchanged: Exchanged,
+    ) -> None:
+        data = msgspec.json.encode(exchanged)
+        self._put(owner, Kept(response_id, previous_id, session_id, data, self._clock()))
+        self._forget_old(owner)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        limits = self._limits
+        while self._count > limits.kept_responses:
+            self._forget_oldest(lambda shelf: len(shelf.kept))
+        while self._num_bytes > limits.response_bytes:
+            self._forget_oldest(lambda shelf: shelf.num_bytes)
+
+    def remove(self, owner: str, response_id: str) -> Kept | None:
+        """Forget a response; returns it if there was one."""
+        shelf = self._shelves.get(owner)
+        kept = None if shelf is None else shelf.kept.pop(response_id, None)
+        if shelf is None or kept is None:
+            return None
+        shelf.num_bytes -= kept.num_bytes
+        self._num_bytes -= kept.num_bytes
+        self._count -= 1
+        self._changed.add((owner, response_id))
+        if not shelf.kept:
+            del self._shelves[owner]
+        return kept
+
+    def _put(self, owner: str, kept: Kept) -> None:
+        self.remove(owner, kept.response_id)
+        shelf = self._shelves.setdefault(owner, _Shelf())
+        shelf.kept[kept.response_id] = kept
+        shelf.num_bytes += kept.num_bytes
+        self._num_bytes += kept.num_bytes
+        self._count += 1
+        self._changed.add((owner, kept.response_id))
+
+    def _forget_oldest(self, size: Callable[[_Shelf], int]) -> None:
+        owner = max(self._shelves, key=lambda each: size(self._shelves[each]))
+        self.remove(owner, next(iter(self._shelves[owner].kept)))
+
+    def _forget_old(self, owner: str) -> None:
+        oldest_s = self._clock() - self._limits.response_ttl_s
+        while (shelf := self._shelves.get(owner)) is not None:
+            first = next(iter(shelf.kept.values()))
+            if first.used_s >= oldest_s:
+                return
+            self.remove(owner, first.response_id)
+
+    # --- on disk --------------------------------------------------------------------------------
+
+    def restore(self, saved: Mapping[Key, Kept]) -> None:
+        """Take in what an earlier process saved, the least recently used first."""
+        for (owner, _), kept in saved.items():
+            self._put(owner, kept)
+        self._changed = set()
+        self._make_room()
+
+    def take_changes(self) -> dict[Key, Kept | None]:
+        """Responses as they are since they were last taken; None: forgotten."""
+        for owner in list(self._shelves):
+            self._forget_old(owner)
+        changes = {(owner, name): self._at(owner, name) for owner, name in self._changed}
+        self._changed = set()
+        return changes
+
+    def put_back(self, changes: Iterable[Key]) -> None:
+        """What was taken could not be saved."""
+        self._changed.update(changes)
+
+    def _at(self, owner: str, response_id: str) -> Kept | None:
+        shelf = self._shelves.get(owner)
+        return None if shelf is None else shelf.kept.get(response_id)
+
+    def check(self) -> None:
+        """Raise if something is counted wrong or out of order."""
+        for shelf in self._shelves.values():
+            used_s = [kept.used_s for kept in shelf.kept.values()]
+            assert used_s == sorted(used_s), "the least recently used is not the first"
+            assert shelf.num_bytes == sum(kept.num_bytes for kept in shelf.kept.values())
+        assert self._count == sum(len(shelf.kept) for shelf in self._shelves.values())
+        assert self._num_bytes == sum(shelf.num_bytes for shelf in self._shelves.values())

@@ -1,0 +1,77 @@
+"""Writes what is kept to its file while the server runs, so that a kill loses little."""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Generic, Protocol, TypeVar
+
+SAVE_S = 2.0  # so much a kill may lose
+
+log = logging.getLogger("mainstem.server")
+
+Key = tuple[str, str]  # owner, id
+T = TypeVar("T")
+Saved_contra = TypeVar("Saved_contra", contravariant=True)
+
+
+class Changing(Protocol[T]):
+    """Where things are kept in memory."""
+
+    def __len__(self) -> int: ...
+
+    def take_changes(self) -> dict[Key, T | None]:
+        """Things as they are since they were last taken; None: forgotten."""
+
+    def put_back(self, changes: Iterable[Key]) -> None:
+        """What was taken could not be saved."""
+
+
+class SavedIn(Protocol[Saved_contra]):
+    """A file that they are saved in."""
+
+    def save(self, changes: Mapping[Key, Saved_contra | None], /) -> None:
+        """All or nothing; raises sqlite3.Error or OSError."""
+
+
+class Saver(Generic[T]):
+    """Saves what has changed, every few seconds and at the end. Lives on the event loop."""
+
+    def __init__(
+        self, name: str, kept: Changing[T], file: SavedIn[T], every_s: float = SAVE_S
+    ) -> None:
+        self._name = name  # of the things, in logs
+        self._kept = kept
+        self._file = file
+        self._every_s = every_s
+        self._is_closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.ensure_future(self._run())
+
+    async def close(self) -> None:
+        """Save what is left, and end."""
+        self._is_closing.set()
+        if self._task is not None:
+            await self._task
+        log.info("%s saved", self._name, extra={"facts": {self._name: len(self._kept)}})
+
+    async def _run(self) -> None:
+        while not self._is_closing.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_closing.wait(), self._every_s)
+            await self._save()
+
+    async def _save(self) -> None:
+        """On a thread; what cannot be written is tried again."""
+        changes = self._kept.take_changes()
+        if not changes:
+            return
+        try:
+            await asyncio.to_thread(self._file.save, changes)
+        except (sqlite3.Error, OSError) as error:
+            self._kept.put_back(changes)
+            facts = {self._name: len(changes), "reason": str(error)}
+            log.error("%s not saved", self._name, extra={"facts": facts})

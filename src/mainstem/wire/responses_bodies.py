@@ -1,0 +1,228 @@
+"""OpenAI's Responses API: what clients send to it, field by field (bodies.py has the others)."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from mainstem.core.vllm_names import OnlyAt
+from mainstem.wire.bodies import (
+    MAX_METADATA,
+    MAX_METADATA_NAME,
+    MAX_METADATA_TEXT,
+    MAX_TOOLS,
+    TOOL_NAME,
+    Anything,
+)
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, Meta(max_length=MAX_METADATA_NAME)],
+        Annotated[str, Meta(max_length=MAX_METADATA_TEXT)],
+    ],
+    Meta(max_length=MAX_METADATA),
+]
+Items = list[dict[str, Anything]]
+
+# --- items of the input --------------------------------------------------------------------------
+
+
+class MessageItem(Struct, frozen=True):
+    """A message, of the caller or of an earlier answer."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Items
+    type: Literal["message"] = "message"
+    id: Anything = None
+    status: Anything = None
+    phase: Anything = None
+
+
+class TextItemPart(Struct, frozen=True):
+    """A part of a message or of a tool's output; other kinds than text are refused."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: Anything = None
+    logprobs: Anything = None
+
+
+class FunctionCallItem(Struct, frozen=True):
+    """A call that an earlier answer made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str  # JSON
+    id: Anything = None
+    status: Anything = None
+
+
+class FunctionOutputItem(Struct, frozen=True):
+    """What a called function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Items
+    id: Anything = None
+    status: Anything = None
+
+
+class ReasoningText(Struct, frozen=True):
+    """A part of a reasoning item."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Struct, frozen=True):
+    """What the model thought before an earlier answer; the chat template may show it again."""
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None
+    id: Anything = None
+    status: Anything = None
+
+
+# --- the rest of a body --------------------------------------------------------------------------
+
+
+class FunctionTool(Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[str, Meta(pattern=TOOL_NAME)]
+    description: str | None = None
+    parameters: Annotated[
+        dict[str, Anything] | None, Meta(description="JSON schema of its arguments")
+    ] = None
+    strict: bool | None = None  # a call that must be made fits the schema either way
+
+
+class ChosenFunctionTool(Struct, frozen=True, forbid_unknown_fields=True):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Struct, frozen=True, forbid_unknown_fields=True):
+    """The form that the answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema: Anything = None
+    name: Anything = None
+    description: Anything = None
+    strict: bool | None = None  # an answer fits the schema either way
+
+
+class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the text of an answer looks like."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How much the model thinks; only what its chat template can be told, or what it does anyway.
+
+    Reasoning is returned as it is and never summarized."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+
+
+class ResponseStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of a stream."""
+
+    include_obfuscation: Anything = None  # accepted and without effect
+
+
+class ResponsesBody(Struct, frozen=True, kw_only=True):
+    """`POST /v1/responses`."""
+
+    input: Annotated[
+        str | Items,
+        Meta(
+            description="a text, or items: messages with input_text and output_text parts, "
+            "function_call, function_call_output, reasoning"
+        ),
+    ]
+    model: Annotated[str, Meta(description="the model's name, or NAME:APP")] | None = None
+    app: Annotated[str, Meta(description="a system prompt that the server keeps")] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None  # true unless it says otherwise
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    # how tokens are chosen, and when the answer ends
+    temperature: float | None = None
+    top_p: float | None = None
+    max_output_tokens: int | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    # what it looks like
+    text: TextConfig | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: (
+        Annotated[str, Meta(examples=["none", "auto", "required"])] | ChosenFunctionTool | None
+    ) = None
+    parallel_tool_calls: bool | None = None  # false: the first call alone is told
+    reasoning: ReasoningConfig | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # none is ever encrypted
+    # fields of /v1/chat/completions that mean the same here
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    chat_template_kwargs: dict[str, Anything] | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Meta(description="lower goes first")] | None = None
+
+
+# of ResponsesBody, and of ChatBody under the same name
+SAME_IN_CHATS = (
+    "app",
+    "cache_salt",
+    "frequency_penalty",
+    "ignore_eos",
+    "min_p",
+    "model",
+    "presence_penalty",
+    "priority",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stream",
+    "temperature",
+    "top_k",
+    "top_p",
+)
+# accepted and without effect on the answer; docs/serve.md lists them
+HARMLESS = frozenset(
+    [
+        "client_metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+    ]
+)
+# taken only at values which say what happens anyway
+NEUTRAL = {
+    "background": OnlyAt((False,), "wait for the answer, or stream it"),
+    "context_management": OnlyAt(([],), "use truncation"),
+    "conversation": OnlyAt((), "use previous_response_id"),
+    "max_tool_calls": OnlyAt((), "it counts calls of built-in tools, and there are none"),
+    "moderation": OnlyAt((), "there is none; leave it out"),
+    "prompt": OnlyAt((), "send the text itself as instructions and input"),
+    "session_id": OnlyAt((), "use previous_response_id"),
+    "context_overflow": OnlyAt((), "use truncation"),
+    "top_logprobs": OnlyAt((0,), "use /v1/chat/completions"),
+}

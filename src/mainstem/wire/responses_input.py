@@ -1,0 +1,263 @@
+"""A body of /v1/responses as the chat that it asks for: its fields and its conversation.
+
+input items, and those of earlier responses  --  Conversation  -->  messages
+body, messages                               --  chat_fields   -->  a ChatBody, for CallParser
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from msgspec import Struct
+
+from mainstem.wire.bodies import Json, read_fields
+from mainstem.wire.errors import WireError
+from mainstem.wire.responses_bodies import (
+    HARMLESS,
+    NEUTRAL,
+    SAME_IN_CHATS,
+    ChosenFunctionTool,
+    FunctionCallItem,
+    FunctionOutputItem,
+    FunctionTool,
+    MessageItem,
+    ReasoningConfig,
+    ReasoningItem,
+    ResponsesBody,
+    TextConfig,
+    TextItemPart,
+)
+
+Item = Mapping[str, object]
+Message = dict[str, object]
+T = TypeVar("T", bound=Struct)
+
+# a field of the chat that a body becomes -> the field that it came from
+ORIGINS = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text",
+}
+_GRADED = ("low", "medium", "high")  # efforts that templates know
+
+
+def read_body(fields: Json) -> ResponsesBody:
+    """Raises WireError that names what is not supported, or does not fit."""
+    left = {}
+    for name, value in fields.items():
+        rule = NEUTRAL.get(name)
+        if value is None or name in HARMLESS or (rule is not None and rule.takes(value)):
+            continue
+        if rule is not None:
+            message = f"{name}: {value!r:.80} is not supported: {rule.instead}"
+            raise WireError("unknown_field", message, name)
+        left[name] = value
+    _check_tools(left.get("tools"), left.get("tool_choice"))
+    body = read_fields(left, ResponsesBody)
+    if body.stream_options is not None and not body.stream:
+        message = "stream_options: only with stream=true"
+        raise WireError("invalid_value", message, "stream_options")
+    return body
+
+
+def _check_tools(tools: object, choice: object) -> None:
+    """Name the kind of a tool that is built in elsewhere."""
+    instead = "is not supported: only tools of type 'function' are"
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise WireError("unsupported_tool", f"tools[{index}]: {kind!r:.80} {instead}", "tools")
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise WireError("unsupported_tool", f"tool_choice: {kind!r:.80} {instead}", "tool_choice")
+
+
+def input_items(body: ResponsesBody) -> list[Item]:
+    """The input as items; a text is a message of the user."""
+    if isinstance(body.input, str):
+        return [{"type": "message", "role": "user", "content": body.input}]
+    if not body.input and body.previous_response_id is None:
+        raise WireError("invalid_value", "input: must not be empty", "input")
+    return [*body.input]
+
+
+# --- the conversation ----------------------------------------------------------------------------
+
+
+class Conversation:
+    """Items as the messages of a chat, in order.
+
+    Instructions and the system and developer messages at the beginning become one system message,
+    because many chat templates take no second one. A developer's message further on is a system
+    message where the template knows no developers.
+    """
+
+    def __init__(self, instructions: str | None, template: str | None) -> None:
+        self._system = [] if instructions is None else [instructions]
+        self._knows_developers = template is not None and "developer" in template
+        self._messages: list[Message] = []
+        self._functions: dict[str, str] = {}  # names, by call id
+        self._reasoning = ""  # of the assistant's next message
+
+    @property
+    def messages(self) -> list[Message]:
+        if not self._system:
+            return self._messages
+        return [{"role": "system", "content": "\n\n".join(self._system)}, *self._messages]
+
+    def add(self, items: Sequence[Item]) -> None:
+        """Raises WireError that names the place in the input."""
+        adders: dict[object, Callable[[str, Item], None]] = {
+            "message": self._add_message,
+            "function_call": self._add_call,
+            "function_call_output": self._add_output,
+            "reasoning": self._add_reasoning,
+        }
+        for index, item in enumerate(items):
+            place, kind = f"input[{index}]", item.get("type", "message")
+            add = adders.get(kind) if isinstance(kind, str) else None
+            if add is None:
+                known = ", ".join(map(str, adders))
+                message = f"{place}: items of type {kind!r:.80} are not supported, only {known}"
+                raise WireError("unsupported_item", message, "input")
+            add(place, item)
+
+    def _add_message(self, place: str, item: Item) -> None:
+        read = _read(item, MessageItem, place)
+        text = _text(read.content, f"{place}.content")
+        is_system = read.role in ("system", "developer")
+        if is_system and not self._messages:
+            self._system.append(text)
+            return
+        role = "system" if is_system and not self._knows_developers else read.role
+        message: Message = {"role": role, "content": text}
+        if role == "assistant":
+            message |= self._thoughts()
+        self._messages.append(message)
+
+    def _add_call(self, place: str, item: Item) -> None:
+        """Calls of one answer are one message, together with the text before them."""
+        read = _read(item, FunctionCallItem, place)
+        try:
+            arguments = json.loads(read.arguments)
+        except (ValueError, RecursionError):
+            raise _wrong(f"{place}.arguments", "must be JSON") from None
+        self._functions[read.call_id] = read.name
+        function = {"name": read.name, "arguments": arguments}
+        call = {"id": read.call_id, "type": "function", "function": function}
+        last = self._messages[-1] if self._messages else {}
+        if last.get("role") == "assistant":
+            calls = last.setdefault("tool_calls", [])
+            assert isinstance(calls, list)
+            calls.append(call)
+            return
+        said: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        self._messages.append(said | self._thoughts())
+
+    def _add_output(self, place: str, item: Item) -> None:
+        read = _read(item, FunctionOutputItem, place)
+        name = self._functions.get(read.call_id)
+        if name is None:
+            reason = f"no function_call before it has the call_id {read.call_id!r:.80}"
+            raise _wrong(place, reason)
+        text = _text(read.output, f"{place}.output")
+        self._messages.append(
+            {"role": "tool", "tool_call_id": read.call_id, "name": name, "content": text}
+        )
+
+    def _add_reasoning(self, place: str, item: Item) -> None:
+        if item.get("encrypted_content") is not None:
+            reason = "is not supported: reasoning is sent as text in content"
+            raise _wrong(f"{place}.encrypted_content", reason)
+        left = {name: value for name, value in item.items() if name != "encrypted_content"}
+        read = _read(left, ReasoningItem, place)
+        self._reasoning += "".join(part.text for part in read.content or read.summary or ())
+
+    def _thoughts(self) -> Message:
+        """The reasoning that belongs to a message, under the name that chat templates read."""
+        text, self._reasoning = self._reasoning, ""
+        return {"reasoning_content": text} if text else {}
+
+
+def _text(content: str | Sequence[Item], place: str) -> str:
+    """The text of a content, parts joined as in a chat."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type")
+        if kind not in ("input_text", "output_text"):
+            reason = f"parts of type {kind!r:.80} are not supported, only text"
+            raise _wrong(f"{place}[{index}]", reason)
+        texts.append(_read(part, TextItemPart, f"{place}[{index}]").text)
+    return "\n".join(texts)
+
+
+def _read(item: Item, kind: type[T], place: str) -> T:
+    """An item as a record; its errors say where it stands."""
+    try:
+        return read_fields(item, kind)
+    except WireError as error:
+        raise WireError(error.code, f"{place}: {error.message}", "input") from None
+
+
+def _wrong(place: str, reason: str) -> WireError:
+    return WireError("invalid_value", f"{place}: {reason}", "input")
+
+
+# --- the other fields ----------------------------------------------------------------------------
+
+
+def chat_fields(body: ResponsesBody, messages: list[Message], template: str | None) -> Json:
+    """The body of a chat that asks the same."""
+    fields: dict[str, object] = {name: getattr(body, name) for name in SAME_IN_CHATS}
+    args = _template_args(body.reasoning, template or "")
+    fields |= {
+        "messages": messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _response_format(body.text),
+        "tools": None if body.tools is None else [chat_tool(tool) for tool in body.tools],
+        "tool_choice": _tool_choice(body.tool_choice),
+        "chat_template_kwargs": (args | (body.chat_template_kwargs or {})) or None,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def chat_tool(tool: FunctionTool) -> Json:
+    given = {"description": tool.description, "parameters": tool.parameters}
+    function = {name: value for name, value in given.items() if value is not None}
+    return {"type": "function", "function": {"name": tool.name} | function}
+
+
+def _tool_choice(choice: str | ChosenFunctionTool | None) -> object:
+    if isinstance(choice, ChosenFunctionTool):
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice
+
+
+def _response_format(text: TextConfig | None) -> Json | None:
+    if text is None or text.format is None:
+        return None
+    format = text.format
+    if format.type != "json_schema":
+        return {"type": format.type}
+    return {"type": "json_schema", "json_schema": {"schema": format.schema}}
+
+
+def _template_args(reasoning: ReasoningConfig | None, template: str) -> dict[str, object]:
+    """What the chat template is told of the effort; raises WireError where it cannot be told."""
+    effort = None if reasoning is None else reasoning.effort
+    if effort is None:
+        return {}
+    if "reasoning_effort" in template and effort in _GRADED:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in template and effort == "none":
+        return {"enable_thinking": False}
+    thinks = any(word in template for word in ("reasoning_effort", "enable_thinking", "<think>"))
+    if effort == "medium" or (effort == "none" and not thinks):
+        return {}
+    reason = f"this model's chat template cannot be told {effort!r}"
+    message = f"reasoning: effort: {reason}; leave it out, or use chat_template_kwargs"
+    raise WireError("invalid_value", message, "reasoning")

@@ -1,0 +1,181 @@
+"""Items of the Responses API as a conversation, and answers as items and events."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from mainstem.core.ids import RequestId
+from mainstem.core.request import FinishReason, SamplingParams
+from mainstem.text.parsers.formats import ToolFormat, ToolUse
+from mainstem.text.text_engine import TextOutput
+from mainstem.text.tools import Reasoning, ToolCall
+from mainstem.wire.calls import Call, Kind
+from mainstem.wire.errors import WireError
+from mainstem.wire.replies import Heading, PromptAnswers
+from mainstem.wire.responses import Json, Part, ResponseStream
+from mainstem.wire.responses_bodies import ReasoningConfig, ResponsesBody
+from mainstem.wire.responses_input import Conversation, Item, chat_fields
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "done"}
+
+
+def messages(
+    items: Sequence[Item], instructions: str | None = None, template: str = ""
+) -> list[dict[str, object]]:
+    conversation = Conversation(instructions, template)
+    conversation.add(items)
+    return conversation.messages
+
+
+def said(role: str, text: str) -> Item:
+    return {"role": role, "content": text}
+
+
+def test_what_the_system_says_first_is_one_message() -> None:
+    items = [said("developer", "b"), said("system", "c"), said("user", "d"), said("developer", "e")]
+    assert messages(items, "a") == [
+        {"role": "system", "content": "a\n\nb\n\nc"},
+        {"role": "user", "content": "d"},
+        {"role": "system", "content": "e"},
+    ]
+    known = messages(items, "a", "{% if role == 'developer' %}")
+    assert known[-1] == {"role": "developer", "content": "e"}
+
+
+def test_calls_join_the_message_before_them() -> None:
+    second = CALL | {"call_id": "c2"}
+    found = messages([said("user", "x"), said("assistant", "I call."), CALL, second, OUTPUT])
+    function = {"name": "f", "arguments": {"a": 1}}
+    calls = [{"id": name, "type": "function", "function": function} for name in ("c1", "c2")]
+    assert found[1] == {"role": "assistant", "content": "I call.", "tool_calls": calls}
+    assert found[2] == {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "done"}
+    alone = messages([said("user", "x"), CALL, OUTPUT])
+    assert alone[1] == {"role": "assistant", "content": None, "tool_calls": calls[:1]}
+
+
+def test_reasoning_goes_with_the_answer_after_it() -> None:
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    found = messages([said("user", "x"), thought, said("assistant", "y"), said("assistant", "z")])
+    assert found[1:] == [
+        {"role": "assistant", "content": "y", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "z"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("effort", "template", "args"),
+    [
+        ("low", "{{ reasoning_effort }}", {"reasoning_effort": "low"}),
+        ("none", "{{ enable_thinking }}", {"enable_thinking": False}),
+        ("medium", "{{ enable_thinking }}", None),
+        ("medium", "", None),
+        ("none", "", None),
+        (None, "", None),
+    ],
+)
+def test_effort_reaches_the_template(effort: str, template: str, args: Json | None) -> None:
+    reasoning = ReasoningConfig(effort=effort)  # type: ignore[arg-type]
+    body = ResponsesBody(input="x", reasoning=reasoning)
+    assert chat_fields(body, [], template).get("chat_template_kwargs") == args
+
+
+@pytest.mark.parametrize(
+    ("effort", "template"),
+    [("high", ""), ("minimal", "{{ reasoning_effort }}"), ("none", "<think>"), ("low", "<think>")],
+)
+def test_effort_that_no_template_can_be_told_is_refused(effort: str, template: str) -> None:
+    reasoning = ReasoningConfig(effort=effort)  # type: ignore[arg-type]
+    with pytest.raises(WireError, match=effort):
+        chat_fields(ResponsesBody(input="x", reasoning=reasoning), [], template)
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+class Script:
+    """A reader that says what it is told to, one entry for each push."""
+
+    def __init__(self, parts: Sequence[Sequence[Part]]) -> None:
+        self._parts = [list(each) for each in parts]
+
+    def push(self, text: str) -> list[Part]:
+        return self._parts.pop(0)
+
+    def finish(self) -> list[Part]:
+        return []
+
+
+def answer(
+    parts: Sequence[Sequence[Part]],
+    reason: FinishReason = FinishReason.STOP,
+    *,
+    has_one_tool_call: bool = False,
+) -> tuple[list[Json], Json]:
+    """The events and the response of an answer whose reader gives these parts, a token each."""
+    sampling = SamplingParams()
+    tools = ToolUse((), ToolFormat.HERMES)
+    call = Call(Kind.CHAT, sampling, tools=tools, has_one_tool_call=has_one_tool_call)
+    stream = ResponseStream(call, Heading("resp_1", "m", 0), ResponsesBody(input="x"))
+    stream._reader = Script(parts)  # type: ignore[assignment]
+    answers = PromptAnswers(3, sampling)
+    data = stream.opening()
+    for place in range(len(parts)):
+        is_last = place == len(parts) - 1
+        finish = reason if is_last else None
+        output = TextOutput(RequestId("r"), 0, "?", (place,), (), None, finish, None, 0)
+        answers.add(output)
+        data += stream.events(output, answers)
+    events = [json.loads(block.split("data: ")[1]) for block in data.decode().split("\n\n")[:-1]]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events, stream.response
+
+
+def a_call(name: str) -> ToolCall:
+    return ToolCall(f"call_{name}", name, "{}")
+
+
+def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
+    events, response = answer(
+        [[Reasoning("I ")], [Reasoning("think.")], ["\n"], ["Well"], ["."], [a_call("f")]]
+    )
+    output = response["output"]
+    assert isinstance(output, list)
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    assert output[0]["content"] == [{"type": "reasoning_text", "text": "I think."}]
+    assert output[1]["content"][0]["text"] == "Well."
+    assert output[2]["call_id"] == "call_f"
+    assert len({item["id"] for item in output}) == 3
+    usage = response["usage"]
+    assert isinstance(usage, dict)
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 3}
+    assert usage["output_tokens"] == 6
+    added = [event for event in events if event["type"] == "response.output_item.added"]
+    assert [event["output_index"] for event in added] == [0, 1, 2]
+    kinds = [event["type"] for event in events]
+    assert kinds.count("response.reasoning_text.delta") == 2
+    assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
+    assert kinds[-1] == "response.completed"
+
+
+def test_further_calls_are_left_out_where_one_is_allowed() -> None:
+    both = [[a_call("f"), a_call("g")]]
+    _, response = answer(both)
+    assert [item["name"] for item in response["output"]] == ["f", "g"]  # type: ignore[attr-defined]
+    _, response = answer(both, has_one_tool_call=True)
+    assert [item["name"] for item in response["output"]] == ["f"]  # type: ignore[attr-defined]
+
+
+def test_an_empty_answer_is_an_empty_message() -> None:
+    _, response = answer([[]])
+    assert isinstance(response["output"], list)
+    assert [item["content"][0]["text"] for item in response["output"]] == [""]
+    assert response["status"] == "completed"
+
+
+def test_reasoning_may_be_cut_off() -> None:
+    events, response = answer([[Reasoning("I")]], FinishReason.LENGTH)
+    assert response["status"] == "incomplete"
+    assert response["output"][0]["status"] == "incomplete"  # type: ignore[index]
+    assert events[-1]["type"] == "response.incomplete"
