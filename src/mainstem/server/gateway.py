@@ -33,7 +33,7 @@ from mainstem.server.live import Live, Record, RequestState
 from mainstem.server.metrics import ServerMetrics
 from mainstem.server.pruning import Pruner
 from mainstem.server.recording import Recorder
-from mainstem.server.replies import ReplyWriter
+from mainstem.server.replies import MakeWriter, ReplyWriter
 from mainstem.server.served_model import ServedModel
 from mainstem.server.session_saver import SessionSaver
 from mainstem.server.stream import ClientLeft, EventStream, while_connected
@@ -53,7 +53,7 @@ from mainstem.text.tools import tool_format
 from mainstem.wire.bodies import DetokenizeBody, read_fields, tokenize_options
 from mainstem.wire.calls import Call, CallParser, Kind
 from mainstem.wire.logprobs import token_text
-from mainstem.wire.replies import Echo, Heading, Reply, event
+from mainstem.wire.replies import Echo, Heading, Reply
 
 # longer than this, the event loop would wait for 1 ms: what is encoded, and what is only looked at
 INLINE_CHARS = 1 << 10
@@ -101,9 +101,7 @@ class Gateway:
         self.batches: BatchService | None = None  # where there is a folder for them
         self.is_ready = False  # the apps are filled
         self.is_draining = False
-        self._parser = CallParser(
-            model.sampling, limits.body, lambda: tool_format(engine.tokenizer)
-        )
+        self.parser = CallParser(model.sampling, limits.body, lambda: tool_format(engine.tokenizer))
         self._ids = unique_ids()
         self._fingerprint = model.fingerprint
         engine.on_tokens = live.rate.add
@@ -176,15 +174,28 @@ class Gateway:
 
     async def answer(self, request: Request, kind: Kind) -> Response:
         """The reply to a chat or completion, whole or as a stream; raises WireError or ApiError."""
+        self.gate.allow(request.state.tenant)
+        call, prompts = self.parser.parse(await read_json(request, self.limits), kind)
+        prefix = "chatcmpl" if kind is Kind.CHAT else "cmpl"
+        reply_id = f"{prefix}-{next(self._ids)}"
+        return await self.reply(request, call, prompts, reply_id, ReplyWriter)
+
+    async def reply(
+        self,
+        request: Request,
+        call: Call,
+        prompts: Sequence[Prompt],
+        reply_id: str,
+        make_writer: MakeWriter,
+    ) -> Response:
+        """The reply to a call of any API, in the words of its writer; raises WireError or ApiError.
+
+        The tenant's rate has been asked already."""
         tenant: Tenant = request.state.tenant
         asked_s = monotonic()
-        self.gate.allow(tenant)
-        call, prompts = self._parser.parse(await read_json(request, self.limits), kind)
         model, app = self.apps.resolve(call, self.model.names)
         if self.is_draining:
             raise unavailable("the server is going down")
-        prefix = "chatcmpl" if kind is Kind.CHAT else "cmpl"
-        reply_id = f"{prefix}-{next(self._ids)}"
         heading = Heading(reply_id, model, int(time()), self._fingerprint)
         with ExitStack() as held:
             held.enter_context(self.gate.enter(tenant, call.num_answers))
@@ -202,10 +213,14 @@ class Gateway:
             echoes = self._echoes(call, prompts, prompt_ids)
             told_ids = prompt_ids if call.returns_token_ids else ()
             reply = Reply(call, heading, self.engine.tokenizer, echoes, told_ids)
-            writer = ReplyWriter(reply, [len(ids) for ids in prompt_ids], turn)
+            writer = make_writer(reply, [len(ids) for ids in prompt_ids], turn)
             if call.is_streaming:
-                events = writer.events(answering)
-                return EventStream(events, exchange.last_words, held.pop_all(), self.limits.write_s)
+                return EventStream(
+                    writer.events(answering),
+                    lambda error: writer.last_words(exchange.failure(error)),
+                    held.pop_all(),
+                    self.limits.write_s,
+                )
             try:
                 whole = await while_connected(request.receive, writer.whole(answering))
             except ClientLeft:
@@ -340,7 +355,7 @@ class Gateway:
         """Ids of a text (`prompt`) or of a conversation (`messages`)."""
         kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
         options, fields = tokenize_options(body)
-        call, prompts = self._parser.parse(fields, kind)
+        call, prompts = self.parser.parse(fields, kind)
         _, app = self.apps.resolve(call, self.model.names)
         tokenizer = self.engine.tokenizer
         prompt, wants_special = prompts[0], options.add_special_tokens
@@ -393,13 +408,13 @@ class _Exchange:
         for record in self._records:
             gateway.live.begin(record)
 
-    def last_words(self, error: Exception) -> bytes:
-        """The event that ends a stream which cannot go on."""
+    def failure(self, error: Exception) -> ApiError:
+        """What the client is told of a stream that cannot go on."""
         self.state = RequestState.FAILED
         if not isinstance(error, EngineFault):
             log.error("a stream failed", exc_info=error)
             error = EngineFault("internal error")
-        return event(from_fault(error).body())
+        return from_fault(error)
 
     def __enter__(self) -> "_Exchange":
         return self

@@ -1,15 +1,34 @@
 """News of a request's answers -> the bytes of its reply, whole or as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from mainstem.server.answering import Answering
+from mainstem.server.faults import ApiError
 from mainstem.server.turns import Turn
-from mainstem.wire.replies import PromptAnswers, Reply, ReplyStream
+from mainstem.wire.replies import PromptAnswers, Reply, ReplyStream, event
 
 DONE = b"data: [DONE]\n\n"
+
+
+class Writer(Protocol):
+    """Writes the reply to one request in the words of one API."""
+
+    async def whole(self, answering: Answering) -> bytes:
+        """The reply as JSON when every answer is finished; raises what ended one early."""
+
+    def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
+        """The reply as server-sent events; raises what ended it early."""
+
+    def last_words(self, error: ApiError) -> bytes:
+        """The event that ends a stream which cannot go on."""
+
+
+# the call and heading of a reply, the tokens of each prompt, and the turn of a session
+MakeWriter = Callable[[Reply, Sequence[int], Turn | None], Writer]
 
 
 class ReplyWriter:
@@ -50,6 +69,9 @@ class ReplyWriter:
             if joined := b"".join(events):
                 yield joined
         yield stream.usage_event(self._answers) + DONE
+
+    def last_words(self, error: ApiError) -> bytes:
+        return event(error.body())
 
     def _render(self) -> bytes:
         return msgspec.json.encode(self._reply.whole(self._answers))
