@@ -9,13 +9,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mainstem.core.spelling import nearest
+from mainstem.server.error_shapes import error_response
 from mainstem.server.faults import ApiError
 
 CHAT = "use POST /v1/chat/completions"
 # APIs of others that clients look for; what begins with such a path belongs to it
 NOT_SERVED = {
     "/v1/responses": f"OpenAI's Responses API is not served; {CHAT}",
-    "/v1/messages": f"Anthropic's Messages API is not served; {CHAT}",
+    "/v1/messages/batches": "Anthropic's batches are not served; use POST /v1/batches",
     "/v1/assistants": f"OpenAI's Assistants API is not served; {CHAT}",
     "/v1/threads": f"OpenAI's Assistants API is not served; {CHAT}",
     "/v1/embeddings": "embeddings are not served: the model generates text only",
@@ -43,7 +44,7 @@ def explained(request: Request, error: HTTPException) -> Response:
         methods = ", ".join(_methods(path, routes))
         message, code = f"{path} takes {methods}, not {request.method}", "method_not_allowed"
         headers["allow"] = methods
-    response = ApiError(error.status_code, message, code=code).response()
+    response = error_response(ApiError(error.status_code, message, code=code), request.scope)
     response.headers.update(headers)
     return response
 

@@ -14,13 +14,30 @@ from mainstem.wire.bodies import (
     DetokenizeBody,
     TokenizeOptions,
 )
+from mainstem.wire.messages_bodies import HARMLESS as HARMLESS_IN_MESSAGES
+from mainstem.wire.messages_bodies import CountBody, MessagesBody
 
 Json = dict[str, object]
 
-BODIES = (ChatBody, CompletionBody, TokenizeOptions, DetokenizeBody, AppBody, BatchBody)
+BODIES = (
+    ChatBody,
+    CompletionBody,
+    MessagesBody,
+    CountBody,
+    TokenizeOptions,
+    DetokenizeBody,
+    AppBody,
+    BatchBody,
+)
 RANGES = SAMPLING_RANGES | {
     "max_completion_tokens": SAMPLING_RANGES["max_tokens"],
     "top_logprobs": SAMPLING_RANGES["logprobs"],
+}
+HARMLESS_IN: dict[type[Struct], frozenset[str]] = {
+    ChatBody: HARMLESS,
+    CompletionBody: HARMLESS,
+    MessagesBody: HARMLESS_IN_MESSAGES,
+    CountBody: HARMLESS_IN_MESSAGES,
 }
 REFS = "#/components/schemas/{name}"
 
@@ -62,6 +79,12 @@ def document() -> Json:
         "/v1/models/{name}": {"get": _operation("One of them", "name")},
         "/v1/chat/completions": {"post": _operation("Answer a conversation", body=chat)},
         "/v1/completions": {"post": _operation("Continue prompts", body=completion)},
+        "/v1/messages": {
+            "post": _operation("Answer a conversation, as Anthropic does", body=_body(MessagesBody))
+        },
+        "/v1/messages/count_tokens": {
+            "post": _operation("Tokens of such a prompt", body=_body(CountBody))
+        },
         "/v1/files": {
             "get": _operation("The files of this key"),
             "post": _operation("Upload a file", body=_content("multipart/form-data", _UPLOAD)),
@@ -102,10 +125,13 @@ def document() -> Json:
         "openapi": "3.1.0",
         "info": {"title": "mainstem", "version": __version__},
         "components": {
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
             "schemas": _schemas(),
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"api_key": []}],
         "paths": paths,
     }
 
@@ -113,9 +139,9 @@ def document() -> Json:
 def _schemas() -> Json:
     """Every body, by name; fields of sampling get the ranges that the engine checks."""
     _, schemas = msgspec.json.schema_components(BODIES, ref_template=REFS)
-    for body in (ChatBody, CompletionBody):
+    for body, harmless in HARMLESS_IN.items():
         properties = schemas[body.__name__]["properties"]
-        properties |= {name: {"description": "accepted, without effect"} for name in HARMLESS}
+        properties |= {name: {"description": "accepted, without effect"} for name in harmless}
         for name, described in properties.items():
             if name not in RANGES:
                 continue
