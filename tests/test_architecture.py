@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "text": "core engine",
     "wire": "core text",
     "batch": "core plan text wire",
-    "server": "core plan text wire batch",
+    "server": "core plan engine text wire batch",
     "llm": "core plan engine text checkpoints",
     "async_llm": "core text llm",
     "cli": "core plan kv checkpoints simulate text wire batch server llm runner",

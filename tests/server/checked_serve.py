@@ -1,9 +1,10 @@
 """`mainstem serve` as a program whose status is 3 if a page was lost.
 
-python -m tests.server.checked_serve fake|mortal|real [flags of mainstem serve]
+python -m tests.server.checked_serve fake|mortal|split|real [flags of mainstem serve]
 
-A fake one has its engine on a thread, a real one in a process. A mortal one is fake, and kills
-itself in the middle of a line, when a batch has MORTAL_BYTES of answers.
+A fake one has its engine on a thread, a split one has a fake engine in a process, a real one a real
+engine in a process. A mortal one is fake, and kills itself in the middle of a line, when a batch
+has MORTAL_BYTES of answers.
 """
 
 import sys
@@ -15,7 +16,8 @@ from mainstem.server.engine_client import Launched
 from mainstem.server.engine_process import EngineProcess
 from mainstem.server.messages import Begin
 from mainstem.text.text_engine import TextEngine
-from tests.batch.fake_batch import FakeEngines, kill_at
+from tests.batch.fake_batch import FakeEngines, a_tokenizer, kill_at
+from tests.server import fake_engine
 from tests.server.checked_engine import MODULE
 from tests.server.thread_engine import opener
 
@@ -38,6 +40,14 @@ def serve_fake(argv: list[str]) -> int:
         print(f"not whole: {error}", file=sys.stderr)
         return NOT_WHOLE
     return status
+
+
+def serve_split(argv: list[str]) -> int:
+    def open_(config: EngineConfig, log_level: str) -> Parts:
+        begin = Begin(config, "", log_level)
+        return a_tokenizer(), lambda: EngineProcess.launch(begin, fake_engine.MODULE)
+
+    return main(argv, open_)
 
 
 def serve_real(argv: list[str]) -> int:
@@ -63,4 +73,5 @@ def serve_real(argv: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "mortal":
         kill_at(MORTAL_BYTES)
-    sys.exit((serve_real if sys.argv[1] == "real" else serve_fake)(sys.argv[2:]))
+    serve = {"real": serve_real, "split": serve_split}.get(sys.argv[1], serve_fake)
+    sys.exit(serve(sys.argv[2:]))

@@ -26,6 +26,12 @@ class Process:
     def url(self) -> str:
         return str(next(line["url"] for line in self.lines if line["event"] == "listening"))
 
+    @property
+    def engine_pid(self) -> int:
+        """Of the last engine that was started."""
+        started = [line["pid"] for line in self.lines if line["event"] == "engine started"]
+        return int(started[-1])
+
     def has_said(self, event: str) -> bool:
         return any(line["event"] == event for line in self.lines)
 

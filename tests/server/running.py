@@ -133,10 +133,11 @@ def a_server(
     origins: Sequence[str] = (),
     *,
     hosts: Sequence[str] | None = None,
+    config: EngineConfig | None = None,
 ) -> Iterator[Running]:
     """A server that has become ready; stopped at the end."""
     engines = engines or FakeEngines(num_pages=512, max_model_len=800)
-    engine = engines(EngineConfig())
+    engine = engines(config or EngineConfig())
     client = EngineClient(engine.tokenizer, lambda: ThreadEngine(engine))
     metrics = ServerMetrics(client.bus, "fake")
     keys = KeyRing({"alice": ALICE, "bob": BOB}) if has_keys else None

@@ -55,6 +55,13 @@ def run(client: OpenAI, rows: list[Json], **fields: Any) -> openai.types.Batch:
     return client.batches.retrieve(batch.id)
 
 
+def timed_requests(running: Running) -> int:
+    """What the histogram of latencies has counted."""
+    text = running.get("/metrics", ALICE).text
+    (line,) = [each for each in text.splitlines() if "e2e_request_latency_seconds_count" in each]
+    return int(float(line.split()[-1]))
+
+
 def answers(client: OpenAI, file_id: str | None) -> dict[str, Json]:
     assert file_id is not None
     found = [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
@@ -106,8 +113,10 @@ def test_a_batch_is_answered_as_the_client_expects(shared: Running) -> None:
     rows += [a_row("bad", "x", temperature=-1), a_row("other", "x", model="gpt-9")]
     rows.append(a_row("chat", "x") | {"url": "/v1/chat/completions"})
     rows.append(a_row("form", "x", guided_json=BEYOND, max_tokens=100))
+    num_timed = timed_requests(shared)
     with a_client(shared) as client:
         batch = run(client, rows, metadata={"for": "me"})
+        assert timed_requests(shared) - num_timed == 21  # one more began, and met its form's limits
         assert batch.status == "completed"
         assert batch.metadata == {"for": "me"}
         assert batch.request_counts is not None

@@ -1,18 +1,21 @@
-"""What a server does while nobody asks for anything."""
+"""What a server does, and tells, while nobody asks for anything or a step takes long."""
 
 import asyncio
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
+from mainstem.core.config import EngineConfig, SchedConfig
 from mainstem.core.request import SamplingParams
 from mainstem.server.engine_client import EngineClient
 from mainstem.text.text_engine import TextEngine
-from tests.batch.fake_batch import a_tokenizer
+from tests.batch.fake_batch import FakeEngines, a_tokenizer
 from tests.builders import a_request
 from tests.kv.tiered import a_tiered_engine
+from tests.server.running import Json, a_server, until
 from tests.server.thread_engine import ThreadEngine
 
 NUM_PAGES = 25
@@ -50,3 +53,43 @@ def test_an_idle_engine_saves_its_pages_and_forgets_old_ones(tmp_path: Path) -> 
         await engine.close()
 
     asyncio.run(serve())
+
+
+def test_a_long_step_is_told_while_it_runs() -> None:
+    """Also how far a prompt is that takes several."""
+    engines = FakeEngines(num_pages=512, max_model_len=800)
+    config, go = EngineConfig(sched=SchedConfig(chunk_tokens=64)), Event()
+    with a_server(engines=engines, config=config) as running:
+
+        def wait(_: object) -> None:
+            assert go.wait(20)
+
+        engines.at_launch = wait
+        body = {"prompt": "x" * 200, "max_tokens": 2, "ignore_eos": True}
+        asking = Thread(target=running.post, args=("/v1/completions", body))
+        asking.start()
+
+        def live() -> Json:
+            found: Json = running.get("/live").json()
+            return found
+
+        until(lambda: live()["step"] is not None)
+        step, (own,) = live()["step"], live()["recent"]
+        assert step["tokens"] == 64
+        assert (own["state"], own["prompt_tokens"], own["computed_tokens"]) == ("running", 200, 64)
+        assert live()["running"] == 1
+        assert live()["waiting"] == 0
+        until(lambda: live()["step"]["seconds"] > step["seconds"])
+        second = Thread(target=running.post, args=("/v1/completions", {"prompt": "y"}))
+        second.start()
+        until(lambda: live()["waiting"] == 1)  # the engine has not heard of it yet
+        text = running.get("/metrics").text
+        assert 'mainstem:step_tokens{model_name="fake",engine="0"} 64' in text
+        assert 'mainstem:unfinished_prompt_tokens{model_name="fake",engine="0"} 64' in text
+        assert 'vllm:num_requests_waiting{model_name="fake",engine="0"} 1' in text
+        engines.at_launch = None
+        go.set()
+        asking.join()
+        second.join()
+        running.settle()
+        assert live()["step"] is None

@@ -4,11 +4,12 @@ is said of each (core/settings.py) stands here and nowhere else.
 The only place that reads the environment:
     MAINSTEM_CACHE   folder for converted models and stores
     XDG_CACHE_HOME   where that folder lies otherwise
-and writes to it:
+and writes to it, or hands it on (child_environment):
     MIMALLOC_PURGE_DELAY   unless set, see keep_freed_memory
 """
 
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -52,6 +53,19 @@ def keep_freed_memory() -> None:
     freed: every layer of a long step then pays for fresh pages, a tenth of an int8 step's time.
     """
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")  # milliseconds
+
+
+def child_environment() -> dict[str, str]:
+    """For a process that is to find modules where this one does.
+
+    Its OpenMP threads wait for work asleep rather than spinning, unless somebody has said how: on a
+    CPU both processes want all cores, and threads that spin take them from the one that speaks to
+    clients.
+    """
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if "OMP_WAIT_POLICY" not in os.environ:
+        own["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "1000")
+    return os.environ | own
 
 
 class Share(Enum):

@@ -44,8 +44,7 @@ from mainstem.text.tokenizer import Tokenizer
 
 FIRST_RETRY_S = 0.1  # before an engine that has ended is started again; doubled each time ...
 MAX_RETRY_S = 30.0  # ... up to this
-MAX_STARTS = 6  # in a row that fail, or that live for less than this:
-SHORT_LIFE_S = 30.0
+MAX_STARTS = 6  # in a row that came to nothing: not a token was answered
 CLOSE_S = 600.0  # for saving pages at the end
 
 log = logging.getLogger("mainstem.server")
@@ -93,8 +92,7 @@ class EngineClient:
         self.max_model_len = self._launched.ready.max_model_len
         self.snapshot: EngineSnapshot = self._launched.ready.snapshot
         self.step: StepInProgress | None = None  # that ran when the snapshot was taken
-        self._began_s = monotonic()
-        self._num_starts = 1  # in a row that came to nothing, this one included
+        self._num_starts = 1  # in a row that came to nothing, so far this one included
         self._open: dict[int, Ticket] = {}
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._numbers = count()
@@ -235,8 +233,10 @@ class EngineClient:
                     answer.set_exception(EngineFault(reply.fault))
         for packed in report.events:
             self.bus.publish(unpack_event(packed))
-        if num_tokens and self.on_tokens is not None:
-            self.on_tokens(num_tokens)
+        if num_tokens:
+            self._num_starts = 0
+            if self.on_tokens is not None:
+                self.on_tokens(num_tokens)
 
     def _hear_tokens(self, tokens: list[int], now_s: float) -> int:
         """One more token of each of many answers: the common case."""
@@ -289,10 +289,7 @@ class EngineClient:
     async def _restart(self) -> None:
         """Start another engine, ever more rarely while that fails."""
         how = await asyncio.to_thread(self._launched.end, 10.0)
-        lived_s = monotonic() - self._began_s
-        log.error("the engine ended", extra={"facts": {"how": how, "lived_s": round(lived_s, 1)}})
-        if lived_s > SHORT_LIFE_S:
-            self._num_starts = 0
+        log.error("the engine ended", extra={"facts": {"how": how}})
         while self._num_starts < MAX_STARTS:
             wait_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2**self._num_starts)
             self._num_starts += 1
@@ -304,7 +301,7 @@ class EngineClient:
                 facts = {"reason": str(error)}
                 log.error("the engine could not be started", extra={"facts": facts})
                 continue
-            self._launched, self._began_s = launched, monotonic()
+            self._launched = launched
             if not await self._has_closed_within(0.0):  # else `close` ends it
                 await self._go_on()
             return

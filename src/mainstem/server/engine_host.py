@@ -53,6 +53,7 @@ COMPILING_S = 0.002  # between two looks at forms that are being compiled
 PROBE = RequestId("probe")
 MAX_LAST_STEPS = 100
 RECEIVE_BYTES = 1 << 20
+IN_OR_OUT = select.POLLIN | select.POLLOUT
 
 log = logging.getLogger("mainstem.server")
 
@@ -67,15 +68,16 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._connection = connection
+        self._poll = select.poll()  # not `select`, which knows no descriptor above 1023
         self._unframer = Unframer()
         self._unsent = bytearray()
 
     def receive(self, wait_s: float) -> Iterator[bytes]:
         """Messages that have come; waits for the first ones if there are none. Raises FrontLeft."""
-        wanted = [self._connection] if self._unsent else []
-        readable, _, _ = select.select([self._connection], wanted, [], wait_s)
+        self._poll.register(self._connection, IN_OR_OUT if self._unsent else select.POLLIN)
+        self._poll.poll(wait_s * 1e3)
         self._flush()
-        while readable:
+        while True:
             try:
                 data = self._connection.recv(RECEIVE_BYTES)
             except BlockingIOError:
@@ -124,6 +126,7 @@ class EngineHost:
         self._pinned: dict[str, list[PageKey]] = {}  # by what they are pinned for
         self._report = Report()
         self._snapshot_s = 0.0
+        self._was_idle = True
         self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # by the front
         self._must_probe = False  # a request ended by a fault, which may be the engine's own
         self._is_closing = False
@@ -283,16 +286,19 @@ class EngineHost:
         self._report.events.append(pack_event(event))
 
     def _tell_of_step(self, event: StepStarted) -> None:
-        """A step may take seconds: the front is to know of it, if it has not heard for a while."""
+        """A step may take seconds: the front is to know of it, if it has heard nothing for a while
+        or nothing but that the engine is idle."""
         now_s = monotonic()
-        if now_s - self._snapshot_s > SNAPSHOT_S:
+        if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
+            self._was_idle = False
             self._renew_snapshot(now_s, StepInProgress(event.num_tokens, now_s))
             self._send()
 
     def _look(self) -> None:
         """Renew the snapshot when it is old or the engine comes to rest."""
         now_s = monotonic()
-        if now_s - self._snapshot_s > SNAPSHOT_S or not self._engine.has_work:
+        self._was_idle = not self._engine.has_work
+        if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
             self._renew_snapshot(now_s, None)
 
     def _renew_snapshot(self, now_s: float, step: StepInProgress | None) -> None:

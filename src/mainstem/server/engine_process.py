@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
+from time import monotonic
 
-from mainstem.core.config import SWITCH_S
+from mainstem.core.config import SWITCH_S, child_environment
 from mainstem.core.errors import MainstemError
 from mainstem.core.events import EventBus
 from mainstem.engine.engine import Engine
@@ -70,23 +71,30 @@ class EngineProcess:
         """Start a process and wait for its engine; raises EngineNotMade."""
         ours, theirs = socket.socketpair()
         with theirs:
-            # a session of its own: Ctrl-C is for the front, which tells the engine in its own time
+            # A session of its own: Ctrl-C is for the front, which tells the engine in its own time.
+            # Modules come from where the front has them, and from no other folder (-P).
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                env=child_environment(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        began_s = monotonic()
         try:
             ours.sendall(frame(begin))
-            return cls(ours, first_word(ours), process)
-        except EngineGone:
-            raise EngineNotMade(f"the engine's process ended: {_how(process.wait())}") from None
-        except BaseException:
+            launched = cls(ours, first_word(ours), process)
+        except BaseException as error:
             ours.close()
+            if isinstance(error, EngineGone | ConnectionError):
+                how = _how(process.wait())
+                raise EngineNotMade(f"the engine's process ended: {how}") from None
             process.kill()
             process.wait()
             raise
+        facts = {"pid": process.pid, "seconds": round(monotonic() - began_s, 1)}
+        log.info("engine started", extra={"facts": facts})
+        return launched
 
     def end(self, within_s: float | None) -> str:
         """Wait for its end, and how it came; killed if that takes too long (None: never)."""
@@ -131,7 +139,8 @@ def _how(status: int) -> str:
 
 def main(argv: list[str], make: MakeEngine | None = None) -> int:
     """Make the engine that the front asks for, and run it until the front is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM):  # the front has heard it, too, and says when
+        signal.signal(each, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
     with closing(socket.socket(fileno=int(argv[0]))) as connection:
         begin = _read_begin(connection)

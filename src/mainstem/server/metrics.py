@@ -1,6 +1,6 @@
 """What the server counts, as Prometheus text; docs/metrics.md tells what each series means.
 
-Events come from the engine's thread, timings and snapshots from the server, `render` from any
+Events come from the engine, timings and snapshots from the server, `render` from any
 thread. Names are vLLM's where the meaning is the same, so that its dashboards and the routers that
 read them work; the rest is under `mainstem:`.
 """
@@ -147,7 +147,7 @@ class ServerMetrics:
 
     Totals are `counters`; labels and distributions, which they do not keep, are counted here.
     One lock guards all values, so a rendered page is of one moment. Listeners only add numbers:
-    the engine's thread never waits for text to be written.
+    what counts never waits for text to be written.
     """
 
     def __init__(self, bus: EventBus, model_name: str = "mainstem") -> None:
@@ -324,7 +324,7 @@ class ServerMetrics:
         yield f"{name}_sum{{{self._common}}} {_number(total)}"
         yield f"{name}_count{{{self._common}}} {running[-1]}"
 
-    # --- listeners, on the engine's thread, under the lock --------------------------------------
+    # --- listeners, under the lock ---------------------------------------------------------------
 
     def _admitted(self, event: SequenceAdmitted) -> None:
         self._histograms["vllm:request_prompt_tokens"].observe(event.prompt_tokens)

@@ -234,7 +234,7 @@ class Routes:
         return JSONResponse({"forgotten_pages": count})
 
     async def _on_engine(self, work: Awaitable[T]) -> T:
-        """What the engine's thread answers; 503 when it cannot."""
+        """What the engine answers; 503 when it cannot."""
         try:
             return await work
         except EngineFault as fault:
@@ -353,7 +353,7 @@ async def _bug(request: Request, error: Exception) -> Response:
 def make_app(
     gateway: Gateway, origins: Sequence[str] = (), hosts: Sequence[str] | None = None
 ) -> ASGIApp:
-    """The server as an ASGI application; its lifespan is that of the engine's thread.
+    """The server as an ASGI application; its lifespan is that of the engine.
 
     Pages of `origins` may call it from a browser ("*": any page), as its own page always may.
     Browsers may reach it by the names in `hosts` ("*": any); None: by any where it has keys, by

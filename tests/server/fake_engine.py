@@ -1,0 +1,24 @@
+"""The engine's process over FakeRunner: exact answers, steps of 5 ms, no tensors."""
+
+import sys
+from time import sleep
+
+from mainstem.engine.engine import Engine
+from mainstem.server.engine_process import main
+from mainstem.server.messages import Begin
+from mainstem.text.grammar import Grammars
+from tests.batch.fake_batch import FakeEngines
+
+MODULE = "tests.server.fake_engine"
+STEP_S = 0.005
+
+
+def make(begin: Begin) -> tuple[Engine, Grammars]:
+    engines = FakeEngines(num_pages=8192, max_model_len=4000)
+    engines.at_step = lambda _: sleep(STEP_S)
+    text_engine = engines(begin.config)
+    return text_engine.engine, text_engine.grammars
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], make))
