@@ -9,7 +9,8 @@ import pytest
 from mainstem.server import messages_routes
 from mainstem.wire import messages_bodies
 from tests.batch.fake_batch import FakeEngines, expected_text
-from tests.server.running import ALICE, BOB, Json, Running, a_server, until
+from tests.server.conftest import POLITE
+from tests.server.running import ADMIN, ALICE, BOB, Json, Running, a_server, until
 from tests.text.test_tools import HERMES
 
 anthropic = pytest.importorskip("anthropic")
@@ -569,8 +570,26 @@ def test_pins_end_with_the_cache() -> None:
     with a_server(has_keys=True) as running:
         send(running, ALICE, system=kept(), max_tokens=1)
         assert running.gateway.pins.num_pages()
-        headers = {"x-api-key": "admin-key-0123456789"}
+        headers = {"x-api-key": ADMIN}
         reset = running.client.post("/admin/reset_prefix_cache", headers=headers)
         assert reset.status_code == 200
         assert running.gateway.pins.num_pages() == 0
         assert cached(running, ALICE, system=kept()) == 0
+        assert running.gateway.pins.num_pages()
+
+        async def lose() -> None:
+            assert running.gateway.engine.on_recovered is not None
+            running.gateway.engine.on_recovered()
+
+        running.on_loop(lose())
+        assert running.gateway.pins.num_pages() == 0
+
+
+def test_what_follows_an_app_is_kept_as_well() -> None:
+    """The app's pages have names without the key's salt."""
+    with a_server([POLITE], has_keys=True) as running:
+        asked: Json = {"model": "fake:polite", "messages": [{"role": "user", "content": kept()}]}
+        send(running, ALICE, max_tokens=1, **asked)
+        crowd_out(running, ALICE)
+        assert cached(running, ALICE, **asked) > len(POLITE.prompt) + len(LONG)
+        running.settle()

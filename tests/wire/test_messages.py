@@ -75,7 +75,7 @@ def without_ids(blocks: object) -> list[Json]:
 @pytest.mark.parametrize(
     ("pieces", "content", "reason"),
     [
-        (["Hel", "", "lo."], [{"type": "text", "text": "Hello."}], "end_turn"),
+        (["He", "", "llo."], [{"type": "text", "text": "Hello."}], "end_turn"),
         ([""], [], "end_turn"),
         (
             ["So. ", CALL[:20], CALL[20:]],

@@ -141,6 +141,9 @@ class AnswerParts:
         return told
 
 
+_MARK = "mark"  # in an event that is rendered to find out what stands around its text
+
+
 class MessageStream:
     """The server-sent events of a reply, as news of its answer comes."""
 
@@ -149,6 +152,7 @@ class MessageStream:
         self._parts = AnswerParts(reply.call)
         self._num_blocks = 0
         self._open: str | None = None  # the field of the block that further text belongs to
+        self._around: list[bytes] = []  # what stands around a piece of it
 
     def opening(self, answers: PromptAnswers) -> bytes:
         """Sent while the prompt is still computed; what of it is cached is told at the end."""
@@ -166,29 +170,33 @@ class MessageStream:
             [answer] = answers.answers
             ending = self.reply.ending(answer, self._parts.num_calls)
             usage = self.reply.usage(answers)
-            told.append({"type": "message_delta", "delta": ending, "usage": usage})
-            told.append({"type": "message_stop"})
-        return b"".join(map(event, told))
+            told.append(event({"type": "message_delta", "delta": ending, "usage": usage}))
+            told.append(event({"type": "message_stop"}))
+        return b"".join(told)
 
-    def _part(self, part: Part) -> Iterator[Json]:
+    def _part(self, part: Part) -> Iterator[bytes]:
         name = _field(part)
         if self._open != name or name == "input":
             yield from self._end_block()
-            empty: Json = {name: {} if name == "input" else ""}
-            block = self.reply.block(part) | empty
-            yield {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
-            self._open = name
-        if isinstance(part, ToolCall):
-            delta: Json = {"type": "input_json_delta", "partial_json": _input(part)}
-        elif text := self.reply.text(part):
-            delta = {"type": f"{name}_delta", name: text}
-        else:
-            return
-        yield {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+            yield self._begin_block(part, name)
+        text = _input(part) if isinstance(part, ToolCall) else self.reply.text(part)
+        if text:
+            yield self._around[0] + _encode(text) + self._around[1]
 
-    def _end_block(self) -> Iterator[Json]:
+    def _begin_block(self, part: Part, name: str) -> bytes:
+        index = self._num_blocks
+        self._open = name
+        kind, told = ("input_json", "partial_json") if name == "input" else (name, name)
+        delta = {"type": f"{kind}_delta", told: _MARK}
+        example = event({"type": "content_block_delta", "index": index, "delta": delta})
+        self._around = example.split(_encode(_MARK))
+        empty: Json = {name: {} if name == "input" else ""}
+        block = self.reply.block(part) | empty
+        return event({"type": "content_block_start", "index": index, "content_block": block})
+
+    def _end_block(self) -> Iterator[bytes]:
         if self._open is not None:
-            yield {"type": "content_block_stop", "index": self._num_blocks}
+            yield event({"type": "content_block_stop", "index": self._num_blocks})
             self._num_blocks += 1
             self._open = None
 
