@@ -1,6 +1,7 @@
 """Answers as Anthropic's Messages API writes them: whole, as events of a stream, and errors."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import msgspec
 
 from mainstem.core.request import FinishReason
 from mainstem.text.text_engine import TextOutput
-from mainstem.text.tools import HALF, Reasoning, ToolCall, ToolReader
+from mainstem.text.tools import Reasoning, ToolCall, ToolReader
 from mainstem.wire.calls import Call
 from mainstem.wire.replies import AnswerSoFar, Heading, PromptAnswers
 
@@ -16,6 +17,7 @@ Json = dict[str, object]
 Part = str | Reasoning | ToolCall
 
 _encode = msgspec.json.Encoder().encode
+_HALF = re.compile("[\ud800-\udfff]")  # of a character, which no reply can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,4 +246,4 @@ def _input(call: ToolCall) -> str:
         value = call.arguments
     if not isinstance(value, dict):
         value = {"arguments": value}
-    return HALF.sub("\ufffd", json.dumps(value, ensure_ascii=False))
+    return _HALF.sub("\ufffd", json.dumps(value, ensure_ascii=False))
