@@ -139,7 +139,8 @@ class AnswerParts:
                 if self._has_one_call and self.num_calls:
                     continue
                 self.num_calls += 1
-            told.append(part)
+            if part != "":
+                told.append(part)
         return told
 
 
