@@ -38,7 +38,7 @@ def fuzz(case: Case, running: Running) -> None:
         assert response.headers["x-request-id"]
 
 
-@schema.parametrize()
+@schema.exclude(path="/v1/messages/count_tokens").parametrize()  # read as /v1/messages is
 @hypothesis.settings(max_examples=4, deadline=None)
 def test_made_up_requests_get_a_clear_answer(case: Case, fuzzed: Running) -> None:
     fuzz(case, fuzzed)

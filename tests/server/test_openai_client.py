@@ -252,6 +252,36 @@ def test_errors_are_the_clients_own(client: OpenAI, process: Process) -> None:
         stranger.models.list()
 
 
+def test_anthropics_client_gets_the_same_answer(client: OpenAI, process: Process) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    chat = client.chat.completions.create(
+        model="smol",
+        messages=[
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": "Do you sell rakes?"},
+        ],
+        max_tokens=16,
+        temperature=0,
+    )
+    system = [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}]
+    with (
+        anthropic.Anthropic(base_url=process.url, api_key=ALICE, max_retries=0) as other,
+        other.messages.stream(
+            model="smol",
+            system=system,
+            messages=[{"role": "user", "content": "Do you sell rakes?"}],
+            max_tokens=16,
+            extra_body={"temperature": 0},
+        ) as stream,
+    ):
+        message = stream.get_final_message()
+    assert message.content[0].text == chat.choices[0].message.content
+    assert message.usage.cache_read_input_tokens > 32
+    assert chat.usage is not None
+    total = message.usage.input_tokens + message.usage.cache_read_input_tokens
+    assert total + message.usage.cache_creation_input_tokens == chat.usage.prompt_tokens
+
+
 def test_the_cache_is_reset_by_an_admin(client: OpenAI, process: Process) -> None:
     headers = {"authorization": f"Bearer {ADMIN}"}
     reset = httpx.post(f"{process.url}/admin/reset_prefix_cache", headers=headers)

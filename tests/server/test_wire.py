@@ -381,7 +381,7 @@ def test_the_tokenizer_describes_itself(server: Running) -> None:
         ("/tokenise", "did you mean /tokenize?"),
         ("/v1/assistants", "use POST /v1/chat/completions"),
         ("/v1/conversations/c1/items", "use previous_response_id"),
-        ("/v1/messages", "Messages API is not served"),
+        ("/v1/messages/batches", "use POST /v1/batches"),
         ("/v1/embeddings", "embeddings are not served"),
         ("/qqqqqq", "/openapi.json"),
     ],

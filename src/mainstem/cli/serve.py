@@ -155,6 +155,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="open requests of a key (no limit)",
     )
+    limits.add_argument(
+        "--max-pinned-share",
+        type=positive,
+        default=defaults.pinned_share,
+        metavar="X",
+        help="of the device's pages that a key may keep by cache_control (%(default)g)",
+    )
     kept = SessionLimits()
     limits.add_argument(
         "--max-sessions",
@@ -239,6 +246,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
         stored_bytes=int(args.max_stored_gib * GIB),
         stored_files=args.max_files,
         file_ttl_s=args.file_ttl_s,
+        pinned_share=args.max_pinned_share,
     )
     keys = None if args.api_key_file is None else KeyRing.load(args.api_key_file)
     admin_keys = None if args.admin_key_file is None else KeyRing.load(args.admin_key_file)

@@ -200,9 +200,9 @@ class Engine:
         return self._scheduler.snapshot()
 
     @held_interrupts()
-    def pin(self, token_ids: Int32s, salt: bytes) -> list[PageKey]:
+    def pin(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> list[PageKey]:
         """Keep what is cached of a prefix; see Scheduler.pin."""
-        return self._scheduler.pin(token_ids, salt)
+        return self._scheduler.pin(token_ids, salt, public_tokens)
 
     @held_interrupts()
     def unpin(self, keys: list[PageKey]) -> None:

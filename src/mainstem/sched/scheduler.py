@@ -341,11 +341,11 @@ class Scheduler:
         if self._loader.fetching is not None:
             self._loader.fetching = replace(self._loader.fetching, config=config)
 
-    def pin(self, token_ids: Int32s, salt: bytes) -> list[PageKey]:
+    def pin(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> list[PageKey]:
         """Keep what is cached of a prefix until nothing could run without its pages."""
         if self._config.share is Share.NONE:
             return []
-        return self._store.pin(self._store.chain(token_ids, salt))
+        return self._store.pin(self._store.chain(token_ids, salt, public_tokens))
 
     def unpin(self, keys: Iterable[PageKey]) -> None:
         """End what `pin` began; takes what it returned."""

@@ -95,6 +95,13 @@ def bearer_key(headers: list[tuple[bytes, bytes]]) -> bytes:
     return key.strip() if scheme.lower() == b"bearer" else b""
 
 
+def shown_key(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The key that came with a request: as Bearer, or as `x-api-key`, as Anthropic's clients send
+    it; empty when there is none, or several."""
+    values = [value for name, value in headers if name == b"x-api-key"]
+    return bearer_key(headers) or (values[0].strip() if len(values) == 1 else b"")
+
+
 class Access:
     """Which tenant may use which path.
 
@@ -117,7 +124,7 @@ class Access:
 
     def admit(self, path: str, headers: list[tuple[bytes, bytes]]) -> Tenant | None:
         """The tenant, or None when the path needs a key that was not shown."""
-        key = bearer_key(headers)
+        key = shown_key(headers)
         if path.startswith("/admin/"):
             return self._admin(key)
         if path in self.OPEN or path.startswith("/page/") or self._keys is None:
@@ -133,14 +140,14 @@ class Access:
 
     def refusal(self, path: str, headers: list[tuple[bytes, bytes]]) -> ApiError:
         """What somebody hears whom `admit` did not let in."""
-        is_admin, was_sent = path.startswith("/admin/"), bool(bearer_key(headers))
+        is_admin, was_sent = path.startswith("/admin/"), bool(shown_key(headers))
         if is_admin and self._admin_keys is None:
             message = "/admin/ is closed: the server was started without --admin-key-file"
         elif was_sent:
             message = f"this {'admin' if is_admin else 'API'} key is not known to the server"
         else:
             needed = "an admin" if is_admin else "an API"
-            message = f"{needed} key is needed: Authorization: Bearer KEY"
+            message = f"{needed} key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
         return ApiError(401, message, code="invalid_api_key", kind="authentication_error")
 
     def _admin(self, key: bytes) -> Tenant | None:

@@ -164,10 +164,13 @@ class EngineClient:
 
     # --- other commands -------------------------------------------------------------------------
 
-    async def pin(self, name: str, prefixes: Sequence[Int32s]) -> int:
-        """Keep the pages of prefixes, instead of those pinned under this name before."""
+    async def pin(
+        self, name: str, prefixes: Sequence[Int32s], salt: bytes = b"", public_tokens: int = 0
+    ) -> int:
+        """Keep the pages of prefixes, instead of those pinned under this name before; returns how
+        many. `salt` and `public_tokens` are those of the requests that computed them."""
         packed = tuple(np.asarray(prefix, np.int32).tobytes() for prefix in prefixes)
-        return await self._call(lambda call: Pin(call, name, packed))
+        return await self._call(lambda call: Pin(call, name, packed, salt, public_tokens))
 
     async def clear_cache(self) -> int:
         """Forget every cached page that no sequence holds; returns how many."""

@@ -136,7 +136,7 @@ class EngineHost:
         self._compiling: dict[int, tuple[Request, Future[CompiledForm]]] = {}  # by number
         self._open: dict[str, _Open] = {}
         self._ids: dict[int, RequestId] = {}  # by number
-        self._pinned: dict[str, list[PageKey]] = {}  # by app
+        self._pinned: dict[str, list[PageKey]] = {}  # by what they are pinned for
         self._report = Report()
         self._snapshot_s = 0.0
         self._was_idle = True
@@ -258,12 +258,14 @@ class EngineHost:
     def _do(self, command: Pin | ClearCache | Check) -> int:
         engine = self._engine
         match command:
-            case Pin(_, name, prefixes):
+            case Pin(_, name, prefixes, salt, public_tokens):
                 # the old ones first: pages of the same name may have come in their place
                 engine.unpin(self._pinned.pop(name, []))
                 arrays = [np.frombuffer(prefix, np.int32) for prefix in prefixes]
-                self._pinned[name] = [key for ids in arrays for key in engine.pin(ids, b"")]
-                return len(self._pinned[name])
+                keys = [key for ids in arrays for key in engine.pin(ids, salt, public_tokens)]
+                if keys:
+                    self._pinned[name] = keys
+                return len(keys)
             case ClearCache():
                 return engine.clear_cache()
             case Check():

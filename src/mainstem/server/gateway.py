@@ -31,6 +31,7 @@ from mainstem.server.ids import unique_ids
 from mainstem.server.limits import Gate, ServerLimits
 from mainstem.server.live import Live, Record, RequestState
 from mainstem.server.metrics import ServerMetrics
+from mainstem.server.pins import PrefixPins
 from mainstem.server.pruning import Pruner
 from mainstem.server.recording import Recorder
 from mainstem.server.replies import MakeWriter, ReplyWriter
@@ -100,6 +101,7 @@ class Gateway:
         self.gate = Gate(limits)
         self.responses = ResponseStore(limits)
         self.filler = AppFiller(engine, apps)
+        self.pins = PrefixPins(engine, limits.pinned_share)
         self.batches: BatchService | None = None  # where there is a folder for them
         self.is_ready = False  # the apps are filled
         self.is_draining = False
@@ -129,6 +131,7 @@ class Gateway:
     async def close(self) -> None:
         """End what runs; batches go on in a later process."""
         self.is_draining = True
+        self.pins.forget()
         if self.batches is not None:
             await self.batches.pruner.close()
             await self.batches.runner.close()
@@ -176,6 +179,7 @@ class Gateway:
 
     def _refill(self) -> None:
         """The engine lost its cache: compute the apps' prefixes again."""
+        self.pins.forget()
         before = self._refilling
 
         async def refill() -> None:
@@ -216,7 +220,7 @@ class Gateway:
             held.enter_context(self.gate.enter(tenant, call.num_answers))
             turn = self._turn(call, tenant)
             salt = tenant.page_salt(call.cache_salt)
-            prompt_ids = await self._encode(call, prompts, app, turn, salt)
+            prompt_ids = await self.encode(call, prompts, app, turn, salt)
             prompt_ids = self._kept(call, prompt_ids, app)
             self._check_lengths(call, prompt_ids)
             requests = self._requests(call, heading.reply_id, prompt_ids, tenant, app, turn)
@@ -252,7 +256,7 @@ class Gateway:
             return None
         return Turn(self.sessions, tenant, call.session_id, self.engine.tokenizer)
 
-    async def _encode(
+    async def encode(
         self,
         call: Call,
         prompts: Sequence[Prompt],
@@ -260,7 +264,7 @@ class Gateway:
         turn: Turn | None,
         salt: bytes,
     ) -> list[list[int]]:
-        """Ids of the prompts; what takes long is done on another thread."""
+        """Ids of the prompts; what takes long is done on another thread. Raises ApiError."""
         tokenizer, session = self.engine.tokenizer, None if turn is None else turn.session
         most = self._most_tokens(call)
 
@@ -380,7 +384,7 @@ class Gateway:
             raise ApiError(400, message, "add_special_tokens", "invalid_value")
         call = replace(call, overflow=Overflow.RECOMPUTE)  # as long as any prompt may be
         salt = tenant.page_salt(call.cache_salt)
-        all_ids = await self._encode(call, prompts[:1], app, None, salt)
+        all_ids = await self.encode(call, prompts[:1], app, None, salt)
         if wants_special is False and isinstance(prompt, str):
             text = app.prompt + prompt if app else prompt
             all_ids = [await asyncio.to_thread(tokenizer.encode_plain, text)]
@@ -390,6 +394,14 @@ class Gateway:
         if options.return_token_strs:
             found["token_strs"] = [token_text(token_id, tokenizer) for token_id in ids]
         return found
+
+    async def count(self, call: Call, prompts: Sequence[Prompt], tenant: Tenant) -> int:
+        """Tokens of the only prompt of a call; it may be as long as any prompt."""
+        _, app = self.apps.resolve(call, self.model.names)
+        call = replace(call, overflow=Overflow.RECOMPUTE)
+        ids = await self.encode(call, prompts, app, None, tenant.page_salt(call.cache_salt))
+        self._check_lengths(call, ids)
+        return len(ids[0])
 
     def detokenize(self, body: Json) -> Json:
         """Text of ids (`tokens`), special tokens included."""

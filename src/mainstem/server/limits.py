@@ -34,6 +34,7 @@ class ServerLimits:
     kept_responses: int = 10_000  # of all keys; beyond it the key with most loses its oldest
     response_bytes: int = 256 << 20  # of them, with their inputs; beyond it likewise
     open_answers: int = 2048  # running and waiting, of all clients; beyond it 429
+    pinned_share: float = 0.25  # of the device's pages that a key may keep by `cache_control`
     requests_per_minute: int | None = None  # per key
     open_requests: int | None = None  # per key
 
@@ -42,6 +43,8 @@ class ServerLimits:
             value = getattr(self, name)
             if isinstance(value, int | float) and value <= 0:
                 raise ConfigError(f"{name} must be above 0, got {value}")
+        if self.pinned_share > 1:
+            raise ConfigError(f"pinned_share must be at most 1, got {self.pinned_share}")
 
 
 @dataclass(slots=True)

@@ -78,11 +78,14 @@ class Stop(Struct, array_like=True, frozen=True, tag="stop"):
 
 class Pin(Struct, array_like=True, frozen=True, tag="pin"):
     """Keep the pages of these prefixes (int32), instead of those pinned under the name before; no
-    prefixes: none any more. Answered with the number of pages."""
+    prefixes: none any more. Pages have names as those of a request with this salt and so many
+    public tokens. Answered with the number of pages."""
 
     call: int
     name: str
     prefixes: tuple[bytes, ...]
+    salt: bytes = b""
+    public_tokens: int = 0
 
 
 class ClearCache(Struct, array_like=True, frozen=True, tag="clear"):

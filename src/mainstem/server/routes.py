@@ -23,9 +23,11 @@ from mainstem.server.answering import EngineFault
 from mainstem.server.batch_routes import BatchRoutes
 from mainstem.server.body import read_json
 from mainstem.server.engine_client import EngineState
+from mainstem.server.error_shapes import error_response, is_messages_path
 from mainstem.server.faults import ApiError, disk_is_needed, from_invalid, from_wire, unavailable
 from mainstem.server.gateway import Gateway
 from mainstem.server.ids import unique_ids
+from mainstem.server.messages_routes import MessagesRoutes
 from mainstem.server.metrics import CONTENT_TYPE
 from mainstem.server.response_routes import ResponseRoutes
 from mainstem.server.sites import Sites
@@ -227,6 +229,7 @@ class Routes:
     async def reset_cache(self, request: Request) -> Response:
         """Forget every cached page that no sequence holds, then compute the apps' again."""
         gateway = self._gateway
+        gateway.pins.forget()
         count = await self._on_engine(gateway.engine.clear_cache())
         await gateway.filler.fill_all()
         return JSONResponse({"forgotten_pages": count})
@@ -296,17 +299,20 @@ class AccessMiddleware:
                     *message.get("headers", ()),
                     (b"x-request-id", request_id.encode()),
                 ]
+                if is_messages_path(scope["path"]):  # where clients of that API look for it
+                    message["headers"].append((b"request-id", request_id.encode()))
             await send(message)
 
         tenant = self._gateway.access.admit(scope["path"], scope["headers"])
+        state = {"tenant": tenant, "facts": facts, "request_id": request_id}
+        scope.setdefault("state", {}).update(state)
         try:
             refusal = self._sites.refusal(scope["method"], scope["path"], scope["headers"])
             if refusal is None and tenant is None:
                 refusal = self._gateway.access.refusal(scope["path"], scope["headers"])
             if refusal is not None:
-                await refusal.response()(scope, receive, send_marked)
+                await error_response(refusal, scope)(scope, receive, send_marked)
                 return
-            scope.setdefault("state", {}).update(tenant=tenant, facts=facts)
             await self._inside(scope, receive, send_marked)
         finally:
             self._gateway.metrics.observe_response(status)
@@ -327,12 +333,12 @@ Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error_response(error, request.scope)
 
 
 async def _wire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, WireError)
-    return from_wire(error).response()
+    return error_response(from_wire(error), request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -342,7 +348,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return ApiError(500, "internal error", kind="server_error").response()
+    return error_response(ApiError(500, "internal error", kind="server_error"), request.scope)
 
 
 def make_app(
@@ -371,11 +377,13 @@ def make_app(
         HTTPException: _http_error,
         Exception: _bug,
     }
-    routes = [
-        *Routes(gateway).listed(),
-        *ResponseRoutes(gateway).listed(),
-        *BatchRoutes(gateway).listed(),
-    ]
+    parts = (
+        Routes(gateway),
+        ResponseRoutes(gateway),
+        MessagesRoutes(gateway),
+        BatchRoutes(gateway),
+    )
+    routes = [route for part in parts for route in part.listed()]
     starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     checks_hosts = hosts is not None or not gateway.access.has_keys
     door = AccessMiddleware(starlette, gateway, Sites(origins, hosts or (), checks_hosts))

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mainstem.core.spelling import nearest
+from mainstem.server.error_shapes import error_response
 from mainstem.server.faults import ApiError
 
 CHAT = "use POST /v1/chat/completions"
@@ -16,7 +17,7 @@ CHAT = "use POST /v1/chat/completions"
 NOT_SERVED = {
     "/v1/conversations": "OpenAI's Conversations API is not served; use previous_response_id of "
     "POST /v1/responses",
-    "/v1/messages": f"Anthropic's Messages API is not served; {CHAT}",
+    "/v1/messages/batches": "Anthropic's batches are not served; use POST /v1/batches",
     "/v1/assistants": f"OpenAI's Assistants API is not served; {CHAT}",
     "/v1/threads": f"OpenAI's Assistants API is not served; {CHAT}",
     "/v1/embeddings": "embeddings are not served: the model generates text only",
@@ -44,7 +45,7 @@ def explained(request: Request, error: HTTPException) -> Response:
         methods = ", ".join(_methods(path, routes))
         message, code = f"{path} takes {methods}, not {request.method}", "method_not_allowed"
         headers["allow"] = methods
-    response = ApiError(error.status_code, message, code=code).response()
+    response = error_response(ApiError(error.status_code, message, code=code), request.scope)
     response.headers.update(headers)
     return response
 

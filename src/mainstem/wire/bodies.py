@@ -17,7 +17,7 @@ from mainstem.wire.errors import WireError
 
 # `(?!\n)`: in Python `$` also matches before a line's end
 SESSION_ID = r"^[A-Za-z0-9_.:-]{1,128}(?!\n)$"
-TOOL_NAME = r"^[A-Za-z0-9_.-]{1,64}(?!\n)$"
+TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}(?!\n)$"
 MAX_TOOLS = 128
 MAX_METADATA = 16  # pairs, as in OpenAI's API ...
 MAX_METADATA_NAME = 64  # ... characters of each name ...

@@ -14,6 +14,8 @@ from mainstem.wire.bodies import (
     DetokenizeBody,
     TokenizeOptions,
 )
+from mainstem.wire.messages_bodies import HARMLESS as HARMLESS_IN_MESSAGES
+from mainstem.wire.messages_bodies import CountBody, MessagesBody
 from mainstem.wire.responses_bodies import HARMLESS as RESPONSE_HARMLESS
 from mainstem.wire.responses_bodies import ResponsesBody
 
@@ -23,6 +25,8 @@ BODIES = (
     ChatBody,
     CompletionBody,
     ResponsesBody,
+    MessagesBody,
+    CountBody,
     TokenizeOptions,
     DetokenizeBody,
     AppBody,
@@ -32,6 +36,13 @@ RANGES = SAMPLING_RANGES | {
     "max_completion_tokens": SAMPLING_RANGES["max_tokens"],
     "max_output_tokens": SAMPLING_RANGES["max_tokens"],
     "top_logprobs": SAMPLING_RANGES["logprobs"],
+}
+HARMLESS_IN: dict[type[Struct], frozenset[str]] = {
+    ChatBody: HARMLESS,
+    CompletionBody: HARMLESS,
+    ResponsesBody: RESPONSE_HARMLESS,
+    MessagesBody: HARMLESS_IN_MESSAGES,
+    CountBody: HARMLESS_IN_MESSAGES,
 }
 REFS = "#/components/schemas/{name}"
 
@@ -78,6 +89,12 @@ def document() -> Json:
             "get": _operation("A kept response", "response_id"),
             "delete": _operation("Forget a response", "response_id"),
         },
+        "/v1/messages": {
+            "post": _operation("Answer a conversation, as Anthropic does", body=_body(MessagesBody))
+        },
+        "/v1/messages/count_tokens": {
+            "post": _operation("Tokens of such a prompt", body=_body(CountBody))
+        },
         "/v1/files": {
             "get": _operation("The files of this key"),
             "post": _operation("Upload a file", body=_content("multipart/form-data", _UPLOAD)),
@@ -118,10 +135,13 @@ def document() -> Json:
         "openapi": "3.1.0",
         "info": {"title": "mainstem", "version": __version__},
         "components": {
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
             "schemas": _schemas(),
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"api_key": []}],
         "paths": paths,
     }
 
@@ -129,14 +149,9 @@ def document() -> Json:
 def _schemas() -> Json:
     """Every body, by name; fields of sampling get the ranges that the engine checks."""
     _, schemas = msgspec.json.schema_components(BODIES, ref_template=REFS)
-    harmless = {
-        ChatBody: HARMLESS,
-        CompletionBody: HARMLESS,
-        ResponsesBody: RESPONSE_HARMLESS,
-    }
-    for body, names in harmless.items():
+    for body, harmless in HARMLESS_IN.items():
         properties = schemas[body.__name__]["properties"]
-        properties |= {name: {"description": "accepted, without effect"} for name in names}
+        properties |= {name: {"description": "accepted, without effect"} for name in harmless}
         for name, described in properties.items():
             if name not in RANGES:
                 continue

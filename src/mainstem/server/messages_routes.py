@@ -1,0 +1,197 @@
+"""Anthropic's Messages API: the same chats by other names."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mainstem.core.request import Request as EngineRequest
+from mainstem.server.answering import Answering
+from mainstem.server.auth import Tenant
+from mainstem.server.body import read_json
+from mainstem.server.error_shapes import messages_error
+from mainstem.server.faults import ApiError
+from mainstem.server.gateway import Gateway
+from mainstem.server.ids import unique_ids
+from mainstem.server.pins import Prefix, num_common
+from mainstem.server.turns import Turn, owner_of
+from mainstem.text.encoding import Chat
+from mainstem.wire.calls import Call, Kind
+from mainstem.wire.errors import WireError
+from mainstem.wire.messages import PING, Kept, MessageReply, MessageStream, event
+from mainstem.wire.messages_bodies import (
+    TTL_S,
+    CountBody,
+    Mark,
+    MessagesAsked,
+    MessagesBody,
+    in_messages_terms,
+    read_messages,
+)
+from mainstem.wire.replies import PromptAnswers, Reply
+
+PING_S = 10.0  # a stream with nothing to tell says so this often
+
+
+class MessagesRoutes:
+    """The handlers, over one Gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._ids = unique_ids()
+
+    def listed(self) -> list[Route]:
+        return [
+            Route("/v1/messages", self.create, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        asked, call, chat = await self._read(request, MessagesBody)
+        keeper = PrefixKeeper(self._gateway, request.state.tenant, call, chat, asked.marks)
+
+        def writer(reply: Reply, prompt_tokens: Sequence[int], _: Turn | None) -> MessageWriter:
+            made = MessageReply(call, reply.heading, shows_thinking=asked.shows_thinking)
+            answers = PromptAnswers(prompt_tokens[0], call.sampling)
+            return MessageWriter(made, answers, keeper, request.state.request_id)
+
+        reply_id = f"msg_{next(self._ids)}"
+        return await self._gateway.reply(request, call, [chat], reply_id, writer)
+
+    async def count(self, request: Request) -> Response:
+        """How many tokens the prompt of such a message has."""
+        _, call, chat = await self._read(request, CountBody)
+        count = await self._gateway.count(call, [chat], request.state.tenant)
+        return JSONResponse({"input_tokens": count})
+
+    async def _read(
+        self, request: Request, kind: type[CountBody]
+    ) -> tuple[MessagesAsked, Call, Chat]:
+        gateway = self._gateway
+        gateway.gate.allow(request.state.tenant)
+        body = await read_json(request, gateway.limits)
+        asked = read_messages(body, kind, gateway.engine.tokenizer.chat_template or "")
+        try:
+            call, [chat] = gateway.parser.parse(asked.fields, Kind.CHAT)
+        except WireError as error:
+            raise in_messages_terms(error) from None
+        if asked.must_think and call.reasoning is None:
+            reason = "this model does not think apart from its answer, as far as is known"
+            message = f"thinking: 'enabled' is not supported: {reason}"
+            raise WireError("invalid_value", message, "thinking")
+        assert isinstance(chat, Chat)
+        return asked, call, chat
+
+
+class PrefixKeeper:
+    """Finds out which prefixes of a prompt are to be kept, and keeps them when it is computed."""
+
+    def __init__(
+        self, gateway: Gateway, tenant: Tenant, call: Call, chat: Chat, marks: Sequence[Mark]
+    ) -> None:
+        self._gateway = gateway
+        self._tenant = tenant
+        self._call = call
+        self._chat = chat
+        self._marks = marks
+        self._lengths: list[int] = []  # in tokens, of each mark
+
+    async def measure(self, request: EngineRequest) -> Kept:
+        """How much is to be kept, as far as this key may."""
+        most = self._gateway.pins.max_tokens
+        self._lengths = [await self._length(mark, request) for mark in self._marks]
+        told = [
+            (min(length, most), mark.ttl_s == TTL_S["1h"])
+            for length, mark in zip(self._lengths, self._marks, strict=True)
+        ]
+        hour = [length for length, is_hour in told if is_hour]
+        return Kept(max((length for length, _ in told), default=0), max(hour, default=0))
+
+    def keep(self, request: EngineRequest) -> None:
+        """The prompt has been computed."""
+        owner = owner_of(self._tenant)
+        for mark, length in zip(self._marks, self._lengths, strict=True):
+            ids = request.prompt_ids[:length]
+            prefix = Prefix(ids, request.salt, request.public_tokens)
+            self._gateway.pins.keep(owner, prefix, mark.ttl_s)
+
+    async def _length(self, mark: Mark, request: EngineRequest) -> int:
+        """How far the prompt is that of the conversation up to a mark."""
+        if mark.is_whole:
+            return len(request.prompt_ids)
+        gateway, call = self._gateway, self._call
+        try:
+            _, app = gateway.apps.resolve(call, gateway.model.names)
+            chat = _up_to(mark, self._chat)
+            [part] = await gateway.encode(call, [chat], app, None, request.salt)
+        except (ApiError, WireError):  # the template takes the whole chat but no part of it
+            return 0
+        return num_common(request.prompt_ids, np.array(part, np.int32))
+
+
+def _up_to(mark: Mark, chat: Chat) -> Chat:
+    tools = chat.tools
+    if tools is not None and mark.num_tools is not None:
+        tools = tools[: mark.num_tools]
+    return replace(
+        chat,
+        messages=mark.messages,
+        tools=tools,
+        add_generation_prompt=False,
+        continue_final_message=False,
+    )
+
+
+class MessageWriter:
+    """Gathers the answer to one request and writes it as it comes."""
+
+    def __init__(
+        self, reply: MessageReply, answers: PromptAnswers, keeper: PrefixKeeper, request_id: str
+    ) -> None:
+        self._reply = reply
+        self._answers = answers
+        self._keeper = keeper
+        self._request_id = request_id
+
+    async def whole(self, answering: Answering) -> bytes:
+        """The reply as JSON when the answer is finished; raises what ended it early."""
+        [ticket] = answering.tickets
+        reply = replace(self._reply, kept=await self._keeper.measure(ticket.request))
+        async for news in answering:
+            for _, output in news:
+                self._answers.add(output)
+        self._keeper.keep(ticket.request)
+        return msgspec.json.encode(reply.whole(self._answers))
+
+    async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, with a ping where there is nothing to tell for a while."""
+        [ticket] = answering.tickets
+        stream = MessageStream(self._reply)
+        yield stream.opening(self._answers)
+        stream.reply = replace(self._reply, kept=await self._keeper.measure(ticket.request))
+        listening = aiter(answering)
+        while True:
+            try:
+                async with asyncio.timeout(PING_S):
+                    news = await anext(listening)
+            except StopAsyncIteration:
+                break
+            except TimeoutError:
+                listening = aiter(answering)  # the other one has ended with its wait
+                yield PING
+                continue
+            events: list[bytes] = []
+            for _, output in news:
+                self._answers.add(output)
+                events.append(stream.events(output, self._answers))
+            if joined := b"".join(events):
+                yield joined
+        self._keeper.keep(ticket.request)
+
+    def last_words(self, error: ApiError) -> bytes:
+        return event(messages_error(error, self._request_id))

@@ -1,0 +1,167 @@
+"""Prefixes that clients want kept (`cache_control`): their pages are pinned for a while.
+
+Each key may keep a share of the device's pages, all keys together no more than half of them, or
+one key's share if that is more. What was used last stays. When the engine loses its cache the pins
+are gone, too: prefixes are computed and pinned again by whoever uses them next.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+
+import numpy as np
+
+from mainstem.core.step import Int32s
+from mainstem.server.answering import EngineFault
+from mainstem.server.engine_client import EngineClient
+
+TOTAL_SHARE = 0.5  # of the device's pages, of all keys together
+MAX_PINS = 64  # of a key
+
+log = logging.getLogger("mainstem.server")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The beginning of a prompt, and how its pages are named."""
+
+    token_ids: Int32s
+    salt: bytes
+    public_tokens: int = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def order(self) -> tuple[bytes, int, bytes]:
+        """Prefixes that begin alike stand side by side."""
+        return self.salt, self.public_tokens, self.token_ids.astype(">i4").tobytes()
+
+    def num_common(self, other: "Prefix") -> int:
+        """How many leading tokens have the same pages."""
+        if (self.salt, self.public_tokens) != (other.salt, other.public_tokens):
+            return 0
+        return num_common(self.token_ids, other.token_ids)
+
+
+@dataclass(slots=True)
+class _Pin:
+    """A prefix that is kept until `ends_s` of the event loop's clock."""
+
+    name: str  # for the engine
+    owner: str
+    prefix: Prefix
+    ends_s: float
+    timer: asyncio.TimerHandle = field(repr=False)
+
+
+class PrefixPins:
+    """What is pinned for whom. Lives on the event loop."""
+
+    def __init__(self, engine: EngineClient, share: float) -> None:
+        """`share`: of the device's pages, for each key."""
+        self._engine = engine
+        self._share = share
+        self._pins: list[_Pin] = []  # the one that was used last stands last
+        self._numbers = count()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one key."""
+        return self._max_pages(self._share) * self._engine.snapshot.page_size
+
+    def num_pages(self, owner: str | None = None) -> int:
+        """Pages that are kept for a key, or for all of them; common ones are counted once."""
+        owners = {pin.owner for pin in self._pins} if owner is None else {owner}
+        page_size = self._engine.snapshot.page_size
+        return sum(
+            _num_pages([pin.prefix for pin in self._pins if pin.owner == each], page_size)
+            for each in owners
+        )
+
+    def keep(self, owner: str, prefix: Prefix, ttl_s: float) -> None:
+        """Keep a prefix that has been computed, from now on for `ttl_s`; one that it goes on from
+        and that would end sooner becomes a part of it. What is longer than a key may keep is cut.
+        """
+        prefix = Prefix(prefix.token_ids[: self.max_tokens], prefix.salt, prefix.public_tokens)
+        if not len(prefix):
+            return
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + ttl_s
+        pin = next((pin for pin in self._pins if _is_part(pin, owner, prefix, ends_s)), None)
+        if pin is None:
+            name = f"cache/{next(self._numbers)}"
+            pin = _Pin(name, owner, prefix, ends_s, loop.call_later(ttl_s, self._end, name))
+        else:
+            self._pins.remove(pin)
+            pin.timer.cancel()
+            pin.prefix, pin.ends_s = prefix, max(ends_s, pin.ends_s)
+            pin.timer = loop.call_at(pin.ends_s, self._end, pin.name)
+        self._pins.append(pin)
+        self._begin(
+            self._engine.pin(pin.name, [prefix.token_ids], prefix.salt, prefix.public_tokens)
+        )
+        self._make_room(owner)
+
+    def forget(self) -> None:
+        """The engine has lost its cache, or is closed."""
+        for pin in self._pins:
+            pin.timer.cancel()
+        self._pins.clear()
+
+    def _make_room(self, owner: str) -> None:
+        """Let go of what was used least lately; never of the last one, which fits."""
+        own = [pin for pin in self._pins if pin.owner == owner]
+        most = self._max_pages(self._share)
+        while len(own) > 1 and (len(own) > MAX_PINS or self.num_pages(owner) > most):
+            self._end(own.pop(0).name)
+        most = self._max_pages(max(TOTAL_SHARE, self._share))
+        while len(self._pins) > 1 and self.num_pages() > most:
+            self._end(self._pins[0].name)
+
+    def _end(self, name: str) -> None:
+        """Unpin; the pages go when room is needed."""
+        [pin] = [pin for pin in self._pins if pin.name == name]
+        pin.timer.cancel()
+        self._pins.remove(pin)
+        self._begin(self._engine.pin(name, ()))
+
+    def _begin(self, work: Coroutine[None, None, int]) -> None:
+        """Commands go out in the order they are begun in."""
+        task = asyncio.ensure_future(_told(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _max_pages(self, share: float) -> int:
+        return int(share * self._engine.snapshot.num_pages)
+
+
+def num_common(one: Int32s, other: Int32s) -> int:
+    """With how many equal tokens two prompts begin."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+async def _told(work: Coroutine[None, None, int]) -> None:
+    try:
+        await work
+    except EngineFault as fault:  # its pages are gone, and whoever asks next pins again
+        log.debug("nothing pinned", extra={"facts": {"reason": str(fault)}})
+
+
+def _is_part(pin: _Pin, owner: str, prefix: Prefix, ends_s: float) -> bool:
+    """Whether a pin is of the same prefix, or of the beginning of `prefix` and ends sooner."""
+    if pin.owner != owner or pin.prefix.num_common(prefix) < len(pin.prefix):
+        return False
+    return len(pin.prefix) == len(prefix) or pin.ends_s <= ends_s
+
+
+def _num_pages(prefixes: Iterable[Prefix], page_size: int) -> int:
+    """Of the tree that prefixes make; an unfinished page counts as one."""
+    sorted_: Sequence[Prefix] = sorted(prefixes, key=lambda prefix: prefix.order)
+    total = sum(-(-len(prefix) // page_size) for prefix in sorted_)
+    return total - sum(one.num_common(other) // page_size for one, other in pairwise(sorted_))

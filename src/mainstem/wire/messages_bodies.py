@@ -1,0 +1,425 @@
+"""The bodies of Anthropic's Messages API, and the chat that each one means.
+
+    body (JSON object) -- Structs: names and types --> MessagesBody
+                       -- here: Anthropic's meanings --> fields of a ChatBody, [Mark, ...]
+
+Fields that would change the answer and are not supported are refused by name, as in bodies.py.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from mainstem.text.encoding import Message
+from mainstem.wire.bodies import Anything, Json, read_fields
+from mainstem.wire.errors import WireError
+
+MAX_MARKS = 4  # `cache_control` in one body, as in Anthropic's API
+TTL_S = {"5m": 300, "1h": 3600}
+# a line that Claude Code puts before its system prompt: another one each time, and for nobody here
+BILLING = "x-anthropic-billing-header:"
+_ANYBODY: Message = {"role": "user", "content": "?"}  # says something after a system prompt
+
+
+# --- content -------------------------------------------------------------------------------------
+
+
+class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
+    """Keep what was computed up to the end of this block."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    scope: Anything = None  # accepted: pages are kept for the key that asks, whatever it says
+
+    @property
+    def ttl_s(self) -> int:
+        return TTL_S[self.ttl or "5m"]
+
+
+class _Block(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
+    """Something said."""
+
+    text: str
+    citations: Anything = None  # of an earlier answer; without effect
+
+
+class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
+    """What an earlier answer thought; the template decides whether the model reads it again."""
+
+    thinking: str
+    signature: Anything = None
+
+
+class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
+    """A call that an earlier answer made."""
+
+    id: str
+    name: str
+    input: dict[str, Anything]
+    caller: Anything = None
+
+
+class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
+    """What came of a call."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
+class InputMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn; an assistant's as the last one is continued."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+# --- bodies --------------------------------------------------------------------------------------
+
+
+class InputTool(Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool that the client runs."""
+
+    name: str
+    input_schema: dict[str, Anything]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    cache_control: CacheControl | None = None
+    strict: bool | None = None  # a call that is required always fits its schema
+    eager_input_streaming: bool | None = None  # calls are told whole
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class InputToolChoice(Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether tools are used; with `any` and `tool` one is called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None  # of the tool
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether the model thinks aloud first, where it was taught to."""
+
+    type: Literal["disabled", "enabled", "adaptive"]
+    budget_tokens: int | None = None  # accepted: no model here counts its thoughts
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Struct, frozen=True, forbid_unknown_fields=True):
+    """The JSON schema that the answer must fit."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Anything]
+
+
+class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the answer is like."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = (
+        None  # a hint, where templates take one
+    )
+    format: OutputFormat | None = None
+
+
+class CountBody(Struct, frozen=True, kw_only=True):
+    """`POST /v1/messages/count_tokens`."""
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1)]
+    model: Annotated[str, Meta(description="the model's name, or NAME:APP")] | None = None
+    system: str | list[TextBlock] | None = None
+    tools: list[InputTool] | None = None
+    tool_choice: InputToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None  # on the last block
+
+
+class MessagesBody(CountBody, frozen=True, kw_only=True):
+    """`POST /v1/messages`."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+HARMLESS = frozenset(
+    [
+        "diagnostics",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "user_profile_id",
+        "workspace_id",
+    ]
+)
+
+
+def _keeps_all(value: object) -> bool:
+    """Whether a `context_management` takes nothing away."""
+    edits = value.get("edits", []) if isinstance(value, dict) and len(value) <= 1 else None
+    kept = {"type": "clear_thinking_20251015", "keep": "all"}
+    return isinstance(edits, list) and all(edit == kept for edit in edits)
+
+
+# taken only at values that say what happens anyway
+_NEUTRAL: Mapping[str, Callable[[object], bool]] = {
+    "context_management": _keeps_all,
+    "mcp_servers": lambda value: value == [],
+    "speed": lambda value: value == "standard",
+}
+
+
+# --- what a body means ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A prefix that is to be kept, as a conversation that ends where it does."""
+
+    ttl_s: int
+    messages: list[Message] = field(default_factory=list)
+    num_tools: int | None = None  # the first ones alone; None: all of them
+    is_whole: bool = False  # nothing follows: the whole prompt
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesAsked:
+    """What a body asks: a chat's fields, and which prefixes are to be kept."""
+
+    fields: dict[str, object]
+    marks: list[Mark]
+    must_think: bool = False
+    shows_thinking: bool = True
+
+
+def read_messages(body: Json, kind: type[CountBody], template: str) -> MessagesAsked:
+    """Raises WireError that names the field. `template`: of the model's chats."""
+    left = {
+        name: value
+        for name, value in body.items()
+        if name not in HARMLESS and not (name in _NEUTRAL and _NEUTRAL[name](value))
+    }
+    try:
+        read = read_fields(left, kind)
+    except WireError as error:
+        raise _by_block(error) from None
+    marks = _marks(read)
+    if len(marks) > MAX_MARKS:
+        message = f"cache_control: at most {MAX_MARKS} blocks may have one, got {len(marks)}"
+        raise WireError("invalid_value", message, "cache_control")
+    fields = _chat_fields(read, template)
+    if (thinking := read.thinking) is None:
+        return MessagesAsked(fields, marks)
+    is_on, is_shown = thinking.type == "enabled", thinking.display != "omitted"
+    return MessagesAsked(fields, marks, is_on, is_shown)
+
+
+_KIND = re.compile(r"^(?P<place>.+)\.type: invalid value '(?P<kind>[^']*)'$", re.DOTALL)
+
+
+def _by_block(error: WireError) -> WireError:
+    """Blocks and tools of a kind that is not read are refused by its name."""
+    found = _KIND.match(error.message)
+    if found is None:
+        if error.message.startswith("tools[") and ".type: " in error.message:
+            reason = "only tools that the client runs, with a name and an input_schema"
+            return WireError(error.code, f"{error.message}: {reason}", error.param)
+        return error
+    message = f"{found['place']}: {found['kind']} blocks are not supported: the model reads text"
+    return WireError(error.code, message, error.param)
+
+
+# chat fields have other names here
+_NAMES = {
+    "chat_template_kwargs": "thinking",
+    "continue_final_message": "messages",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
+
+
+def in_messages_terms(error: WireError) -> WireError:
+    """What is wrong with a chat's fields, told by the names of this API."""
+    name = _NAMES.get(error.param or "")
+    if name is None:
+        return error
+    message = error.message.removeprefix(f"{error.param}: ")
+    return WireError(error.code, f"{name}: {message}", name)
+
+
+# --- as a chat -----------------------------------------------------------------------------------
+
+
+def _chat_fields(body: CountBody, template: str) -> dict[str, object]:
+    """The fields of a ChatBody that asks the same."""
+    choice = body.tool_choice
+    continues = body.messages[-1].role == "assistant"
+    fields: dict[str, object] = {
+        "model": body.model,
+        "messages": _messages(body),
+        "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
+        "tool_choice": None if choice is None else _tool_choice(choice),
+        "continue_final_message": True if continues else None,
+        "chat_template_kwargs": _template_args(body, template) or None,
+    }
+    if choice is not None and choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = {"schema": body.output_config.format.schema}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(body, MessagesBody):
+        fields["stop"] = body.stop_sequences
+        for name in ("max_tokens", "stream", "temperature", "top_p", "top_k"):
+            fields[name] = getattr(body, name)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _template_args(body: CountBody, template: str) -> dict[str, object]:
+    """What the template can be told of thinking."""
+    args: dict[str, object] = {}
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        args["enable_thinking"] = body.thinking.type == "enabled"
+    if body.output_config is not None and (effort := body.output_config.effort) is not None:
+        args["reasoning_effort"] = effort if effort in ("low", "medium") else "high"
+    return {name: value for name, value in args.items() if name in template}
+
+
+def _tool(tool: InputTool) -> Message:
+    function: Message = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function | {"parameters": tool.input_schema}}
+
+
+def _tool_choice(choice: InputToolChoice) -> object:
+    if choice.type != "tool":
+        return "required" if choice.type == "any" else choice.type
+    if choice.name is None:
+        raise WireError("invalid_value", "tool_choice: name: is required", "tool_choice")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _messages(body: CountBody) -> list[Message]:
+    system = [] if body.system is None else _system(body.system)
+    return [*system, *_turns(body.messages)]
+
+
+def _system(system: str | Sequence[TextBlock]) -> list[Message]:
+    if not isinstance(system, str):
+        system = _joined([block for block in system if not block.text.startswith(BILLING)])
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _turns(messages: Sequence[InputMessage]) -> list[Message]:
+    turns: list[Message] = []
+    for index, message in enumerate(messages):
+        if isinstance(message.content, str):
+            turns.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            turns.append(_assistant(message.content, index))
+        else:
+            turns += _said(message.role, message.content, index)
+    return turns
+
+
+def _assistant(blocks: Sequence[Block], index: int) -> Message:
+    """An earlier answer: what it thought, said and called."""
+    _check_kinds(blocks, ToolResultBlock, "assistant", index)
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": block.input},
+        }
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    said = _joined([block for block in blocks if isinstance(block, TextBlock)])
+    message: Message = {"role": "assistant", "content": said}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message |= {"content": said or None, "tool_calls": calls}
+    return message
+
+
+def _said(role: str, blocks: Sequence[Block], index: int) -> Iterator[Message]:
+    """Results of tools and text in the order they came, each result as a message of its own."""
+    _check_kinds(blocks, ToolUseBlock | ThinkingBlock, role, index)
+    texts: list[TextBlock] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block)
+        elif isinstance(block, ToolResultBlock):
+            if texts:
+                yield {"role": role, "content": _joined(texts)}
+                texts = []
+            yield _result(block)
+    if texts or not blocks:
+        yield {"role": role, "content": _joined(texts)}
+
+
+def _result(block: ToolResultBlock) -> Message:
+    content = block.content or ""
+    said = content if isinstance(content, str) else _joined(content)
+    if block.is_error:
+        said = f"Error: {said}"  # chat templates have no other way to tell
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": said}
+
+
+def _check_kinds(blocks: Sequence[Block], wrong: type | object, role: str, index: int) -> None:
+    for place, block in enumerate(blocks):
+        if isinstance(block, wrong):  # type: ignore[arg-type]  # a class, or several
+            kind = type(block).__struct_config__.tag
+            message = f"messages[{index}].content[{place}]: {kind} is not for the role {role}"
+            raise WireError("invalid_value", message, "messages")
+
+
+def _joined(blocks: Sequence[TextBlock]) -> str:
+    return "\n".join(block.text for block in blocks)
+
+
+# --- what is to be kept --------------------------------------------------------------------------
+
+
+def _marks(body: CountBody) -> list[Mark]:
+    """One for each `cache_control`, in the order tools, system, messages."""
+    marks: list[Mark] = []
+    system = [] if body.system is None else _system(body.system)
+    for index, tool in enumerate(body.tools or ()):
+        if (control := tool.cache_control) is not None:
+            marks.append(Mark(control.ttl_s, [*system, _ANYBODY], index + 1))
+    texts = body.system if isinstance(body.system, list) else []
+    for index, text in enumerate(texts):
+        if (control := text.cache_control) is not None:
+            marks.append(Mark(control.ttl_s, [*_system(texts[: index + 1]), _ANYBODY]))
+    for index, message in enumerate(body.messages):
+        blocks = [] if isinstance(message.content, str) else message.content
+        for place, block in enumerate(blocks):
+            if (control := block.cache_control) is None:
+                continue
+            if index == len(body.messages) - 1 and place == len(blocks) - 1:
+                marks.append(Mark(control.ttl_s, is_whole=True))
+            else:
+                upto = InputMessage(message.role, blocks[: place + 1])
+                turns = _turns([*body.messages[:index], upto])
+                marks.append(Mark(control.ttl_s, [*system, *turns]))
+    if body.cache_control is not None:
+        marks.append(Mark(body.cache_control.ttl_s, is_whole=True))
+    return marks

@@ -1,0 +1,138 @@
+"""Which prefixes are kept, for how long, and how many pages they are."""
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+
+from mainstem.core.step import Int32s
+from mainstem.server.answering import EngineFault
+from mainstem.server.pins import MAX_PINS, Prefix, PrefixPins
+
+
+class FakeEngine:
+    """Notes what is pinned: 100 pages of 4 tokens."""
+
+    def __init__(self) -> None:
+        self.snapshot = SimpleNamespace(num_pages=100, page_size=4)
+        self.pinned: dict[str, int] = {}  # tokens, by name
+        self.is_lost = False
+
+    async def pin(
+        self, name: str, prefixes: Sequence[Int32s], salt: bytes = b"", public_tokens: int = 0
+    ) -> int:
+        if self.is_lost:
+            raise EngineFault("gone")
+        self.pinned.pop(name, None)
+        if prefixes:
+            self.pinned[name] = len(prefixes[0])
+        return 0
+
+
+def prefix(*runs: tuple[int, int], salt: bytes = b"") -> Prefix:
+    """Runs of (token, how often)."""
+    return Prefix(np.repeat(*np.array(runs, np.int32).T).astype(np.int32), salt)
+
+
+def run(work: object) -> tuple[FakeEngine, PrefixPins]:
+    """Whatever `work` does with the pins of an engine, and what has become of them."""
+    engine = FakeEngine()
+    pins = PrefixPins(engine, 0.25)  # type: ignore[arg-type]
+
+    async def do() -> None:
+        await work(engine, pins)  # type: ignore[operator]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(do())
+    return engine, pins
+
+
+def test_a_prefix_that_goes_on_takes_the_place_of_its_beginning() -> None:
+    async def work(engine: FakeEngine, pins: PrefixPins) -> None:
+        pins.keep("a", prefix((1, 20)), 300)
+        pins.keep("a", prefix((1, 20), (2, 10)), 300)
+        pins.keep("a", prefix((1, 20), (3, 10)), 300)
+
+    engine, pins = run(work)
+    assert sorted(engine.pinned.values()) == [30, 30]
+    assert pins.num_pages("a") == 8 + 8 - 5, "common pages count once"
+
+
+def test_a_beginning_that_lasts_longer_stays() -> None:
+    async def work(engine: FakeEngine, pins: PrefixPins) -> None:
+        pins.keep("a", prefix((1, 20)), 3600)
+        pins.keep("a", prefix((1, 20), (2, 10)), 0.01)
+        await asyncio.sleep(0.05)
+
+    engine, pins = run(work)
+    assert list(engine.pinned.values()) == [20]
+    assert pins.num_pages() == 5
+
+
+def test_use_makes_a_pin_last() -> None:
+    async def work(engine: FakeEngine, pins: PrefixPins) -> None:
+        pins.keep("a", prefix((1, 20)), 0.2)
+        pins.keep("a", prefix((2, 20)), 0.2)
+        await asyncio.sleep(0.12)
+        pins.keep("a", prefix((1, 20)), 0.2)
+        await asyncio.sleep(0.12)
+        assert pins.num_pages() == 5
+
+    engine, _ = run(work)
+    assert len(engine.pinned) == 1
+
+
+def test_a_shorter_time_does_not_end_a_longer_one() -> None:
+    async def work(engine: FakeEngine, pins: PrefixPins) -> None:
+        pins.keep("a", prefix((1, 20)), 3600)
+        pins.keep("a", prefix((1, 20)), 0.01)
+        await asyncio.sleep(0.05)
+
+    engine, _ = run(work)
+    assert list(engine.pinned.values()) == [20]
+
+
+def test_what_was_used_least_lately_goes_first() -> None:
+    async def work(engine: FakeEngine, pins: PrefixPins) -> None:
+        for token in (1, 2, 1, 3):
+            pins.keep("a", prefix((token, 40)), 300)  # ten pages each, of 25
+
+    engine, pins = run(work)
+    assert pins.num_pages("a") == 20
+    assert set(engine.pinned) == {"cache/0", "cache/2"}
+
+
+def test_all_keys_together_keep_half_of_the_pages() -> None:
+    async def work(engine: FakeEngine, pins: PrefixPins) -> None:
+        for owner in ("a", "b", "c"):
+            pins.keep(owner, prefix((1, 1000), salt=owner.encode()), 300)
+            assert pins.num_pages(owner) == 25, "cut to its share"
+
+    engine, pins = run(work)
+    assert set(engine.pinned) == {"cache/1", "cache/2"}
+    assert (pins.num_pages("a"), pins.num_pages()) == (0, 50)
+
+
+def test_pins_of_a_key_are_few() -> None:
+    async def work(engine: FakeEngine, pins: PrefixPins) -> None:
+        engine.snapshot.num_pages = 1 << 20
+        for token in range(MAX_PINS + 5):
+            pins.keep("a", prefix((token, 1)), 300)
+
+    engine, _ = run(work)
+    assert len(engine.pinned) == MAX_PINS
+
+
+def test_an_engine_that_is_gone_is_no_matter() -> None:
+    async def work(engine: FakeEngine, pins: PrefixPins) -> None:
+        engine.is_lost = True
+        pins.keep("a", prefix((1, 20)), 300)
+        await asyncio.sleep(0)
+        pins.forget()
+        engine.is_lost = False
+        pins.keep("a", prefix((1, 20)), 300)
+
+    engine, pins = run(work)
+    assert (pins.num_pages(), len(engine.pinned)) == (5, 1)
