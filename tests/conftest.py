@@ -1,6 +1,8 @@
 """Fixtures that several test packages use, and how tests are dealt to workers."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,14 @@ def smollm2_folder() -> Path:
     Workers that begin together do not both convert it: there is a lock.
     """
     return resolve_model("smollm2")
+
+
+@pytest.fixture(autouse=True)
+def _own_logs() -> Iterator[None]:
+    """What a program says of its logs holds for its own test."""
+    loggers = [logging.getLogger(name) for name in ("mainstem", "uvicorn")]
+    before = [(each.handlers, each.propagate, each.level) for each in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)

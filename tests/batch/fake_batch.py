@@ -18,6 +18,7 @@ from mainstem.core.config import EngineConfig
 from mainstem.core.events import EventBus, StepFinished
 from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Step
+from mainstem.server.engine_host import PROBE
 from mainstem.text.text_engine import TextEngine
 from mainstem.text.tokenizer import Tokenizer
 from tests.builders import VOCAB, an_engine
@@ -90,7 +91,8 @@ class FakeEngines:
         submit = engine.submit
 
         def seen(request: Request) -> None:
-            self.samplings[request.request_id] = request.sampling
+            if request.request_id != PROBE:
+                self.samplings[request.request_id] = request.sampling
             submit(request)
 
         engine.submit = seen  # type: ignore[method-assign]  # only looks

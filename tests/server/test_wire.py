@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from mainstem.server.engine_host import PROBE
 from mainstem.server.served_model import ServedModel
 from mainstem.wire.bodies import HARMLESS
 from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer, expected_text
@@ -66,8 +65,7 @@ def test_what_a_request_leaves_open_is_as_the_models_makers_advise() -> None:
     with a_server(sampling={"temperature": 0.25, "top_k": 7}) as server:
         server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2})
         server.post("/v1/completions", {"prompt": ["x", "y"], "max_tokens": 2, "top_k": 3})
-        samplings = server.engines.samplings
-        asked = [(s.temperature, s.top_k) for id_, s in samplings.items() if id_ != PROBE]
+        asked = [(s.temperature, s.top_k) for s in server.engines.samplings.values()]
         assert asked == [(0.25, 7), (0.25, 3), (0.25, 3)]
 
 
