@@ -18,7 +18,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.core.errors import InvalidRequest
-from mainstem.text.control_tokens import MARK, SLICE_CHARS, AnyOf, ControlTokens, without_marks
+from mainstem.text.any_of import SLICE_CHARS, AnyOf
+from mainstem.text.control_tokens import MARK, ControlTokens, without_marks
 from mainstem.text.encoding import Chat, PromptTooLong, begin_prompt
 from mainstem.text.part_cache import PartCache
 from mainstem.text.parts import PartEncoder
@@ -460,6 +461,28 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_encoded(tokenizer: Toke
         assert caught.value.field == field
         assert 8191 < caught.value.least_tokens < 200_000
     assert begin_prompt(tokenizer, text, None, max_tokens=1 << 20)
+
+
+def test_a_chat_that_is_too_long_is_refused_before_it_is_rendered(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[object] = []
+    render = Tokenizer.chat_text
+
+    def noting(own: Tokenizer, *args: object, **named: object) -> str:
+        rendered.append(args)
+        return render(own, *args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tokenizer, "chat_text", noting)
+    long: list[dict[str, object]]
+    long = [{"role": role, "content": "<|im_" * 100_000} for role in ("system", "user")]
+    with pytest.raises(PromptTooLong):
+        begin_prompt(tokenizer, Chat(long), None, max_tokens=8191)
+    assert rendered == []
+    answer = [long[1] | {"role": "assistant"}, long[1] | {"content": "x" + " " * 1_000_000}]
+    with pytest.raises(PromptTooLong):
+        begin_prompt(tokenizer, Chat(answer), None, max_tokens=5000)
+    assert len(rendered) == 1, "templates may leave thoughts and white space out"
 
 
 @pytest.mark.serial

@@ -14,7 +14,8 @@ from functools import cached_property
 
 import tokenizers
 
-from mainstem.text.control_tokens import MARK, AnyOf, without_marks
+from mainstem.text.any_of import AnyOf
+from mainstem.text.control_tokens import MARK, without_marks
 from mainstem.text.part_cache import PartCache
 
 # what Rust's \s matches

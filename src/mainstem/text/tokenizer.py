@@ -28,6 +28,7 @@ from mainstem.text.token_bound import TokenBound
 GENERATION_FILE = "generation_config.json"
 # in it; the others are set by who asks, or are Hugging Face's own
 ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+MANY_IDS = 1 << 10  # decoding them takes longer than a change of threads
 SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -241,7 +242,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; ids that the vocabulary lacks give nothing."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < MANY_IDS:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # `decode` would hold the interpreter lock all the time: 0.3 s for a million
+        return self._backend.decode_batch([list(ids)], skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, special tokens by name; for logprobs."""
@@ -264,7 +268,7 @@ class Tokenizer:
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+        return self.decode(ids, skip_special_tokens=False)
 
 
 def _object(value: object) -> Json:
