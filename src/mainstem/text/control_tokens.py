@@ -11,6 +11,10 @@ them, and that is encoded as text (text/parts.py).
 
 A control token must not come about between what a user said and the template's own text, either
 ("|im_end|" between "<" and ">"): what could be a piece of one has a mark at its edge.
+
+Some tokenizers cannot read a control token as text (text/parts.py says which). There, a request
+that spells one out is refused, also where only normalizing makes it one ("<|IM_END|>" in lower
+case). What else it says has marks at both edges, and no control token may reach over one.
 """
 
 import re
@@ -46,11 +50,17 @@ def control_texts(backend: tokenizers.Tokenizer, others: Iterable[str]) -> froze
 class ControlTokens:
     """Puts marks into what a request says."""
 
-    def __init__(self, texts: frozenset[str]) -> None:
+    def __init__(
+        self, texts: frozenset[str], normalize: Callable[[str], str] = lambda text: text
+    ) -> None:
+        """`normalize`: what a tokenizer does to a text before it looks for them; see `refuse`."""
         self.texts = texts
+        self._normalize = normalize
         self._any = AnyOf(texts)
+        forms = texts | set(map(normalize, texts))
+        self._any_form = AnyOf(forms) if forms != texts else self._any
         signs = sorted(
-            {sign for text in texts for sign in text if not _WORD.fullmatch(sign)} | {MARK}
+            {sign for text in forms for sign in text if not _WORD.fullmatch(sign)} | {MARK}
         )
         has_words = any(_WORD.fullmatch(text) for text in texts)
         self._suspect = re.compile("" if has_words else f"[{re.escape(''.join(signs))}]")
@@ -79,19 +89,24 @@ class ControlTokens:
             begin = MARK if self._begins_as_tail(bare) else ""
             end = MARK if self._ends_as_head(bare) else ""
             bare = f"{begin}{self._any.marked(bare, MARK)}{end}"
-        start = len(text) - len(text.lstrip())
-        return f"{text[:start]}{bare}{text[len(text.rstrip()) :]}"
+        return _within_space(text, bare)
 
     def refuse(self, text: str) -> str:
-        """`text` without marks if it has no control token, else InvalidRequest("messages")."""
-        found = self._any.first(text)
+        """`fence` for a text without control tokens; others raise InvalidRequest("messages")."""
+        text = without_marks(text)
+        found = self._any_form.first(text) or self._any_form.first(self._normalize(text))
         if found is not None:
-            reason = (
-                f"contain the special token {found!r}, which this model's tokenizer cannot read "
-                "as text; --allow-special-tokens lets it act"
-            )
-            raise InvalidRequest("messages", reason)
-        return without_marks(text)
+            raise cannot_be_text(found)
+        return self.fence(text)
+
+    def fence(self, text: str) -> str:
+        """`text` with marks at both edges, white space around it apart; words stay as they are."""
+        text = without_marks(text)
+        bare = text.strip()
+        has_signs = any(map(self._suspect.search, (bare, self._normalize(bare))))
+        if _WORD.fullmatch(bare) or not has_signs:
+            return text
+        return _within_space(text, f"{MARK}{bare}{MARK}")
 
     def _is_within(self, bare: str) -> bool:
         """Whether a text is a piece of a control token."""
@@ -115,6 +130,21 @@ class ControlTokens:
             for place, character in enumerate(begin)
             if character in self._lasts
         )
+
+
+def cannot_be_text(token: str) -> InvalidRequest:
+    """The refusal of a control token that a request spells out."""
+    reason = (
+        f"contain the special token {token!r}, which this model's tokenizer cannot read as text; "
+        "--allow-special-tokens lets it act"
+    )
+    return InvalidRequest("messages", reason)
+
+
+def _within_space(text: str, bare: str) -> str:
+    """`bare` within the white space around `text`."""
+    start = len(text) - len(text.lstrip())
+    return f"{text[:start]}{bare}{text[len(text.rstrip()) :]}"
 
 
 def map_texts(value: object, change: Callable[[str], str]) -> object:

@@ -216,7 +216,7 @@ def _up_to_mark(text: str) -> str:
     place = text.rfind(_MARK)
     if place < 0:
         raise InvalidRequest(_FIELD, "the chat template leaves the final message out")
-    is_whole = text.startswith(" ", place + len(_MARK))
+    is_whole = without_marks(text[place + len(_MARK) :]).startswith(" ")
     return text[:place] if is_whole else text[:place].rstrip()
 
 

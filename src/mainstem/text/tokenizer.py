@@ -67,12 +67,12 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._alphabet = TokenAlphabet(backend)
         ends = [backend.id_to_token(token_id) or "" for token_id in eos_ids]
-        self._control = ControlTokens(
-            control_texts(backend, [*self.special_tokens.values(), *ends])
-        )
-        self._control_ids = frozenset(map(backend.token_to_id, self._control.texts))
+        control = control_texts(backend, [*self.special_tokens.values(), *ends])
+        self._parts = PartEncoder(backend, control)
+        is_plain = self._parts.can_split or backend.normalizer is None
+        self._control = ControlTokens(control) if is_plain else ControlTokens(control, self._normal)
+        self._control_ids = frozenset(map(backend.token_to_id, control))
         self._allows_special = allow_special_tokens
-        self._parts = PartEncoder(backend, self._control.texts)
 
     @classmethod
     def load(
@@ -218,7 +218,16 @@ class Tokenizer:
 
     def mark(self, text: str) -> str:
         """A text that a message may have, as it is within `chat_text`."""
-        return text if self._allows_special else self._control.mark(text)
+        if self._allows_special:
+            return text
+        return self._control.mark(text) if self._parts.can_split else self._control.fence(text)
+
+    def _normal(self, text: str) -> str:
+        """A text as special tokens are looked for in it."""
+        check_unicode("messages", text)
+        assert self._backend.normalizer is not None
+        normalized: str = self._backend.normalizer.normalize_str(text)
+        return normalized
 
     def is_control(self, token_id: int) -> bool:
         """Whether a token acts, other than as text."""
