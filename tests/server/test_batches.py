@@ -15,6 +15,7 @@ import pytest
 from openai import OpenAI
 
 from mainstem.core.errors import ConfigError
+from mainstem.server.auth import KeyRing
 from mainstem.server.limits import ServerLimits
 from mainstem.text.encoding import App
 from tests.batch.fake_batch import FakeEngines, expected_text
@@ -143,6 +144,21 @@ def test_rows_that_fail_at_once_do_not_stop_a_batch(shared: Running) -> None:
         batch = run(client, [*rows, a_row("good", "x")])
         assert batch.request_counts is not None
         assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 100)
+
+
+def test_texts_of_a_batch_are_known_to_its_key_only(shared: Running) -> None:
+    """How long a prompt takes must not say whether somebody else has sent it."""
+    messages = [{"role": "user", "content": "A text that only Alice's batch has had until now."}]
+    body = {"messages": messages, "max_tokens": 1}
+    url = "/v1/chat/completions"
+    rows: list[Json] = [{"custom_id": "a", "method": "POST", "url": url, "body": body}]
+    with a_client(shared) as client:
+        assert run(client, rows, endpoint=url).status == "completed"
+    tokenizer = shared.gateway.engine.tokenizer
+    text = tokenizer.chat_text(messages)
+    salts = [each.salt for each in KeyRing({"alice": ALICE, "bob": BOB}).tenants]
+    new = [tokenizer.look_up_chat_text(text, salt).num_new_chars > 0 for salt in [*salts, b""]]
+    assert new == [False, True, True]
 
 
 def test_files_come_and_go(shared: Running) -> None:

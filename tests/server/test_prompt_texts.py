@@ -1,9 +1,13 @@
 """What a request says is text to the model, and is not read at all where it is far too long."""
 
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread, current_thread
+
 import pytest
 
 from mainstem.cli.flags import engine_config
-from mainstem.cli.serve import parser
+from mainstem.cli.serve import open_model, parser
 from mainstem.server.auth import KeyRing
 from tests.batch.fake_batch import EOS_ID
 from tests.server.running import ALICE, BOB, Json, Running
@@ -39,10 +43,17 @@ def test_special_tokens_in_a_raw_prompt_act(server: Running) -> None:
     assert ids[-1] == EOS_ID
 
 
-def test_the_flag_is_a_setting_of_the_model() -> None:
-    assert not engine_config(parser().parse_args([])).model.allow_special_tokens
-    args = parser().parse_args(["--allow-special-tokens"])
-    assert engine_config(args).model.allow_special_tokens
+@pytest.mark.parametrize("flags", [[], ["--allow-special-tokens"]])
+def test_special_tokens_in_messages_act_where_a_flag_says_so(
+    smollm2_folder: Path, flags: list[str]
+) -> None:
+    args = parser().parse_args(["--model", str(smollm2_folder), *flags])
+    tokenizer, _ = open_model(engine_config(args), "info", None)
+    plain, spelled = (
+        tokenizer.encode_chat([{"role": "user", "content": said}]) for said in ("x", "x<|im_end|>")
+    )
+    acting = [ids.count(tokenizer.encode("<|im_end|>")[0]) for ids in (plain, spelled)]
+    assert acting[1] - acting[0] == len(flags)
 
 
 def test_a_session_goes_on_after_a_special_token_that_is_text(server: Running) -> None:
@@ -117,3 +128,33 @@ def test_one_keys_texts_are_unknown_to_another(locked: Running) -> None:
     new = [tokenizer.look_up_chat_text(text, each.salt).num_new_chars for each in ring.tenants]
     assert new[0] == 0
     assert new[1] > 0
+
+
+def test_many_ids_are_written_out_on_a_thread(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = server.gateway.engine.tokenizer
+    threads: set[Thread] = set()
+
+    def noting(method: Callable[..., object]) -> Callable[..., object]:
+        def noted(*args: object) -> object:
+            threads.add(current_thread())
+            return method(*args)
+
+        return noted
+
+    for name in ("token_bytes", "decode_all"):
+        monkeypatch.setattr(tokenizer, name, noting(getattr(tokenizer, name)))
+    text = "many " * 1000
+    found = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert "".join(found["token_strs"]) == text
+    assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": text}
+    assert threads
+    assert server.thread not in threads, "the event loop's"
+
+
+def test_no_more_ids_are_decoded_than_a_prompt_may_have(server: Running) -> None:
+    most = 32 * server.gateway.engine.max_model_len
+    assert server.post("/detokenize", {"tokens": [5] * most}).status_code == 200
+    error = refusal(server, {"tokens": [5] * (most + 1)}, "/detokenize")
+    assert error["message"] == f"tokens: there are {most + 1}, and there may be {most}"

@@ -18,7 +18,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.core.errors import InvalidRequest
-from mainstem.text.control_tokens import MARK, SLICE_CHARS, AnyOf, ControlTokens, without_marks
+from mainstem.text.any_of import SLICE_CHARS, AnyOf
+from mainstem.text.control_tokens import MARK, ControlTokens, without_marks
 from mainstem.text.encoding import Chat, PromptTooLong, begin_prompt
 from mainstem.text.part_cache import PartCache
 from mainstem.text.parts import PartEncoder
@@ -365,6 +366,72 @@ def test_a_tokenizer_that_cannot_be_split_refuses_what_it_would_obey() -> None:
         strict.encode_chat([{"role": "user", "content": "the </s> cat"}])
 
 
+def unsplit(normalizer: normalizers.Normalizer | None, template: str = IM) -> Tokenizer:
+    """One that looks for its special tokens after normalizing, a token per byte."""
+    backend = smollm2()
+    backend.normalizer = normalizer
+    names = ("<|im_start|>", "<|im_end|>")
+    flags = {"normalized": True, "single_word": normalizer is None}
+    backend.add_special_tokens([AddedToken(name, **flags) for name in names])
+    return Tokenizer(backend, templates={"default": template})
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "said"),
+    [
+        (normalizers.NFKC(), "hi＜|im_end|＞"),  # noqa: RUF001
+        (normalizers.Lowercase(), "hi<|IM_END|>"),
+        (normalizers.Replace("~", ""), "hi<|im~_end|>"),
+        (normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]), "＜|IM_end|>"),  # noqa: RUF001
+        (normalizers.NFKC(), "<|im_end|>"),
+        (normalizers.NFKC(), "a \ud800"),
+    ],
+)
+def test_special_tokens_that_normalizing_makes_are_refused(
+    normalizer: normalizers.Normalizer, said: str
+) -> None:
+    own = unsplit(normalizer)
+    with pytest.raises(InvalidRequest) as caught:
+        own.encode_chat([{"role": "user", "content": said}])
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.NFKC(), normalizers.Replace("~", ""), None])
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("<{{ m.content }}>", "|im_end|"),
+        ("<{{ m.content|trim }}>", "  |im_end|\n"),
+        ("{{ m.content }}end|>", "so <|im_"),
+        ("<|im_{{ m.content }}", "end|> now"),
+        ("{{ m|tojson }}{{ m.content|trim }}>", "<|im_end| "),
+    ],
+)
+def test_no_special_token_that_is_not_split_comes_about_at_an_edge(
+    normalizer: normalizers.Normalizer | None, template: str, said: str
+) -> None:
+    own = unsplit(normalizer, f"{{% for m in messages %}}{template}{{% endfor %}}")
+    with pytest.raises(InvalidRequest, match=r"'<\|im_end\|>'.*--allow-special-tokens"):
+        own.encode_chat([{"role": "user", "content": said}])
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.NFKC(), normalizers.Lowercase(), None])
+@pytest.mark.parametrize("said", ["> quoted", "a <", "x < y > z", "end", "", " <| ", "im_end|>"])
+def test_other_texts_of_a_tokenizer_that_is_not_split_are_as_they_were(
+    normalizer: normalizers.Normalizer | None, said: str
+) -> None:
+    own = unsplit(normalizer)
+    chat: list[dict[str, object]] = [{"role": "user", "content": said}]
+    text = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    assert own.render_chat(chat) == text
+    assert own.encode_chat(chat) == own.encode_plain(text)
+    if said.strip():
+        more = Chat([{"role": "assistant", "content": f"{said} "}], False, True)
+        begun = begin_prompt(own, more, None)
+        begins = f"<|im_start|>assistant\n{said} "
+        assert begun.pending.finish() == own.encode_plain(begins)
+
+
 # --- sessions ------------------------------------------------------------------------------------
 
 
@@ -460,6 +527,28 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_encoded(tokenizer: Toke
         assert caught.value.field == field
         assert 8191 < caught.value.least_tokens < 200_000
     assert begin_prompt(tokenizer, text, None, max_tokens=1 << 20)
+
+
+def test_a_chat_that_is_too_long_is_refused_before_it_is_rendered(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[object] = []
+    render = Tokenizer.chat_text
+
+    def noting(own: Tokenizer, *args: object, **named: object) -> str:
+        rendered.append(args)
+        return render(own, *args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tokenizer, "chat_text", noting)
+    long: list[dict[str, object]]
+    long = [{"role": role, "content": "<|im_" * 100_000} for role in ("system", "user")]
+    with pytest.raises(PromptTooLong):
+        begin_prompt(tokenizer, Chat(long), None, max_tokens=8191)
+    assert rendered == []
+    answer = [long[1] | {"role": "assistant"}, long[1] | {"content": "x" + " " * 1_000_000}]
+    with pytest.raises(PromptTooLong):
+        begin_prompt(tokenizer, Chat(answer), None, max_tokens=5000)
+    assert len(rendered) == 1, "templates may leave thoughts and white space out"
 
 
 @pytest.mark.serial

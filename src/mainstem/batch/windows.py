@@ -93,6 +93,7 @@ class RowReader:
 
     The tokenizer is loaded by the first row that needs it. `find_app` says which app a row is for;
     it raises WireError for one that is not there. `marker` is for outputs that can be resumed.
+    `find_salt`: whoever has a row's salt may find its texts known (text/part_cache.py).
     """
 
     parser: CallParser
@@ -100,6 +101,7 @@ class RowReader:
     find_app: Callable[[Call], App | None] = lambda call: None
     max_model_len: int = sys.maxsize
     marker: Marker | None = None
+    find_salt: Callable[[Call], bytes] = lambda call: b""
 
 
 class WindowReader:
@@ -224,7 +226,8 @@ class WindowReader:
                     found[place] = prompt
                 else:
                     tokenizer, most = self._rows.load_tokenizer(), self._rows.max_model_len
-                    begun = begin_prompt(tokenizer, prompt, app, max_tokens=most - 1)
+                    salt = self._rows.find_salt(row.call)
+                    begun = begin_prompt(tokenizer, prompt, app, salt=salt, max_tokens=most - 1)
                     found[place] = array("i", begun.pending.finish())
             except WireError as error:
                 found[place] = error

@@ -225,7 +225,8 @@ def open_model(config: EngineConfig, log_level: str, kv_events: KvEventsConfig |
     """The tokenizer of a model, and what starts a process with its engine."""
     with StageBar() as bar:
         folder = resolve_model(config.model.model, bar)
-    tokenizer = Tokenizer.load(folder, config.model.chat_template)
+    model = config.model
+    tokenizer = Tokenizer.load(folder, model.chat_template, model.allow_special_tokens)
     return tokenizer, partial(EngineProcess.start, Begin(config, str(folder), log_level, kv_events))
 
 

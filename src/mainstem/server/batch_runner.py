@@ -249,12 +249,18 @@ class BatchRunner:
         self._num_open += change
         self._num_since += max(0, change)
 
-    def reader(self, batch: Batch, source: InputFile, out: AnswerFile) -> Iterator[PlannedWindow]:
+    def reader(self, tenant: Tenant, source: InputFile, out: AnswerFile) -> Iterator[PlannedWindow]:
         """The rows that are left, planned; runs on a thread."""
         engine = self._engine
         formats = self._model.formats_of(engine.tokenizer)
         parser = CallParser(self._model.sampling, find_formats=lambda: formats)
-        rows = RowReader(parser, lambda: engine.tokenizer, self._find_app, engine.max_model_len)
+        rows = RowReader(
+            parser,
+            lambda: engine.tokenizer,
+            self._find_app,
+            engine.max_model_len,
+            find_salt=lambda call: tenant.page_salt(call.cache_salt),
+        )
         windows = WindowReader(source, rows, out.done, WINDOW_BYTES)
         return map(WindowPlanner(PlanConfig(), has_dedupe=False).plan, windows)
 
@@ -332,7 +338,7 @@ class _BatchRun:
 
     async def answer_all(self, source: InputFile, room_bytes: int) -> BatchStatus:
         """Every row that is left; how it ended: completed, or out of time, or out of room."""
-        windows = self._runner.reader(self._batch, source, self._out)
+        windows = self._runner.reader(self._tenant, source, self._out)
         async with asyncio.TaskGroup() as group:
             while (planned := await asyncio.to_thread(next, windows, None)) is not None:
                 window = planned.window

@@ -3,11 +3,12 @@
 import asyncio
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, time
+from typing import TypeVar
 
 import numpy as np
 from starlette.requests import Request
@@ -60,8 +61,11 @@ from mainstem.wire.replies import Echo, Heading, Reply
 # longer than this, the event loop would wait for 1 ms: what is encoded, and what is only looked at
 INLINE_CHARS = 1 << 10
 INLINE_KNOWN_CHARS = 1 << 16
+INLINE_IDS = 1 << 10  # and what is written out
 MAX_WINDOWS = 32  # a conversation may outgrow the context so many times
 CLIENT_LEFT = 499  # nobody hears it; for logs and metrics
+
+Written = TypeVar("Written")
 
 log = logging.getLogger("mainstem.server")
 
@@ -300,8 +304,14 @@ class Gateway:
         window = self.engine.max_model_len
         most = window - 1
         if call.overflow is not Overflow.ERROR or call.kept_prompt_tokens is not None:
-            most = max(most, min(MAX_WINDOWS * window, MAX_SESSION_TOKENS))
+            most = self._most_read
         return most
+
+    @property
+    def _most_read(self) -> int:
+        """The tokens that any prompt may have."""
+        window = self.engine.max_model_len
+        return max(window - 1, min(MAX_WINDOWS * window, MAX_SESSION_TOKENS))
 
     def _check_lengths(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, prompts))
@@ -392,7 +402,9 @@ class Gateway:
         [ids] = self._kept(call, all_ids, app)
         found = {"tokens": ids, "count": len(ids), "max_model_len": self.engine.max_model_len}
         if options.return_token_strs:
-            found["token_strs"] = [token_text(token_id, tokenizer) for token_id in ids]
+            found["token_strs"] = await _on_thread_if_many(
+                ids, lambda: [token_text(token_id, tokenizer) for token_id in ids]
+            )
         return found
 
     async def count(self, call: Call, prompts: Sequence[Prompt], tenant: Tenant) -> int:
@@ -403,14 +415,25 @@ class Gateway:
         self._check_lengths(call, ids)
         return len(ids[0])
 
-    def detokenize(self, body: Json) -> Json:
+    async def detokenize(self, body: Json) -> Json:
         """Text of ids (`tokens`), special tokens included."""
         tokens = read_fields(body, DetokenizeBody).tokens
-        vocab_size = self.engine.tokenizer.vocab_size
-        if not all(0 <= token < vocab_size for token in tokens):
-            message = f"tokens: must be token ids from 0 to {vocab_size - 1}"
+        if len(tokens) > self._most_read:
+            message = f"tokens: there are {len(tokens)}, and there may be {self._most_read}"
             raise ApiError(400, message, "tokens", "invalid_value")
-        return {"prompt": self.engine.tokenizer.decode_all(tokens)}
+        return {"prompt": await _on_thread_if_many(tokens, lambda: self._text(tokens))}
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        tokenizer = self.engine.tokenizer
+        if not all(0 <= token_id < tokenizer.vocab_size for token_id in token_ids):
+            message = f"tokens: must be token ids from 0 to {tokenizer.vocab_size - 1}"
+            raise ApiError(400, message, "tokens", "invalid_value")
+        return tokenizer.decode_all(token_ids)
+
+
+async def _on_thread_if_many(ids: Sequence[int], write: Callable[[], Written]) -> Written:
+    """What is written of ids; other requests do not wait for it."""
+    return write() if len(ids) <= INLINE_IDS else await asyncio.to_thread(write)
 
 
 class _Exchange:

@@ -133,12 +133,14 @@ class Routes:
         gateway = self._gateway
         gateway.gate.allow(request.state.tenant)
         body = await read_json(request, gateway.limits)
-        return JSONResponse(await gateway.tokenize(body, request.state.tenant))
+        found = await gateway.tokenize(body, request.state.tenant)
+        return await asyncio.to_thread(JSONResponse, found)  # there may be 262,144 ids
 
     async def detokenize(self, request: Request) -> Response:
         gateway = self._gateway
         gateway.gate.allow(request.state.tenant)
-        return JSONResponse(gateway.detokenize(await read_json(request, gateway.limits)))
+        body = await read_json(request, gateway.limits)
+        return JSONResponse(await gateway.detokenize(body))
 
     # --- sessions -------------------------------------------------------------------------------
 

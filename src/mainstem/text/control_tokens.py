@@ -11,19 +11,24 @@ them, and that is encoded as text (text/parts.py).
 
 A control token must not come about between what a user said and the template's own text, either
 ("|im_end|" between "<" and ">"): what could be a piece of one has a mark at its edge.
+
+Some tokenizers cannot read a control token as text (text/parts.py says which). There, a request
+that spells one out is refused, also where only normalizing makes it one ("<|IM_END|>" in lower
+case). What else it says has marks at both edges, and no control token may reach over one.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
 
 import tokenizers
 
 from mainstem.core.errors import InvalidRequest
+from mainstem.text.any_of import AnyOf
 
 MARK = "\ufdd0"  # never a character of a text, Unicode says; in what a request says it is dropped
 ESCAPED_MARK = "\\ufdd0"  # in Python's lists and in JSON that is ASCII
 SHORT_CHARS = 1 << 8
-SLICE_CHARS = 1 << 17  # looked through in one go
 _BARRED = re.compile(r"<[|｜].*[|｜]>")  # noqa: RUF001  # DeepSeek's bars
 _WORD = re.compile(r"\w*")
 
@@ -45,21 +50,26 @@ def control_texts(backend: tokenizers.Tokenizer, others: Iterable[str]) -> froze
 class ControlTokens:
     """Puts marks into what a request says."""
 
-    def __init__(self, texts: frozenset[str]) -> None:
+    def __init__(
+        self, texts: frozenset[str], normalize: Callable[[str], str] = lambda text: text
+    ) -> None:
+        """`normalize`: what a tokenizer does to a text before it looks for them; see `refuse`."""
         self.texts = texts
+        self._normalize = normalize
         self._any = AnyOf(texts)
-        self._begins = re.compile(f"(?={self._any.pattern.pattern})(.)", re.S)
+        forms = texts | set(map(normalize, texts))
+        self._any_form = AnyOf(forms) if forms != texts else self._any
         signs = sorted(
-            {sign for text in texts for sign in text if not _WORD.fullmatch(sign)} | {MARK}
+            {sign for text in forms for sign in text if not _WORD.fullmatch(sign)} | {MARK}
         )
         has_words = any(_WORD.fullmatch(text) for text in texts)
         self._suspect = re.compile("" if has_words else f"[{re.escape(''.join(signs))}]")
         self._longest = max(map(len, texts), default=0)
-        self._joined = "\n".join(sorted(texts))
         self._firsts = frozenset(text[0] for text in texts)
         self._lasts = frozenset(text[-1] for text in texts)
         self._heads = frozenset(text[:size] for text in texts for size in range(1, len(text)))
         self._tails = frozenset(text[size:] for text in texts for size in range(1, len(text)))
+        self._ends = sorted(self._tails | texts)
 
     def mark(self, text: str) -> str:
         """`text` with a mark wherever a control token is, or could come about at its edges.
@@ -71,45 +81,45 @@ class ControlTokens:
             return text  # most names and words of tools
         text = without_marks(text)
         bare = text.strip()
-        if len(bare) <= self._longest and bare in self._joined:
+        if self._is_within(bare):
             if _WORD.fullmatch(bare):
                 return text
-            bare = MARK + self._begins.sub(rf"\1{MARK}", bare) + MARK
+            bare = MARK + self._any.marked(bare, MARK) + MARK
         else:
-            marks_start, marks_end = self._begins_as_tail(bare), self._ends_as_head(bare)
-            if self._first(bare) is not None:
-                bare = self._begins.sub(rf"\1{MARK}", bare)
-            elif not marks_start and not marks_end:
-                return text
-            bare = f"{MARK if marks_start else ''}{bare}{MARK if marks_end else ''}"
-        start = len(text) - len(text.lstrip())
-        return f"{text[:start]}{bare}{text[len(text.rstrip()) :]}"
+            begin = MARK if self._begins_as_tail(bare) else ""
+            end = MARK if self._ends_as_head(bare) else ""
+            bare = f"{begin}{self._any.marked(bare, MARK)}{end}"
+        return _within_space(text, bare)
 
     def refuse(self, text: str) -> str:
-        """`text` without marks if it has no control token, else InvalidRequest("messages")."""
-        found = self._first(text)
+        """`fence` for a text without control tokens; others raise InvalidRequest("messages")."""
+        text = without_marks(text)
+        found = self._any_form.first(text) or self._any_form.first(self._normalize(text))
         if found is not None:
-            reason = (
-                f"contain the special token {found!r}, which this model's tokenizer cannot read "
-                "as text; --allow-special-tokens lets it act"
-            )
-            raise InvalidRequest("messages", reason)
-        return without_marks(text)
+            raise cannot_be_text(found)
+        return self.fence(text)
 
-    def _first(self, text: str) -> str | None:
-        """The first control token that is whole in `text`."""
-        found = next(self._any.matches(text, 0, len(text)), None)
-        return None if found is None else found[0]
+    def fence(self, text: str) -> str:
+        """`text` with marks at both edges, white space around it apart; words stay as they are."""
+        text = without_marks(text)
+        bare = text.strip()
+        has_signs = any(map(self._suspect.search, (bare, self._normalize(bare))))
+        if _WORD.fullmatch(bare) or not has_signs:
+            return text
+        return _within_space(text, f"{MARK}{bare}{MARK}")
+
+    def _is_within(self, bare: str) -> bool:
+        """Whether a text is a piece of a control token."""
+        place = bisect_left(self._ends, bare)
+        return place < len(self._ends) and self._ends[place].startswith(bare)
 
     def _ends_as_head(self, bare: str) -> bool:
         """Whether a text ends as a control token begins."""
         end = bare[-self._longest :]
         return any(
             end[place:] in self._heads and not _WORD.fullmatch(end[place:])
-            for first in self._firsts
-            if first in end
             for place, character in enumerate(end)
-            if character == first
+            if character in self._firsts
         )
 
     def _begins_as_tail(self, bare: str) -> bool:
@@ -117,11 +127,24 @@ class ControlTokens:
         begin = bare[: self._longest]
         return any(
             begin[: place + 1] in self._tails and not _WORD.fullmatch(begin[: place + 1])
-            for last in self._lasts
-            if last in begin
             for place, character in enumerate(begin)
-            if character == last
+            if character in self._lasts
         )
+
+
+def cannot_be_text(token: str) -> InvalidRequest:
+    """The refusal of a control token that a request spells out."""
+    reason = (
+        f"contain the special token {token!r}, which this model's tokenizer cannot read as text; "
+        "--allow-special-tokens lets it act"
+    )
+    return InvalidRequest("messages", reason)
+
+
+def _within_space(text: str, bare: str) -> str:
+    """`bare` within the white space around `text`."""
+    start = len(text) - len(text.lstrip())
+    return f"{text[:start]}{bare}{text[len(text.rstrip()) :]}"
 
 
 def map_texts(value: object, change: Callable[[str], str]) -> object:
@@ -145,25 +168,3 @@ def has_text(value: object, wanted: str) -> bool:
     if isinstance(value, list | tuple):
         return any(has_text(item, wanted) for item in value)
     return isinstance(value, str) and wanted in value
-
-
-class AnyOf:
-    """Finds the leftmost of some texts, the longest where several begin there."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        longest_first = sorted(filter(None, texts), key=len, reverse=True)
-        self._longest = len(longest_first[0]) if longest_first else 0
-        # without texts: what matches nowhere
-        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)", re.S)
-
-    def matches(self, text: str, start: int, end: int) -> Iterator[re.Match[str]]:
-        """All of them within text[start:end]; slice by slice, so that other threads run between."""
-        while start < end and self._longest:
-            stop = min(end, start + SLICE_CHARS + self._longest)
-            found = self.pattern.search(text, start, stop)
-            if found is not None and stop < end:  # the slice may have cut a longer one
-                is_whole = found.start() <= start + SLICE_CHARS
-                found = self.pattern.match(text, found.start(), end) if is_whole else None
-            if found is not None:
-                yield found
-            start = found.end() if found is not None else start + SLICE_CHARS

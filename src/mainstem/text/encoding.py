@@ -123,11 +123,10 @@ def begin_prompt(
         after = Pending(len(app.prompt), lambda: [*tokenizer.encode(app.prompt), *prompt])
         return BegunPrompt(None, False, after)
     is_chat = isinstance(prompt, Chat)
+    if isinstance(prompt, Chat):
+        _check_length(tokenizer, _certain_text(prompt), is_chat, max_tokens)
     text = _text(tokenizer, prompt, app)
-    if len(text) > max_tokens:
-        least = tokenizer.least_tokens(without_marks(text) if is_chat else text)
-        if least > max_tokens:
-            raise PromptTooLong("messages" if is_chat else "prompt", least, max_tokens)
+    _check_length(tokenizer, text, is_chat, max_tokens)
     before = said_before(session, text, tokenizer)
     if before is not None:
         assert session is not None
@@ -136,6 +135,24 @@ def begin_prompt(
     if is_chat:
         return BegunPrompt(text, True, tokenizer.look_up_chat_text(text, salt))
     return BegunPrompt(text, False, Pending(len(text), lambda: tokenizer.encode(text)))
+
+
+def _certain_text(chat: Chat) -> str:
+    """What any template writes out, joined; not the answers, since some leave thoughts out."""
+    contents = [
+        message.get("content")
+        for message in chat.messages
+        if isinstance(message, Mapping) and message.get("role") in ("system", "user")
+    ]
+    return "".join(content.strip() for content in contents if isinstance(content, str))
+
+
+def _check_length(tokenizer: Tokenizer, text: str, is_chat: bool, max_tokens: int) -> None:
+    """Raise PromptTooLong for a text that is certainly too long."""
+    if len(text) > max_tokens:
+        least = tokenizer.least_tokens(without_marks(text) if is_chat else text)
+        if least > max_tokens:
+            raise PromptTooLong("messages" if is_chat else "prompt", least, max_tokens)
 
 
 def _look_up(tokenizer: Tokenizer, text: str, is_chat: bool, salt: bytes) -> Pending:
@@ -199,7 +216,7 @@ def _up_to_mark(text: str) -> str:
     place = text.rfind(_MARK)
     if place < 0:
         raise InvalidRequest(_FIELD, "the chat template leaves the final message out")
-    is_whole = text.startswith(" ", place + len(_MARK))
+    is_whole = without_marks(text[place + len(_MARK) :]).startswith(" ")
     return text[:place] if is_whole else text[:place].rstrip()
 
 

@@ -8,13 +8,16 @@ last request that had it. Where that does not hold, `PartEncoder` says so and te
 import json
 import re
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import tokenizers
 
-from mainstem.text.control_tokens import MARK, AnyOf, without_marks
+from mainstem.text.any_of import AnyOf
+from mainstem.text.control_tokens import MARK, cannot_be_text, without_marks
 from mainstem.text.part_cache import PartCache
 
 # what Rust's \s matches
@@ -54,7 +57,7 @@ class PartEncoder:
     def look_up(self, text: str, salt: bytes) -> Pending:
         """The ids of a text; those of parts that were encoded with this salt are known."""
         if not self.can_split:
-            return Pending(len(text), lambda: encode_whole(self._backend, without_marks(text)))
+            return Pending(len(text), lambda: self._encode_fenced(text))
         known: list[array[int] | None] = []
         missing: list[tuple[int, bool, str]] = []  # place in `known`, begins the text, part
         for part, token_id, is_first in self._split(text):
@@ -132,6 +135,22 @@ class PartEncoder:
             for place, encoding in zip(places, encodings, strict=True):
                 found[place] = array("i", encoding.ids)
         return found
+
+    def _encode_fenced(self, text: str) -> list[int]:
+        """Ids of a text that is not split; InvalidRequest where a control token reaches over a
+        mark."""
+        plain = without_marks(text)
+        if MARK not in text:
+            return encode_whole(self._backend, plain)
+        sizes = map(len, text.split(MARK)[:-1])
+        edges = list(accumulate(sizes))
+        [encoding] = self._backend.encode_batch([plain], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        acting = {self._added[token][0]: token for token in self._control}
+        for token_id, (start, end) in zip(ids, encoding.offsets, strict=True):
+            if token_id in acting and bisect_right(edges, start) < bisect_left(edges, end):
+                raise cannot_be_text(acting[token_id])
+        return ids
 
     # --- tokenizers -----------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from mainstem.text.token_bound import TokenBound
 GENERATION_FILE = "generation_config.json"
 # in it; the others are set by who asks, or are Hugging Face's own
 ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+MANY_IDS = 1 << 10  # decoding them takes longer than a change of threads
 SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -66,12 +67,12 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._alphabet = TokenAlphabet(backend)
         ends = [backend.id_to_token(token_id) or "" for token_id in eos_ids]
-        self._control = ControlTokens(
-            control_texts(backend, [*self.special_tokens.values(), *ends])
-        )
-        self._control_ids = frozenset(map(backend.token_to_id, self._control.texts))
+        control = control_texts(backend, [*self.special_tokens.values(), *ends])
+        self._parts = PartEncoder(backend, control)
+        is_plain = self._parts.can_split or backend.normalizer is None
+        self._control = ControlTokens(control) if is_plain else ControlTokens(control, self._normal)
+        self._control_ids = frozenset(map(backend.token_to_id, control))
         self._allows_special = allow_special_tokens
-        self._parts = PartEncoder(backend, self._control.texts)
 
     @classmethod
     def load(
@@ -217,7 +218,16 @@ class Tokenizer:
 
     def mark(self, text: str) -> str:
         """A text that a message may have, as it is within `chat_text`."""
-        return text if self._allows_special else self._control.mark(text)
+        if self._allows_special:
+            return text
+        return self._control.mark(text) if self._parts.can_split else self._control.fence(text)
+
+    def _normal(self, text: str) -> str:
+        """A text as special tokens are looked for in it."""
+        check_unicode("messages", text)
+        assert self._backend.normalizer is not None
+        normalized: str = self._backend.normalizer.normalize_str(text)
+        return normalized
 
     def is_control(self, token_id: int) -> bool:
         """Whether a token acts, other than as text."""
@@ -250,7 +260,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; ids that the vocabulary lacks give nothing."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < MANY_IDS:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # `decode` would hold the interpreter lock all the time: 0.3 s for a million
+        return self._backend.decode_batch([list(ids)], skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, special tokens by name; for logprobs."""
@@ -273,7 +286,7 @@ class Tokenizer:
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+        return self.decode(ids, skip_special_tokens=False)
 
 
 def _object(value: object) -> Json:

@@ -1,0 +1,96 @@
+"""Finds any of many texts in another, in a time that does not depend on how many they are.
+
+Texts become one regular expression in which common heads stand once:
+
+    <s>, <unused1>, <unused12>   ->   <(?:s>|unused1(?:2>|>))
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from os.path import commonprefix
+
+SLICE_CHARS = 1 << 14  # looked through in one go; other threads run in between
+MAX_BRANCHES = 256  # tried one after the other, a nanosecond or two each
+NUM_SETS = 4  # that more branches are parted into
+MAX_NESTED = 64  # groups within groups; the compiler of patterns recurses
+
+
+class AnyOf:
+    """Finds the leftmost of some texts, the longest where several begin there."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        ordered = sorted({text for text in texts if text})
+        self._longest = max(map(len, ordered), default=0)
+        # without texts: what matches nowhere
+        self.pattern = re.compile(_pattern(ordered) if ordered else "(?!)")
+        begins = [
+            (first, f"{re.escape(first)}(?={_pattern(tails)})")
+            for first, tails in _by_first(ordered)
+        ]
+        self._begins = re.compile(_any_branch(begins) if begins else "(?!)")
+
+    def first(self, text: str) -> str | None:
+        """The first of them in `text`."""
+        found = next(self.matches(text, 0, len(text)), None)
+        return None if found is None else found[0]
+
+    def matches(self, text: str, start: int, end: int) -> Iterator[re.Match[str]]:
+        """All of them within text[start:end]."""
+        while start < end and self._longest:
+            stop = min(end, start + SLICE_CHARS + self._longest)
+            found = self.pattern.search(text, start, stop)
+            if found is not None and stop < end:  # the slice may have cut a longer one
+                is_whole = found.start() <= start + SLICE_CHARS
+                found = self.pattern.match(text, found.start(), end) if is_whole else None
+            if found is not None:
+                yield found
+            start = found.end() if found is not None else start + SLICE_CHARS
+
+    def marked(self, text: str, mark: str) -> str:
+        """`text` with `mark` after the first character of each of them, also where they overlap."""
+        pieces: list[str] = []
+        before = 0
+        for start in range(0, len(text), SLICE_CHARS):
+            stop = start + SLICE_CHARS
+            for found in self._begins.finditer(text, start, stop + self._longest):
+                place = found.end()
+                if place > stop:
+                    break  # the next slice has it
+                pieces += (text[before:place], mark)
+                before = place
+        return "".join([*pieces, text[before:]])
+
+
+def _pattern(texts: Sequence[str], num_nested: int = 0) -> str:
+    """What matches the longest of some texts; they are sorted, and no two are the same."""
+    if num_nested == MAX_NESTED:  # one by one; a text's own head comes after it
+        return f"(?:{'|'.join(map(re.escape, reversed(texts)))})"
+    head = commonprefix([texts[0], texts[-1]])  # noqa: RUF071
+    tails = [text[len(head) :] for text in texts]
+    branches = [
+        (first, re.escape(first) + _pattern(rest, num_nested + 1))
+        for first, rest in _by_first(filter(None, tails))
+    ]
+    if not branches:
+        return re.escape(head)
+    return f"{re.escape(head)}(?:{_any_branch(branches)}{'' if tails[0] else '|'})"
+
+
+def _by_first(texts: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Sorted texts by their first characters: what follows it."""
+    groups = groupby(texts, key=lambda text: text[0])
+    return [(first, [text[1:] for text in group]) for first, group in groups]
+
+
+def _any_branch(branches: Sequence[tuple[str, str]]) -> str:
+    """A choice between patterns; no two begin with the same character, which comes with them."""
+    if len(branches) <= MAX_BRANCHES:
+        return "|".join(pattern for _, pattern in branches)
+    size = -(-len(branches) // NUM_SETS)
+    parts = [branches[start : start + size] for start in range(0, len(branches), size)]
+    return "|".join(f"(?={_set(part)})(?:{_any_branch(part)})" for part in parts)
+
+
+def _set(branches: Sequence[tuple[str, str]]) -> str:
+    return f"[{re.escape(''.join(first for first, _ in branches))}]"
