@@ -128,7 +128,8 @@ class PrefixIndex:
     def best_follower(self, parent: PageKey, token_ids: Int32s) -> tuple[int, int] | None:
         """The READY page after `parent` that begins most like `token_ids`, and how many tokens.
 
-        Only the latest of those with the same first token are looked at.
+        Only the latest of those with the same first token are looked at. Of equals, that with the
+        most logprobs is taken.
         """
         after = (parent, int(token_ids[0])) if len(token_ids) else None
         if after not in self._latest_after:
@@ -139,7 +140,8 @@ class PrefixIndex:
             return None
         is_equal = self._tokens[pages, : len(token_ids)] == token_ids[: self._tokens.shape[1]]
         lengths = np.logical_and.accumulate(is_equal, axis=1).sum(axis=1)
-        best = int(lengths.argmax())
+        worth = lengths * (self._tokens.shape[1] + 1) + self.logprobs.num_known(pages)
+        best = int(worth.argmax())
         return (int(pages[best]), int(lengths[best])) if lengths[best] else None
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:

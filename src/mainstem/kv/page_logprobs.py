@@ -43,9 +43,9 @@ class PageLogprobs:
             self._records[page, : len(part)] = part
             self._num_known[page] = len(part)
 
-    def num_known(self, page: int) -> int:
-        """Tokens of a page, the first ones, whose logprobs are there."""
-        return int(self._num_known[page])
+    def num_known(self, pages: Int32s) -> Int32s:
+        """By page, how many of its tokens, the first ones, have their logprobs here."""
+        return self._num_known[pages]
 
     def read(self, page: int, num_tokens: int, num_top: int) -> list[TokenLogprobs]:
         """Those of the first tokens, with up to MAX_TOP alternatives each."""

@@ -240,8 +240,9 @@ class KVStore:
         places = [(page, self.page_size) for page in match.pages.tolist()]
         if match.similar_page is not None:
             places.append((match.similar_page, match.similar_tokens))
-        for page, num_tokens in places:
-            num_known = min(kept.num_known(page), num_tokens)
+        counts = kept.num_known(np.array([page for page, _ in places], np.int32)).tolist()
+        for (page, num_tokens), count in zip(places, counts, strict=True):
+            num_known = min(count, num_tokens)
             found += kept.read(page, num_known, num_top)
             if num_known < self.page_size:
                 break
