@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mainstem import LLM, AsyncLLM, ChoiceScore, InvalidRequest, SamplingParams
+from mainstem.text.prompts import Context
 
 CONTEXT = "Question: What is the capital of France, and what is it known for?\nAnswer:"
 CHOICES = [" Paris", " the city of London", " Berlin, which is large", " Paris is the capital"]
@@ -82,7 +83,8 @@ def test_spaces_at_the_end_of_a_context_belong_to_the_choices(llm: LLM) -> None:
 
 def test_contexts_may_be_ids_and_conversations(llm: LLM) -> None:
     ids = llm.tokenizer.encode(CONTEXT)
-    chat, given, text = llm.score([MESSAGES, ids, CONTEXT], [" Paris", " Rome"], use_tqdm=False)
+    contexts: list[Context] = [MESSAGES, ids, CONTEXT]
+    chat, given, text = llm.score(contexts, [" Paris", " Rome"], use_tqdm=False)
     assert chat.context_token_ids == llm.tokenizer.encode_chat(MESSAGES)
     assert given.context_token_ids == text.context_token_ids == ids
     assert [c.logprob for c in given.choices] == pytest.approx([c.logprob for c in text.choices])
