@@ -1,5 +1,6 @@
 """LLM: the engine for scripts, with the names vLLM users know (docs/python.md)."""
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from mainstem.engine.build import build_engine
 from mainstem.plan.order import shared_with_next
 from mainstem.plan.planner import plan_prompts
 from mainstem.text.control_tokens import without_marks
+from mainstem.text.encoding import Chat, Prompt
 from mainstem.text.prompts import (
     Context,
     Conversation,
@@ -64,8 +66,7 @@ from mainstem.text.scoring import (
     SCORE_SAMPLING,
     ContextScoring,
     ScoreOutput,
-    encode_alone,
-    encode_choices,
+    encode_scoring,
 )
 from mainstem.text.sessions import SessionLimits, Sessions, said_before, spoken_chat
 from mainstem.text.text_engine import TextEngine, TextOutput
@@ -236,14 +237,15 @@ class LoadedModel:
         self, context: str | list[int] | list[Message], choices: Sequence[str]
     ) -> ContextScoring:
         """A context and its choices as tokens; raises InvalidRequest."""
-        tokenizer = self.tokenizer
+        prompt: Prompt
         if isinstance(context, str):
-            return ContextScoring(*encode_choices(tokenizer, context, choices))
-        if is_conversation(context):
-            ids = tokenizer.encode_chat(read_conversation(context))
+            prompt = context
+        elif is_conversation(context):
+            prompt = Chat([dict(message) for message in read_conversation(context)])
         else:
-            ids = id_array(read_prompt(context)).tolist()  # type: ignore[arg-type]  # no text
-        return ContextScoring(ids, encode_alone(tokenizer, choices))
+            ids = [each for each in context if not isinstance(each, Mapping)]
+            prompt = array("i", id_array(ids).tolist())
+        return encode_scoring(self.tokenizer, prompt, choices)
 
     def _score_requests(self, scoring: ContextScoring) -> list[Request]:
         return [

@@ -197,7 +197,7 @@ class Gateway:
             if self.recorder is not None:
                 self.recorder.note(asked_s, requests)
             answering = await self._submit(requests, tenant)
-            exchange = _Exchange(self, answering, heading, request, app)
+            exchange = Exchange(self, answering, heading, request, app)
             held.push(exchange)
             echoes = self._echoes(call, prompts, prompt_ids)
             told_ids = prompt_ids if call.returns_token_ids else ()
@@ -370,7 +370,7 @@ class Gateway:
         return {"prompt": self.engine.tokenizer.decode_all(tokens)}
 
 
-class _Exchange:
+class Exchange:
     """A request between its acceptance and its end; a context manager that cleans up."""
 
     def __init__(
@@ -401,7 +401,7 @@ class _Exchange:
             error = EngineFault("internal error")
         return event(from_fault(error).body())
 
-    def __enter__(self) -> "_Exchange":
+    def __enter__(self) -> "Exchange":
         return self
 
     def __exit__(self, *_: object) -> None:

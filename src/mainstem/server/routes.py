@@ -27,6 +27,7 @@ from mainstem.server.faults import ApiError, disk_is_needed, from_invalid, from_
 from mainstem.server.gateway import Gateway
 from mainstem.server.ids import unique_ids
 from mainstem.server.metrics import CONTENT_TYPE
+from mainstem.server.score_routes import ScoreRoutes
 from mainstem.server.sites import Sites
 from mainstem.server.turns import owner_of
 from mainstem.server.unknown_routes import explained
@@ -370,7 +371,11 @@ def make_app(
         HTTPException: _http_error,
         Exception: _bug,
     }
-    routes = [*Routes(gateway).listed(), *BatchRoutes(gateway).listed()]
+    routes = [
+        *Routes(gateway).listed(),
+        *BatchRoutes(gateway).listed(),
+        *ScoreRoutes(gateway).listed(),
+    ]
     starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     checks_hosts = hosts is not None or not gateway.access.has_keys
     door = AccessMiddleware(starlette, gateway, Sites(origins, hosts or (), checks_hosts))

@@ -9,12 +9,14 @@
 The prompts share the context, which is computed once.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import MAX_NEXT_IDS, SamplingParams, Scoring, TokenLogprobs
+from mainstem.text.encoding import App, Prompt, begin_prompt
 from mainstem.text.tokenizer import Tokenizer, check_unicode
 
 MAX_CHOICES = MAX_NEXT_IDS
@@ -64,36 +66,6 @@ class Choice:
 
     text: str | None
     token_ids: list[int]
-
-
-def encode_choices(
-    tokenizer: Tokenizer, context: str, texts: Sequence[str]
-) -> tuple[list[int], list[Choice]]:
-    """Ids of a context, and of what follows it in each case.
-
-    Spaces at the context's end go to the choices, where tokenizers want them. A choice is what the
-    encoding of both has after that of the context; where that does not begin with the context's
-    ids, the choice is encoded by itself.
-    """
-    stem = context.rstrip(" ")
-    spaces = context[len(stem) :]
-    context_ids, *wholes = tokenizer.encode_batch(
-        [stem, *(stem + spaces + checked_choice(text) for text in texts)]
-    )
-    if not context_ids:
-        raise InvalidRequest("prompt", "must hold at least one token before the choices")
-    choices = []
-    for text, whole in zip(texts, wholes, strict=True):
-        rest = whole[len(context_ids) :]
-        if whole[: len(context_ids)] != context_ids or not rest:
-            rest = tokenizer.encode_plain(spaces + text)
-        choices.append(Choice(text, rest))
-    return context_ids, choices
-
-
-def encode_alone(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Choice]:
-    """Choices after a context that is given as ids, or ends with what a chat template wrote."""
-    return [Choice(text, tokenizer.encode_plain(checked_choice(text))) for text in texts]
 
 
 def checked_choice(text: object) -> str:
@@ -162,3 +134,39 @@ class ContextScoring:
             for choice, found, weight in zip(self._choices, self._found, weights, strict=True)
         ]
         return ScoreOutput(self.context_ids, scores, self._num_cached or 0)
+
+
+def encode_scoring(
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    texts: Sequence[str],
+    app: App | None = None,
+    salt: bytes = b"",
+    max_tokens: int = sys.maxsize,
+) -> "ContextScoring":
+    """A context and its choices as tokens; `app`, `salt` and `max_tokens` as in `begin_prompt`.
+
+    Spaces at the end of a text go to the choices, where tokenizers want them. A choice is what the
+    encoding of both has after that of the context; where that does not begin with the context's
+    ids, and after ids and conversations, the choice is encoded by itself. Raises InvalidRequest.
+    """
+    for text in texts:
+        checked_choice(text)
+    stem = prompt.rstrip(" ") if isinstance(prompt, str) else prompt
+    begun = begin_prompt(tokenizer, stem, app, None, salt, max_tokens)
+    if begun.text is None or begun.is_chat:
+        choices = [Choice(text, tokenizer.encode_plain(text)) for text in texts]
+        return ContextScoring(begun.pending.finish(), choices)
+    assert isinstance(prompt, str)
+    assert isinstance(stem, str)
+    spaces = prompt[len(stem) :]
+    context_ids, *wholes = tokenizer.encode_batch(
+        [begun.text, *(begun.text + spaces + text for text in texts)]
+    )
+    choices = []
+    for text, whole in zip(texts, wholes, strict=True):
+        rest = whole[len(context_ids) :]
+        if whole[: len(context_ids)] != context_ids or not rest:
+            rest = tokenizer.encode_plain(spaces + text)
+        choices.append(Choice(text, rest))
+    return ContextScoring(context_ids, choices)

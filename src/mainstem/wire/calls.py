@@ -119,6 +119,7 @@ class Call:
     has_one_tool_call: bool = False  # at most; further ones are not told
     session_id: str | None = None
     overflow: Overflow = Overflow.ERROR
+    choices: tuple[str, ...] = ()  # weighed after the prompt; there is no answer then
 
     @property
     def num_answers(self) -> int:

@@ -14,10 +14,14 @@ from mainstem.wire.bodies import (
     DetokenizeBody,
     TokenizeOptions,
 )
+from mainstem.wire.scores import LabelScoreBody, ScoreBody
 
 Json = dict[str, object]
 
-BODIES = (ChatBody, CompletionBody, TokenizeOptions, DetokenizeBody, AppBody, BatchBody)
+BODIES = (
+    ChatBody, CompletionBody, TokenizeOptions, DetokenizeBody, AppBody, BatchBody, ScoreBody,
+    LabelScoreBody,
+)  # fmt: skip
 RANGES = SAMPLING_RANGES | {
     "max_completion_tokens": SAMPLING_RANGES["max_tokens"],
     "top_logprobs": SAMPLING_RANGES["logprobs"],
@@ -57,11 +61,17 @@ def document() -> Json:
         "anyOf": [_schema(CompletionBody), _schema(ChatBody)],
         "allOf": [_schema(TokenizeOptions)],
     }
+    scores = _content("application/json", {"anyOf": [_schema(ScoreBody), _schema(LabelScoreBody)]})
     paths: Json = {
         "/v1/models": {"get": _operation("The model, and the model with each app")},
         "/v1/models/{name}": {"get": _operation("One of them", "name")},
         "/v1/chat/completions": {"post": _operation("Answer a conversation", body=chat)},
         "/v1/completions": {"post": _operation("Continue prompts", body=completion)},
+        "/v1/score": {"post": _operation("How likely choices are after a context", body=scores)},
+        "/score": {"post": _operation("The same", body=scores)},
+        "/generative_scoring": {
+            "post": _operation("The first label's probability", body=_body(LabelScoreBody))
+        },
         "/v1/files": {
             "get": _operation("The files of this key"),
             "post": _operation("Upload a file", body=_content("multipart/form-data", _UPLOAD)),
