@@ -90,7 +90,7 @@ class ContextScoring:
             if not choice.token_ids:
                 raise InvalidRequest("choices", f"{choice.text!r:.80} has no tokens")
         self.context_ids = context_ids
-        self._choices = choices
+        self.choices = choices
         heads: dict[tuple[int, ...], list[int]] = {}  # all tokens but the last -> choices
         for place, choice in enumerate(choices):
             heads.setdefault(tuple(choice.token_ids[:-1]), []).append(place)
@@ -102,7 +102,7 @@ class ContextScoring:
         """What to ask; answers are taken by their places in it."""
         context, asked = self.context_ids, []
         for head, places in self._heads:
-            last_ids = dict.fromkeys(self._choices[place].token_ids[-1] for place in places)
+            last_ids = dict.fromkeys(self.choices[place].token_ids[-1] for place in places)
             asked.append(([*context, *head], Scoring(len(context), tuple(last_ids))))
         return asked
 
@@ -114,7 +114,7 @@ class ContextScoring:
         entries = [each for each in found if each is not None]
         following = {each.token_id: each for each in entries[len(head) :]}
         for member in members:
-            last_id = self._choices[member].token_ids[-1]
+            last_id = self.choices[member].token_ids[-1]
             self._found[member] = [*entries[: len(head)], following[last_id]]
         before = num_cached_tokens if self._num_cached is None else self._num_cached
         self._num_cached = min(before, num_cached_tokens)  # of the one that computed the context
@@ -131,7 +131,7 @@ class ContextScoring:
                 all(each.rank == 1 for each in found),
                 weight / sum(weights),
             )
-            for choice, found, weight in zip(self._choices, self._found, weights, strict=True)
+            for choice, found, weight in zip(self.choices, self._found, weights, strict=True)
         ]
         return ScoreOutput(self.context_ids, scores, self._num_cached or 0)
 
