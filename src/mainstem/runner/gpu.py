@@ -321,8 +321,9 @@ class GpuRunner:
         arrays = np.stack((places, step.prompt_logprob_targets)).astype(np.int64)
         at, targets = self._uploads.send(arrays)
         records = []
-        for first in range(0, num_rows, _PROMPT_LOGPROB_ROWS):
-            rows = slice(first, first + _PROMPT_LOGPROB_ROWS)
+        most = min(_PROMPT_LOGPROB_ROWS, len(self._logits))
+        for first in range(0, num_rows, most):
+            rows = slice(first, first + most)
             part = hidden[at[rows]]
             logits = self._decoder.logits(part, self._logits[: len(part)]).float()
             records.append(start_logprobs(logits, targets[rows], step.num_prompt_logprobs[rows]))
