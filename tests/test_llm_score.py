@@ -1,4 +1,4 @@
-"""LLM.score over the real embedded model: what it says of choices, and what it refuses."""
+"""LLM.score over the real embedded model and a fake one: what it says, and what it refuses."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mainstem import LLM, AsyncLLM, ChoiceScore, InvalidRequest, SamplingParams
+from mainstem import LLM, AnswerFailed, ChoiceScore, InvalidRequest, SamplingParams
+from mainstem.core.step import Step
 from mainstem.text.prompts import Context
+from tests.batch.fake_batch import FakeEngines, a_tokenizer
+from tests.fake_llm import a_fake_async_llm, a_fake_llm
+from tests.fakes import fake_logprob
 
 CONTEXT = "Question: What is the capital of France, and what is it known for?\nAnswer:"
 CHOICES = [" Paris", " the city of London", " Berlin, which is large", " Paris is the capital"]
@@ -127,18 +131,51 @@ def test_errors_may_be_results(llm: LLM) -> None:
     assert len(good.choices) == 2
 
 
-def test_async_scores_are_the_same(llm: LLM) -> None:
-    (expected,) = llm.score(CONTEXT, CHOICES, use_tqdm=False)
+# --- over a fake model ---------------------------------------------------------------------------
 
+
+def fake_scores(context: str, choice: str) -> list[float]:
+    ids, found = a_tokenizer().encode(context), list[float]()
+    for token_id in a_tokenizer().encode(choice):
+        found.append(fake_logprob(ids, token_id, 0).logprob)
+        ids = [*ids, token_id]
+    return found
+
+
+def test_scores_on_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
-        async with AsyncLLM("smollm2", kv_tokens=8192, dtype="float32") as other:
-            results = await asyncio.gather(
+        async with a_fake_async_llm(FakeEngines(), monkeypatch) as other:
+            text, chat = await asyncio.gather(
                 other.score(CONTEXT, CHOICES), other.score(MESSAGES, CHOICES)
             )
-            wanted = [choice.logprob for choice in expected.choices]
-            found = [choice.logprob for choice in results[0].choices]
-            assert found == pytest.approx(wanted, abs=1e-3)
+            wanted = [fake_scores(CONTEXT, choice) for choice in CHOICES]
+            assert [choice.token_logprobs for choice in text.choices] == wanted
+            assert [choice.text for choice in chat.choices] == CHOICES
             with pytest.raises(InvalidRequest, match="choices"):
                 await other.score(CONTEXT, [])
+            with pytest.raises(InvalidRequest, match="prompt"):
+                await other.score("x" * 10_000, CHOICES)
+        assert not other._listeners
 
-    asyncio.run(ask())
+    asyncio.run(asyncio.wait_for(ask(), 30))
+
+
+def test_steps_that_fail_over_a_context_are_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = FakeEngines()
+    llm = a_fake_llm(engines, monkeypatch)
+    bad_ids = str(llm.tokenizer.encode("bad")).strip("[]")
+
+    def fail(step: Step) -> None:
+        if bad_ids in str(step.token_ids.tolist()):
+            raise RuntimeError("no")
+
+    engines.at_launch = fail
+    with pytest.raises(AnswerFailed, match="1 of 2 contexts could not be scored; number 1"):
+        llm.score(["good", "bad"], CHOICES, use_tqdm=False)
+    good, bad = llm.score(["good", "bad"], CHOICES, use_tqdm=False, errors="return")
+    assert [choice.token_logprobs for choice in good.choices] == [
+        fake_scores("good", choice) for choice in CHOICES
+    ]
+    assert bad.error is not None
+    assert not bad.choices
+    llm.close()
