@@ -24,6 +24,14 @@ def fake_answer(prompt_ids: list[int], length: int, vocab_size: int) -> list[int
     return known[len(prompt_ids) :]
 
 
+def fake_logprob(token_ids: list[int], next_id: int, num_top: int) -> TokenLogprobs:
+    """What FakeRunner says of a token after others: a hash of them all, exact in 32 bits."""
+    logprob = -fake_next_token([*token_ids, next_id], 4096) / 64
+    likeliest = fake_next_token(token_ids, 97)
+    top = ((likeliest,), (-0.5,)) if num_top else ((), ())
+    return TokenLogprobs(next_id, logprob, 1 if likeliest == next_id else 2, *top)
+
+
 def _allowed_by_row(step: Step, vocab_size: int) -> dict[int, Int32s]:
     """Ids that grammars allow, by sample row."""
     bits = np.unpackbits(step.sampling.masks, axis=1, bitorder="little")
@@ -86,11 +94,7 @@ class FakeRunner:
         samples = []
         masks = _allowed_by_row(step, self._vocab_size)
         for index, row in enumerate(step.sample_rows.tolist()):
-            context = contexts[row]
-            position = int(step.positions[row])
-            assert sorted(context) == list(range(position + 1)), "keys are missing or in excess"
-            known = [context[place] for place in range(position + 1)]
-            token = fake_next_token(known, self._vocab_size)
+            token = fake_next_token(contexts[row], self._vocab_size)
             allowed = masks.get(index)
             samples.append(token if allowed is None else int(allowed[token % len(allowed)]))
         self._previous = np.array(samples, np.int32)
@@ -99,7 +103,13 @@ class FakeRunner:
             for row in np.flatnonzero(step.sampling.wants_logprobs).tolist()
         }
         prompt = tuple(
-            TokenLogprobs(token, -2.0, 1, (), ()) for token in step.prompt_logprob_targets.tolist()
+            fake_logprob(contexts[row], token, num_top)
+            for row, token, num_top in zip(
+                step.prompt_logprob_rows.tolist(),
+                step.prompt_logprob_targets.tolist(),
+                step.num_prompt_logprobs.tolist(),
+                strict=True,
+            )
         )
         return _Done(StepResult(self._previous, logprobs, prompt))
 
@@ -121,9 +131,19 @@ class FakeRunner:
             step.move_by, self._page_size
         )
 
-    def _contexts(self, step: Step) -> dict[int, dict[int, int]]:
-        """For each packed token that is sampled: position -> token id, as its spans show it."""
-        wanted = set(step.sample_rows.tolist())
+    def _contexts(self, step: Step) -> dict[int, list[int]]:
+        """For each packed token that anything is asked of: the tokens up to it, as its spans show
+        them."""
+        known: dict[int, list[int]] = {}
+        for row, context in self._seen(step).items():
+            position = int(step.positions[row])
+            assert sorted(context) == list(range(position + 1)), "keys are missing or in excess"
+            known[row] = [context[place] for place in range(position + 1)]
+        return known
+
+    def _seen(self, step: Step) -> dict[int, dict[int, int]]:
+        """By packed token: position -> token id."""
+        wanted = set(step.hidden_rows()[0].tolist())
         contexts: dict[int, dict[int, int]] = {row: {} for row in wanted}
         spans = step.spans
         for i in range(len(spans)):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mainstem.llm import LLM
     from mainstem.text.grammar import StructuredOutputsParams
     from mainstem.text.results import AnswerPiece, CompletionOutput, Logprob, RequestOutput
+    from mainstem.text.scoring import ChoiceScore, ScoreOutput
     from mainstem.text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "AnswerFailed",
     "AnswerPiece",
     "AsyncLLM",
+    "ChoiceScore",
     "CompletionOutput",
     "ConfigError",
     "EngineLost",
@@ -40,6 +42,7 @@ __all__ = [
     "ModelNotFound",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
     "StructuredOutputsParams",
     "Tokenizer",
     "UnsupportedModel",
@@ -51,9 +54,11 @@ _LAZY = {
     "LLM": "mainstem.llm",
     "AsyncLLM": "mainstem.async_llm",
     "AnswerPiece": "mainstem.text.results",
+    "ChoiceScore": "mainstem.text.scoring",
     "CompletionOutput": "mainstem.text.results",
     "Logprob": "mainstem.text.results",
     "RequestOutput": "mainstem.text.results",
+    "ScoreOutput": "mainstem.text.scoring",
     "StructuredOutputsParams": "mainstem.text.grammar",
     "Tokenizer": "mainstem.text.tokenizer",
 }

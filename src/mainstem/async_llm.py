@@ -6,12 +6,20 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from mainstem.core.config import EngineConfig
-from mainstem.core.request import ChooseKept, Delivery, Overflow, SamplingParams
+from mainstem.core.request import ChooseKept, Delivery, Overflow, Request, SamplingParams
 from mainstem.llm import LoadedModel, Turn
 from mainstem.text.control_tokens import without_marks
 from mainstem.text.engine_thread import Ended, EngineThread, News
-from mainstem.text.prompts import Conversation, ScriptPrompt
+from mainstem.text.prompts import (
+    Context,
+    Conversation,
+    ScriptPrompt,
+    listed_choices,
+    listed_contexts,
+)
 from mainstem.text.results import AnswerPiece, RequestOutput, add_piece, empty_result, piece_of
+from mainstem.text.scoring import ContextScoring, ScoreOutput
+from mainstem.text.text_engine import TextOutput
 
 
 class AsyncLLM(LoadedModel):
@@ -72,6 +80,28 @@ class AsyncLLM(LoadedModel):
                 add_piece(result, piece)
         return result
 
+    async def score(self, context: Context, choices: Iterable[str]) -> ScoreOutput:
+        """How likely each choice is as what follows one context; else as LLM.score."""
+        self._check_open()
+        (read,), _ = listed_contexts([context])
+        (texts,) = listed_choices([list(choices)], 1)
+        assert read is not None
+        scoring = await asyncio.to_thread(self._scoring, read, texts)
+        requests = enumerate(self._score_requests(scoring))
+        asked = [asyncio.ensure_future(self._weigh(scoring, *each)) for each in requests]
+        try:
+            await asyncio.gather(*asked)
+        finally:
+            for each in asked:
+                each.cancel()
+        return scoring.result()
+
+    async def _weigh(self, scoring: ContextScoring, place: int, request: Request) -> None:
+        async with aclosing(self._news(request)) as outputs:
+            async for output in outputs:
+                if output.prompt_logprobs is not None:
+                    scoring.take(place, output.prompt_logprobs, output.num_cached_tokens)
+
     async def close(self) -> None:
         """Stop the engine; what is open ends with an error."""
         self._is_closed = True
@@ -89,9 +119,20 @@ class AsyncLLM(LoadedModel):
         return await asyncio.to_thread(self._turn, *args, delivery)
 
     async def _pieces(self, turn: Turn) -> AsyncGenerator[AnswerPiece, None]:
-        request = turn.request
+        num_open, output_ids = turn.request.sampling.n, list[int]()
+        async with aclosing(self._news(turn.request)) as outputs:
+            async for news in outputs:
+                num_open -= news.finish_reason is not None
+                if news.index == 0:
+                    output_ids += news.token_ids
+                if not num_open:
+                    self._keep(turn, output_ids)
+                yield piece_of(news, self.tokenizer)
+
+    async def _news(self, request: Request) -> AsyncGenerator[TextOutput, None]:
+        """What the engine says to a request, which is aborted if nobody reads to the end."""
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        num_open, output_ids = request.sampling.n, list[int]()
+        num_open = request.sampling.n
         self._listeners[request.request_id] = listener
         try:
             self._thread.submit(request)
@@ -101,11 +142,7 @@ class AsyncLLM(LoadedModel):
                     num_open = 0
                     raise news.error
                 num_open -= news.finish_reason is not None
-                if news.index == 0:
-                    output_ids += news.token_ids
-                if not num_open:
-                    self._keep(turn, output_ids)
-                yield piece_of(news, self.tokenizer)
+                yield news
         finally:
             self._listeners.pop(request.request_id, None)
             if num_open:

@@ -1,9 +1,10 @@
 """LLM: the engine for scripts, with the names vLLM users know (docs/python.md)."""
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from threading import Lock, RLock
@@ -36,12 +37,17 @@ from mainstem.engine.build import build_engine
 from mainstem.plan.order import shared_with_next
 from mainstem.plan.planner import plan_prompts
 from mainstem.text.control_tokens import without_marks
+from mainstem.text.encoding import Chat, Prompt
 from mainstem.text.prompts import (
+    Context,
     Conversation,
+    Message,
     OnError,
     Refusals,
     ScriptPrompt,
     is_conversation,
+    listed_choices,
+    listed_contexts,
     listed_conversations,
     listed_params,
     listed_prompts,
@@ -55,6 +61,12 @@ from mainstem.text.results import (
     add_piece,
     empty_result,
     piece_of,
+)
+from mainstem.text.scoring import (
+    SCORE_SAMPLING,
+    ContextScoring,
+    ScoreOutput,
+    encode_scoring,
 )
 from mainstem.text.sessions import SessionLimits, Sessions, said_before, spoken_chat
 from mainstem.text.text_engine import TextEngine, TextOutput
@@ -221,6 +233,32 @@ class LoadedModel:
         )
         return Turn(request, text, session if is_conversation(prompt) else None, ids)
 
+    def _scoring(
+        self, context: str | list[int] | list[Message], choices: Sequence[str]
+    ) -> ContextScoring:
+        """A context and its choices as tokens; raises InvalidRequest."""
+        prompt: Prompt
+        if isinstance(context, str):
+            prompt = context
+        elif is_conversation(context):
+            prompt = Chat([dict(message) for message in read_conversation(context)])
+        else:
+            ids = [each for each in context if not isinstance(each, Mapping)]
+            prompt = array("i", id_array(ids).tolist())
+        return encode_scoring(self.tokenizer, prompt, choices)
+
+    def _score_requests(self, scoring: ContextScoring) -> list[Request]:
+        return [
+            Request(
+                self._next_id(),
+                id_array(ids),
+                SCORE_SAMPLING,
+                delivery=Delivery.AT_END,
+                scoring=asked,
+            )
+            for ids, asked in scoring.prompts()
+        ]
+
     def _keep(self, turn: "Turn", output_ids: list[int]) -> None:
         if turn.text is not None:
             self.keep_turn(turn.session, turn.text, turn.prompt_ids, output_ids)
@@ -321,6 +359,41 @@ class LLM(LoadedModel):
                 if text is not None and result.error is None:
                     output_ids = result.outputs[0].token_ids
                     self.keep_turn(session, text, result.prompt_token_ids, output_ids)
+        return results
+
+    def score(
+        self,
+        contexts: Context | Iterable[Context],
+        choices: Iterable[str] | Iterable[Iterable[str]],
+        use_tqdm: bool = True,
+        *,
+        errors: OnError | str = OnError.RAISE,
+    ) -> list[ScoreOutput]:
+        """How likely each choice is as what follows a context: text, token ids or messages.
+
+        `choices`: texts for all contexts, or a list of them for each. A context is computed once
+        for all its choices, and of these only what their logprobs need. `errors` as in `generate`.
+        """
+        listed, refusals = listed_contexts(contexts, errors)
+        scorings: dict[int, ContextScoring] = {}
+        rows = zip(listed, listed_choices(choices, len(listed)), strict=True)
+        for index, (context, texts) in enumerate(rows):
+            if context is not None:
+                with refusals.at(index):
+                    scorings[index] = self._scoring(context, texts)
+        with self._call():
+            faults = self._run_scorings(scorings, refusals, use_tqdm)
+        results = [ScoreOutput([]) for _ in listed]
+        for index, scoring in scorings.items():
+            error = refusals.reasons.get(index) or faults.get(index)
+            failed = ScoreOutput(scoring.context_ids, error=error)
+            results[index] = scoring.result() if error is None else failed
+        for index, reason in refusals.reasons.items():
+            results[index].error = reason
+        if faults and refusals.on_error is OnError.RAISE:
+            first = min(faults)
+            counted = f"{len(faults)} of {len(listed)} contexts could not be scored"
+            raise AnswerFailed(f"{counted}; number {first}: {faults[first]}", results)
         return results
 
     def stream(
@@ -473,6 +546,46 @@ class LLM(LoadedModel):
         for request_id, fault in faults.items():
             running[request_id].error = fault
         return results
+
+    def _run_scorings(
+        self, scorings: Mapping[int, ContextScoring], refusals: Refusals, use_tqdm: bool
+    ) -> dict[int, str]:
+        """Have all choices weighed; returns what failed, by context."""
+        asked: list[tuple[int, int, Request]] = []  # context, place among its prompts
+        for index, scoring in scorings.items():
+            requests = enumerate(self._score_requests(scoring))
+            asked += [(index, place, request) for place, request in requests]
+        prompts = {row: request.prompt_ids for row, (_, _, request) in enumerate(asked)}
+        running: dict[str, tuple[int, int]] = {}
+        faults: dict[int, str] = {}
+        try:
+            for row, plan_place in self._order(prompts):
+                index, place, request = asked[row]
+                with refusals.at(index):
+                    self.text_engine.submit(replace(request, plan_place=plan_place))
+                    running[request.request_id] = index, place
+            with tqdm(
+                total=len(running), unit="prompt", disable=not use_tqdm, dynamic_ncols=True
+            ) as bar:
+                num_open = len(running)
+                while self.text_engine.has_work and (num_open or not self._streams):
+                    outputs = [each for each in self._step() if each.request_id in running]
+                    for output in outputs:
+                        index, place = running[output.request_id]
+                        if output.fault is not None:
+                            faults[index] = output.fault
+                        elif output.prompt_logprobs is not None:
+                            cached = output.num_cached_tokens
+                            scorings[index].take(place, output.prompt_logprobs, cached)
+                    self._check_open()
+                    num_open -= len(outputs)
+                    bar.update(len(outputs))
+        except BaseException:
+            for request_id in running:  # an error or Ctrl-C leaves nothing running
+                self.text_engine.abort(request_id)
+            self._settle()
+            raise
+        return faults
 
     def _submit(
         self, given: "_GivenPrompts", index: int, request_id: str, ids: Int32s, place: int | None

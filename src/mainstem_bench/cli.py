@@ -15,6 +15,7 @@ BENCHES = {
     "replay": ("mainstem_bench.replay", "what a server was asked, to the engine alone"),
     "valleys": ("mainstem_bench.valleys", "tokens per step over a job, planner off and on"),
     "offline": ("mainstem_bench.offline", "a whole job on random weights against the limit"),
+    "score": ("mainstem_bench.score", "choices after shared contexts, on random weights"),
     "decode": ("mainstem_bench.decode", "milliseconds a decode step on random weights"),
     "soak": (
         "mainstem_bench.soak",

@@ -1,6 +1,6 @@
 """Drives an engine through prompts that are all known: planned, announced, fed a little ahead."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
@@ -12,7 +12,14 @@ from mainstem.core.events import StepFinished
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Int32s, Int64s, Prompts
-from mainstem.core.request import Delivery, FinishReason, Request, SamplingParams
+from mainstem.core.request import (
+    Delivery,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Scoring,
+    TokenLogprobs,
+)
 from mainstem.engine.engine import Engine
 from mainstem.plan.order import new_tokens, shared_with_next
 from mainstem.plan.planner import plan_prompts
@@ -68,8 +75,17 @@ class Submits(Protocol):
 class Feed:
     """Submits a job's prompts in order, when its Supply says so."""
 
-    def __init__(self, engine: Submits, prompts: Prompts, order: Order, outputs: Int64s) -> None:
-        """`outputs` [prompts]: tokens that each is answered with."""
+    def __init__(
+        self,
+        engine: Submits,
+        prompts: Prompts,
+        order: Order,
+        outputs: Int64s,
+        scorings: Sequence[Scoring] | None = None,
+    ) -> None:
+        """`outputs` [prompts]: tokens that each is answered with; `scorings`: what is asked of
+        each beside them."""
+        self._scorings = scorings
         self._engine = engine
         self._prompts = prompts
         self._order = order.members.tolist()
@@ -104,6 +120,7 @@ class Feed:
                 delivery=Delivery.AT_END,
                 plan_place=None if self._first_place is None else self._first_place + place,
                 expected_tokens=self._expected,
+                scoring=None if self._scorings is None else self._scorings[index],
             )
         )
         self._num_submitted += 1
@@ -149,6 +166,7 @@ class JobRun:
     plan_s: float = 0.0
     submit_s: float = 0.0
     answers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by prompt index
+    logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     steps: StepLog = field(default_factory=StepLog)
 
@@ -159,8 +177,10 @@ def run_job(
     output: int,
     is_planned: bool,
     after_step: Callable[[Counters], None] = lambda _: None,
+    scorings: Sequence[Scoring] | None = None,
 ) -> JobRun:
-    """Answer every prompt with `output` tokens, greedily. Planning and submitting are in the time.
+    """Answer every prompt with `output` tokens, greedily, or score it. Planning and submitting are
+    in the time.
 
     Raises AssertionError if an answer is missing or short.
     """
@@ -168,7 +188,7 @@ def run_job(
     began_s = perf_counter()
     outputs = np.full(len(prompts), output)
     order = Order.planned(prompts, outputs) if is_planned else Order.as_given(prompts)
-    feed = Feed(engine, prompts, order, outputs)
+    feed = Feed(engine, prompts, order, outputs, scorings)
     run = JobRun(plan_s=perf_counter() - began_s, counters=counters)
     run.steps = StepLog.attach(engine)
     while not feed.is_empty or engine.has_work:
@@ -178,6 +198,8 @@ def run_job(
         for news in engine.step():
             assert news.finish_reason is FinishReason.LENGTH, f"{news.request_id} ended early"
             run.answers[int(news.request_id)] = news.token_ids
+            if news.prompt_logprobs is not None:
+                run.logprobs[int(news.request_id)] = news.prompt_logprobs
         after_step(counters)
     run.seconds = perf_counter() - began_s
     assert len(run.answers) == len(prompts), "an answer is missing"

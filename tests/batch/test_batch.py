@@ -20,8 +20,9 @@ from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from mainstem.core.events import PagesLost, RequestSubmitted, StepFinished, StoreOpened
 from mainstem.core.request import Request
 from mainstem.text.text_engine import TextEngine
-from tests.batch.fake_batch import FakeEngines, expected_text
+from tests.batch.fake_batch import FakeEngines, a_tokenizer, expected_text
 from tests.builders import BEYOND
+from tests.fakes import fake_logprob
 from tests.text.test_tools import HERMES, WEATHER
 
 Row = dict[str, Any]
@@ -855,3 +856,48 @@ def test_the_bar_tells_speed_saving_and_total(
     assert "req/s" in last or "s/req" in last
     assert "tok/s" in last
     assert "of prompts saved" in last
+
+
+def test_choices_of_rows_are_scored(folder: Folder) -> None:
+    context, choices = "which letter is it that I think of? it is", [" a", " b or c", " b or d"]
+    body = {"prompt": context, "choices": choices}
+    chat = {"messages": [{"role": "user", "content": context}], "choices": choices}
+    folder.write(
+        [
+            {"custom_id": "plain", **body},
+            {"custom_id": "ids", **body, "prompt": a_tokenizer().encode(context)},
+            {"custom_id": "chat", **chat},
+            {"custom_id": "openai", "url": "/v1/score", "method": "POST", "body": body},
+            {"custom_id": "answer", "prompt": context, "max_tokens": 3, "temperature": 0},
+            {"custom_id": "none", "prompt": context, "choices": []},
+            {"custom_id": "empty", "prompt": context, "choices": [""]},
+            {"custom_id": "hot", **body, "temperature": 1},
+            {"custom_id": "labels", "url": "/v1/score", "method": "POST",
+             "body": {"query": context, "items": ["a"], "label_token_ids": [1]}},
+            {"custom_id": "long", "prompt": context * 1000, "choices": choices},
+        ]
+    )  # fmt: skip
+    summary = folder.run_with_summary("--no-dedupe")
+    rows = folder.rows()
+    wanted = []
+    for choice in choices:
+        ids, found = a_tokenizer().encode(context), list[float]()
+        for token_id in a_tokenizer().encode(choice):
+            found.append(fake_logprob(ids, token_id, 0).logprob)
+            ids = [*ids, token_id]
+        wanted.append(found)
+    for name in ("plain", "ids", "openai"):
+        scores = rows[name]["response"]["body"]
+        assert scores["object"] == "score"
+        assert [each["token_logprobs"] for each in scores["choices"]] == wanted
+        assert [each["text"] for each in scores["choices"]] == choices
+    assert rows["chat"]["response"]["body"]["choices"] != scores["choices"]
+    assert folder.texts()["answer"] == expected_text(context, 3)
+    params = {name: row["error"]["param"] for name, row in rows.items() if row["error"]}
+    assert params == {
+        "none": "choices", "empty": "choices", "hot": "temperature", "labels": "items",
+        "long": "prompt",
+    }  # fmt: skip
+    assert summary["answered"] == 5
+    folder.run("--resume", "--no-dedupe")
+    assert folder.rows() == rows

@@ -12,7 +12,7 @@ from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, 
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
-from mainstem.core.request import Request, SamplingParams
+from mainstem.core.request import Request, SamplingParams, Scoring
 from mainstem.core.shapes import ModelShape
 from mainstem.core.step import Runner
 from mainstem.engine.build import join
@@ -87,6 +87,29 @@ def test_same_tokens_as_on_the_cpu(sampling: SamplingParams) -> None:
 def test_same_tokens_without_sharing() -> None:
     shared = answers(on_gpu(a_config()), prompts(), GREEDY)
     assert answers(on_gpu(a_config(Share.NONE)), prompts(), GREEDY) == shared
+
+
+def scores(engine: Engine) -> list[float]:
+    """Logprobs of the ends of prompts, then of forty tokens after each; more rows of logits than
+    the step has tokens."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=1)
+    for index, ids in enumerate(prompts()):
+        asked = Scoring(len(ids) - 2, tuple(range(40)))
+        array = np.array(ids, np.int32)
+        engine.submit(Request(RequestId(str(index)), array, sampling, scoring=asked))
+    found: dict[str, list[float]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.prompt_logprobs is not None
+            found[output.request_id] = [each.logprob for each in output.prompt_logprobs if each]
+    return [each for name in sorted(found) for each in found[name]]
+
+
+@interpreted
+def test_same_scores_as_on_the_cpu() -> None:
+    wanted = scores(on_cpu(a_config()))
+    assert len(wanted) == 3 * 42
+    assert scores(on_gpu(a_config())) == pytest.approx(wanted, abs=1e-4)
 
 
 def told(runner: Runner) -> list[list[int]]:

@@ -138,6 +138,18 @@ def test_a_batch_is_answered_as_the_client_expects(shared: Running) -> None:
     shared.settle()
 
 
+def test_choices_of_a_batch_are_scored(shared: Running) -> None:
+    client, body = a_client(shared), {"prompt": "it is", "choices": [" a", " bc", " bd"]}
+    rows = [{"custom_id": "a", "method": "POST", "url": "/v1/score", "body": body}]
+    rows.append(a_row("b", "why?"))
+    batch = run(client, rows, endpoint="/v1/score")
+    assert set(answers(client, batch.error_file_id)) == {"b"}  # it is for another endpoint
+    scores = answers(client, batch.output_file_id)["a"]["response"]["body"]
+    asked = shared.post("/v1/score", body, ALICE).json()
+    assert scores["choices"] == asked["choices"]
+    assert scores["best"] == asked["best"]
+
+
 def test_rows_that_fail_at_once_do_not_stop_a_batch(shared: Running) -> None:
     rows = [a_row(f"r{n}", "x", model="gpt-9") for n in range(100)]
     with a_client(shared) as client:

@@ -10,7 +10,7 @@ from mainstem.server.served_model import ServedModel
 from mainstem.wire.bodies import HARMLESS
 from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer, expected_text
 from tests.builders import VOCAB
-from tests.fakes import fake_answer
+from tests.fakes import fake_answer, fake_logprob
 from tests.server.running import Json, Running, a_server, events
 
 CHAT = [{"role": "user", "content": "Who are you?"}]
@@ -140,7 +140,9 @@ def test_a_prompt_can_be_scored_without_an_answer(server: Running) -> None:
     [choice] = reply["choices"]
     assert choice["text"] == "score"
     assert choice["logprobs"]["tokens"] == list("score")
-    assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -2.0, -2.0, -2.0]
+    ids = a_tokenizer().encode("score")
+    found = [fake_logprob(ids[:place], ids[place], 1).logprob for place in range(1, len(ids))]
+    assert choice["logprobs"]["token_logprobs"] == [None, *found]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
     assert reply["usage"]["completion_tokens"] == 0
 
@@ -559,7 +561,9 @@ def test_prompt_logprobs_come_in_vllms_form(server: Running) -> None:
     places = reply["choices"][0]["prompt_logprobs"]
     assert places[0] is None
     assert [list(place) for place in places[1:]] == [["6"], ["7"]]
-    assert places[1]["6"] == {"logprob": -2.0, "rank": 1, "decoded_token": "&"}
+    wanted = fake_logprob([5], 6, 0)
+    told = {"logprob": wanted.logprob, "rank": wanted.rank, "decoded_token": "&"}
+    assert places[1]["6"] == told
     chat = {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}
     answer = server.post("/v1/chat/completions", chat).json()
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]

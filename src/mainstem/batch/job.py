@@ -5,13 +5,15 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from time import time
 
+import numpy as np
+
 from mainstem.batch.ahead import Ahead
 from mainstem.batch.answer_file import AnswerFile
 from mainstem.batch.bar import JobBar
 from mainstem.batch.done import ENGINE_FAILED, FORM_LIMIT, MISSING_PACKAGE, State
 from mainstem.batch.marks import Marker
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow, certain_output
-from mainstem.batch.rows import Row, answer_row, error_row
+from mainstem.batch.rows import Row, answer_row, error_row, score_row
 from mainstem.batch.summary import Summary
 from mainstem.batch.supply import Supply
 from mainstem.batch.windows import Failure
@@ -20,6 +22,7 @@ from mainstem.core.events import StoreOpened
 from mainstem.core.ids import RequestId
 from mainstem.core.plan import Int32s
 from mainstem.core.request import Delivery, Request, SamplingParams
+from mainstem.text.scoring import SCORE_SAMPLING, ContextScoring
 from mainstem.text.text_engine import TextEngine, TextOutput
 from mainstem.wire.errors import WireError, from_invalid
 from mainstem.wire.replies import PromptAnswers
@@ -44,6 +47,15 @@ class _Open:
     copies: list[Row]
     template: int
     answers: PromptAnswers
+
+
+@dataclass(slots=True)
+class _Scored:
+    """A row whose choices are being weighed."""
+
+    row: Row
+    scoring: ContextScoring
+    open_ids: set[str]  # requests that are not answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,7 @@ class Job:
         self._bar = bar
         self._estimate = LengthEstimate()
         self._open: dict[str, _Open] = {}
+        self._scored: dict[str, tuple[_Scored, int]] = {}  # by request; its place among the row's
         summary.counters.attach(engine.engine.bus)
         engine.engine.bus.subscribe(StoreOpened, summary.note_store)
         self._supply = Supply(engine.engine.step_tokens)
@@ -151,6 +164,9 @@ class Job:
 
     def _submit(self, item: _Next) -> None:
         row, sampling = item.row, item.row.call.sampling
+        if row.choices:
+            self._submit_scored(item)
+            return
         request_id = RequestId(str(row.line))
         expected = certain_output(sampling)
         if expected is None:
@@ -179,9 +195,61 @@ class Job:
         self._open[request_id] = _Open(row, item.copies, item.template, answers)
         self._supply.note(item.new_tokens, sampling.n)
 
+    def _submit_scored(self, item: _Next) -> None:
+        row = item.row
+        scoring = ContextScoring(item.prompt_ids.tolist(), row.choices)
+        opened = _Scored(row, scoring, set())
+        asked = scoring.prompts()
+        for place, (ids, wanted) in enumerate(asked):
+            request = Request(
+                RequestId(f"{row.line}.{place}"),
+                np.array(ids, np.int32),
+                SCORE_SAMPLING,
+                salt=row.call.cache_salt,
+                priority=row.call.priority,
+                delivery=Delivery.AT_END,
+                # what the context's pages are good for is over when the last one starts
+                plan_place=item.plan_place if place == len(asked) - 1 else None,
+                expected_tokens=1,
+                scoring=wanted,
+            )
+            opened.open_ids.add(request.request_id)
+            self._scored[request.request_id] = opened, place
+            try:
+                self._engine.submit(request)
+            except InvalidRequest as error:
+                self._drop_scored(opened, from_invalid(error))
+                return
+        self._supply.note(item.new_tokens, len(asked))
+
     # --- answers to the file --------------------------------------------------------------------
 
+    def _hear_score(self, output: TextOutput) -> None:
+        opened, place = self._scored.pop(output.request_id)
+        if output.fault is not None:
+            message = f"steps failed over this row: {output.fault}"
+            self._drop_scored(opened, WireError(ENGINE_FAILED, message))
+            return
+        if output.prompt_logprobs is not None:
+            opened.scoring.take(place, output.prompt_logprobs, output.num_cached_tokens)
+        opened.open_ids.discard(output.request_id)
+        if not opened.open_ids:
+            row, result = opened.row, opened.scoring.result()
+            line = score_row(row, result, self._config.model_name, int(time()))
+            self._note_answered(row, line, len(result.context_token_ids), is_copy=False)
+
+    def _drop_scored(self, opened: _Scored, fault: WireError) -> None:
+        """A row cannot be scored: none of its choices is any more."""
+        for request_id in opened.open_ids:
+            self._scored.pop(request_id, None)
+            self._engine.abort(request_id)
+        row = opened.row
+        self._fail(Failure(row.line, row.custom_id, fault, row.digest))
+
     def _hear(self, output: TextOutput) -> None:
+        if output.request_id in self._scored:
+            self._hear_score(output)
+            return
         opened = self._open.get(output.request_id)
         if opened is None:
             return  # the other answers to a row that failed
@@ -215,9 +283,15 @@ class Job:
 
     def _answer(self, row: Row, answers: PromptAnswers, is_copy: bool) -> None:
         name, tokenizer = self._config.model_name, self._engine.tokenizer
-        self._write(answer_row(row, answers, name, tokenizer, int(time())), row.digest)
+        line = answer_row(row, answers, name, tokenizer, int(time()))
+        self._note_answered(row, line, answers.prompt_tokens, is_copy)
+
+    def _note_answered(
+        self, row: Row, line: dict[str, object], prompt_tokens: int, is_copy: bool
+    ) -> None:
+        self._write(line, row.digest)
         self._summary.answered += 1
-        self._bar.show_row(answers.prompt_tokens, row.call.sampling.n, is_copy)
+        self._bar.show_row(prompt_tokens, row.call.sampling.n, is_copy)
 
     def _fail(self, failure: Failure) -> None:
         line = error_row(failure.line, failure.custom_id, failure.error)

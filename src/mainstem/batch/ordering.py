@@ -45,7 +45,7 @@ def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
     groups: dict[int, list[int]] = {}
     settings: dict[int, bytes] = {}  # rows that say the same share the object
     for index, row in enumerate(rows):
-        if not row.call.sampling.is_greedy:
+        if row.choices or not row.call.sampling.is_greedy:
             groups[index] = []
             continue
         setting = settings.get(id(row.call.sampling))

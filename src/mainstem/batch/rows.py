@@ -3,6 +3,7 @@
     {"custom_id": ..., "url": "/v1/chat/completions", "body": {...}, ...}     OpenAI batch
     {"custom_id": ..., "messages": [...], "temperature": 0, ...}              plain chat
     {"prompt": text or token ids, "max_tokens": 8, ...}                       plain prompt
+    {"prompt": ... or "messages": [...], "choices": [text, ...]}              choices to be scored
 
 Bodies are read by the parser that the server uses (wire/calls.py).
 """
@@ -16,11 +17,13 @@ import msgspec
 
 from mainstem.batch.files import MAX_LINE_BYTES, Line
 from mainstem.text.encoding import Prompt
+from mainstem.text.scoring import Choice, ScoreOutput
 from mainstem.text.tokenizer import Tokenizer
 from mainstem.wire.bodies import RowEnvelope, read_fields
-from mainstem.wire.calls import Call, CallParser, Kind
+from mainstem.wire.calls import SCORE_URL, Call, CallParser, Kind
 from mainstem.wire.errors import WireError
 from mainstem.wire.replies import Heading, PromptAnswers, Reply
+from mainstem.wire.scores import choices_reply, read_scores
 
 MAX_CUSTOM_ID_CHARS = 512
 # needs a client that waits, or a prompt that is kept
@@ -42,6 +45,7 @@ class Row:
     custom_id: str
     call: Call
     digest: str = ""  # of what it asks; empty where nobody needs it
+    choices: tuple[Choice, ...] = ()  # of the call, as tokens
 
 
 # --- in ------------------------------------------------------------------------------------------
@@ -92,29 +96,37 @@ def parse_row(
     parser: CallParser, row: Json, line_number: int, custom_id: str, digest: str = ""
 ) -> tuple[Row, Prompt]:
     """What a row asks; raises WireError."""
-    body, kind = _body(row)
+    body, url = _body(row)
     for name in sorted(SERVER_ONLY & body.keys()):
         if body[name] not in (None, False):
             raise WireError("unknown_field", f"the field {name!r} is not supported in rows", name)
     if "stream_options" in body:
         body = {name: value for name, value in body.items() if name != "stream_options"}
-    call, prompts = parser.parse(body, kind)
+    if url == SCORE_URL:
+        asked = read_scores(parser, body)
+        if asked.label_ids:
+            reason = "items: are not supported in rows; send prompt and choices"
+            raise WireError("unknown_field", reason, "items")
+        return Row(line_number, custom_id, asked.call, digest), asked.prompts[0]
+    call, prompts = parser.parse(body, Kind(url))
     if len(prompts) != 1:
         reason = "prompt: must be one text or one list of token ids; a row has one prompt"
         raise WireError("invalid_value", reason, "prompt")
     return Row(line_number, custom_id, call, digest), prompts[0]
 
 
-def _body(row: Json) -> tuple[Json, Kind]:
-    """The object with the prompt and the kind of answer: OpenAI's outer row is taken off."""
+def _body(row: Json) -> tuple[Json, str]:
+    """The object with the prompt, and where it would go: OpenAI's outer row is taken off."""
     if "body" in row or "url" in row:
         envelope = read_fields(row, RowEnvelope)
-        return envelope.body, Kind(envelope.url)
+        return envelope.body, envelope.url
     has_chat, has_prompt = row.get("messages") is not None, row.get("prompt") is not None
     if has_chat is has_prompt:
         raise WireError("invalid_row", "the line must have a body, a prompt or messages")
     body = {name: value for name, value in row.items() if name != "custom_id"}
-    return body, Kind.CHAT if has_chat else Kind.COMPLETION
+    if row.get("choices") is not None:
+        return body, SCORE_URL
+    return body, (Kind.CHAT if has_chat else Kind.COMPLETION).value
 
 
 # --- out -----------------------------------------------------------------------------------------
@@ -124,10 +136,20 @@ def answer_row(
     row: Row, answers: PromptAnswers, model: str, tokenizer: Tokenizer, now: int
 ) -> dict[str, object]:
     """The output line of a row that was answered; `now` is in seconds since 1970."""
-    name = _name(row.custom_id)
     prefix = "chatcmpl" if row.call.kind is Kind.CHAT else "cmpl"
-    reply = Reply(row.call, Heading(f"{prefix}-{name}", model, now), tokenizer)
-    body = reply.whole([answers])
+    heading = Heading(f"{prefix}-{_name(row.custom_id)}", model, now)
+    return _answered(row, Reply(row.call, heading, tokenizer).whole([answers]))
+
+
+def score_row(row: Row, result: ScoreOutput, model: str, now: int) -> dict[str, object]:
+    """The output line of a row whose choices were scored."""
+    return _answered(
+        row, choices_reply(Heading(f"score-{_name(row.custom_id)}", model, now), result)
+    )
+
+
+def _answered(row: Row, body: dict[str, object]) -> dict[str, object]:
+    name = _name(row.custom_id)
     return {
         "id": f"batch_req_{name}",
         "custom_id": row.custom_id,

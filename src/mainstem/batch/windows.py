@@ -9,7 +9,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from mainstem.batch.rows import Row, custom_id_of, parse_json, parse_row
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.plan import Prompts
 from mainstem.text.encoding import App, Prompt, PromptTooLong, begin_prompt
+from mainstem.text.scoring import encode_scoring
 from mainstem.text.tokenizer import Tokenizer
 from mainstem.wire.calls import Call, CallParser
 from mainstem.wire.errors import WireError, from_invalid
@@ -205,18 +206,38 @@ class WindowReader:
 
     def _tokenize(self, waiting: list[tuple[Row, Prompt]], draft: _Draft) -> None:
         began_s = perf_counter()
-        for (row, _), ids in zip(waiting, self._encode_all(waiting), strict=True):
+        for (row, prompt), ids in zip(waiting, self._encode_all(waiting), strict=True):
             try:
-                draft.add(row, self._checked(ids))
+                if row.call.choices:
+                    self._add_scored(row, prompt, draft)
+                else:
+                    draft.add(row, self._checked(ids))
             except WireError as error:
                 self._fail(draft, Failure(row.line, row.custom_id, error, row.digest))
         self.tokenize_s += perf_counter() - began_s
 
+    def _add_scored(self, row: Row, prompt: Prompt, draft: _Draft) -> None:
+        """A row whose choices are to be scored; raises WireError."""
+        tokenizer, most = self._rows.load_tokenizer(), self._rows.max_model_len - 1
+        app = self._rows.find_app(row.call)
+        try:
+            scoring = encode_scoring(tokenizer, prompt, row.call.choices, app, max_tokens=most)
+        except PromptTooLong as error:
+            raise self._too_long(f"at least {error.least_tokens}") from None
+        except InvalidRequest as error:
+            raise from_invalid(error) from None
+        ids = self._checked(array("i", scoring.context_ids))
+        draft.add(replace(row, choices=tuple(scoring.choices)), ids)
+
     def _encode_all(self, waiting: list[tuple[Row, Prompt]]) -> "list[array[int] | WireError]":
-        """Ids of each prompt, or why there are none; plain texts are encoded side by side."""
+        """Ids of each prompt, or why there are none; plain texts are encoded side by side. None of
+        contexts, which are encoded with their choices."""
         found: list[array[int] | WireError | None] = [None] * len(waiting)
         texts: dict[int, str] = {}
         for place, (row, prompt) in enumerate(waiting):
+            if row.call.choices:
+                found[place] = array("i")
+                continue
             try:
                 app = self._rows.find_app(row.call)
                 if app is None and isinstance(prompt, str):

@@ -20,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_NEXT_IDS = 4096
 MAX_INT = 2**31 - 1
 
 # field of SamplingParams: least and largest value; whole numbers where the least one is
@@ -292,6 +293,15 @@ class Rendering:
     opening: str = ""  # the end of the prompt that belongs to the answer; its text begins with it
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """A prompt whose end is weighed: nothing is asked of what comes before `first`, so that it may
+    come from the cache."""
+
+    first: int  # the first place in the prompt whose logprob is wanted; its length: none
+    next_ids: tuple[int, ...] = ()  # then, of each of these, as the token after the prompt
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt and how to answer it; immutable. The scheduler checks it against its limits."""
@@ -311,6 +321,7 @@ class Request:
     plan_place: int | None = None  # where it stands in the announced order of a known workload
     expected_tokens: int | None = None  # length of the answer, as far as the caller can tell
     rendering: Rendering = Rendering()
+    scoring: Scoring | None = None  # what is wanted beside one token that nobody reads
 
     def __post_init__(self) -> None:
         ids = id_array(self.prompt_ids)
@@ -320,6 +331,21 @@ class Request:
         _check_int("keep_tokens", self.keep_tokens, 0, 2**31 - 1)
         if self.overflow is Overflow.KV and self.session is None:
             raise InvalidRequest("overflow", "kv needs a session; recompute does not")
+        if self.scoring is not None:
+            self._check_scoring(self.scoring, len(ids))
+
+    def _check_scoring(self, scoring: Scoring, num_prompt: int) -> None:
+        _check_int("scoring", scoring.first, 1, num_prompt)
+        if len(scoring.next_ids) > MAX_NEXT_IDS:
+            got = len(scoring.next_ids)
+            raise InvalidRequest("scoring", f"at most {MAX_NEXT_IDS:,} next tokens, got {got:,}")
+        for token_id in scoring.next_ids:
+            _check_int("scoring", token_id, 0, MAX_INT)
+        sampling = self.sampling
+        if (sampling.n, sampling.max_tokens, sampling.prompt_logprobs) != (1, 1, None):
+            raise InvalidRequest("scoring", "needs n=1, max_tokens=1 and no prompt_logprobs")
+        if self.overflow_policy is not Overflow.ERROR:
+            raise InvalidRequest("scoring", "a prompt that is scored cannot be truncated")
 
     @property
     def overflow_policy(self) -> Overflow:
@@ -370,7 +396,7 @@ class Output:
     index: int  # which of the n answers
     token_ids: tuple[int, ...]  # new ones; an end token is included
     logprobs: tuple[TokenLogprobs, ...] = ()
-    # once, with the first token of the first answer
+    # once, with the first token of the first answer; with Scoring, what that asked for
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence

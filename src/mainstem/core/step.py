@@ -110,7 +110,8 @@ class Step:
     sample_rows: Int32s  # [rows] packed tokens after which a token is sampled
     sample_slots: Int32s  # [rows] the sequences they belong to
     sampling: SampleBatch
-    prompt_logprob_rows: Int32s  # packed tokens whose successor's logprob is wanted
+    prompt_logprob_rows: Int32s  # packed tokens whose successor's logprob is wanted; one that
+    # several successors are weighed after is there as often
     prompt_logprob_targets: Int32s  # the successors
     num_prompt_logprobs: Int32s  # top tokens wanted for each of these rows
     started: tuple[StartedSequence, ...]
@@ -131,6 +132,20 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def hidden_rows(self) -> tuple[Int32s, Int32s]:
+        """Packed tokens to carry to the end, each once: those that are sampled after, then those
+        that only prompt logprobs want; and where among these each prompt logprob row is."""
+        samples = self.sample_rows
+        if len(self.prompt_logprob_rows) == 0:
+            return samples, self.prompt_logprob_rows
+        wanted, places = np.unique(self.prompt_logprob_rows, return_inverse=True)
+        is_sample = np.isin(wanted, samples, assume_unique=True)
+        place_of = np.empty(len(wanted), np.int32)
+        place_of[is_sample] = np.searchsorted(samples, wanted[is_sample])  # they are in order
+        others = wanted[~is_sample]
+        place_of[~is_sample] = np.arange(len(samples), len(samples) + len(others))
+        return np.concatenate((samples, others)), place_of[places]
 
 
 @dataclass(frozen=True, slots=True)

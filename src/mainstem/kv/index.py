@@ -5,15 +5,18 @@ from contextlib import suppress
 from itertools import compress, islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mainstem.core.events import EventBus, PagesRemoved, PagesStored
 from mainstem.core.ids import PageKey
+from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Bools, Int32s
 from mainstem.kv.keys import PageChain
+from mainstem.kv.page_logprobs import PageLogprobs
 from mainstem.kv.pool import PagePool
 
 MAX_FOLLOWERS_TRIED = 256
-NO_PAGE = -1
+NO_PAGE = NO_TOKEN = -1
 MAX_DEPTH = 1 << 22  # pages in one chain: 64 million tokens
 PINNED = 1 << 62  # beyond the worth of what is not pinned: 10^12 uses
 
@@ -47,8 +50,10 @@ class PrefixIndex:
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
         self._last_used = np.zeros(pool.num_pages, np.int64)
         self._depth = np.zeros(pool.num_pages, np.int32)  # pages before it in its chain
+        self._is_tail = np.zeros(pool.num_pages, np.bool_)  # it is not full, and will not be
         self._pins: dict[int, int] = {}  # how often a page was pinned; few are
         self._clock = 0
+        self.logprobs = PageLogprobs(pool.num_pages, page_size)
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -102,10 +107,10 @@ class PrefixIndex:
         return self._is_indexed
 
     def named(self, pages: Int32s) -> dict[PageKey, int]:
-        """Those of `pages` that are READY, by key and in order."""
+        """Those of `pages` that are full and READY, by key and in order."""
         found: dict[PageKey, int] = {}
         key_of = self._key_of
-        for page in pages[self._is_ready[pages]].tolist():
+        for page in pages[self._is_ready[pages] & ~self._is_tail[pages]].tolist():
             key = key_of[page]
             assert key is not None
             found[key] = page
@@ -126,7 +131,8 @@ class PrefixIndex:
     def best_follower(self, parent: PageKey, token_ids: Int32s) -> tuple[int, int] | None:
         """The READY page after `parent` that begins most like `token_ids`, and how many tokens.
 
-        Only the latest of those with the same first token are looked at.
+        Only the latest of those with the same first token are looked at. Of equals, that with the
+        most logprobs is taken.
         """
         after = (parent, int(token_ids[0])) if len(token_ids) else None
         if after not in self._latest_after:
@@ -137,7 +143,8 @@ class PrefixIndex:
             return None
         is_equal = self._tokens[pages, : len(token_ids)] == token_ids[: self._tokens.shape[1]]
         lengths = np.logical_and.accumulate(is_equal, axis=1).sum(axis=1)
-        best = int(lengths.argmax())
+        worth = lengths * (self._tokens.shape[1] + 1) + self.logprobs.num_known(pages)
+        best = int(worth.argmax())
         return (int(pages[best]), int(lengths[best])) if lengths[best] else None
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
@@ -155,30 +162,55 @@ class PrefixIndex:
                 parents[depth - first] = parent
         full = chain.token_ids[: len(chain.keys) * chain.page_size].reshape(-1, chain.page_size)
         firsts = full[first : first + len(keys), 0].tolist()
-        page_of, key_of, parent_of = self._page_of, self._key_of, self._parent_of
-        latest_after, older, newer = self._latest_after, self._older, self._newer
-        previous_of = self._previous_of
-        is_kept: list[bool] = []
-        rows = zip(keys, parents, previous, firsts, pages.tolist(), strict=True)
-        for key, parent, previous_key, token, page in rows:
-            is_new = key not in page_of
-            is_kept.append(is_new)
-            if is_new:
-                page_of[key] = page
-                key_of[page] = key
-                parent_of[page] = parent
-                previous_of[page] = previous_key
-                before = older[page] = latest_after.get((parent, token), NO_PAGE)
-                if before != NO_PAGE:
-                    newer[before] = page
-                latest_after[parent, token] = page
-        kept = pages[is_kept]
+        is_kept = list(map(self._file, keys, parents, previous, firsts, pages.tolist()))
         depths = np.arange(first, first + len(keys))[is_kept]
-        self._tokens[kept] = full[depths]
-        self._depth[kept] = depths
-        self._pool.share(kept)
-        self._is_indexed[kept] = True
-        self._is_ready[kept] = False
+        self._enter(pages[is_kept], full[depths], depths)
+
+    def reserve_tail(self, chain: PageChain, page: int) -> None:
+        """Name the page that the chain's last tokens, too few for a whole one, are about to go to:
+        `best_follower` finds it. Nothing may be written behind them."""
+        key, depth = chain.tail_key(), len(chain.keys)
+        tail = chain.page_tokens(depth)
+        previous = chain.keys[-1] if depth else None
+        if key is None or not self._file(key, chain.parent(depth), previous, int(tail[0]), page):
+            return
+        tokens = np.full((1, chain.page_size), NO_TOKEN, np.int32)
+        tokens[0, : len(tail)] = tail
+        self._enter(np.array([page], np.int32), tokens, np.array([depth]))
+        self._is_tail[page] = True
+
+    def _file(
+        self, key: PageKey, parent: PageKey, previous: PageKey | None, token: int, page: int
+    ) -> bool:
+        """Note where a page will be found; False: another one is there already."""
+        if key in self._page_of:
+            return False
+        self._page_of[key] = page
+        self._key_of[page] = key
+        self._parent_of[page] = parent
+        self._previous_of[page] = previous
+        before = self._older[page] = self._latest_after.get((parent, token), NO_PAGE)
+        if before != NO_PAGE:
+            self._newer[before] = page
+        self._latest_after[parent, token] = page
+        return True
+
+    def _enter(self, pages: Int32s, tokens: Int32s, depths: NDArray[np.int64]) -> None:
+        self._tokens[pages] = tokens
+        self._depth[pages] = depths
+        self._pool.share(pages)
+        self._is_indexed[pages] = True
+        self._is_ready[pages] = False
+        self._is_tail[pages] = False
+        self.logprobs.forget(pages)
+
+    def keep_logprobs(self, chain: PageChain, found: Sequence[TokenLogprobs | None]) -> None:
+        """Keep the logprobs of a chain's tokens beside those of its pages that are there."""
+        pages, _ = self.match(chain.keys)
+        tail = self._page_of.get(chain.tail_key() or chain.root)
+        if tail is not None and len(pages) == len(chain.keys):
+            pages = np.append(pages, np.int32(tail))
+        self.logprobs.keep(pages, found)
 
     def commit(self, pages: Int32s) -> list[PageKey]:
         """Pages are filled by a step that is on its way: READY. Returns the keys that became so."""
@@ -186,9 +218,12 @@ class PrefixIndex:
         self._is_ready[changed] = True
         keys = [key for page in changed.tolist() if (key := self._key_of[page]) is not None]
         if keys and self._bus.has_listeners(PagesStored):
-            self._bus.publish(
-                PagesStored("device", keys, self.previous(changed), self.tokens(changed))
-            )
+            full = changed[~self._is_tail[changed]]  # nobody else has a use for the others
+            names = [key for page in full.tolist() if (key := self._key_of[page]) is not None]
+            if names:
+                self._bus.publish(
+                    PagesStored("device", names, self.previous(full), self.tokens(full))
+                )
         return keys
 
     def abort(self, pages: Int32s) -> list[PageKey]:
@@ -241,7 +276,8 @@ class PrefixIndex:
                 del latest_after[parent, token]
             keys.append(key)
         if keys and self._bus.has_listeners(PagesRemoved):
-            were_ready = list(compress(keys, self._is_ready[pages].tolist()))
+            is_told = self._is_ready[pages] & ~self._is_tail[pages]
+            were_ready = list(compress(keys, is_told.tolist()))
             if were_ready:
                 self._bus.publish(PagesRemoved("device", were_ready))
         self._is_indexed[pages] = False

@@ -91,6 +91,12 @@ class PageChain:
         """The key before page number `depth` of a chain that does not branch there."""
         return self.keys[depth - 1] if depth else self.root
 
+    def tail_key(self) -> PageKey | None:
+        """The name of what comes after the last full page; None: nothing does."""
+        depth = len(self.keys)
+        tail = self.page_tokens(depth)
+        return PageKey(sha256(self.parent(depth) + tail.tobytes()).digest()) if len(tail) else None
+
     def page_tokens(self, depth: int) -> Int32s:
         """Tokens of page number `depth`; fewer than a page's at the end."""
         return self.token_ids[depth * self.page_size : (depth + 1) * self.page_size]

@@ -10,9 +10,11 @@ import numpy as np
 from mainstem.core.errors import OutOfPages
 from mainstem.core.events import EventBus, PagesCleared, PagesEvicted
 from mainstem.core.ids import PageKey
+from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Int32s, StepId
 from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, root_key
+from mainstem.kv.page_logprobs import MAX_TOP
 from mainstem.kv.pool import PagePool
 from mainstem.kv.tiers import NOTHING_STORED, LowerTiers, Stored
 from mainstem.kv.traffic import Traffic
@@ -216,6 +218,35 @@ class KVStore:
         """Announce what `pages` are about to hold, the chain's full pages from number `first` on:
         others find them LOADING and wait."""
         self._index.reserve(chain, first, pages)
+
+    def reserve_tail(self, chain: PageChain, page: int) -> None:
+        """The same for the page of the chain's last tokens, which do not fill it: others find what
+        they have in common with it. Tiers below the device do not hear of it."""
+        self._index.reserve_tail(chain, page)
+
+    def commit_tail(self, page: int) -> None:
+        """The step on its way fills such a page as far as it goes."""
+        self._index.commit(np.array([page], np.int32))
+
+    def keep_logprobs(self, chain: PageChain, found: Sequence[TokenLogprobs | None]) -> None:
+        """Keep what was computed of a prompt beside its pages, while they are there."""
+        self._index.keep_logprobs(chain, found)
+
+    def known_logprobs(self, match: Match, num_top: int) -> list[TokenLogprobs | None]:
+        """Logprobs of the first tokens of a match, as many as are kept beside its pages."""
+        kept, found = self._index.logprobs, list[TokenLogprobs | None]()
+        if num_top > MAX_TOP:
+            return found
+        places = [(page, self.page_size) for page in match.pages.tolist()]
+        if match.similar_page is not None:
+            places.append((match.similar_page, match.similar_tokens))
+        counts = kept.num_known(np.array([page for page, _ in places], np.int32)).tolist()
+        for (page, num_tokens), count in zip(places, counts, strict=True):
+            num_known = min(count, num_tokens)
+            found += kept.read(page, num_known, num_top)
+            if num_known < self.page_size:
+                break
+        return [None, *found[1:]] if found else found
 
     def commit(self, pages: Int32s) -> list[PageKey]:
         """Reserved pages are filled by a step on its way; returns the keys now READY."""

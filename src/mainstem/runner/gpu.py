@@ -213,8 +213,7 @@ class GpuRunner:
         inputs = self._inputs.send(step, self._previous, size or self._padded(step.num_tokens))
         hidden = self._forward(inputs, size, launches, gate)
         ids, logprobs = self._sample_hidden(hidden, step)
-        end_row = num_rows + len(step.prompt_logprob_rows)
-        prompt_logprobs = self._prompt_logprobs(hidden[num_rows:end_row], step)
+        prompt_logprobs = self._prompt_logprobs(hidden, step)
         self._previous = ids
         host_ids = self._results[self._num_launched % _NUM_RESULTS][:num_rows]
         self._num_launched += 1
@@ -315,13 +314,17 @@ class GpuRunner:
         return ids, start_logprobs(raw, ids[rows], step.sampling.num_logprobs[wanted])
 
     def _prompt_logprobs(self, hidden: Tensor, step: Step) -> list[LogprobRows]:
-        if len(hidden) == 0:
+        num_rows = len(step.prompt_logprob_rows)
+        if num_rows == 0:
             return []
-        targets = self._uploads.send(step.prompt_logprob_targets.astype(np.int64))
+        _, places = step.hidden_rows()
+        arrays = np.stack((places, step.prompt_logprob_targets)).astype(np.int64)
+        at, targets = self._uploads.send(arrays)
         records = []
-        for first in range(0, len(hidden), _PROMPT_LOGPROB_ROWS):
-            rows = slice(first, first + _PROMPT_LOGPROB_ROWS)
-            part = hidden[rows]
+        most = min(_PROMPT_LOGPROB_ROWS, len(self._logits))
+        for first in range(0, num_rows, most):
+            rows = slice(first, first + most)
+            part = hidden[at[rows]]
             logits = self._decoder.logits(part, self._logits[: len(part)]).float()
             records.append(start_logprobs(logits, targets[rows], step.num_prompt_logprobs[rows]))
         return records

@@ -101,7 +101,7 @@ class InputBuffers:
         ints[2, :tokens] = step.write_slots
         ints[4, : len(step.carry_to)] = step.carry_to
         ints[5, : len(step.carry_to)] = step.carry_from
-        rows = np.concatenate((step.sample_rows, step.prompt_logprob_rows))
+        rows, _ = step.hidden_rows()
         if np.array_equal(rows, np.arange(tokens)):
             return None
         padded = min(padded_size(len(rows)), self._max_tokens)

@@ -33,7 +33,7 @@ def make_token_ids(step: Step, previous: Tensor) -> Tensor:
 
 def make_inputs(step: Step, previous: Tensor) -> Inputs:
     """`previous` as in make_token_ids."""
-    rows = np.concatenate((step.sample_rows, step.prompt_logprob_rows))
+    rows, _ = step.hidden_rows()
     is_all = np.array_equal(rows, np.arange(step.num_tokens))
     copies = None
     if len(step.copy_to):

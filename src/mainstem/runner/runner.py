@@ -84,7 +84,7 @@ class CpuRunner:
         return StepResult(
             token_ids=token_ids.numpy().astype(np.int32),
             logprobs=logprobs,
-            prompt_logprobs=self._prompt_logprobs(hidden[num_rows:], step),
+            prompt_logprobs=self._prompt_logprobs(hidden, step),
         )
 
     def _forward(self, step: Step) -> Tensor:
@@ -126,10 +126,11 @@ class CpuRunner:
 
     def _prompt_logprobs(self, hidden: Tensor, step: Step) -> tuple[TokenLogprobs, ...]:
         targets = torch.from_numpy(step.prompt_logprob_targets).long()
+        places = torch.from_numpy(step.hidden_rows()[1]).long()
         records: list[TokenLogprobs] = []
-        for first in range(0, len(hidden), _LOGPROB_ROWS):
+        for first in range(0, len(places), _LOGPROB_ROWS):
             rows = slice(first, first + _LOGPROB_ROWS)
-            logits = self._decoder.logits(hidden[rows])
+            logits = self._decoder.logits(hidden[places[rows]])
             counts = step.num_prompt_logprobs[rows]
             records += start_logprobs(logits, targets[rows], counts).resolve()
         return tuple(records)

@@ -153,19 +153,23 @@ def _prompt_logprob_rows(
     batch: StepWork, table: SeqTable, chunk_starts: Int32s
 ) -> tuple[Int32s, Int32s, Int32s]:
     """Rows, the tokens that follow them, and how many alternatives are wanted."""
-    if not batch.chunks:
-        return NO_ROWS, NO_ROWS, NO_ROWS
-    rows: list[Int32s] = [np.empty(0, np.int32)]
-    targets: list[Int32s] = [np.empty(0, np.int32)]
-    wanted: list[Int32s] = [np.empty(0, np.int32)]
+    rows: list[Int32s] = [NO_ROWS]
+    targets: list[Int32s] = [NO_ROWS]
+    wanted: list[Int32s] = [NO_ROWS]
     for chunk, start in zip(batch.chunks, chunk_starts.tolist(), strict=False):
         sequence = table.sequence(chunk.slot)
-        request = sequence.request
-        count = request.sampling.prompt_logprobs
-        if count is None or sequence.prompt_logprobs is None:
+        if sequence.prompt_logprobs is None:
             continue
-        following = request.prompt_ids[chunk.num_before + 1 :][: len(chunk.token_ids)]
-        rows.append(np.arange(start, start + len(following), dtype=np.int32))
+        request, end = sequence.request, chunk.num_before + len(chunk.token_ids)
+        first = max(chunk.num_before + 1, sequence.first_logprob)
+        following = request.prompt_ids[first : end + 1]
+        places = np.arange(first - 1, first - 1 + len(following), dtype=np.int32)
+        if request.scoring is not None and end == len(request.prompt_ids):
+            next_ids = np.array(request.scoring.next_ids, np.int32)
+            following = np.concatenate((following, next_ids))
+            places = np.append(places, np.full(len(next_ids), end - 1, np.int32))
+        rows.append(places + np.int32(start - chunk.num_before))
         targets.append(following)
+        count = request.sampling.prompt_logprobs or 0
         wanted.append(np.full(len(following), count, np.int32))
     return np.concatenate(rows), np.concatenate(targets), np.concatenate(wanted)

@@ -52,6 +52,8 @@ class Intake:
         self._check_ids("prompt", [int(given.prompt_ids.max())])
         self._check_ids("stop_token_ids", given.sampling.stop_token_ids)
         self._check_ids("logit_bias", given.sampling.logit_bias or ())
+        if given.scoring is not None:
+            self._check_ids("scoring", given.scoring.next_ids)
         request, truncation = self._truncator.fit(given)
         chain, origins = self._names(given, request, truncation)
         room = self._window - len(request.prompt_ids)

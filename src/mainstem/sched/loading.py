@@ -1,5 +1,6 @@
 """Pages of waiting sequences: what is there of them, and what is brought up from lower tiers."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from mainstem.core.errors import OutOfPages
 from mainstem.core.ids import PageKey
+from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Step, StepId
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import Lookup, Match, StoredRun
@@ -19,6 +21,7 @@ from mainstem.sched.running import RunningSet
 from mainstem.sched.sequence import Sequence
 
 LOAD_AHEAD = 64  # waiting sequences whose pages are brought up before it is their turn
+AWAITS_LOGPROBS = PageKey(b"logprobs")  # the name of no page
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Candidate:
     num_known: int  # tokens of its prompt and of its output so far
     chain: PageChain | None  # their names; None: nothing is shared
     match: Match
+    logprobs: Collection[TokenLogprobs | None] = ()  # of its first tokens, where they are wanted
 
     @property
     def may_fetch(self) -> bool:
@@ -59,6 +63,7 @@ class Loader:
         self._store = running.store
         self._page_size = running.page_size
         self._admission = Admission(running.page_size)
+        self._collectors: list[tuple[Sequence, set[PageKey]]] = []  # of prompt logprobs
 
     def tokens_ahead(self) -> int:
         """Prompt tokens that the device computes before those of whoever starts now."""
@@ -70,11 +75,50 @@ class Loader:
         chain = sequence.chain
         if chain is not None and len(known) > len(chain.token_ids):
             chain = chain.extended(known)
-        if chain is None or sequence.prompt_logprobs is not None:
+        if chain is None:
             match = Match(np.empty(0, np.int32), Lookup.MISS)
+        elif sequence.prompt_logprobs is not None:
+            return self._look_up_logprobs(sequence, len(known), chain)
         else:  # the last token is always computed: its logits are wanted
             match = self._store.lookup(chain, len(known) - 1)
         return Candidate(sequence, len(known), chain, match)
+
+    def _look_up_logprobs(self, sequence: Sequence, num_known: int, chain: PageChain) -> Candidate:
+        """What is there together with the logprobs that are wanted of it. The token before the
+        first that they are not known of is always computed: its logits are wanted."""
+        scoring = sequence.request.scoring
+        if scoring is not None:
+            match = self._store.lookup(chain, scoring.first - 1)
+            return Candidate(sequence, num_known, chain, match)
+        whole = self._store.lookup(chain, len(sequence.request.prompt_ids))
+        if whole.outcome is Lookup.LOADING:
+            return Candidate(sequence, num_known, chain, whole)
+        num_top = sequence.request.sampling.prompt_logprobs or 0
+        logprobs = self._store.known_logprobs(whole, num_top)
+        if self._are_coming(chain.keys[: len(whole.pages)], len(logprobs)):
+            match = Match(whole.pages, Lookup.LOADING, AWAITS_LOGPROBS)
+        else:
+            match = self._store.lookup(chain, max(len(logprobs), 1) - 1)
+        return Candidate(sequence, num_known, chain, match, logprobs)
+
+    def _are_coming(self, ready: tuple[PageKey, ...], num_tokens: int) -> bool:
+        """Whether somebody computes the logprobs of the page after the first `num_tokens`, one of
+        those that are READY."""
+        place = num_tokens // self._page_size
+        if place == len(ready):
+            return False
+        return any(seq.is_collecting and ready[place] in keys for seq, keys in self._collectors)
+
+    def note_collector(self, sequence: Sequence, chain: PageChain) -> None:
+        """A sequence begins to compute prompt logprobs; others wait for those of pages it has in
+        common with them."""
+        self._collectors.append((sequence, set(chain.keys)))
+
+    def settled(self) -> list[PageKey]:
+        """What to unpark, now that some who computed prompt logprobs do so no more."""
+        before = len(self._collectors)
+        self._collectors = [each for each in self._collectors if each[0].is_collecting]
+        return [AWAITS_LOGPROBS] if len(self._collectors) < before else []
 
     def load_ahead(self, work: PromptWork) -> None:
         """Start loads for those next in the queue while others run, in order and while the pages

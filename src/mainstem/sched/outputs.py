@@ -58,22 +58,28 @@ class OutputMaker:
         sequence.num_delivered = known
         return output
 
-    def keep_logprobs(self, step: Step, result: StepResult) -> None:
-        """Store a step's logprobs with their sequences until they are delivered."""
+    def keep_logprobs(self, step: Step, result: StepResult) -> list[Sequence]:
+        """Store a step's logprobs with their sequences until they are delivered. Returns those
+        whose prompts are complete with it, and of use to others."""
         table = self._table
         for row, logprobs in result.logprobs.items():
             slot = int(step.sample_slots[row])
             if table.is_alive[slot]:
                 table.sequence(slot).logprobs.append(logprobs)
         if not result.prompt_logprobs:
-            return
+            return []
+        complete: list[Sequence] = []
         owners = np.searchsorted(step.seq_starts, step.prompt_logprob_rows, side="right") - 1
         for seq_index, logprobs in zip(owners.tolist(), result.prompt_logprobs, strict=True):
             slot = int(step.seq_slots[seq_index])
             if table.is_alive[slot]:
-                wanted = table.sequence(slot).prompt_logprobs
+                sequence = table.sequence(slot)
+                wanted, request = sequence.prompt_logprobs, sequence.request
                 assert wanted is not None
                 wanted.append(logprobs)
+                if len(wanted) == len(request.prompt_ids) and request.sampling.prompt_logprobs:
+                    complete.append(sequence)
+        return complete
 
 
 def make_output(

@@ -171,6 +171,7 @@ class Scheduler:
         self._look_at_reads(has_ended)
         begin = perf_counter()
         self._queue.unpark(self._store.poll(self._loader.lead_s(self._in_flight)))
+        self._queue.unpark(self._loader.settled())
         if not self._make_way():
             return None
         decodes = self._grow_decodes()
@@ -211,7 +212,10 @@ class Scheduler:
         is_alive = table.is_alive[slots]
         if not is_alive.all():
             slots, token_ids = slots[is_alive], token_ids[is_alive]
-        self._output_maker.keep_logprobs(step, result)
+        for sequence in self._output_maker.keep_logprobs(step, result):
+            assert sequence.prompt_logprobs is not None
+            if sequence.chain is not None:
+                self._store.keep_logprobs(sequence.chain, sequence.prompt_logprobs)
         table.append_samples(slots, token_ids)
         is_done, ends = self._ends(slots)
         is_streaming = table.is_streaming[slots] & ~is_done

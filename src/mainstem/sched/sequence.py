@@ -1,5 +1,6 @@
 """Sequence: one answer being made to a Request. The hot counters live in SeqTable."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -45,6 +46,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # not yet delivered
     # of the first answer, where wanted and not yet delivered
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    first_logprob: int = 1  # the place in the prompt from which on they are computed
     num_delivered: int = 0  # output tokens the caller has seen
     # waiting: prompt tokens to be computed, once it is settled what is loaded; None: it is not
     num_to_compute: int | None = None
@@ -60,9 +62,31 @@ class Sequence:
 
     def reset_prompt_logprobs(self) -> None:
         """Prompt logprobs that were not delivered are collected from the beginning."""
-        if self.request.sampling.prompt_logprobs is not None and self.index == 0:
-            told = self.num_delivered > 0
-            self.prompt_logprobs = None if told else [None]  # nothing predicts the first token
+        if self.num_delivered > 0 or self.index > 0:
+            self.prompt_logprobs = None
+        elif self.request.scoring is not None:
+            self.prompt_logprobs, self.first_logprob = [], self.request.scoring.first
+        elif self.request.sampling.prompt_logprobs is not None:
+            self.begin_prompt_logprobs(())
+
+    def begin_prompt_logprobs(self, known: Iterable[TokenLogprobs | None]) -> None:
+        """Collect prompt logprobs after those of the first tokens, which are `known`."""
+        found = list(known) or [None]  # nothing predicts the first token
+        self.prompt_logprobs, self.first_logprob = found, len(found)
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether logprobs of every token of its prompt are wanted, and it brings new ones."""
+        if self.state is not SeqState.RUNNING or self.request.scoring is not None:
+            return False
+        found = self.prompt_logprobs
+        return found is not None and len(found) < len(self.request.prompt_ids)
+
+    @property
+    def has_named_tail(self) -> bool:
+        """Whether others may share what lies beyond its last full page. That page must not grow:
+        it ends with its prompt."""
+        return self.chain is not None and self.prompt_logprobs is not None and self.max_output == 1
 
     @property
     def is_suspect(self) -> bool:

@@ -144,12 +144,19 @@ class Starter:
             num_cached += similar_tokens
         if found.chain is not None:
             store.reserve(found.chain, len(cached), fresh[: len(found.chain.keys) - len(cached)])
+            if sequence.has_named_tail and len(fresh):
+                store.reserve_tail(found.chain, int(fresh[-1]))
         if num_moved:
             self._move(sequence, movable, fresh[:num_moved], work)
         work.loads += [loads for loads in (found.match.loads, movable.loads) if loads is not None]
         store.dismiss(sequence.queue_place)
         expected = self._lengths.expect(sequence)
-        return self._running.enter(sequence, np.concatenate([cached, fresh]), num_cached, expected)
+        slot = self._running.enter(sequence, np.concatenate([cached, fresh]), num_cached, expected)
+        if found.logprobs:
+            sequence.begin_prompt_logprobs(found.logprobs)
+        if sequence.is_collecting and found.chain is not None:
+            self._loader.note_collector(sequence, found.chain)
+        return slot
 
     def _lease_similar(self, match: Match, num_new: int) -> bool:
         """Lease the page to copy from until the step has run; False: there is none, or it is one of
@@ -187,6 +194,8 @@ class Starter:
             token_ids = np.concatenate([token_ids, output])
         filled = table.page_table[slot, num_before // page_size : end // page_size]
         self._queue.unpark(self._store.commit(filled))
+        if end % page_size and table.sequence(slot).has_named_tail and end == len(prompt_ids):
+            self._store.commit_tail(int(table.page_table[slot, end // page_size]))
         return Chunk(slot, num_before, token_ids)
 
     def _announce(self, sequence: Sequence, num_cached: int) -> None:

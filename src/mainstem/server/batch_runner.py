@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from time import time
 
+import numpy as np
+
 from mainstem.batch.answer_file import AnswerFile, Existing
 from mainstem.batch.files import FileFault, InputFile
 from mainstem.batch.job import seeded
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow, WindowPlanner
-from mainstem.batch.rows import Row, answer_row, error_row
+from mainstem.batch.rows import Row, answer_row, error_row, score_row
 from mainstem.batch.windows import Failure, RowReader, WindowReader
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId
@@ -37,9 +39,12 @@ from mainstem.server.metrics import ServerMetrics
 from mainstem.server.served_model import ServedModel
 from mainstem.server.turns import owner_of
 from mainstem.text.encoding import App
+from mainstem.text.scoring import ContextScoring
 from mainstem.wire.calls import Call, CallParser
 from mainstem.wire.errors import WireError, from_invalid
 from mainstem.wire.replies import PromptAnswers
+
+Json = dict[str, object]
 
 PRIORITY = 1 << 20  # behind interactive requests
 MAX_BATCHES = 8  # at once
@@ -270,11 +275,12 @@ class BatchRunner:
         counted = replace(latest, total=batch.total, completed=batch.completed, failed=batch.failed)
         self._batches.note(counted)
 
-    async def answer(self, batch: Batch, row: Row, ids: Int32s, salt: bytes) -> PromptAnswers:
-        """A row's answers; raises WireError. While the engine is away, it is tried again."""
+    async def answer(self, batch: Batch, row: Row, ids: Int32s, salt: bytes) -> Json:
+        """The output line of a row; raises WireError. While the engine is away, it is tried
+        again."""
         call = row.call
-        if call.kind.value != batch.endpoint:
-            message = f"url: is {call.kind.value}, but the batch is for {batch.endpoint}"
+        if call.url != batch.endpoint:
+            message = f"url: is {call.url}, but the batch is for {batch.endpoint}"
             raise WireError("mismatched_url", message, "url")
         try:
             request = Request(
@@ -289,7 +295,9 @@ class BatchRunner:
             for _ in range(MAX_TRIES):
                 await self._engine.running()  # however long that takes
                 try:
-                    return await self._answer(request, batch.owner)
+                    if row.choices:
+                        return await self._score(row, request, batch.owner)
+                    return await self._answer(row, request, batch.owner)
                 except FormFault as fault:
                     raise WireError("form_limit_reached", str(fault), "response_format") from None
                 except RequestFault as fault:
@@ -300,7 +308,31 @@ class BatchRunner:
             raise from_invalid(error) from None
         raise WireError("engine_failed", f"the engine failed {MAX_TRIES} times over it")
 
-    async def _answer(self, request: Request, owner: str) -> PromptAnswers:
+    async def _score(self, row: Row, request: Request, owner: str) -> Json:
+        """Weigh the choices of a row after its context, which `request` has as a prompt."""
+        scoring = ContextScoring(request.prompt_ids.tolist(), row.choices)
+        requests = [
+            replace(
+                request,
+                request_id=RequestId(f"{request.request_id}.{place}"),
+                prompt_ids=np.array(ids, np.int32),
+                scoring=asked,
+            )
+            for place, (ids, asked) in enumerate(scoring.prompts())
+        ]
+        answering = await self._engine.submit(requests, owner)
+        try:
+            async for news in answering:
+                for place, output in news:
+                    if output.prompt_logprobs is not None:
+                        scoring.take(place, output.prompt_logprobs, output.num_cached_tokens)
+        finally:
+            self._engine.abandon(answering)
+            for ticket in answering.tickets:
+                self._metrics.observe_ticket(ticket)
+        return score_row(row, scoring.result(), self._name(row), int(time()))
+
+    async def _answer(self, row: Row, request: Request, owner: str) -> Json:
         answers = PromptAnswers(len(request.prompt_ids), request.sampling)
         answering = await self._engine.submit([request], owner)
         try:
@@ -311,15 +343,14 @@ class BatchRunner:
             self._engine.abandon(answering)
             if answers.is_finished:
                 self._metrics.observe_ticket(answering.tickets[0])
-        return answers
+        return answer_row(row, answers, self._name(row), self._engine.tokenizer, int(time()))
 
     def _find_app(self, call: Call) -> App | None:
         return self._filler.apps.resolve(call, self._model.names)[1]
 
-    def line(self, row: Row, answers: PromptAnswers) -> dict[str, object]:
-        """The output line of a row."""
-        name = row.call.model or self._model.names[0]
-        return answer_row(row, answers, name, self._engine.tokenizer, int(time()))
+    def _name(self, row: Row) -> str:
+        """The model's, as the row calls it."""
+        return row.call.model or self._model.names[0]
 
 
 class _BatchRun:
@@ -370,11 +401,11 @@ class _BatchRun:
     async def _answer(self, row: Row, ids: Int32s) -> None:
         try:
             salt = self._tenant.page_salt(row.call.cache_salt)
-            answers = await self._runner.answer(self._batch, row, ids, salt)
+            line = await self._runner.answer(self._batch, row, ids, salt)
         except WireError as error:
             self._fail(Failure(row.line, row.custom_id, error))
         else:
-            self._out.append(self._runner.line(row, answers))
+            self._out.append(line)
             self._count(completed=self._batch.completed + 1)
 
     def _fail(self, failure: Failure) -> None:

@@ -231,7 +231,7 @@ class Gateway:
             if self.recorder is not None:
                 self.recorder.note(asked_s, requests)
             answering = await self._submit(requests, tenant)
-            exchange = _Exchange(self, answering, heading, request, app)
+            exchange = Exchange(self, answering, heading, request, app)
             held.push(exchange)
             echoes = self._echoes(call, prompts, prompt_ids)
             told_ids = prompt_ids if call.returns_token_ids else ()
@@ -436,7 +436,7 @@ async def _on_thread_if_many(ids: Sequence[int], write: Callable[[], Written]) -
     return write() if len(ids) <= INLINE_IDS else await asyncio.to_thread(write)
 
 
-class _Exchange:
+class Exchange:
     """A request between its acceptance and its end; a context manager that cleans up."""
 
     def __init__(
@@ -467,7 +467,7 @@ class _Exchange:
             error = EngineFault("internal error")
         return from_fault(error)
 
-    def __enter__(self) -> "_Exchange":
+    def __enter__(self) -> "Exchange":
         return self
 
     def __exit__(self, *_: object) -> None:

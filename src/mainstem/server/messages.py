@@ -27,6 +27,7 @@ from mainstem.core.request import (
     Overflow,
     Request,
     SamplingParams,
+    Scoring,
     TokenLogprobs,
 )
 from mainstem.core.snapshot import EngineSnapshot
@@ -61,6 +62,7 @@ class Submit(Struct, array_like=True, frozen=True, tag="submit"):
     session: str | None = None
     overflow: Overflow | None = None
     keep_tokens: int = 0
+    scoring: Scoring | None = None
 
 
 class Abort(Struct, array_like=True, frozen=True, tag="abort"):
@@ -251,6 +253,7 @@ def pack_request(number: int, request: Request, eos_ids: tuple[int, ...], owner:
         session=request.session,
         overflow=request.overflow,
         keep_tokens=request.keep_tokens,
+        scoring=request.scoring,
     )
 
 
@@ -267,6 +270,7 @@ def unpack_request(submit: Submit) -> Request:
         session=None if submit.session is None else SessionId(submit.session),
         overflow=submit.overflow,
         keep_tokens=submit.keep_tokens,
+        scoring=submit.scoring,
     )
 
 

@@ -30,6 +30,7 @@ from mainstem.server.ids import unique_ids
 from mainstem.server.messages_routes import MessagesRoutes
 from mainstem.server.metrics import CONTENT_TYPE
 from mainstem.server.response_routes import ResponseRoutes
+from mainstem.server.score_routes import ScoreRoutes
 from mainstem.server.sites import Sites
 from mainstem.server.turns import owner_of
 from mainstem.server.unknown_routes import explained
@@ -384,6 +385,7 @@ def make_app(
         ResponseRoutes(gateway),
         MessagesRoutes(gateway),
         BatchRoutes(gateway),
+        ScoreRoutes(gateway),
     )
     routes = [route for part in parts for route in part.listed()]
     starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)

@@ -22,8 +22,6 @@ NOT_SERVED = {
     "/v1/threads": f"OpenAI's Assistants API is not served; {CHAT}",
     "/v1/embeddings": "embeddings are not served: the model generates text only",
     "/v1/rerank": "reranking is not served: the model generates text only",
-    "/v1/score": "scoring of pairs is not served; POST /v1/completions with echo, logprobs and "
-    "max_tokens 0 scores a text",
     "/v1/moderations": "moderation is not served: the model generates text only",
     "/v1/audio": "audio is not served: the model generates text only",
     "/v1/images": "images are not served: the model generates text only",

@@ -184,6 +184,41 @@ def _message(message: object, index: int) -> Message:
     return {**message, "content": "\n".join(map(str, texts))}
 
 
+# --- contexts with choices ----------------------------------------------------------------------
+
+Context = ScriptPrompt | Conversation
+
+
+def listed_contexts(
+    contexts: Context | Iterable[Context], errors: OnError | str = OnError.RAISE
+) -> tuple[list[str | list[int] | list[Message] | None], Refusals]:
+    """As `listed_prompts`, with conversations among them."""
+    items, is_lone = ([contexts], True) if is_conversation(contexts) else _items(contexts)
+    refusals = Refusals("contexts", is_lone, _on_error(errors))
+    listed: list[str | list[int] | list[Message] | None] = [None] * len(items)
+    for index, item in enumerate(items):
+        with refusals.at(index):
+            listed[index] = read_conversation(item) if is_conversation(item) else read_prompt(item)
+    return listed, refusals
+
+
+def listed_choices(
+    choices: Iterable[str] | Iterable[Iterable[str]], number: int
+) -> list[list[str]]:
+    """The choices of each of `number` contexts; a list of texts is that of all of them."""
+    given: object = choices
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping | AbstractSet):
+        raise InvalidRequest("choices", f"must be a list of texts, got {given!r:.80}")
+    items = list(given)
+    if all(isinstance(item, str) for item in items):
+        return [items] * number
+    if any(isinstance(item, str) or not isinstance(item, Iterable) for item in items):
+        raise InvalidRequest("choices", "must be texts, or a list of texts for each context")
+    if len(items) != number:
+        raise InvalidRequest("choices", f"{len(items)} lists given for {number} contexts")
+    return [list(item) for item in items]
+
+
 # --- what goes with them -------------------------------------------------------------------------
 
 

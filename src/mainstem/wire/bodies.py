@@ -229,7 +229,7 @@ class BatchBody(Struct, frozen=True):
     """`POST /v1/batches`."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/score"]
     completion_window: Literal["24h"]
     metadata: (
         Annotated[
@@ -246,7 +246,7 @@ class BatchBody(Struct, frozen=True):
 class RowEnvelope(Struct, frozen=True):
     """A line of a batch file, around the body of its request."""
 
-    url: Literal["/v1/chat/completions", "/v1/completions"]
+    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/score"]
     body: dict[str, object]
     custom_id: Anything = None
     method: Literal["POST"] = "POST"

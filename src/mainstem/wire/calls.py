@@ -98,6 +98,7 @@ class Kind(Enum):
         return PROMPT_FIELDS[self]
 
 
+SCORE_URL = "/v1/score"  # its prompts are those of the others
 PROMPT_FIELDS = {Kind.CHAT: "messages", Kind.COMPLETION: "prompt"}
 
 
@@ -136,10 +137,16 @@ class Call:
     continues_message: bool = False  # the prompt ends within an answer
     session_id: str | None = None
     overflow: Overflow = Overflow.ERROR
+    choices: tuple[str, ...] = ()  # weighed after the prompt; there is no answer then
 
     @property
     def num_answers(self) -> int:
         return self.num_prompts * self.sampling.n
+
+    @property
+    def url(self) -> str:
+        """Where it would be sent to a server."""
+        return SCORE_URL if self.choices else self.kind.value
 
     def kept_prompt(self, token_ids: list[int], context_tokens: int) -> list[int]:
         """The end of a prompt, where the call wants no more of it."""

@@ -18,6 +18,7 @@ from mainstem.wire.messages_bodies import HARMLESS as HARMLESS_IN_MESSAGES
 from mainstem.wire.messages_bodies import CountBody, MessagesBody
 from mainstem.wire.responses_bodies import HARMLESS as RESPONSE_HARMLESS
 from mainstem.wire.responses_bodies import ResponsesBody
+from mainstem.wire.scores import LabelScoreBody, ScoreBody
 
 Json = dict[str, object]
 
@@ -31,6 +32,8 @@ BODIES = (
     DetokenizeBody,
     AppBody,
     BatchBody,
+    ScoreBody,
+    LabelScoreBody,
 )
 RANGES = SAMPLING_RANGES | {
     "max_completion_tokens": SAMPLING_RANGES["max_tokens"],
@@ -79,6 +82,7 @@ def document() -> Json:
         "anyOf": [_schema(CompletionBody), _schema(ChatBody)],
         "allOf": [_schema(TokenizeOptions)],
     }
+    scores = _content("application/json", {"anyOf": [_schema(ScoreBody), _schema(LabelScoreBody)]})
     paths: Json = {
         "/v1/models": {"get": _operation("The model, and the model with each app")},
         "/v1/models/{name}": {"get": _operation("One of them", "name")},
@@ -94,6 +98,11 @@ def document() -> Json:
         },
         "/v1/messages/count_tokens": {
             "post": _operation("Tokens of such a prompt", body=_body(CountBody))
+        },
+        "/v1/score": {"post": _operation("How likely choices are after a context", body=scores)},
+        "/score": {"post": _operation("The same", body=scores)},
+        "/generative_scoring": {
+            "post": _operation("The first label's probability", body=_body(LabelScoreBody))
         },
         "/v1/files": {
             "get": _operation("The files of this key"),

@@ -1,0 +1,172 @@
+"""How likely each of some choices is after a context: what the engine is asked, and what it said.
+
+    context  = c1 c2 c3        choices that end differently after the same tokens are one prompt,
+    choices  = a b | a d | e   computed without their last tokens:
+
+        c1 c2 c3 a  -> logprob of a, then of b and of d as the next token
+        c1 c2 c3    -> of e as the next token
+
+The prompts share the context, which is computed once.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import exp
+
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.request import MAX_NEXT_IDS, SamplingParams, Scoring, TokenLogprobs
+from mainstem.text.encoding import App, Prompt, begin_prompt
+from mainstem.text.tokenizer import Tokenizer, check_unicode
+
+MAX_CHOICES = MAX_NEXT_IDS
+SCORE_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)  # of the token that nobody reads
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceScore:
+    """One choice, and how likely it is after its context."""
+
+    text: str | None  # None: given as ids
+    token_ids: list[int]
+    token_logprobs: list[float]  # of each token, given the context and the tokens before it
+    is_greedy: bool  # each of its tokens is the likeliest one at its place
+    probability: float  # of all choices of the call it is this one
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole choice."""
+        return sum(self.token_logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Per token: does not favour short choices."""
+        return self.logprob / len(self.token_logprobs)
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """A context and its choices, in the order they were given; where `error` is set, why not."""
+
+    context_token_ids: list[int]
+    choices: list[ChoiceScore] = field(default_factory=list)
+    num_cached_tokens: int = 0  # of the context, that were not computed for this call
+    error: str | None = None  # only in calls with errors="return"
+
+    @property
+    def best(self) -> int:
+        """The place of the likeliest choice, as a whole."""
+        places = range(len(self.choices))
+        return max(places, key=lambda place: self.choices[place].logprob)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A continuation as tokens."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+def checked_choice(text: object) -> str:
+    """A choice must be a text; raises InvalidRequest."""
+    if not isinstance(text, str) or not text:
+        raise InvalidRequest("choices", f"must be texts that are not empty, got {text!r:.80}")
+    check_unicode("choices", text)
+    return text
+
+
+class ContextScoring:
+    """The prompts that weigh the choices of one context, and what came of them."""
+
+    def __init__(self, context_ids: list[int], choices: Sequence[Choice]) -> None:
+        """Raises InvalidRequest."""
+        if not 0 < len(choices) <= MAX_CHOICES:
+            reason = f"must be 1 to {MAX_CHOICES:,} for a context, got {len(choices):,}"
+            raise InvalidRequest("choices", reason)
+        if not context_ids:
+            raise InvalidRequest("prompt", "must hold at least one token before the choices")
+        for choice in choices:
+            if not choice.token_ids:
+                raise InvalidRequest("choices", f"{choice.text!r:.80} has no tokens")
+        self.context_ids = context_ids
+        self.choices = choices
+        heads: dict[tuple[int, ...], list[int]] = {}  # all tokens but the last -> choices
+        for place, choice in enumerate(choices):
+            heads.setdefault(tuple(choice.token_ids[:-1]), []).append(place)
+        self._heads = list(heads.items())
+        self._found: list[list[TokenLogprobs]] = [[] for _ in choices]
+        self._num_cached: int | None = None
+
+    def prompts(self) -> list[tuple[list[int], Scoring]]:
+        """What to ask; answers are taken by their places in it."""
+        context, asked = self.context_ids, []
+        for head, places in self._heads:
+            last_ids = dict.fromkeys(self.choices[place].token_ids[-1] for place in places)
+            asked.append(([*context, *head], Scoring(len(context), tuple(last_ids))))
+        return asked
+
+    def take(
+        self, place: int, found: Sequence[TokenLogprobs | None], num_cached_tokens: int
+    ) -> None:
+        """The logprobs that one of the prompts was answered with."""
+        head, members = self._heads[place]
+        entries = [each for each in found if each is not None]
+        following = {each.token_id: each for each in entries[len(head) :]}
+        for member in members:
+            last_id = self.choices[member].token_ids[-1]
+            self._found[member] = [*entries[: len(head)], following[last_id]]
+        before = num_cached_tokens if self._num_cached is None else self._num_cached
+        self._num_cached = min(before, num_cached_tokens)  # of the one that computed the context
+
+    def result(self) -> ScoreOutput:
+        """When all prompts are answered."""
+        sums = [sum(each.logprob for each in found) for found in self._found]
+        weights = [exp(each - max(sums)) for each in sums]
+        scores = [
+            ChoiceScore(
+                choice.text,
+                choice.token_ids,
+                [each.logprob for each in found],
+                all(each.rank == 1 for each in found),
+                weight / sum(weights),
+            )
+            for choice, found, weight in zip(self.choices, self._found, weights, strict=True)
+        ]
+        return ScoreOutput(self.context_ids, scores, self._num_cached or 0)
+
+
+def encode_scoring(
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    texts: Sequence[str],
+    app: App | None = None,
+    salt: bytes = b"",
+    max_tokens: int = sys.maxsize,
+) -> "ContextScoring":
+    """A context and its choices as tokens; `app`, `salt` and `max_tokens` as in `begin_prompt`.
+
+    Spaces at the end of a text go to the choices, where tokenizers want them. A choice is what the
+    encoding of both has after that of the context; where that does not begin with the context's
+    ids, and after ids and conversations, the choice is encoded by itself. Raises InvalidRequest.
+    """
+    for text in texts:
+        checked_choice(text)
+    stem = prompt.rstrip(" ") if isinstance(prompt, str) else prompt
+    begun = begin_prompt(tokenizer, stem, app, None, salt, max_tokens)
+    if begun.text is None or begun.is_chat:
+        choices = [Choice(text, tokenizer.encode_plain(text)) for text in texts]
+        return ContextScoring(begun.pending.finish(), choices)
+    assert isinstance(prompt, str)
+    assert isinstance(stem, str)
+    spaces = prompt[len(stem) :]
+    context_ids, *wholes = tokenizer.encode_batch(
+        [begun.text, *(begun.text + spaces + text for text in texts)]
+    )
+    choices = []
+    for text, whole in zip(texts, wholes, strict=True):
+        rest = whole[len(context_ids) :]
+        if whole[: len(context_ids)] != context_ids or not rest:
+            rest = tokenizer.encode_plain(spaces + text)
+        choices.append(Choice(text, rest))
+    return ContextScoring(context_ids, choices)

@@ -1,0 +1,205 @@
+"""Bodies and replies of `/score` and its like: how likely choices, or labels, are after a context.
+
+{"prompt": ... or "messages": [...], "choices": [text, ...]}               ours
+{"query": ..., "items": [...], "label_token_ids": [id, ...], ...}          SGLang's and vLLM's
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from mainstem.core.errors import InvalidRequest
+from mainstem.text.encoding import Prompt
+from mainstem.text.scoring import SCORE_SAMPLING, ScoreOutput, checked_choice
+from mainstem.wire.bodies import HARMLESS, Json, Message, read_fields
+from mainstem.wire.calls import MAX_TOKEN_ID, BodyLimits, Call, CallParser, Kind
+from mainstem.wire.errors import WireError, from_invalid
+from mainstem.wire.replies import Heading
+
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+# of vLLM's models that only compare texts; what to send instead
+_OTHERS = ("text_1", "text_2", "queries", "documents", "data_1", "data_2")
+
+
+class ScoreBody(Struct, frozen=True, kw_only=True):
+    """`POST /v1/score`: a context, and what may follow it."""
+
+    choices: Annotated[list[str], Meta(min_length=1)]
+    prompt: Annotated[str | list[int], Meta(description="a text or token ids")] | None = None
+    messages: list[Message] | None = None
+    model: str | None = None
+    app: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+
+class LabelScoreBody(Struct, frozen=True, kw_only=True):
+    """`POST /v1/score` as SGLang has it: the probability of each label as the next token."""
+
+    query: str | list[TokenId]
+    items: str | Annotated[list[str | list[TokenId]], Meta(min_length=1)]
+    label_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    apply_softmax: Annotated[bool, Meta(description="over the labels")] | None = None
+    item_first: bool | None = None
+    model: str | None = None
+    app: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskedScores:
+    """What a body asks: the call's choices after one prompt, or labels after each of several."""
+
+    call: Call
+    prompts: tuple[Prompt, ...]
+    label_ids: tuple[int, ...] = ()
+    has_softmax: bool | None = None  # None: as the route has it by default
+
+
+def read_scores(parser: CallParser, body: Json) -> AskedScores:
+    """Raises WireError that names the field."""
+    given = {name: value for name, value in body.items() if name not in HARMLESS}
+    for name in _OTHERS:
+        if given.get(name) is not None:
+            reason = "this model continues texts; send prompt and choices, or query and items"
+            raise WireError("unknown_field", f"{name}: is not supported: {reason}", name)
+    try:
+        if given.get("query") is not None or given.get("items") is not None:
+            return _labels(parser, read_fields(given, LabelScoreBody))
+        return _choices(parser, given)
+    except InvalidRequest as error:
+        raise from_invalid(error) from None
+
+
+def _choices(parser: CallParser, given: Json) -> AskedScores:
+    body = read_fields(given, ScoreBody)
+    _check_number("choices", len(body.choices), parser.limits)
+    for choice in body.choices:
+        checked_choice(choice)
+    if (body.messages is None) is (body.prompt is None):
+        raise WireError("invalid_row", "the body must have either a prompt or messages", "prompt")
+    name = "prompt" if body.messages is None else "messages"
+    call, prompts = _parse(parser, body, {name: given[name]})
+    if len(prompts) != 1:
+        reason = "prompt: must be one text or one list of token ids"
+        raise WireError("invalid_value", reason, "prompt")
+    return AskedScores(replace(call, choices=tuple(body.choices)), prompts)
+
+
+def _labels(parser: CallParser, body: LabelScoreBody) -> AskedScores:
+    items = [body.items] if isinstance(body.items, str) else body.items
+    _check_number("items", len(items), parser.limits)
+    _check_number("label_token_ids", len(body.label_token_ids), parser.limits)
+    joined: list[str | list[int]] = []
+    for item in items:
+        match (item, body.query) if body.item_first else (body.query, item):
+            case (str(first), str(second)):
+                joined.append(first + second)
+            case (list(first_ids), list(second_ids)):
+                joined.append([*first_ids, *second_ids])
+            case _:
+                reason = "must be texts where the query is a text, and token ids where it is ids"
+                raise WireError("invalid_value", f"items: {reason}", "items")
+    call, prompts = _parse(parser, body, {"prompt": joined})
+    return AskedScores(call, prompts, tuple(body.label_token_ids), body.apply_softmax)
+
+
+def _parse(
+    parser: CallParser, body: ScoreBody | LabelScoreBody, prompt: Json
+) -> tuple[Call, tuple[Prompt, ...]]:
+    """The prompts and what concerns all routes, as a completion or a chat would have them."""
+    fields = {
+        name: value
+        for name in ("model", "app", "cache_salt", "priority")
+        if (value := getattr(body, name)) is not None
+    }
+    kind = Kind.CHAT if "messages" in prompt else Kind.COMPLETION
+    call, prompts = parser.parse({**fields, **prompt}, kind)
+    return replace(call, sampling=SCORE_SAMPLING), prompts
+
+
+def _check_number(name: str, number: int, limits: BodyLimits) -> None:
+    if number > limits.max_answers:
+        reason = f"{name}: at most {limits.max_answers} in one request, got {number}"
+        raise WireError("invalid_value", reason, name)
+
+
+# --- replies -------------------------------------------------------------------------------------
+
+
+def choices_reply(heading: Heading, result: ScoreOutput) -> dict[str, object]:
+    """What our form of `/v1/score` answers, and a row of a batch."""
+    return {
+        "id": heading.reply_id,
+        "object": "score",
+        "created": heading.created,
+        "model": heading.model,
+        "choices": [
+            {
+                "index": index,
+                "text": choice.text,
+                "logprob": choice.logprob,
+                "mean_logprob": choice.mean_logprob,
+                "probability": choice.probability,
+                "is_greedy": choice.is_greedy,
+                "token_ids": choice.token_ids,
+                "token_logprobs": choice.token_logprobs,
+            }
+            for index, choice in enumerate(result.choices)
+        ],
+        "best": result.best,
+        "usage": _usage([result]),
+    }
+
+
+def labels_reply(
+    heading: Heading, results: Sequence[ScoreOutput], has_softmax: bool
+) -> dict[str, object]:
+    """SGLang's reply: for each item the probability of each label."""
+    return {
+        "id": heading.reply_id,
+        "object": "scoring",
+        "created": heading.created,
+        "model": heading.model,
+        "scores": [_label_scores(result, has_softmax) for result in results],
+        "usage": _usage(results),
+    }
+
+
+def first_label_reply(
+    heading: Heading, results: Sequence[ScoreOutput], has_softmax: bool
+) -> dict[str, object]:
+    """vLLM's reply: for each item the probability of the first label."""
+    return {
+        "id": heading.reply_id,
+        "object": "list",
+        "created": heading.created,
+        "model": heading.model,
+        "data": [
+            {"index": index, "object": "score", "score": _label_scores(result, has_softmax)[0]}
+            for index, result in enumerate(results)
+        ],
+        "usage": _usage(results),
+    }
+
+
+def _label_scores(result: ScoreOutput, has_softmax: bool) -> list[float]:
+    return [each.probability if has_softmax else exp(each.logprob) for each in result.choices]
+
+
+def _usage(results: Sequence[ScoreOutput]) -> dict[str, object]:
+    """Tokens of contexts and choices; none are generated."""
+    texts = [each for result in results for each in result.choices if each.text is not None]
+    num_tokens = sum(len(result.context_token_ids) for result in results)
+    num_tokens += sum(len(each.token_ids) for each in texts)
+    cached = sum(result.num_cached_tokens for result in results)
+    return {
+        "prompt_tokens": num_tokens,
+        "completion_tokens": 0,
+        "total_tokens": num_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

@@ -1,0 +1,21 @@
+"""What `mainstem bench score` measures, on the tiny shape."""
+
+import json
+
+import pytest
+
+from mainstem_bench.score import main
+
+pytestmark = pytest.mark.torch
+
+
+def test_scoring_computes_less_than_generating(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--contexts", "4", "--context-tokens", "42", "--choices", "3", "--choice-tokens", "4"]
+    assert main(["--model-shape", "tiny", "--kv-tokens", "8192", *sizes, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    # the context, and of each choice all but the last token; for all but the first choice also the
+    # context's last token, whose logits are wanted
+    assert result["computed_per_context"] == 42 + 3 * 3 + 2
+    assert result["generate_computed_per_context"] >= 42 + 3 * 4
+    assert result["choices_per_s"] == pytest.approx(3 * result["contexts_per_s"], rel=0.01)
+    assert result["contexts_per_s"] > 0
