@@ -78,6 +78,19 @@ def _turn(number: int) -> Row:
     )
 
 
+def _served(what: str, value: str, rival: str) -> Row:
+    """Streaming chats over HTTP, 30 a second, four system prompts of 1,500 words."""
+    return Row(
+        what=f"8B over HTTP, 30 chats/s over 4 long system prompts, {what}",
+        file="serve-h200.jsonl",
+        ours=_is(rate=30.0, groups=4),
+        value=value,
+        rival_text=f"{rival} (vLLM 0.24, a like load)",
+        hardware="H200",
+        command="mainstem bench serve --rate 30 --groups 4 --prefix 1500 --own 70 --max-tokens 128",
+    )
+
+
 def _is_fp8(line: Line) -> bool:
     settings = line["settings"]
     assert isinstance(settings, dict)
@@ -92,6 +105,16 @@ ROWS = [
     _job("noshare-512", "8B, nothing shared", 46.2),
     _job("relay-2048", "7B, one system prompt of 2,048", 93.0),
     _job("relay-64", "7B, one system prompt of 64", 103.0),
+    _served("between tokens", "{itl_ms_mean:.1f} ms", "7.5 ms"),
+    _served("first token", "{ttft_ms_mean:.0f} ms", "61 ms"),
+    Row(
+        what="8B, 8 choices of 4 tokens scored after each context of 1,210, contexts/s",
+        file="score-h200.jsonl",
+        ours=_is(bench="score", model_shape="llama31-8b"),
+        value="{contexts_per_s:.1f}",
+        hardware="H200",
+        command="mainstem bench score",
+    ),
     _turn(2),
     _turn(3),
     Row(
