@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mainstem.batch.bundles import Bundle, Bundles, Task
 from mainstem.cli.batch import main
 from mainstem.cli.batch_workers import join_ray_address
 from mainstem.core.errors import ConfigError
@@ -166,6 +167,7 @@ def test_keys_come_from_a_file_and_who_refuses_is_set_aside(
         (["--worker-key-file", "k"], "is for --workers"),
         (["--ray-workers", "2"], "is for --ray"),
         (["--workers", "http://a", "--worker-rows", "0"], "at least 1"),
+        (["--workers", "http://a", "--worker-rows", "999999999"], "open files"),
         (["--workers", "http://a", "--worker-key-file", "/nowhere/k"], "cannot be read"),
     ],
 )
@@ -182,6 +184,26 @@ def test_the_word_after_ray_is_its_value_only_where_it_is_an_address() -> None:
     assert join_ray_address(["--ray", "ray://head:10001"]) == ["--ray=ray://head:10001"]
     assert join_ray_address(["in", "--ray"]) == ["in", "--ray=local"]
     assert join_ray_address(["--ray=10.0.0.1:6379"]) == ["--ray=10.0.0.1:6379"]
+
+
+def test_bundles_are_taken_from_the_own_share_and_from_the_end_of_the_longest() -> None:
+    bundles = Bundles(2)
+    first, second, third, mine = (Bundle((), seconds) for seconds in (3.0, 2.0, 1.0, 1.0))
+    for bundle in (first, second, third):
+        bundles.add(1, bundle)
+    bundles.add(0, mine)
+    assert bundles.take(0) is mine
+    assert bundles.take(0) is None
+    assert bundles.take_from_others() is third
+    assert bundles.take(1) is first
+    task = Task(*(None,) * 4)  # type: ignore[arg-type]  # nobody looks into it
+    bundles.give_back([task])
+    returned = bundles.take(1)
+    assert returned is not None
+    assert list(returned.tasks) == [task], "what was lost goes first"
+    assert bundles.take_from_others() is second
+    assert not bundles
+    assert bundles.take_from_others() is None
 
 
 # --- kills ---------------------------------------------------------------------------------------

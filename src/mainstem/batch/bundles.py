@@ -47,6 +47,7 @@ class Bundles:
 
     def __init__(self, num_workers: int) -> None:
         self._shares: list[deque[Bundle]] = [deque() for _ in range(num_workers)]
+        self._seconds = [0.0] * num_workers  # of what is left in each
         self._returned: deque[Bundle] = deque()
 
     def __bool__(self) -> bool:
@@ -55,6 +56,7 @@ class Bundles:
     def add(self, worker: int, bundle: Bundle) -> None:
         """At the end of a share."""
         self._shares[worker].append(bundle)
+        self._seconds[worker] += bundle.seconds
 
     def give_back(self, tasks: Sequence[Task]) -> None:
         """Tasks that were taken and are not answered."""
@@ -63,15 +65,23 @@ class Bundles:
 
     def take(self, worker: int) -> Bundle | None:
         """The next bundle of a worker's own share, or one that another has lost."""
-        for place in (self._returned, self._shares[worker]):
-            if place:
-                return place.popleft()
-        return None
+        if self._returned:
+            return self._returned.popleft()
+        if not self._shares[worker]:
+            return None
+        bundle = self._shares[worker].popleft()
+        self._seconds[worker] -= bundle.seconds
+        return bundle
 
     def take_from_others(self) -> Bundle | None:
         """The last bundle of the share that has most left."""
-        longest = max(self._shares, key=lambda share: sum(bundle.seconds for bundle in share))
-        return longest.pop() if longest else None
+        places = [place for place, share in enumerate(self._shares) if share]
+        if not places:
+            return None
+        longest = max(places, key=self._seconds.__getitem__)
+        bundle = self._shares[longest].pop()
+        self._seconds[longest] -= bundle.seconds
+        return bundle
 
 
 def cut_window(

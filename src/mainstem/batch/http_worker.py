@@ -92,6 +92,7 @@ class HttpWorker:
         self._patience_s = patience_s
         self._num_rows = num_rows
         self._fill = fill
+        self._tls = ssl.create_default_context() if endpoint.is_tls else None
         self._room = float(num_rows)  # less where the server has refused more
         self._waiting: deque[Task] = deque()
         self._running: dict[asyncio.Task[_Reply], Task] = {}
@@ -211,8 +212,7 @@ class HttpWorker:
         """One request on a connection of its own. Raises OSError, EOFError or ValueError."""
         endpoint = self._endpoint
         payload = b"" if body is None else json.dumps(body).encode()
-        tls = ssl.create_default_context() if endpoint.is_tls else None
-        opened = asyncio.open_connection(endpoint.host, endpoint.port, ssl=tls)
+        opened = asyncio.open_connection(endpoint.host, endpoint.port, ssl=self._tls)
         reader, writer = await asyncio.wait_for(opened, CONNECT_S)
         try:
             _keep_alive(writer)
@@ -226,9 +226,10 @@ class HttpWorker:
 
     def _head(self, method: str, path: str, num_bytes: int) -> bytes:
         endpoint = self._endpoint
+        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host  # IPv6
         lines = [
             f"{method} {endpoint.path}{path} HTTP/1.1",
-            f"Host: {endpoint.host}:{endpoint.port}",
+            f"Host: {host}:{endpoint.port}",
             "Content-Type: application/json",
             f"Content-Length: {num_bytes}",
             "Connection: close",

@@ -1,6 +1,7 @@
 """The flags of `mainstem batch` that spread a job over many engines, and what they mean."""
 
 import argparse
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from mainstem.text.tokenizer import Tokenizer
 from mainstem.wire.calls import Call
 
 ROWS_PER_WORKER = 256
+OTHER_FILES = 256  # that a job may have open beside its connections
 HERE = "local"  # a value of --ray
 
 Json = dict[str, object]
@@ -107,6 +109,7 @@ def open_team(args: argparse.Namespace, team: Team) -> Iterator[Sequence[Worker]
         endpoints = [Endpoint(url.strip(), key) for url in args.workers.split(",") if url.strip()]
         if not endpoints or len({endpoint.url for endpoint in endpoints}) < len(endpoints):
             raise ConfigError("--workers must name one server or more, each once")
+        _allow_connections(len(endpoints) * args.worker_rows)
         yield [HttpWorker(endpoint, args.worker_rows, team.fill) for endpoint in endpoints]
         return
     from mainstem.ray.workers import ActorSettings, ray_workers  # noqa: PLC0415  # an extra
@@ -115,6 +118,19 @@ def open_team(args: argparse.Namespace, team: Team) -> Iterator[Sequence[Worker]
     settings = ActorSettings(*parts)
     with ray_workers(args.ray, args.ray_workers, settings) as workers:
         yield workers
+
+
+def _allow_connections(count: int) -> None:
+    """Each row in progress has a connection, and each of these is an open file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError):
+        reason = f"needs {wanted:,} open files, more than the system allows"
+        raise ConfigError(f"--worker-rows for all of --workers {reason}") from None
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
