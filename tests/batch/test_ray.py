@@ -55,15 +55,26 @@ def slow_engine(config: EngineConfig) -> TextEngine:
 
 
 def actor_pids() -> list[int]:
-    """Of the processes that run an EngineActor."""
-    found = []
+    """Of the processes below this one that run an EngineActor."""
+    parents: dict[int, int] = {}
+    actors: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
             if b"EngineActor" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
+                actors.append(int(folder.name))
         except OSError:
             continue  # it has ended
-    return found
+    return [pid for pid in actors if is_below(pid, parents)]
+
+
+def is_below(pid: int, parents: dict[int, int]) -> bool:
+    while pid > 1:
+        pid = parents.get(pid, 0)
+        if pid == os.getpid():
+            return True
+    return False
 
 
 def test_without_ray_the_message_names_the_extra(
