@@ -41,7 +41,8 @@ MAY_IMPORT = {
     "server": "core plan engine text wire batch",
     "llm": "core plan engine text checkpoints",
     "async_llm": "core text llm",
-    "cli": "core plan kv checkpoints simulate text wire batch server llm runner",
+    "ray": "core plan checkpoints text wire batch llm",
+    "cli": "core plan kv checkpoints simulate text wire batch server llm runner ray",
 }
 MAIN = {"__init__", "__main__"}  # join the packages; `mainstem.LLM` is imported when asked for
 TORCH_OK = ("kernels/", "models/", "runner/")  # everything else runs without torch

@@ -133,4 +133,4 @@ def kill_at(num_bytes: int) -> None:
 if __name__ == "__main__":
     if int(sys.argv[1]):
         kill_at(int(sys.argv[1]))
-    sys.exit(main(sys.argv[2:], FakeEngines(num_pages=48)))
+    sys.exit(main(sys.argv[2:], FakeEngines(num_pages=48), lambda _: a_tokenizer()))

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,17 @@ def write_input(path: Path, changed: int = NUM_ROWS) -> None:
     path.write_text("".join(f"{row}\n" for row in rows))
 
 
-def run(source: Path, output: Path, kill_at_bytes: int = 0, resume: str = "--resume") -> int:
+def run(
+    source: Path,
+    output: Path,
+    kill_at_bytes: int = 0,
+    resume: str = "--resume",
+    flags: Sequence[str] = (),
+) -> int:
     """Start or resume the job in a process of its own; 0: it may come to its end."""
     module = [sys.executable, "-m", "tests.batch.fake_batch", str(kill_at_bytes)]
-    flags = [str(source), "-o", str(output), "--no-progress", resume, "--window-mib", "64"]
-    done = subprocess.run([*module, *flags], cwd=ROOT, check=False, stderr=subprocess.DEVNULL)
+    job = [str(source), "-o", str(output), "--no-progress", resume, "--window-mib", "64", *flags]
+    done = subprocess.run([*module, *job], cwd=ROOT, check=False, stderr=subprocess.DEVNULL)
     return done.returncode
 
 

@@ -312,3 +312,17 @@ def test_a_line_that_is_not_utf8_is_named_and_the_others_go_on(tmp_path: Path, l
     found = read(path)
     assert found.lines == [1, 3]
     assert (found.failures[0].line, found.failures[0].error.code) == (2, "invalid_json")
+
+
+def test_the_cut_for_workers_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": prompt, "max_tokens": 8} for prompt in DOCS])
+    assert main([str(source), "--workers", "3"], no_tokenizer) == 0
+    shown = capsys.readouterr().out
+    assert "cut for 3 workers" in shown
+    assert "balance 1.000" in shown
+    assert "0.00 points lost to the cut" in shown
+    assert main([str(source), "--workers", "3", "--json"], no_tokenizer) == 0
+    cut = json.loads(capsys.readouterr().out)["cut"]
+    assert (cut["workers"], cut["balance"], cut["saving_lost"]) == (3, 1.0, 0.0)
+    with pytest.raises(ConfigError, match="--workers must be at least 1"):
+        main([str(source), "--workers", "0"], no_tokenizer)

@@ -1,14 +1,15 @@
 """`mainstem serve` as a program whose status is 3 if a page was lost.
 
-python -m tests.server.checked_serve fake|mortal|split|real [flags of mainstem serve]
+python -m tests.server.checked_serve fake|slow|mortal|split|real [flags of mainstem serve]
 
-A fake one has its engine on a thread, a split one has a fake engine in a process, a real one a real
-engine in a process. A mortal one is fake, and kills itself in the middle of a line, when a batch
-has MORTAL_BYTES of answers.
+A fake one has its engine on a thread, a slow one likewise, with steps of 20 ms, a split one has a
+fake engine in a process, a real one a real engine in a process. A mortal one is fake, and kills
+itself in the middle of a line, when a batch has MORTAL_BYTES of answers.
 """
 
 import sys
 from functools import partial
+from time import sleep
 
 from mainstem.cli.serve import Parts, main, open_model
 from mainstem.core.config import EngineConfig
@@ -24,13 +25,16 @@ from tests.server.thread_engine import opener
 
 MORTAL_BYTES = 20_000
 NOT_WHOLE = 3
+SLOW_STEP_S = 0.02
 
 
-def serve_fake(argv: list[str]) -> int:
+def serve_fake(argv: list[str], step_s: float = 0.0) -> int:
     engines: list[TextEngine] = []
 
     def make(config: EngineConfig) -> TextEngine:
-        engines.append(FakeEngines(num_pages=8192, max_model_len=400)(config))
+        fakes = FakeEngines(num_pages=8192, max_model_len=400)
+        fakes.at_step = lambda _: sleep(step_s)
+        engines.append(fakes(config))
         return engines[0]
 
     status = main(argv, opener(make))
@@ -74,5 +78,7 @@ def serve_real(argv: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "mortal":
         kill_at(MORTAL_BYTES)
+    if sys.argv[1] == "slow":
+        sys.exit(serve_fake(sys.argv[2:], SLOW_STEP_S))
     serve = {"real": serve_real, "split": serve_split}.get(sys.argv[1], serve_fake)
     sys.exit(serve(sys.argv[2:]))

@@ -93,6 +93,10 @@ class JobBar:
         if self._bar is not None:
             self._work.finish(prompt_tokens, num_answers, is_copy)
 
+    def write(self, text: str) -> None:
+        """A line of its own on standard error."""
+        tqdm.write(text, file=sys.stderr)
+
     def __enter__(self) -> "JobBar":
         return self
 

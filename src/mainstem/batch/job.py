@@ -1,14 +1,14 @@
 """The loop of a batch job: keep the engine fed in planned order, append each answer at once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from time import time
+from typing import Protocol
 
 import numpy as np
 
 from mainstem.batch.ahead import Ahead
-from mainstem.batch.answer_file import AnswerFile
 from mainstem.batch.bar import JobBar
 from mainstem.batch.done import ENGINE_FAILED, FORM_LIMIT, MISSING_PACKAGE, State
 from mainstem.batch.marks import Marker
@@ -27,7 +27,11 @@ from mainstem.text.text_engine import TextEngine, TextOutput
 from mainstem.wire.errors import WireError, from_invalid
 from mainstem.wire.replies import PromptAnswers
 
-OTHER_MODELS = 100  # different names that are counted
+
+class RowSink(Protocol):
+    """Takes the rows of an output as they are known."""
+
+    def append(self, row: Mapping[str, object]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class Job:
     def __init__(
         self,
         engine: TextEngine,
-        out: AnswerFile,
+        out: RowSink,
         config: JobConfig,
         summary: Summary,
         should_stop: Callable[[], bool],
@@ -140,9 +144,7 @@ class Job:
         self._bar.show_window(window)
         for failure in window.failures:
             self._fail(failure)
-        for row in window.rows:
-            if row.call.model not in (None, self._config.model_name):
-                self._note_model(str(row.call.model))
+        summary.note_models(row.call.model for row in window.rows)
         return self._in_order(planned)
 
     def _in_order(self, planned: PlannedWindow) -> Iterator[_Next]:
@@ -303,10 +305,6 @@ class Job:
     def _write(self, line: dict[str, object], digest: str) -> None:
         marker = self._config.marker
         self._out.append(line if marker is None else marker.marked(line, digest))
-
-    def _note_model(self, name: str) -> None:
-        counted = self._summary.other_models
-        counted[name if name in counted or len(counted) < OTHER_MODELS else "..."] += 1
 
 
 def seeded(row: Row, seed: int) -> SamplingParams:

@@ -158,6 +158,30 @@ def _answered(row: Row, body: dict[str, object]) -> dict[str, object]:
     }
 
 
+def served_row(row: Row, body: Json, model: str, is_copy: bool) -> dict[str, object]:
+    """The output line of a row that a worker answered with `body`; a copy computed nothing."""
+    name = _name(row.custom_id)
+    prefix = "chatcmpl" if row.call.kind is Kind.CHAT else "cmpl"
+    body = {**body, "id": f"{prefix}-{name}", "model": model}
+    usage = body.get("usage")
+    if is_copy and isinstance(usage, dict):
+        details = {"cached_tokens": usage.get("prompt_tokens")}
+        body["usage"] = {**usage, "prompt_tokens_details": details}
+    return {
+        "id": f"batch_req_{name}",
+        "custom_id": row.custom_id,
+        "response": {"status_code": 200, "request_id": f"req-{name}", "body": body},
+        "error": None,
+    }
+
+
+def row_body(line: Line) -> dict[str, object]:
+    """What a row that was read asks a server, without what needs a stream; raises WireError."""
+    body, _ = _body(parse_json(line))
+    left_out = ("stream", "stream_options")
+    return {name: value for name, value in body.items() if name not in left_out}
+
+
 def error_row(line: int, custom_id: str | None, error: WireError) -> dict[str, object]:
     """The output line of a row that cannot be answered."""
     return {

@@ -1,11 +1,14 @@
 """What a job did, for people and programs."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mainstem.core.events import StoreOpened
 from mainstem.core.metrics import Counters
 from mainstem.core.tables import table
+
+OTHER_MODELS = 100  # different names that are counted
 
 
 @dataclass(slots=True)
@@ -37,6 +40,14 @@ class Summary:
     def note_store(self, event: StoreOpened) -> None:
         """What was found when the disk store was opened."""
         self.store_fault = event.words
+
+    def note_models(self, names: Iterable[str | None]) -> None:
+        """The models that rows name, which may not be the one that answers."""
+        counted = self.other_models
+        for name in names:
+            if name not in (None, self.model):
+                known = name if name in counted or len(counted) < OTHER_MODELS else "..."
+                counted[str(known)] += 1
 
     @property
     def saved_tokens(self) -> int:

@@ -14,7 +14,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -22,6 +23,7 @@ from mainstem.batch.ahead import Ahead
 from mainstem.batch.answer_file import AnswerFile, Existing
 from mainstem.batch.bar import JobBar, read_so_far
 from mainstem.batch.done import Stale, find_stale
+from mainstem.batch.driver import Driver, KeptLines
 from mainstem.batch.files import FileFault, InputFile
 from mainstem.batch.job import Job, JobConfig
 from mainstem.batch.marks import Marker
@@ -29,6 +31,14 @@ from mainstem.batch.ordering import PlannedWindow, WindowPlanner
 from mainstem.batch.summary import Summary
 from mainstem.batch.windows import RowReader, WindowReader
 from mainstem.cli.app_flag import add_app_flag, apps_by_name
+from mainstem.cli.batch_workers import (
+    Team,
+    add_worker_flags,
+    has_workers,
+    join_ray_address,
+    load_tokenizer,
+    open_team,
+)
 from mainstem.cli.flags import (
     DRAW_FLAGS,
     add_draw_flags,
@@ -44,6 +54,7 @@ from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.plan.planner import PlanConfig
 from mainstem.text.parsers.formats import find_formats
 from mainstem.text.text_engine import TextEngine
+from mainstem.text.tokenizer import Tokenizer
 from mainstem.wire.calls import CallParser
 
 MIB = 1 << 20
@@ -86,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--summary-json", type=Path, metavar="FILE", help="also write the summary")
     made.add_argument("--no-progress", action="store_true", help="no progress bar")
     add_parser_flags(made)
+    add_worker_flags(made)
     _add_default_flags(made)
     add_engine_flags(made)
     return made
@@ -115,11 +127,16 @@ def open_engine(config: EngineConfig) -> TextEngine:
     return LLM.from_config(config).text_engine
 
 
-def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engine) -> int:
+def main(
+    argv: list[str],
+    load: Callable[[EngineConfig], TextEngine] = open_engine,
+    load_words: Callable[[EngineConfig], Tokenizer] = load_tokenizer,
+) -> int:
     """Exit status as above; what is wrong with the call is raised as a MainstemError."""
-    args = parser().parse_args(_joined(argv))
+    args = parser().parse_args(join_ray_address(_joined(argv)))
     if args.resume == REDO_CHANGED and not Path(args.input).is_file():
         raise InvalidRequest("--resume=changed", "needs an input that can be read twice, a file")
+    is_spread = has_workers(args)
     config = engine_config(args)
     defaults = _defaults(args)
     CallParser(defaults)  # raises if they are not valid
@@ -131,34 +148,43 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
         _try_summary(args.summary_json)
     summary = Summary(args.input, args.output, config.model.model)
     stop = StopSignals()
-    with closing(InputFile(args.input)) as source:
+    with closing(InputFile(args.input)) as source, ExitStack() as opened:
         if source.is_same_file(args.output):
             raise InvalidRequest("-o", "is the input itself")
-        with AnswerFile(args.output, _existing(args)) as out:
-            engine = load(config)
-            tokenizer = engine.tokenizer
-            formats = find_formats(tokenizer, args.tool_call_parser, args.reasoning_parser)
-            call_parser = CallParser(
-                model_defaults(args, tokenizer) | defaults, find_formats=lambda: formats
-            )
+        out = opened.enter_context(AnswerFile(args.output, _existing(args)))
+        engine = None if is_spread else load(config)
+        tokenizer = load_words(config) if engine is None else engine.tokenizer
+        formats = find_formats(tokenizer, args.tool_call_parser, args.reasoning_parser)
+        call_parser = CallParser(
+            model_defaults(args, tokenizer) | defaults, find_formats=lambda: formats
+        )
+        limit, identity = sys.maxsize, config.model.model.encode()
+        if engine is not None:
+            opened.enter_context(closing(engine.engine))
             limit = engine.engine.max_model_len
-            identity = engine.engine.identity or config.model.model.encode()
-            marker = Marker(call_parser.defaults, args.seed, identity)
-            summary.redone = _forget_stale(args, out, marker)
-            summary.failed_before = out.done.num_failed
-            rows = RowReader(call_parser, lambda: tokenizer, find_app, limit, marker)
-            reader = WindowReader(source, rows, out.done, window_bytes)
+            identity = engine.engine.identity or identity
+        marker = Marker(call_parser.defaults, args.seed, identity)
+        summary.redone = _forget_stale(args, out, marker)
+        summary.failed_before = out.done.num_failed
+        rows = RowReader(call_parser, lambda: tokenizer, find_app, limit, marker)
+        kept = KeptLines(source)  # workers are sent lines
+        reader = WindowReader(source if engine else kept, rows, out.done, window_bytes)
 
-            def preparing() -> str:
-                if planner.num_planning:
-                    return f"planning {planner.num_planning:,} rows"
-                return "reading" + read_so_far(reader.num_rows, source.progress)
+        def preparing() -> str:
+            if planner.num_planning:
+                return f"planning {planner.num_planning:,} rows"
+            return "reading" + read_so_far(reader.num_rows, source.progress)
 
-            bar = JobBar(summary, preparing, not args.no_progress)
-            with closing(engine.engine), bar:
-                job_config = JobConfig(config.model.model, args.seed, marker)
-                job = Job(engine, out, job_config, summary, stop.is_set, bar)
-                fault = _run(job, map(planner.plan, reader), out, summary, stop)
+        bar = opened.enter_context(JobBar(summary, preparing, not args.no_progress))
+        job_config = JobConfig(config.model.model, args.seed, marker)
+        if engine is not None:
+            run = Job(engine, out, job_config, summary, stop.is_set, bar).run
+        else:
+            team = Team(config, call_parser.defaults, args.seed, find_app, load)
+            workers = opened.enter_context(open_team(args, team))
+            driver = Driver(workers, kept.lines, out, job_config, summary, bar)
+            run = partial(driver.run, should_stop=stop.is_set)
+        fault = _run(run, map(planner.plan, reader), out, summary, stop)
     print(summary.to_text(), file=sys.stderr)
     if fault is not None:
         print(f"mainstem batch: {fault}", file=sys.stderr)
@@ -172,7 +198,7 @@ def main(argv: list[str], load: Callable[[EngineConfig], TextEngine] = open_engi
 
 
 def _run(
-    job: Job,
+    run: Callable[[Ahead[PlannedWindow]], None],
     planned: Iterable[PlannedWindow],
     out: AnswerFile,
     summary: Summary,
@@ -185,7 +211,7 @@ def _run(
         with stop.caught():
             out.start()
             windows = Ahead(planned)
-            job.run(windows)
+            run(windows)
             out.finish()
     except FileFault as fault:
         summary.is_complete = False

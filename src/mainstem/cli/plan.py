@@ -29,6 +29,7 @@ from mainstem.cli.app_flag import add_app_flag, apps_by_name
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.plan import Int64s, Plan, Prompts
 from mainstem.core.tables import table
+from mainstem.plan.cut import Cut, cut_plan
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
 from mainstem.plan.saving import LruCache, Savings, compare
@@ -40,6 +41,7 @@ GROUPS_DRAWN = 12
 GROUPS_PLOTTED = 40
 BAR_CHARS = 40
 FAILURES_SHOWN = 5
+SHARES_SHOWN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,47 @@ def _report(read: ReadPrompts, plan: Plan, savings: Savings, plan_s: float, lru:
     )
 
 
+def _cut_report(cut: Cut, cut_s: float) -> str:
+    """The shares of workers, how even they are, and what they cost."""
+    saving, lost = 100 * cut.saving, 100 * cut.lost_saving
+    rows = np.bincount(cut.workers, cut.ends - cut.begins, cut.num_workers).astype(int)
+    bundles = np.bincount(cut.workers, minlength=cut.num_workers)
+    longest = np.argsort(-cut.share_s, kind="stable").tolist()
+    # the longest ones; the shortest is the last row
+    shown = longest if len(longest) <= SHARES_SHOWN else [*longest[: SHARES_SHOWN - 1], longest[-1]]
+    mean_s = float(cut.share_s.mean()) or 1.0
+    shares = cut.share_s / mean_s
+    return "\n".join(
+        [
+            f"cut for {cut.num_workers:,} workers in {cut_s:.3f} s: {len(cut.begins):,} bundles",
+            f"balance {cut.balance:.3f} (longest share over mean); the dearest row alone takes "
+            f"{cut.dearest_s / mean_s:.3f} of a mean share",
+            f"saving {saving - lost:.2f} %, {lost:.2f} points lost to the cut",
+            "",
+            table(
+                ["worker", "rows", "bundles", "share over mean"],
+                [
+                    [str(at), f"{rows[at]:,}", f"{bundles[at]:,}", f"{shares[at]:.3f}"]
+                    for at in shown
+                ],
+            ),
+        ]
+    )
+
+
+def _cut_json(cut: Cut, cut_s: float) -> dict[str, object]:
+    return {
+        "workers": cut.num_workers,
+        "bundles": len(cut.begins),
+        "balance": round(cut.balance, 6),
+        "saving": round(cut.saving - cut.lost_saving, 6),
+        "saving_lost": round(cut.lost_saving, 6),
+        "share_seconds": [round(seconds, 6) for seconds in cut.share_s.tolist()],
+        "dearest_row_seconds": round(cut.dearest_s, 6),
+        "cut_seconds": round(cut_s, 6),
+    }
+
+
 def _save_plot(path: Path, plan: Plan, read: ReadPrompts, savings: Savings) -> None:
     """Saving ratios and the biggest groups as a picture."""
     try:
@@ -264,6 +307,10 @@ def parser() -> argparse.ArgumentParser:
         help="size of the LRU cache to compare with (%(default)s)",
     )  # fmt: skip
     made.add_argument("--page-size", type=int, default=16, metavar="N", help="of that cache (16)")
+    made.add_argument(
+        "--workers", type=int, metavar="N",
+        help="also cut the plan for so many workers: balance, and saving lost",
+    )  # fmt: skip
     made.add_argument("--json", action="store_true", help="print one JSON object")
     made.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the biggest groups")
     made.add_argument("--emit-order", metavar="OUT", help="write the lines in planned order, - too")
@@ -286,6 +333,8 @@ def main(args: list[str], load: Load = load_tokenizer) -> int:
     config = PlanConfig(levels=flags.levels, group_tokens=flags.group_tokens)
     if flags.lru_tokens < 0 or flags.page_size < 1:
         raise ConfigError("--lru-tokens must not be negative, and --page-size must be positive")
+    if flags.workers is not None and flags.workers < 1:
+        raise ConfigError(f"--workers must be at least 1, got {flags.workers}")
     lru = LruCache(flags.lru_tokens, flags.page_size)
     tokenizer = cache(lambda: load(flags.model, flags.chat_template))
     call_parser = CallParser(find_formats=cache(lambda: find_formats(tokenizer())))
@@ -303,6 +352,13 @@ def main(args: list[str], load: Load = load_tokenizer) -> int:
         tree = build_tree(read.prompts)
         plan = plan_tree(tree, config, read.max_tokens)
         plan_s = perf_counter() - began_s
+        cut, cut_s = None, 0.0
+        if flags.workers is not None:
+            line.begin(f"cutting for {flags.workers:,} workers")
+            began_s = perf_counter()
+            outputs = read.max_tokens.astype(np.float64)
+            cut = cut_plan(plan, read.prompts.num_tokens, outputs, flags.workers)
+            cut_s = perf_counter() - began_s
         line.begin("comparing with other ways of sharing")
         savings = compare(tree, _multi_level(tree, plan, config), lru)
     _report_failures(read.failures)
@@ -316,6 +372,8 @@ def main(args: list[str], load: Load = load_tokenizer) -> int:
     if flags.plot is not None:
         _save_plot(flags.plot, plan, read, savings)
     report = _report(read, plan, savings, plan_s, lru)
+    if cut is not None:
+        report += "\n\n" + _cut_report(cut, cut_s)
     if flags.json:
         report = json.dumps(
             {
@@ -328,6 +386,7 @@ def main(args: list[str], load: Load = load_tokenizer) -> int:
                 "tokenize_seconds": round(read.tokenize_s, 6),
                 "saving": asdict(savings),
             }
+            | ({} if cut is None else {"cut": _cut_json(cut, cut_s)})
         )
     takes_stdout = "-" in (flags.emit_order, flags.emit_plan)
     print(report, file=sys.stderr if takes_stdout else sys.stdout)

@@ -197,9 +197,12 @@ class ModelSize:
     kv_bytes_per_token: float  # over all layers
     bytes_per_param: float = 2.0
     elementwise_bytes_per_token: float = 5.6e6  # norms, rope, activations: read and written
+    pair_flops: float = 0.0  # of one query token against one key token, over all layers
 
 
-LLAMA_8B = ModelSize(num_params=6.98e9, num_head_params=0.525e9, kv_bytes_per_token=131_072)
+LLAMA_8B = ModelSize(
+    num_params=6.98e9, num_head_params=0.525e9, kv_bytes_per_token=131_072, pair_flops=524_288
+)
 
 
 def step_s(
@@ -216,6 +219,27 @@ def step_s(
     traffic = key_tokens_read * model.kv_bytes_per_token
     traffic += num_tokens * model.elementwise_bytes_per_token
     return gemm_s + traffic / card.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCosts:
+    """Seconds of a long job by its tokens, where steps are full."""
+
+    prompt_s: float  # a prompt token that is computed
+    pair_s: float  # such a token against one key before it
+    output_s: float  # a generated token
+    key_s: float  # reading one key for it
+
+
+def token_costs(card: Card = H200, model: ModelSize = LLAMA_8B, batch: int = 256) -> TokenCosts:
+    """What tokens cost in full steps: chunks of prompts, and decodes of `batch` sequences."""
+    chunk = full_speed_tokens(card)
+    return TokenCosts(
+        prompt_s=step_s(card, model, chunk, 0, 0) / chunk,
+        pair_s=model.pair_flops / card.flops_per_s,
+        output_s=step_s(card, model, batch, batch, 0) / batch,
+        key_s=model.kv_bytes_per_token / card.bytes_per_s,
+    )
 
 
 def full_speed_tokens(card: Card) -> int:

@@ -1,0 +1,273 @@
+"""A job that many workers answer: one reads, plans, cuts and writes; they pull bundles.
+
+    input -> windows -> plan -> cut -> Bundles <--take-- worker 0 --rows--> server or actor
+                                          ^    <--take-- worker 1
+                                          |                 |
+                                          +---- give_back --+--answers--> output
+
+A worker that is lost costs the rows it has at that moment: they go to the others. Each row is in
+one place at a time, and its answer is written once.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from mainstem.batch.ahead import Ahead
+from mainstem.batch.answer_file import AnswerFile
+from mainstem.batch.bar import JobBar
+from mainstem.batch.bundles import Bundles, Task, cut_window
+from mainstem.batch.done import ENGINE_FAILED, State
+from mainstem.batch.files import FileFault, InputFile, Line
+from mainstem.batch.job import JobConfig
+from mainstem.batch.ordering import LengthEstimate, PlannedWindow
+from mainstem.batch.rows import Row, error_row, served_row
+from mainstem.batch.summary import Summary
+from mainstem.batch.windows import Failure
+from mainstem.wire.errors import WireError
+
+POLL_S = 0.02
+MOST_LOSSES = 5  # workers that may fail over a row before it is an error row
+
+Json = Mapping[str, object]
+
+
+class WorkerLost(Exception):
+    """A worker is of no use to the job any more; the message says why."""
+
+
+class Desk:
+    """Where one worker takes rows and brings answers."""
+
+    def __init__(self, driver: "Driver", worker: int) -> None:
+        self._driver = driver
+        self._worker = worker
+
+    def take(self, is_idle: bool) -> Sequence[Task]:
+        """The next rows of the worker's share; who is idle takes from others. Empty: none now."""
+        return self._driver.take(self._worker, is_idle)
+
+    def check_model(self, name: str) -> None:
+        """Raise WorkerLost unless the worker's model is that of the others, by its name."""
+        self._driver.check_model(name)
+
+    def answer(self, task: Task, body: Json) -> None:
+        """A row was answered; `body` is OpenAI's completion object."""
+        self._driver.answer(task, body)
+
+    def fail(self, task: Task, error: WireError) -> None:
+        """A row cannot be answered, by nobody."""
+        self._driver.fail(task, error)
+
+    def give_back(self, tasks: Sequence[Task]) -> None:
+        """Rows that were not begun, for others."""
+        self._driver.give_back(tasks)
+
+    def lose(self, tasks: Sequence[Task], reason: str) -> None:
+        """Rows whose worker failed, maybe over one of them."""
+        self._driver.lose(tasks, reason)
+
+
+class Worker(Protocol):
+    """An engine somewhere that answers rows."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def work(self, desk: Desk) -> None:
+        """Answer rows until cancelled. Raises WorkerLost, having given back what it had."""
+        ...
+
+
+class KeptLines:
+    """An input whose lines are kept until they were answered, by number."""
+
+    def __init__(self, source: InputFile) -> None:
+        self._source = source
+        self.lines: dict[int, Line] = {}
+
+    def __iter__(self) -> Iterator[Line]:
+        for line in self._source:
+            self.lines[line.number] = line
+            yield line
+
+    @property
+    def progress(self) -> float | None:
+        return self._source.progress
+
+
+class Driver:
+    """Deals rows to workers and writes what they bring."""
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        lines: dict[int, Line],
+        out: AnswerFile,
+        config: JobConfig,
+        summary: Summary,
+        bar: JobBar,
+    ) -> None:
+        self._workers = workers
+        self._lines = lines
+        self._out = out
+        self._config = config
+        self._summary = summary
+        self._bar = bar
+        self._bundles = Bundles(len(workers))
+        self._estimate = LengthEstimate()
+        self._num_open = 0  # tasks that are not written
+        self._served_model: str | None = None
+
+    def run(self, windows: Ahead[PlannedWindow], should_stop: Callable[[], bool]) -> None:
+        """Until everything is answered or `should_stop`; raises FileFault where no worker is left,
+        and what ended `windows` early."""
+        asyncio.run(self._run(windows, should_stop))
+
+    async def _run(self, windows: Ahead[PlannedWindow], should_stop: Callable[[], bool]) -> None:
+        at_work = {
+            asyncio.create_task(worker.work(Desk(self, place))): worker
+            for place, worker in enumerate(self._workers)
+        }
+        try:
+            while not should_stop():
+                self._set_aside(at_work)
+                if not self._bundles:
+                    if (window := windows.poll()) is not None:
+                        self._take_window(window)
+                        continue
+                    if windows.is_ended and not self._num_open:
+                        self._end(windows)
+                        return
+                self._bar.show_step()
+                await asyncio.sleep(POLL_S)
+        finally:
+            for task in at_work:
+                task.cancel()
+            await asyncio.gather(*at_work, return_exceptions=True)
+
+    def _end(self, windows: Ahead[PlannedWindow]) -> None:
+        if windows.fault is not None:
+            raise windows.fault
+        self._summary.is_complete = True
+
+    def _set_aside(self, at_work: dict["asyncio.Task[None]", Worker]) -> None:
+        """Workers that gave up are named; without any the job cannot go on."""
+        for task in [task for task in at_work if task.done()]:
+            worker = at_work.pop(task)
+            try:
+                task.result()
+            except WorkerLost as error:
+                self._bar.write(f"mainstem batch: {worker.name} is set aside: {error}")
+        if not at_work:
+            raise FileFault("no worker is left; run it again with --resume when there are some")
+
+    # --- windows in -----------------------------------------------------------------------------
+
+    def _take_window(self, planned: PlannedWindow) -> None:
+        window, summary = planned.window, self._summary
+        summary.windows += 1
+        summary.plan_s += planned.plan_s
+        summary.rows = window.num_rows_read
+        summary.skipped += window.num_skipped
+        summary.changed += window.states[State.CHANGED]
+        summary.of_other_model += window.states[State.OTHER_MODEL]
+        self._bar.show_window(window)
+        for failure in window.failures:
+            self._fail(failure)
+        summary.note_models(row.call.model for row in window.rows)
+        count = len(self._workers)
+        for worker, bundle in cut_window(planned, self._lines, count, self._estimate):
+            self._bundles.add(worker, bundle)
+            self._num_open += len(bundle.tasks)
+        last = max((row.line for row in window.rows), default=0)
+        for number in list(self._lines):  # the reading thread adds to it
+            if number <= last:
+                del self._lines[number]  # of a row that failed or was done before
+
+    # --- what workers do ------------------------------------------------------------------------
+
+    def take(self, worker: int, is_idle: bool) -> Sequence[Task]:
+        """See Desk."""
+        bundle = self._bundles.take(worker)
+        if bundle is None and is_idle:
+            bundle = self._bundles.take_from_others()
+        return () if bundle is None else bundle.tasks
+
+    def check_model(self, name: str) -> None:
+        """See Desk."""
+        self._served_model = self._served_model or name
+        if name != self._served_model:
+            raise WorkerLost(f"it serves {name!r}, others {self._served_model!r}")
+
+    def give_back(self, tasks: Sequence[Task]) -> None:
+        """See Desk."""
+        self._bundles.give_back(tasks)
+
+    def lose(self, tasks: Sequence[Task], reason: str) -> None:
+        """See Desk."""
+        kept: list[Task] = []
+        for task in tasks:
+            task.num_losses += 1
+            if task.num_losses < MOST_LOSSES:
+                kept.append(task)
+            else:
+                times = f"workers failed over this row {task.num_losses} times"
+                self.fail(task, WireError(ENGINE_FAILED, f"{times}, at last: {reason}"))
+        self.give_back(kept)
+
+    def answer(self, task: Task, body: Json) -> None:
+        """See Desk."""
+        usage = _usage(body)
+        num_answers = task.row.call.sampling.n
+        self._count(usage, num_answers)
+        self._estimate.observe(task.template, usage["completion_tokens"] // num_answers)
+        self._num_open -= 1
+        self._write_answer(task.row, body, is_copy=False)
+        for row in task.copies:
+            self._write_answer(row, body, is_copy=True)
+            self._summary.deduplicated += 1
+            self._summary.deduplicated_tokens += usage["prompt_tokens"] * num_answers
+
+    def fail(self, task: Task, error: WireError) -> None:
+        """See Desk."""
+        self._num_open -= 1
+        for row in (task.row, *task.copies):
+            self._fail(Failure(row.line, row.custom_id, error, row.digest))
+
+    # --- answers out ----------------------------------------------------------------------------
+
+    def _count(self, usage: Mapping[str, int], num_answers: int) -> None:
+        counters = self._summary.counters
+        prompt, cached = usage["prompt_tokens"], usage["cached_tokens"]
+        counters.prompt_tokens += prompt * num_answers
+        counters.computed_tokens += prompt - cached
+        counters.cached_tokens += prompt * (num_answers - 1) + cached
+        counters.generated_tokens += usage["completion_tokens"]
+        counters.sequences_finished += num_answers
+
+    def _write_answer(self, row: Row, body: Json, is_copy: bool) -> None:
+        line = served_row(row, body, self._config.model_name, is_copy)
+        self._write(line, row.digest)
+        self._summary.answered += 1
+        tokens = _usage(body)["prompt_tokens"]
+        self._bar.show_row(tokens, row.call.sampling.n, is_copy)
+
+    def _fail(self, failure: Failure) -> None:
+        self._write(error_row(failure.line, failure.custom_id, failure.error), failure.digest)
+        self._summary.failed += 1
+        self._summary.errors[failure.error.code] += 1
+        self._bar.show_row(0, 0, is_copy=True)
+
+    def _write(self, line: dict[str, object], digest: str) -> None:
+        marker = self._config.marker
+        self._out.append(line if marker is None else marker.marked(line, digest))
+
+
+def _usage(body: Json) -> dict[str, int]:
+    """Token counts of an answer; 0 where a server does not tell."""
+    usage = body.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
+    details = usage.get("prompt_tokens_details") or {}
+    found = {name: usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")}
+    return found | {"cached_tokens": details.get("cached_tokens") or 0}

@@ -1,0 +1,145 @@
+"""The flags of `mainstem batch` that spread a job over many engines, and what they mean."""
+
+import argparse
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mainstem.batch.bundles import Task
+from mainstem.batch.driver import Worker
+from mainstem.batch.http_worker import Endpoint, HttpWorker, read_key
+from mainstem.batch.job import seeded
+from mainstem.checkpoints.hub import resolve_model
+from mainstem.core.config import EngineConfig
+from mainstem.core.errors import ConfigError
+from mainstem.text.encoding import App
+from mainstem.text.parsers.formats import AUTO
+from mainstem.text.text_engine import TextEngine
+from mainstem.text.tokenizer import Tokenizer
+from mainstem.wire.calls import Call
+
+ROWS_PER_WORKER = 256
+OTHER_FILES = 256  # that a job may have open beside its connections
+HERE = "local"  # a value of --ray
+
+Json = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """What all workers of a job are told."""
+
+    config: EngineConfig
+    defaults: Mapping[str, object]  # of rows that do not say
+    seed: int
+    find_app: Callable[[Call], App | None]
+    open_engine: Callable[[EngineConfig], TextEngine]
+
+    def fill(self, task: Task, body: Json) -> Json:
+        """A row's body with all that the job says, so that every server answers the same."""
+        given = {name for name, value in body.items() if value is not None}
+        if "max_completion_tokens" in given:
+            given.add("max_tokens")
+        filled = {name: value for name, value in self.defaults.items() if name not in given}
+        filled |= {name: value for name, value in body.items() if name != "model"}
+        seed = seeded(task.row, self.seed).seed
+        if seed is not None:
+            filled["seed"] = seed
+        app = self.find_app(task.row.call)
+        if app is not None:
+            filled["app"] = app.name
+        return filled
+
+
+def add_worker_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("many engines", "the job is planned here and cut for them")
+    where = group.add_mutually_exclusive_group()
+    where.add_argument(
+        "--workers", metavar="URL,URL", help="servers (`mainstem serve`) that answer the rows"
+    )
+    where.add_argument(
+        "--ray", nargs="?", const=HERE, metavar="ADDRESS",
+        help="engines in Ray actors, in the cluster of this address; without one, on this machine",
+    )  # fmt: skip
+    group.add_argument(
+        "--worker-key-file", type=Path, metavar="FILE", help="holds the API key of --workers"
+    )
+    group.add_argument(
+        "--worker-rows", type=int, default=ROWS_PER_WORKER, metavar="N",
+        help="rows in progress at each of --workers (%(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--ray-workers", type=int, metavar="N", help="actors of --ray (one for each GPU, or one)"
+    )
+
+
+def join_ray_address(argv: list[str]) -> list[str]:
+    """`--ray` takes the next word only where that is an address, and not the input's name."""
+    found: list[str] = []
+    for place, word in enumerate(argv):
+        if place and argv[place - 1] == "--ray" and _is_address(word):
+            found[-1] = f"--ray={word}"
+        else:
+            found.append(word)
+    return [f"--ray={HERE}" if word == "--ray" else word for word in found]
+
+
+def _is_address(word: str) -> bool:
+    host, colon, port = word.removeprefix("ray://").rpartition(":")
+    return word in ("auto", HERE) or bool(host and colon and port.isdigit())
+
+
+def has_workers(args: argparse.Namespace) -> bool:
+    """Whether the rows are answered elsewhere; raises ConfigError for flags that do not fit."""
+    if args.worker_rows < 1:
+        raise ConfigError(f"--worker-rows must be at least 1, got {args.worker_rows}")
+    if args.worker_key_file is not None and args.workers is None:
+        raise ConfigError("--worker-key-file is for --workers")
+    has_parsers = (args.tool_call_parser, args.reasoning_parser) != (AUTO, AUTO)
+    if has_parsers and args.workers is not None:
+        raise ConfigError("--tool-call-parser and --reasoning-parser are for servers to say")
+    if args.ray_workers is not None and (args.ray is None or args.ray_workers < 1):
+        raise ConfigError("--ray-workers is for --ray, and at least 1")
+    return args.workers is not None or args.ray is not None
+
+
+@contextmanager
+def open_team(args: argparse.Namespace, team: Team) -> Iterator[Sequence[Worker]]:
+    """The workers that the flags name, for as long as the job lasts."""
+    if args.workers is not None:
+        key = None if args.worker_key_file is None else read_key(args.worker_key_file)
+        endpoints = [Endpoint(url.strip(), key) for url in args.workers.split(",") if url.strip()]
+        if not endpoints or len({endpoint.url for endpoint in endpoints}) < len(endpoints):
+            raise ConfigError("--workers must name one server or more, each once")
+        _allow_connections(len(endpoints) * args.worker_rows)
+        yield [HttpWorker(endpoint, args.worker_rows, team.fill) for endpoint in endpoints]
+        return
+    from mainstem.ray.workers import ActorSettings, ray_workers  # noqa: PLC0415  # an extra
+
+    parts = (team.config, dict(team.defaults), team.seed, team.find_app, team.open_engine)
+    settings = ActorSettings(*parts, (args.tool_call_parser, args.reasoning_parser))
+    with ray_workers(args.ray, args.ray_workers, settings) as workers:
+        yield workers
+
+
+def _allow_connections(count: int) -> None:
+    """Each row in progress has a connection, and each of these is an open file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError):
+        reason = f"needs {wanted:,} open files, more than the system allows"
+        raise ConfigError(f"--worker-rows for all of --workers {reason}") from None
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer:
+    """The tokenizer of the model that workers serve: rows are planned by it."""
+    model = config.model
+    return Tokenizer.load(
+        resolve_model(model.model), model.chat_template, model.allow_special_tokens
+    )

@@ -1,0 +1,24 @@
+"""Many engines by way of Ray, an extra: pip install 'mainstem[ray]' (docs/scale.md).
+
+workers.py  actors that answer a batch job's rows: `mainstem batch --ray`
+data.py     Generate and plan, for Ray Data
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mainstem.ray.data import Generate, plan
+
+__all__ = ["Generate", "plan"]
+
+# imported when first asked for, so that one extra does not need the other's packages
+_LAZY = {"Generate": "mainstem.ray.data", "plan": "mainstem.ray.data"}
+
+
+def __getattr__(name: str) -> object:
+    """What is imported when first asked for."""
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module), name)

@@ -1,0 +1,228 @@
+"""Ray actors that answer the rows of a batch job, each with an engine in its process.
+
+    driver: RayWorker --take(lines)--> EngineActor: queue -> windows -> Job -> queue
+                      <--finished()---                                         rows
+
+An actor runs one Job for as long as it lives. It takes the next bundle while the last one's rows
+are still running, so that its engine never waits.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import Empty, Queue
+from threading import Thread
+from time import monotonic
+from typing import Any
+
+from mainstem.batch.ahead import Ahead
+from mainstem.batch.bar import JobBar
+from mainstem.batch.bundles import Task
+from mainstem.batch.done import ENGINE_FAILED, Done
+from mainstem.batch.driver import POLL_S, Desk, WorkerLost
+from mainstem.batch.files import Line
+from mainstem.batch.job import Job, JobConfig
+from mainstem.batch.ordering import PlannedWindow, WindowPlanner
+from mainstem.batch.summary import Summary
+from mainstem.batch.windows import RowReader, WindowReader
+from mainstem.core.config import Device, EngineConfig
+from mainstem.core.errors import ConfigError
+from mainstem.plan.planner import PlanConfig
+from mainstem.text.encoding import App
+from mainstem.text.parsers.formats import find_formats
+from mainstem.text.text_engine import TextEngine
+from mainstem.wire.calls import Call, CallParser
+from mainstem.wire.errors import WireError
+
+LOCAL = "local"
+WAIT_S = 0.2  # for rows to be finished
+RETRY_S = 0.5
+PATIENCE_S = 600.0  # for an actor that is started again: it loads its model
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSettings:
+    """What an actor is made from; goes over the wire."""
+
+    config: EngineConfig
+    defaults: Mapping[str, object]  # of rows that do not say
+    seed: int
+    find_app: Callable[[Call], App | None]
+    open_engine: Callable[[EngineConfig], TextEngine]
+    parsers: tuple[str, str]  # of tool calls and of reasoning, by name
+
+
+class _Lines:
+    """The lines of a bundle as an input."""
+
+    progress = None
+
+    def __init__(self, lines: Sequence[tuple[int, bytes | None]]) -> None:
+        self._lines = lines
+
+    def __iter__(self) -> Iterator[Line]:
+        for number, data in self._lines:
+            yield Line(number, data)
+
+
+class EngineActor:
+    """Answers bundles of lines; a Ray actor is made of it."""
+
+    def __init__(self, settings: ActorSettings) -> None:
+        engine = settings.open_engine(settings.config)
+        tokenizer = engine.tokenizer
+        formats = find_formats(tokenizer, *settings.parsers)
+        parser = CallParser(settings.defaults, find_formats=lambda: formats)
+        limit = engine.engine.max_model_len
+        self._rows = RowReader(parser, lambda: tokenizer, settings.find_app, limit)
+        self._planner = WindowPlanner(PlanConfig(), has_dedupe=False)
+        self._asked: Queue[Sequence[tuple[int, bytes | None]]] = Queue()
+        self._answered: Queue[Mapping[str, object]] = Queue()
+        self._fault: BaseException | None = None
+        name = settings.config.model.model
+        summary = Summary("", "", name)
+        bar = JobBar(summary, str, is_shown=False)
+        job_config = JobConfig(name, settings.seed)
+        job = Job(engine, self, job_config, summary, lambda: False, bar)
+        Thread(target=self._run, args=(job,), name="job", daemon=True).start()
+
+    def take(self, lines: Sequence[tuple[int, bytes | None]]) -> None:
+        """Lines to answer, by their numbers in the input."""
+        self._asked.put(lines)
+
+    def finished(self, wait_s: float) -> tuple[list[Mapping[str, object]], bool]:
+        """Rows of the output that are known by now, and whether more lines are wanted."""
+        rows: list[Mapping[str, object]] = []
+        try:
+            rows.append(self._answered.get(timeout=wait_s))
+            while True:
+                rows.append(self._answered.get_nowait())
+        except Empty:
+            if self._fault is not None and not rows:
+                raise RuntimeError(f"the engine failed: {self._fault}") from None
+        return rows, self._asked.empty()
+
+    def append(self, row: Mapping[str, object]) -> None:
+        """A row of the output, from the job."""
+        self._answered.put(row)
+
+    def _run(self, job: Job) -> None:
+        try:
+            job.run(Ahead(self._windows()))
+        except BaseException as error:  # for `finished` to tell
+            self._fault = error
+
+    def _windows(self) -> Iterator[PlannedWindow]:
+        while True:
+            lines = _Lines(self._asked.get())
+            for window in WindowReader(lines, self._rows, Done(), sys.maxsize):
+                yield self._planner.plan(window)
+
+
+class RayWorker:
+    """An EngineActor as the driver of a job sees it."""
+
+    def __init__(self, actor: Any, name: str) -> None:
+        self._actor = actor
+        self._name = name
+        self._open: dict[str, Task] = {}  # by custom_id
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def work(self, desk: Desk) -> None:
+        """See Worker."""
+        from ray import exceptions  # noqa: PLC0415  # an extra
+
+        last_s = monotonic()
+        try:
+            while True:
+                try:
+                    await self._step(desk)
+                    last_s = monotonic()
+                except exceptions.ActorDiedError as error:
+                    raise WorkerLost(_last_line(error)) from None
+                except (exceptions.RayActorError, exceptions.RayTaskError) as error:
+                    desk.lose(self._leave(), _last_line(error))
+                    if monotonic() - last_s > PATIENCE_S:
+                        raise WorkerLost(f"not there for {PATIENCE_S:.0f} s") from None
+                    if isinstance(error, exceptions.RayTaskError):
+                        self._restart()
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            desk.give_back(self._leave())
+
+    async def _step(self, desk: Desk) -> None:
+        rows, wants_more = await self._actor.finished.remote(WAIT_S if self._open else 0.0)
+        for row in rows:
+            self._hear(desk, row)
+        if not wants_more:
+            return
+        tasks = desk.take(not self._open)
+        if tasks:
+            self._open |= {task.row.custom_id: task for task in tasks}
+            await self._actor.take.remote([(task.line.number, task.line.data) for task in tasks])
+        elif not self._open:
+            await asyncio.sleep(POLL_S)
+
+    def _hear(self, desk: Desk, row: Json) -> None:
+        task = self._open.pop(row["custom_id"], None)
+        if task is None:
+            return  # given back while it was on its way
+        if row["error"] is None:
+            desk.answer(task, row["response"]["body"])
+            return
+        error = WireError(*(row["error"][name] for name in ("code", "message", "param")))
+        if error.code == ENGINE_FAILED:
+            desk.lose([task], error.message)
+        else:
+            desk.fail(task, error)
+
+    def _restart(self) -> None:
+        import ray  # noqa: PLC0415  # an extra
+
+        ray.kill(self._actor, no_restart=False)
+
+    def _leave(self) -> list[Task]:
+        tasks = list(self._open.values())
+        self._open.clear()
+        return tasks
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+@contextmanager
+def ray_workers(
+    address: str, num_workers: int | None, settings: ActorSettings
+) -> Iterator[Sequence[RayWorker]]:
+    """Actors in the cluster of an address, or in one of this machine that lasts as long as they.
+
+    Without `num_workers` there is one for each GPU of the cluster, or one.
+    """
+    try:
+        import ray  # noqa: PLC0415  # an extra
+    except ImportError:
+        raise ConfigError("--ray needs Ray: pip install 'mainstem[ray]'") from None
+    here = {"include_dashboard": False} if address == LOCAL else {}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="warning", **here)
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(f"--ray: {address} cannot be reached ({error})") from None
+    try:
+        num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        if settings.config.model.device is Device.CPU:
+            num_gpus = 0
+        count = num_workers or max(1, num_gpus)
+        resources = {"num_gpus": 1} if num_gpus else {"num_cpus": 1}
+        actor = ray.remote(EngineActor).options(max_restarts=-1, max_concurrency=2, **resources)
+        yield [RayWorker(actor.remote(settings), f"actor {place}") for place in range(count)]
+    finally:
+        ray.shutdown()

@@ -1,0 +1,241 @@
+"""`mainstem batch --ray` and Ray Data: skipped by name where Ray is not installed.
+
+Ray opens ports on all interfaces: run these in a network namespace of their own,
+`unshare -n bash -c 'ip link set lo up; exec "$@"' _ python -m pytest tests/batch/test_ray.py`.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event, Thread
+from time import sleep
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mainstem.cli.batch import main
+from mainstem.core.config import EngineConfig
+from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.ray.data import Generate, plan
+from mainstem.text.text_engine import TextEngine
+from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer
+from tests.batch.test_kill import ROOT
+from tests.batch.test_workers import NUM_ROWS, answer, answers, rows, write
+from tests.fake_llm import patch_loading
+from tests.server.running import until
+
+try:
+    import ray
+except ImportError:
+    ray = None
+
+needs_ray = pytest.mark.skipif(ray is None, reason="Ray is not installed: mainstem[ray]")
+pytestmark = [
+    # Ray leaves sockets and files to the end of the process
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+ON_RAY = ["--ray", "--ray-workers", "2"]
+STEP_S = 0.02
+
+
+def slow_engine(config: EngineConfig) -> TextEngine:
+    """What actors make; a step takes a while."""
+    engines = FakeEngines(num_pages=512, max_model_len=800)
+    engines.at_step = lambda _: sleep(STEP_S)
+    return engines(config)
+
+
+def actor_pids() -> list[int]:
+    """Of the processes below this one that run an EngineActor."""
+    parents: dict[int, int] = {}
+    actors: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
+            if b"EngineActor" in (folder / "cmdline").read_bytes():
+                actors.append(int(folder.name))
+        except OSError:
+            continue  # it has ended
+    return [pid for pid in actors if is_below(pid, parents)]
+
+
+def is_below(pid: int, parents: dict[int, int]) -> bool:
+    while pid > 1:
+        pid = parents.get(pid, 0)
+        if pid == os.getpid():
+            return True
+    return False
+
+
+def test_without_ray_the_message_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    source = write(tmp_path / "in.jsonl", rows(3))
+    with pytest.raises(ConfigError, match=r"mainstem\[ray\]"):
+        answer(source, tmp_path / "out.jsonl", *ON_RAY)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@needs_ray
+def test_two_actors_answer_as_one_engine_does(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [*rows(), {"prompt": "x" * 900}])
+    alone, spread = tmp_path / "alone.jsonl", tmp_path / "spread.jsonl"
+    assert answer(source, alone) == 1
+    assert answer(source, spread, *ON_RAY) == 1, "one row is too long"
+    assert answers(spread) == answers(alone)
+    assert len(answers(spread)) == NUM_ROWS + 2
+
+
+def grown(output: Path, over: Event) -> Callable[[], bool]:
+    """Whether a file has grown since, or will not any more."""
+    size = output.stat().st_size
+    return lambda: output.stat().st_size > size or over.is_set()
+
+
+def check_actor_kills(tmp_path: Path, num_kills: int) -> None:
+    source, output = write(tmp_path / "in.jsonl", rows(150 * num_kills)), tmp_path / "out.jsonl"
+    over, moments = Event(), random.Random(num_kills)
+    killed: list[int] = []
+
+    def kill_some() -> None:
+        until(lambda: output.exists() and output.stat().st_size > 0, within_s=120)
+        while len(killed) < num_kills and not over.is_set():
+            sleep(moments.random())
+            fresh = [pid for pid in actor_pids() if pid not in killed]
+            if fresh and not over.is_set():
+                killed.append(moments.choice(fresh))
+                os.kill(killed[-1], signal.SIGKILL)
+                until(grown(output, over), 120)
+
+    killer = Thread(target=kill_some)
+    killer.start()
+    argv = [str(source), "-o", str(output), "--no-progress", "--window-mib", "64", *ON_RAY]
+    status = main(argv, slow_engine, lambda _: a_tokenizer())
+    over.set()
+    killer.join()
+    assert status == 0
+    assert len(killed) == num_kills, "the job was over too soon"
+    found = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
+    assert sorted(found) == sorted(row["custom_id"] for row in rows(150 * num_kills))
+    alone = tmp_path / "alone.jsonl"
+    assert answer(source, alone) == 0
+    assert answers(output) == answers(alone)
+
+
+@needs_ray
+def test_two_kills_of_an_actor(tmp_path: Path) -> None:
+    check_actor_kills(tmp_path, 2)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ten_kills_of_an_actor(tmp_path: Path) -> None:
+    check_actor_kills(tmp_path, 10)
+
+
+def check_driver_kills(tmp_path: Path, num_kills: int) -> None:
+    source, output, alone = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "alone.jsonl"))
+    write(source, rows())
+    assert answer(source, alone) == 0
+    num_bytes = alone.stat().st_size
+    points = sorted(random.Random(num_kills).sample(range(1, num_bytes * 9 // 10), num_kills))
+    for point in [*points, 0]:
+        module = [sys.executable, "-m", "tests.batch.fake_batch", str(point), str(source)]
+        flags = ["-o", str(output), "--no-progress", "--resume", "--window-mib", "64", *ON_RAY]
+        done = subprocess.run([*module, *flags], cwd=ROOT, check=False, stderr=subprocess.DEVNULL)
+        assert done.returncode == (-signal.SIGKILL if point else 0)
+    assert answers(output) == answers(alone)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ten_kills_of_the_driver(tmp_path: Path) -> None:
+    check_driver_kills(tmp_path, 10)
+
+
+# --- Ray Data ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+class _Echo:
+    """Stands for Generate where only the way of rows matters: says how large its batch was."""
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return batch | {"size": [len(batch["prompt"])] * len(batch["prompt"])}
+
+
+PROMPTS = [f"document {n % 4}: " + "words " * 20 + f"question {n}?" for n in range(24)]
+SAMPLING = {"max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose tokens are bytes."""
+    from tests.models.checkpoints import make_checkpoint  # noqa: PLC0415  # brings torch
+
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint("llama", folder, vocab_size=300)
+    (folder / "tokenizer.json").write_text(a_tokenizer().to_json())
+    config = {"chat_template": TEMPLATE, "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.torch
+def test_generate_adds_answers_to_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_loading(FakeEngines(), monkeypatch)
+    generate = Generate("fake", sampling=SAMPLING | {"ignore_eos": True})
+    chat = [{"role": "user", "content": "hello"}]
+    prompts = np.empty(4, dtype=object)
+    prompts[:] = ["some text", chat, [1, 2, 3], "y" * 600]
+    batch = generate({"prompt": prompts, "n": np.arange(4)})
+    assert [type(text) for text in batch["answer"]] == [str, str, str, type(None)]
+    assert batch["output_tokens"].tolist()[:3] == [4, 4, 4]
+    assert batch["prompt_tokens"].tolist()[2] == 3
+    assert [error is None for error in batch["error"]] == [True, True, True, False]
+    assert batch["n"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(InvalidRequest, match="has no column 'prompt'"):
+        generate({"text": prompts})
+
+
+@needs_ray
+@pytest.mark.torch
+def test_generate_and_plan_with_parquet_in_and_json_out(
+    tmp_path: Path, tiny_model: str, cluster: None
+) -> None:
+    import pyarrow as pa  # noqa: PLC0415  # comes with Ray
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    pq.write_table(pa.table({"prompt": PROMPTS, "n": range(24)}), tmp_path / "in.parquet")
+    found = plan(ray.data.read_parquet(str(tmp_path / "in.parquet")), tiny_model, num_workers=2)
+    pool = ray.data.ActorPoolStrategy(size=2)
+    sizes = found.map_batches(_Echo, batch_size=None, compute=pool).take_all()
+    assert sorted(row["n"] for row in sizes) == list(range(24))
+    assert {row["size"] for row in sizes} != {24}, "there are several bundles"
+    settings: dict[str, Any] = {"model": tiny_model, "sampling": SAMPLING, "kv_tokens": 8192}
+    answered = found.map_batches(
+        Generate, fn_constructor_kwargs=settings, batch_size=None, compute=pool
+    )
+    answered.write_json(str(tmp_path / "out"))
+    lines = [line for path in (tmp_path / "out").glob("*.json") for line in path.open()]
+    got = {row["n"]: row["answer"] for row in map(json.loads, lines)}
+    columns = Generate(**settings)({"prompt": PROMPTS})
+    assert got == dict(enumerate(columns["answer"]))
+    assert list(columns["error"]) == [None] * 24
