@@ -92,7 +92,7 @@ class Page:
         self._call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
-        code = {"Enter": 13, "Escape": 27, "Tab": 9}[key]
+        code = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowRight": 39}[key]
         press = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         text = {"text": "\r"} if key == "Enter" else {}
         self._call("Input.dispatchKeyEvent", type="keyDown", **press, **text)

@@ -355,6 +355,45 @@ def test_an_answer_that_is_left_in_the_middle_is_kept_as_stopped(page: Page, lea
     assert texts_of(page, ".again") == ["Regenerate"]
 
 
+def ask_for_scores(page: Page, choices: str) -> None:
+    for name, text in (("context", "The capital of France is"), ("choices", choices)):
+        page.run(f"document.getElementById('{name}').value = {json.dumps(text)}")
+    click(page, "#scoring button")
+
+
+def test_choices_are_scored_in_a_tab(page: Page, server: StubServer) -> None:
+    page.run("document.getElementById('chat-tab').focus()")
+    page.press("ArrowRight")
+    assert page.run("document.activeElement.id") == "scores-tab"
+    assert page.run("document.querySelector('[aria-selected=true]').id") == "scores-tab"
+    assert page.run("document.getElementById('chat').offsetHeight") == 0
+    assert page.run("document.getElementById('new').offsetHeight") == 0  # of the chat
+
+    page.run("document.getElementById('app').value = 'legal'")
+    ask_for_scores(page, f" Rome\n Paris, of course\n\n{HOSTILE}\n")
+    page.wait("document.querySelectorAll('#score-table tbody tr').length === 3")
+    choices = [" Rome", " Paris, of course", HOSTILE]
+    prompt = "The capital of France is"
+    assert server.asked == [{"prompt": prompt, "choices": choices, "app": "legal"}]
+    assert texts_of(page, "#score-table .words") == choices
+    assert texts_of(page, "#score-table tr.best td") == [
+        *(" Paris, of course likeliest", "90.0 %", "-0.11", "3")
+    ]
+    assert text_of(page, "#score-note").startswith("1,536 of 1,571 tokens cached")
+    widths = page.run(
+        "[...document.querySelectorAll('#score-table .meter span')].map((e) => e.style.width)"
+    )
+    assert widths == ["5%", "90%", "5%"]
+
+    server.fails_next = True
+    click(page, "#scoring button")
+    page.wait("document.querySelector('#score-note.failed')?.textContent === 'the queue is full'")
+    assert page.run("document.getElementById('score-table').hidden") is True
+    click(page, "#chat-tab")
+    say(page, "hello")
+    wait_for_answers(page, 1)
+
+
 @pytest.mark.parametrize("width", [320, 390])
 def test_on_a_phone_one_view_shows_and_nothing_overflows(
     server: StubServer, chrome: Page, width: int
@@ -370,9 +409,14 @@ def test_on_a_phone_one_view_shows_and_nothing_overflows(
     chrome.run("document.getElementById('session').selectedIndex = 1")
     chrome.run("document.getElementById('session').dispatchEvent(new Event('change'))")
     assert chrome.run("document.querySelector('pre').scrollWidth > innerWidth")
-    for view, other in (("live", "chat"), ("chat", "live")):
+    ask_for_scores(chrome, f" Rome\n {'P' * 60}\n a longer choice of several words")
+    chrome.wait("!document.getElementById('score-table').hidden")
+    for shown, other in (("live", "chat"), ("chat", "live"), ("scores", "live")):
+        view = "live" if shown == "live" else "chat"
         chrome.run(f"document.querySelector('.views [data-view={view}]').click()")
-        assert chrome.run(f"document.querySelector('.{view}').offsetHeight > 0")
+        if view == "chat":
+            click(chrome, f"#{shown}-tab")
+        assert chrome.run(f"document.querySelector('.{shown}').offsetHeight > 0")
         assert chrome.run(f"document.querySelector('.{other}').offsetHeight === 0")
         chrome.run("document.getElementById('state').textContent = 'not reachable'")
         outside = chrome.run(

@@ -51,6 +51,19 @@ def test_a_conversation_with_an_app_finds_its_prompt_cached(page: Page, running:
     assert page.complaints == []
 
 
+def test_choices_are_scored(page: Page) -> None:
+    page.run("document.getElementById('scores-tab').click()")
+    page.run("document.getElementById('context').value = 'The capital of France is'")
+    page.run("document.getElementById('choices').value = ' Rome\\n Paris'")
+    page.run("document.querySelector('#scoring button').click()")
+    page.wait("document.querySelectorAll('#score-table tbody tr').length === 2")
+    assert page.run("document.querySelectorAll('#score-table tr.best').length") == 1
+    assert " tokens cached" in str(page.run("document.getElementById('score-note').textContent"))
+    page.run("document.getElementById('choices').value = ' '")
+    page.run("document.querySelector('#scoring button').click()")
+    page.wait("document.querySelector('#score-note.failed')?.textContent.includes('choices')")
+
+
 def test_the_tree_shows_who_shares_and_a_client_that_leaves_frees_its_pages(
     page: Page, running: Running
 ) -> None:

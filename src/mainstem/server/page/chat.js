@@ -3,6 +3,7 @@
 import { copyButton } from "./copy.js";
 import { count, rate, seconds } from "./numbers.js";
 import { waitWords } from "./reading.js";
+import { reasonOf } from "./replies.js";
 import { drawer } from "./said.js";
 import {
   dividerBefore, dropUnanswered, endTurn, load, messagesBefore, newTalk, save,
@@ -25,16 +26,6 @@ async function* payloads(body) {
       if (payload === "[DONE]") return;
       yield JSON.parse(payload);
     }
-  }
-}
-
-/** What an error answer says, whatever its shape. */
-async function reasonOf(reply) {
-  try {
-    const body = await reply.json();
-    return body.error?.message ?? body.detail ?? `the server answered ${reply.status}`;
-  } catch {
-    return `the server answered ${reply.status}`;
   }
 }
 

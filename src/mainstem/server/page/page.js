@@ -1,10 +1,11 @@
-// Starts the page: the key, the two views, and who asks the server for what.
+// Starts the page: the key, views and tabs, and who asks the server for what.
 //
 // Nothing here builds HTML from text: whatever a model or a user wrote becomes a text node.
 
 import { startChat } from "./chat.js";
 import { refusal } from "./key.js";
 import { startLive } from "./live.js";
+import { startScoring } from "./scoring.js";
 
 const KEY_NAME = "mainstem-key";
 const byId = (id) => document.getElementById(id);
@@ -83,8 +84,37 @@ function startViews() {
   }
 }
 
+/** One panel shows, that of the selected tab; arrow keys go from tab to tab. */
+function startTabs() {
+  const tabs = [...document.querySelectorAll("[role=tab]")];
+  const panelOf = (tab) => byId(tab.getAttribute("aria-controls"));
+  const select = (chosen) => {
+    for (const tab of tabs) {
+      tab.setAttribute("aria-selected", String(tab === chosen));
+      tab.tabIndex = tab === chosen ? 0 : -1;
+      panelOf(tab).hidden = tab !== chosen;
+    }
+    for (const control of document.querySelectorAll("[data-tab]")) {
+      control.classList.toggle("elsewhere", control.dataset.tab !== chosen.id);
+    }
+  };
+  tabs.forEach((tab, index) => {
+    tab.addEventListener("click", () => select(tab));
+    tab.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      const next = tabs[(index + step + tabs.length) % tabs.length];
+      select(next);
+      next.focus();
+    });
+  });
+}
+
 startKey();
 startViews();
+startTabs();
 const server = { ask, keyGiven, KeyNeeded };
 const chat = startChat(server);
+startScoring(server);
 startLive(server, { onLook: chat.look });
