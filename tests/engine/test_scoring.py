@@ -195,3 +195,14 @@ def test_impossible_scorings_are_refused(sampling: SamplingParams, scoring: Scor
     engine = an_engine()
     with pytest.raises(InvalidRequest, match=r"scoring.*vocabulary"):
         engine.submit(scored(CONTEXT, [], (VOCAB,), "b"))
+
+
+@pytest.mark.parametrize("top", [0, 1, 2])
+def test_prompts_whose_logprobs_nobody_can_reuse_do_not_wait_for_each_other(top: int) -> None:
+    engine = an_engine(num_pages=512, config=SchedConfig(chunk_tokens=512))
+    counters = Counters().attach(engine.bus)
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=top, ignore_eos=True)
+    shared = list(range(40))
+    requests = [a_request([*shared, 50 + n], sampling=sampling) for n in range(16)]
+    run_all(engine, requests)
+    assert counters.steps <= 6

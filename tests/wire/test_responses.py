@@ -179,3 +179,24 @@ def test_reasoning_may_be_cut_off() -> None:
     assert response["status"] == "incomplete"
     assert response["output"][0]["status"] == "incomplete"  # type: ignore[index]
     assert events[-1]["type"] == "response.incomplete"
+
+
+def test_what_a_model_wrote_can_always_be_gone_on_from() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "not json"}
+    conversation = Conversation(None, "")
+    conversation.add([{"role": "user", "content": "go"}, call], is_kept=True)
+    *_, said = conversation.messages
+    assert said["tool_calls"][0]["function"]["arguments"] == {"arguments": "not json"}  # type: ignore[index]
+
+
+def test_reasoning_of_an_answer_that_was_cut_stays_its_own() -> None:
+    def thought(text: str) -> Item:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    conversation = Conversation(None, "")
+    conversation.add([
+        {"role": "user", "content": "a"}, thought("cut"),
+        {"role": "user", "content": "b"}, thought("whole"), {"role": "assistant", "content": "B"},
+    ])  # fmt: skip
+    thoughts = [message.get("reasoning_content") for message in conversation.messages]
+    assert thoughts == [None, "cut", None, "whole"]

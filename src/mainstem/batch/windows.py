@@ -221,7 +221,8 @@ class WindowReader:
         tokenizer, most = self._rows.load_tokenizer(), self._rows.max_model_len - 1
         app = self._rows.find_app(row.call)
         try:
-            scoring = encode_scoring(tokenizer, prompt, row.call.choices, app, max_tokens=most)
+            salt = self._rows.find_salt(row.call)
+            scoring = encode_scoring(tokenizer, prompt, row.call.choices, app, salt, most)
         except PromptTooLong as error:
             raise self._too_long(f"at least {error.least_tokens}") from None
         except InvalidRequest as error:

@@ -11,6 +11,7 @@ from mainstem.core.ids import PageKey
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Step, StepId
 from mainstem.kv.keys import PageChain
+from mainstem.kv.page_logprobs import MAX_TOP
 from mainstem.kv.store import Lookup, Match, StoredRun
 from mainstem.sched.admission import Admission
 from mainstem.sched.fetching import Fetching
@@ -95,7 +96,8 @@ class Loader:
             return Candidate(sequence, num_known, chain, whole)
         num_top = sequence.request.sampling.prompt_logprobs or 0
         logprobs = self._store.known_logprobs(whole, num_top)
-        if self._are_coming(chain.keys[: len(whole.pages)], len(logprobs)):
+        can_use = num_top <= MAX_TOP
+        if can_use and self._are_coming(chain.keys[: len(whole.pages)], len(logprobs)):
             match = Match(whole.pages, Lookup.LOADING, AWAITS_LOGPROBS)
         else:
             match = self._store.lookup(chain, max(len(logprobs), 1) - 1)
@@ -110,9 +112,10 @@ class Loader:
         return any(seq.is_collecting and ready[place] in keys for seq, keys in self._collectors)
 
     def note_collector(self, sequence: Sequence, chain: PageChain) -> None:
-        """A sequence begins to compute prompt logprobs; others wait for those of pages it has in
-        common with them."""
-        self._collectors.append((sequence, set(chain.keys)))
+        """A sequence begins to compute prompt logprobs; if they will be kept, others wait for those
+        of pages it has in common with them."""
+        if sequence.request.sampling.prompt_logprobs:
+            self._collectors.append((sequence, set(chain.keys)))
 
     def settled(self) -> list[PageKey]:
         """What to unpark, now that some who computed prompt logprobs do so no more."""

@@ -106,6 +106,11 @@ class PrefixPins:
         )
         self._make_room(owner)
 
+    def end_all(self) -> None:
+        """Unpin everything, also what running sequences hold."""
+        for pin in list(self._pins):
+            self._end(pin.name)
+
     def forget(self) -> None:
         """The engine has lost its cache, or is closed."""
         for pin in self._pins:

@@ -82,7 +82,7 @@ class ResponseRoutes:
         template = gateway.engine.tokenizer.chat_template
         conversation = Conversation(body.instructions, template)
         for kept in earlier:
-            conversation.add(kept.read().items)
+            conversation.add(kept.read().items, is_kept=True)
         conversation.add(own_items)
         fields = chat_fields(body, conversation.messages, template)
         call, prompts = gateway.parser.parse(fields, Kind.CHAT)

@@ -232,7 +232,7 @@ class Routes:
     async def reset_cache(self, request: Request) -> Response:
         """Forget every cached page that no sequence holds, then compute the apps' again."""
         gateway = self._gateway
-        gateway.pins.forget()
+        gateway.pins.end_all()
         count = await self._on_engine(gateway.engine.clear_cache())
         await gateway.filler.fill_all()
         return JSONResponse({"forgotten_pages": count})

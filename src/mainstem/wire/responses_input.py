@@ -99,6 +99,7 @@ class Conversation:
         self._messages: list[Message] = []
         self._functions: dict[str, str] = {}  # names, by call id
         self._reasoning = ""  # of the assistant's next message
+        self._is_kept = False  # what is being added
 
     @property
     def messages(self) -> list[Message]:
@@ -106,8 +107,9 @@ class Conversation:
             return self._messages
         return [{"role": "system", "content": "\n\n".join(self._system)}, *self._messages]
 
-    def add(self, items: Sequence[Item]) -> None:
-        """Raises WireError that names the place in the input."""
+    def add(self, items: Sequence[Item], is_kept: bool = False) -> None:
+        """Raises WireError that names the place in the input; what is kept was taken before."""
+        self._is_kept = is_kept
         adders: dict[object, Callable[[str, Item], None]] = {
             "message": self._add_message,
             "function_call": self._add_call,
@@ -131,9 +133,12 @@ class Conversation:
             self._system.append(text)
             return
         role = "system" if is_system and not self._knows_developers else read.role
+        thoughts = self._thoughts()
         message: Message = {"role": role, "content": text}
         if role == "assistant":
-            message |= self._thoughts()
+            message |= thoughts
+        elif thoughts:  # of an answer that was cut before it said anything
+            self._messages.append({"role": "assistant", "content": "", **thoughts})
         self._messages.append(message)
 
     def _add_call(self, place: str, item: Item) -> None:
@@ -142,7 +147,9 @@ class Conversation:
         try:
             arguments = json.loads(read.arguments)
         except (ValueError, RecursionError):
-            raise _wrong(f"{place}.arguments", "must be JSON") from None
+            if not self._is_kept:
+                raise _wrong(f"{place}.arguments", "must be JSON") from None
+            arguments = {"arguments": read.arguments}  # a model may write anything
         self._functions[read.call_id] = read.name
         function = {"name": read.name, "arguments": arguments}
         call = {"id": read.call_id, "type": "function", "function": function}

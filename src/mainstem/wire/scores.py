@@ -19,6 +19,7 @@ from mainstem.wire.calls import MAX_TOKEN_ID, BodyLimits, Call, CallParser, Kind
 from mainstem.wire.errors import WireError, from_invalid
 from mainstem.wire.replies import Heading
 
+MAX_LABEL_PAIRS = 1024
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 # of vLLM's models that only compare texts; what to send instead
 _OTHERS = ("text_1", "text_2", "queries", "documents", "data_1", "data_2")
@@ -94,6 +95,10 @@ def _labels(parser: CallParser, body: LabelScoreBody) -> AskedScores:
     items = [body.items] if isinstance(body.items, str) else body.items
     _check_number("items", len(items), parser.limits)
     _check_number("label_token_ids", len(body.label_token_ids), parser.limits)
+    num_pairs = len(items) * len(body.label_token_ids)
+    if num_pairs > MAX_LABEL_PAIRS:  # each costs a row of logits, in a step that others wait for
+        reason = f"items times labels may be {MAX_LABEL_PAIRS:,}, are {num_pairs:,}"
+        raise WireError("invalid_value", f"label_token_ids: {reason}", "label_token_ids")
     joined: list[str | list[int]] = []
     for item in items:
         match (item, body.query) if body.item_first else (body.query, item):
