@@ -136,3 +136,16 @@ def test_an_engine_that_is_gone_is_no_matter() -> None:
 
     engine, pins = run(work)
     assert (pins.num_pages(), len(engine.pinned)) == (5, 1)
+
+
+def test_all_of_them_can_be_ended() -> None:
+    """As when the cache is reset: running sequences may hold their pages, which would stay."""
+
+    async def work(engine: FakeEngine, pins: PrefixPins) -> None:
+        pins.keep("a", prefix((1, 20)), 300)
+        pins.keep("b", prefix((2, 20)), 300)
+        pins.end_all()
+
+    engine, pins = run(work)
+    assert engine.pinned == {}
+    assert pins.num_pages() == 0

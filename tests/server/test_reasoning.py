@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from mainstem.cli.batch import main
-from tests.batch.fake_batch import TEMPLATE, FakeEngines
+from mainstem.text.parsers.formats import find_formats
+from mainstem.wire.calls import CallParser, Kind
+from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer
 from tests.server.running import Json, Running, a_server, events
 from tests.text.test_tools import HERMES, WEATHER
 
@@ -103,3 +105,14 @@ def test_rows_of_a_batch_are_read_the_same_way(
     assert ("reasoning_content" in found["1"]) is is_parsed
     assert (found["1"]["content"] is None) is is_parsed
     assert found["2"]["content"]
+
+
+def test_a_continued_message_is_not_within_what_others_say_of_reasoning() -> None:
+    tokenizer = a_tokenizer()
+    formats = find_formats(tokenizer, "none", "think")
+    body = {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": False}
+    call, _ = CallParser({}, find_formats=lambda: formats).parse(body, Kind.CHAT)
+    mentioned = "<user>What is <think>?<|end|><assistant>It"
+    assert call.rendering(tokenizer.encode(mentioned), tokenizer).opening == ""
+    begun = f"{mentioned}<|end|><assistant><think>It"
+    assert call.rendering(tokenizer.encode(begun), tokenizer).opening == "<think>"

@@ -100,6 +100,10 @@ def test_labels_are_weighed_as_sglang_has_it(server: Running) -> None:
         ({"query": "a", "items": ["b"]}, "label_token_ids"),
         ({"query": "a", "items": ["b"], "label_token_ids": []}, "label_token_ids"),
         ({"query": "a", "items": [[1]], "label_token_ids": [1]}, "items"),
+        (
+            {"query": "a", "items": ["b"] * 33, "label_token_ids": [*range(32)]},
+            "label_token_ids",
+        ),
         ({"query": "a", "items": ["b"], "label_token_ids": [10**6]}, None),
         ({"prompt": "a" * 100_000, "choices": ["b"]}, "prompt"),
     ],

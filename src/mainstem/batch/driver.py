@@ -17,7 +17,7 @@ from mainstem.batch.ahead import Ahead
 from mainstem.batch.answer_file import AnswerFile
 from mainstem.batch.bar import JobBar
 from mainstem.batch.bundles import Bundles, Task, cut_window
-from mainstem.batch.done import ENGINE_FAILED, State
+from mainstem.batch.done import ENGINE_FAILED
 from mainstem.batch.files import FileFault, InputFile, Line
 from mainstem.batch.job import JobConfig
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow
@@ -165,17 +165,11 @@ class Driver:
     # --- windows in -----------------------------------------------------------------------------
 
     def _take_window(self, planned: PlannedWindow) -> None:
-        window, summary = planned.window, self._summary
-        summary.windows += 1
-        summary.plan_s += planned.plan_s
-        summary.rows = window.num_rows_read
-        summary.skipped += window.num_skipped
-        summary.changed += window.states[State.CHANGED]
-        summary.of_other_model += window.states[State.OTHER_MODEL]
+        window = planned.window
+        self._summary.note_window(planned)
         self._bar.show_window(window)
         for failure in window.failures:
             self._fail(failure)
-        summary.note_models(row.call.model for row in window.rows)
         count = len(self._workers)
         for worker, bundle in cut_window(planned, self._lines, count, self._estimate):
             self._bundles.add(worker, bundle)

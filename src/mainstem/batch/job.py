@@ -10,7 +10,7 @@ import numpy as np
 
 from mainstem.batch.ahead import Ahead
 from mainstem.batch.bar import JobBar
-from mainstem.batch.done import ENGINE_FAILED, FORM_LIMIT, MISSING_PACKAGE, State
+from mainstem.batch.done import ENGINE_FAILED, FORM_LIMIT, MISSING_PACKAGE
 from mainstem.batch.marks import Marker
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow, certain_output
 from mainstem.batch.rows import Row, answer_row, error_row, score_row
@@ -134,17 +134,11 @@ class Job:
 
     def _take(self, planned: PlannedWindow) -> Iterator[_Next]:
         """Write the failures of a window and hand out its rows in order."""
-        window, summary = planned.window, self._summary
-        summary.windows += 1
-        summary.plan_s += planned.plan_s
-        summary.rows = window.num_rows_read
-        summary.skipped += window.num_skipped
-        summary.changed += window.states[State.CHANGED]
-        summary.of_other_model += window.states[State.OTHER_MODEL]
+        window = planned.window
+        self._summary.note_window(planned)
         self._bar.show_window(window)
         for failure in window.failures:
             self._fail(failure)
-        summary.note_models(row.call.model for row in window.rows)
         return self._in_order(planned)
 
     def _in_order(self, planned: PlannedWindow) -> Iterator[_Next]:

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from mainstem.batch.done import State
+from mainstem.batch.ordering import PlannedWindow
 from mainstem.core.events import StoreOpened
 from mainstem.core.metrics import Counters
 from mainstem.core.tables import table
@@ -40,6 +42,17 @@ class Summary:
     def note_store(self, event: StoreOpened) -> None:
         """What was found when the disk store was opened."""
         self.store_fault = event.words
+
+    def note_window(self, planned: PlannedWindow) -> None:
+        """Rows that were read and planned."""
+        window = planned.window
+        self.windows += 1
+        self.plan_s += planned.plan_s
+        self.rows = window.num_rows_read
+        self.skipped += window.num_skipped
+        self.changed += window.states[State.CHANGED]
+        self.of_other_model += window.states[State.OTHER_MODEL]
+        self.note_models(row.call.model for row in window.rows)
 
     def note_models(self, names: Iterable[str | None]) -> None:
         """The models that rows name, which may not be the one that answers."""

@@ -174,7 +174,12 @@ class Call:
         opening = ""
         if self.reasoning is not None and self.sampling.grammar is None:
             count = CONTINUED_TOKENS if self.continues_message else END_TOKENS
-            end = tokenizer.decode_all([int(each) for each in prompt_ids[-count:]])
+            last_ids = [int(each) for each in prompt_ids[-count:]]
+            if self.continues_message:  # messages before it may speak of the mark
+                borders = tokenizer.special_ids - self.shown_ids
+                places = [place for place, each in enumerate(last_ids) if each in borders]
+                last_ids = last_ids[places[-1] + 1 if places else 0 :]
+            end = tokenizer.decode_all(last_ids)
             opening = opening_of(self.reasoning, end, self.continues_message)
         return Rendering(self.shown_ids, opening) if opening or self.shown_ids else _PLAIN
 
