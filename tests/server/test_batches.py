@@ -158,11 +158,14 @@ def test_rows_that_fail_at_once_do_not_stop_a_batch(shared: Running) -> None:
         assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 100)
 
 
-def test_texts_of_a_batch_are_known_to_its_key_only(shared: Running) -> None:
+@pytest.mark.parametrize(
+    ("url", "asked"),
+    [("/v1/chat/completions", {"max_tokens": 1}), ("/v1/score", {"choices": ["yes", "no"]})],
+)
+def test_texts_of_a_batch_are_known_to_its_key_only(shared: Running, url: str, asked: Json) -> None:
     """How long a prompt takes must not say whether somebody else has sent it."""
-    messages = [{"role": "user", "content": "A text that only Alice's batch has had until now."}]
-    body = {"messages": messages, "max_tokens": 1}
-    url = "/v1/chat/completions"
+    messages = [{"role": "user", "content": f"A text that only Alice's batch of {url} has had."}]
+    body = {"messages": messages} | asked
     rows: list[Json] = [{"custom_id": "a", "method": "POST", "url": url, "body": body}]
     with a_client(shared) as client:
         assert run(client, rows, endpoint=url).status == "completed"

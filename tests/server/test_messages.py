@@ -346,6 +346,10 @@ def test_an_answer_fits_a_schema(with_tools: Running) -> None:
     message = send(with_tools, output_config={"format": form}, max_tokens=40)
     assert 1 <= json.loads(message["content"][0]["text"])["days"] <= 3
     assert message["stop_reason"] == "end_turn"
+    wrong = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "bogus"}}}}
+    refused = with_tools.post("/v1/messages", BODY | wrong)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("output_config.format: ")
 
 
 def test_thoughts_come_before_the_answer() -> None:

@@ -61,7 +61,12 @@ class MessagesRoutes:
             return MessageWriter(made, answers, keeper, request.state.request_id)
 
         reply_id = f"msg_{next(self._ids)}"
-        return await self._gateway.reply(request, call, [chat], reply_id, writer)
+        try:
+            return await self._gateway.reply(request, call, [chat], reply_id, writer)
+        except ApiError as error:
+            told = in_messages_terms(WireError(error.code or "", error.message, error.param))
+            error.message, error.param = told.message, told.param
+            raise
 
     async def count(self, request: Request) -> Response:
         """How many tokens the prompt of such a message has."""
