@@ -30,7 +30,9 @@ def prune(running: Running) -> None:
 def age_files(folder: Path) -> None:
     """Make every file one of long ago."""
     for path in folder.glob("files/*/file-*.json"):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"created": LONG_AGO}))
+        aged = path.with_suffix(".aged")  # the server may be reading it
+        aged.write_text(json.dumps(json.loads(path.read_text()) | {"created": LONG_AGO}))
+        aged.rename(path)
 
 
 def age_batches(folder: Path) -> None:
