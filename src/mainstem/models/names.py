@@ -1,0 +1,61 @@
+"""Where a family's checkpoints keep their tensors; the defaults are Llama's.
+
+Names of products and norms are without ".weight" and ".bias". Inside a layer they follow the
+layer's prefix.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class QkvOrder(Enum):
+    """Rows of a fused query, key and value product."""
+
+    PARTS = "parts"  # all query heads, all key heads, all value heads
+    GROUPS = "groups"  # for each KV head its query heads, its key, its value (Falcon 40B)
+
+
+class ExpertLayout(Enum):
+    """How the experts of a layer lie in the checkpoint."""
+
+    SEPARATE = "separate"  # gate, up and down of each expert are tensors of their own, [out, in]
+    INTERLEAVED = "interleaved"  # two tensors [experts, in, out]; gate and up in turns (gpt-oss)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    # norms of a layer; those that a family does not have are not asked for
+    attention_norm: str = "input_layernorm"  # before attention
+    mlp_norm: str = "post_attention_layernorm"  # before the MLP
+    after_attention_norm: str = "post_attention_layernorm"
+    after_mlp_norm: str = "post_feedforward_layernorm"
+    # attention
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_order: QkvOrder = QkvOrder.PARTS
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    out: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
+    # MLP; one name in `gate_up`: gate and up in one tensor, or a plain MLP's first product
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    # experts
+    router: str = "mlp.gate"
+    expert_layout: ExpertLayout = ExpertLayout.SEPARATE
+    expert_gate: str = "mlp.experts.{}.gate_proj"  # INTERLEAVED: gate_up, without a number
+    expert_up: str = "mlp.experts.{}.up_proj"
+    expert_down: str = "mlp.experts.{}.down_proj"
+    shared_gate_up: tuple[str, ...] = (
+        "mlp.shared_expert.gate_proj",
+        "mlp.shared_expert.up_proj",
+    )
+    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
+    # tensors that follow from the config, or belong to parts that are left out: name endings and
+    # beginnings
+    ignored_endings: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    ignored_beginnings: tuple[str, ...] = ()

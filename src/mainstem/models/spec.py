@@ -1,0 +1,261 @@
+"""The recipe of a decoder: what its mathematics is, and nothing of how a device computes it.
+
+    x = embedding[tokens] * embedding_scale
+    each layer, serial      x += scale * after(attention(before(x)));  x += scale * after(mlp(before(x)))
+    each layer, parallel    x += attention(before(x)) + mlp(before(x))
+    logits = softcap(head(norm(x)) * logit_scale)
+
+Families (models/families) make recipes from config.json. Backends compile them, at load time, into
+calls: models/cpu for CPUs, models/gpu for GPUs, runner/single for one token on a CPU. Nothing that
+runs asks which family a model is of.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from mainstem.core.config import DType
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.names import Names
+
+
+class NormKind(Enum):
+    RMS = "rms"  # x / sqrt(mean(x^2) + eps) * gain
+    LAYER = "layer"  # (x - mean) / sqrt(variance + eps) * gain + bias
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """Every norm of a model is of one kind."""
+
+    kind: NormKind
+    eps: float
+    has_bias: bool = False
+    gain_offset: float = 0.0  # added to the gains of the checkpoint (Gemma: 1)
+
+
+class NormPlace(Enum):
+    """Where a layer's norms stand around attention and MLP."""
+
+    BEFORE = "before"  # Llama and most others
+    AFTER = "after"  # OLMo 2: what attention and MLP answer is normed, not what they read
+    BOTH = "both"  # Gemma 2 and 3
+
+
+class Residual(Enum):
+    SERIAL = "serial"  # the MLP reads what attention has added to
+    PARALLEL = "parallel"  # both read the same norm of the same x (Phi-2, Falcon 7B)
+    PARALLEL_TWO_NORMS = "parallel, a norm each"  # the same x, a norm each (Falcon 40B)
+
+
+class QkNorm(Enum):
+    """RMS norm of queries and keys before they are rotated."""
+
+    NONE = "none"
+    HEADS = "heads"  # each head by itself, one gain for all (Qwen 3, Gemma 3)
+    ROWS = "rows"  # all heads of a token together (OLMo 2)
+
+
+class Activation(Enum):
+    SILU = "silu"
+    GELU = "gelu"  # by the error function
+    GELU_TANH = "gelu_tanh"  # by its approximation with tanh
+    RELU = "relu"
+    RELU_SQUARED = "relu2"
+    CLAMPED_SILU = "clamped"  # gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), both held to +-7
+
+
+class RopeScaling(Enum):
+    NONE = "default"
+    LINEAR = "linear"  # all frequencies divided by `factor`
+    LLAMA3 = "llama3"  # low frequencies divided, high ones kept, smooth in between
+    YARN = "yarn"  # likewise by dims, and all scores scaled
+    LONGROPE = "longrope"  # each frequency divided by a number of its own (`divisors`)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding: frequencies theta^(-2i/rotary_dim), then scaled."""
+
+    theta: float
+    rotary_dim: int  # leading dims of a head that are rotated
+    scaling: RopeScaling = RopeScaling.NONE
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_positions: int = 0
+    beta_fast: float = 32.0  # yarn: turns in the original context above which a dim is kept ...
+    beta_slow: float = 1.0  # ... and below which it is divided
+    has_whole_bounds: bool = True  # yarn: these dims are rounded to whole numbers
+    score_factor: float = 1.0  # yarn, longrope: query and key are multiplied by it each
+    divisors: tuple[float, ...] = ()  # longrope: one for each pair of dims, in use
+    long_divisors: tuple[float, ...] = ()  # ... in use where contexts exceed original_positions
+
+    def at_context(self, num_tokens: int) -> "RopeSpec":
+        """The frequencies of an engine whose contexts have up to `num_tokens`.
+
+        LongRoPE has two sets. Keys are kept and shared, so one set holds for all requests of an
+        engine, short and long.
+        """
+        if self.scaling is not RopeScaling.LONGROPE or num_tokens <= self.original_positions:
+            return self
+        return replace(self, divisors=self.long_divisors)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How a layer's tokens look at each other; layers of one kind share one of these."""
+
+    rope: RopeSpec | None  # None: positions are not told to this layer
+    scale: float  # what scores are multiplied with, the rope's score factor included
+    window: int | None = None  # keys that a token sees, its own included; None: all
+    softcap: float | None = None  # scores become cap * tanh(score / cap)
+    has_sinks: bool = False  # each head has a learned score that takes weight and gives no value
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) where there is no gate."""
+
+    size: int
+    activation: Activation
+    is_gated: bool = True
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """`top_k` of many gated MLPs for each token, weighted by a router's softmax."""
+
+    num_experts: int
+    top_k: int
+    size: int  # of each
+    activation: Activation
+    is_normalized: bool = True  # the weights of the chosen ones are made to sum up to 1
+    has_bias: bool = False  # of router and experts
+    shared_size: int | None = None  # of a gated MLP that every token goes through besides
+    has_shared_gate: bool = False  # which is then weighted by sigmoid(gate(x))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    attention: AttentionSpec
+    mlp: MlpSpec | ExpertsSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder: sizes, layers, and what all layers have in common."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    dtype: DType  # of the checkpoint
+    names: Names = field(default_factory=Names)  # of the checkpoint's tensors
+    norm_place: NormPlace = NormPlace.BEFORE
+    residual: Residual = Residual.SERIAL
+    residual_scale: float = 1.0  # of what attention and MLP add
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # logits become cap * tanh(logit / cap)
+    qk_norm: QkNorm = QkNorm.NONE
+    has_qkv_bias: bool = False
+    has_out_bias: bool = False
+    has_head_bias: bool = False
+    has_tied_embeddings: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    ignored_fields: tuple[str, ...] = ()  # of the file: not known, and ignored by order
+    dropped: tuple[str, ...] = ()  # parts of the checkpoint that are left out, in words
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModel(
+                f"num_attention_heads={self.num_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}"
+            )
+        for rope in self.ropes:
+            if rope.rotary_dim % 2 or rope.rotary_dim > self.head_dim:
+                raise UnsupportedModel(
+                    f"{rope.rotary_dim} rotary dims do not fit a head of {self.head_dim}"
+                )
+        if len({rope.rotary_dim for rope in self.ropes}) > 1:
+            raise UnsupportedModel("layers that rotate different numbers of dims")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionSpec, ...]:
+        """The different kinds, in the order in which layers first have them."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different rotations of the layers that have one."""
+        ropes = (layer.attention.rope for layer in self.layers)
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading dims of a head that are rotated, in every layer that rotates."""
+        return self.ropes[0].rotary_dim if self.ropes else 0
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Numbers of K and V that one token keeps over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def kv_elements_in_windows(self, context: int) -> int:
+        """Those that a token keeps and that nobody reads at the end of a context of `context`
+        tokens, on average: pages hold all layers, windowed ones too."""
+        per_layer = 2 * self.num_kv_heads * self.head_dim
+        windows = [layer.attention.window for layer in self.layers]
+        unread = sum(max(0, context - window) for window in windows if window is not None)
+        return per_layer * unread // max(context, 1)
+
+    @property
+    def num_layer_params(self) -> int:
+        """Weights of the products that one token goes through, in all layers."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return sum(
+            attention + _num_mlp_params(layer.mlp, self.hidden_size) for layer in self.layers
+        )
+
+    def at_context(self, num_tokens: int) -> "ModelSpec":
+        """The recipe for contexts of up to `num_tokens`: frequencies chosen by length are fixed,
+        and windows that no context exceeds are none."""
+        kinds = {
+            kind: replace(
+                kind,
+                rope=None if kind.rope is None else kind.rope.at_context(num_tokens),
+                window=None if kind.window is None or kind.window >= num_tokens else kind.window,
+            )
+            for kind in self.attention_kinds
+        }
+        layers = (replace(layer, attention=kinds[layer.attention]) for layer in self.layers)
+        return replace(self, layers=tuple(layers))
+
+
+def _num_mlp_params(mlp: MlpSpec | ExpertsSpec, hidden_size: int) -> int:
+    if isinstance(mlp, MlpSpec):
+        return (3 if mlp.is_gated else 2) * hidden_size * mlp.size
+    chosen = mlp.top_k * mlp.size + (mlp.shared_size or 0)
+    return hidden_size * (3 * chosen + mlp.num_experts)
+
+
+def same_layers(attention: AttentionSpec, mlp: MlpSpec, count: int) -> tuple[LayerSpec, ...]:
+    """Layers that are all alike."""
+    return (LayerSpec(attention, mlp),) * count
+
+
+def layers_of(kinds: Sequence[AttentionSpec], mlp: MlpSpec | ExpertsSpec) -> tuple[LayerSpec, ...]:
+    """Layers that differ in their attention alone."""
+    return tuple(LayerSpec(kind, mlp) for kind in kinds)
