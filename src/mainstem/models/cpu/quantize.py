@@ -1,0 +1,217 @@
+"""int8 linears for CPUs: weights per output channel, activations per token as they come.
+
+    y = (q(x / peak) @ q(w / scale).T) * scale * peak      peak [tokens, 1], scale [out]
+
+oneDNN's dynamic int8 linear quantizes activations with one scale for the whole tensor. Rows are
+divided by their own peak first, so that a token with huge activations costs the others nothing
+and a token's answer hardly hangs on its neighbours. Channel scales are applied to the output:
+the kernel is given one weight scale of 1, because with per-channel scales torch 2.13 on aarch64
+takes a path that is 30 times slower and wrong for more than one row.
+
+The library rearranges the weights for each new number of rows and remembers only the last two, so
+rows are padded to a short ladder of sizes: a batch that shrinks by one request costs nothing. More
+rows than the ladder has go piece by piece, all operations of a piece while it is in the cache.
+
+What a norm puts out has a few loud channels that would eat the 8 bits of all others. They are
+turned down in the norm and up in the weights behind it (SmoothQuant, with the root mean square
+over random tokens as the loudness): nothing to pay at run time, and the error of the QKV and
+gate/up products falls to a third (docs/log/cpu.md). A product that is still more than 5 % off on
+those tokens stays in fp32.
+"""
+
+import platform
+import warnings
+from bisect import bisect_left
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mainstem.core.errors import ConfigError
+from mainstem.models.block import OpenGate
+from mainstem.models.cpu.decoder import Decoder, Layer
+from mainstem.models.cpu.layers import DenseLinear, Linear, Mlp, Norm, RmsNorm
+from mainstem.models.rope import rotary_table
+from mainstem.models.spec import ModelSpec
+
+_ENGINE = "onednn"
+_MAX = 127.0
+_CALIBRATION_TOKENS = 128
+_LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# x86 before VNNI adds pairs of products in 16 bits, which 8-bit numbers overflow: there activations
+# get 7 bits, and more products stay in fp32
+_SATURATES = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_vnni_supported()
+# of a token's product, relative, on average; typical is 0.01 to 0.03
+_MAX_ERROR = 0.03 if _SATURATES else 0.05
+
+
+class Int8Linear:
+    """As DenseLinear, from fp32 weights [out, in]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        _require_engine()
+        self._scale = weight.abs().amax(dim=1).clamp_(min=1e-12) / _MAX
+        levels = (weight / self._scale[:, None]).round_().clamp_(-_MAX, _MAX).to(torch.int8)
+        self._bias = bias
+        with warnings.catch_warnings():
+            # torch announces the end of quantized tensors; the version range in pyproject covers us
+            warnings.simplefilter("ignore", UserWarning)
+            tensor = torch._make_per_tensor_quantized_tensor(levels, 1.0, 0)
+        self._packed = torch.ops.quantized.linear_prepack(tensor, None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        longest = _LADDER[-1]
+        if len(x) <= longest:
+            return self._multiply(x)
+        y = x.new_empty(len(x), len(self._scale))
+        for start in range(0, len(x), longest):
+            rows = slice(start, start + longest)
+            y[rows] = self._multiply(x[rows])
+        return y
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        # the two are vectorised, the infinity norm and aminmax are not (4x); * is 2.5x against /
+        lowest, highest = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+        peak = torch.maximum(lowest.neg_(), highest).clamp_(min=1e-30)
+        y = self._multiply_levels(x * peak.reciprocal()).mul_(self._scale).mul_(peak)
+        return y if self._bias is None else y.add_(self._bias)
+
+    def _multiply_levels(self, x: Tensor) -> Tensor:
+        """For rows whose peak is 1, before channel scales; padded to the next of the ladder."""
+        count = len(x)
+        padded = _LADDER[bisect_left(_LADDER, count)]
+        if padded > count:
+            x = F.pad(x, (0, 0, 0, padded - count))
+        y: Tensor = torch.ops.quantized.linear_dynamic(x, self._packed, _SATURATES)
+        return y[:count]
+
+
+def _require_engine() -> None:
+    """Select oneDNN's integer kernels, or say that this build of torch has none."""
+    if _ENGINE not in torch.backends.quantized.supported_engines:
+        raise ConfigError("quantize=int8 needs a torch built with oneDNN, and this one is not")
+    if torch.backends.quantized.engine != _ENGINE:
+        torch.backends.quantized.engine = _ENGINE
+
+
+@torch.inference_mode()
+def quantize_decoder(decoder: Decoder) -> Decoder:
+    """A copy with int8 linears, the LM head included; embedding and norms stay as they are."""
+    heard, hidden = _listen(decoder)
+    layers = [
+        _quantize_layer(layer, inputs) for layer, inputs in zip(decoder.layers, heard, strict=True)
+    ]
+    head = _quantize(decoder.head, hidden)
+    return Decoder(decoder.spec, decoder.embedding, layers, decoder.norm, head, decoder.sinks)
+
+
+def _quantize_layer(layer: Layer, inputs: "_Heard") -> Layer:
+    attention_norm, qkv = _smooth(layer.attention_norm, layer.qkv, inputs.qkv)
+    mlp_norm, first = _smooth(layer.mlp_norm, layer.mlp.first, inputs.first)
+    mlp = replace(layer.mlp, first=first, down=_quantize(layer.mlp.down, inputs.down))
+    out = _quantize(layer.out, inputs.out)
+    return replace(
+        layer, attention_norm=attention_norm, qkv=qkv, out=out, mlp_norm=mlp_norm, mlp=mlp
+    )
+
+
+def _quantize(linear: Linear, x: Tensor) -> Linear:
+    """In int8, unless that is too far off on these inputs."""
+    assert isinstance(linear, DenseLinear)
+    quantized = Int8Linear(linear.weight, linear.bias)
+    exact = linear(x)
+    error = (quantized(x) - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-30)
+    if float(error.mean()) <= _MAX_ERROR:
+        return quantized
+    linear.pack()
+    return linear
+
+
+def _smooth(norm: Norm, linear: Linear, x: Tensor) -> tuple[Norm, Linear]:
+    """Divide the norm's channels by sqrt(loudness / largest weight), multiply the columns.
+
+    Not where others read the norm, too: one whose gain was not folded."""
+    assert isinstance(linear, DenseLinear)
+    if not isinstance(norm, RmsNorm) or norm.has_scale:
+        return norm, _quantize(linear, x)
+    loudness = x.square().mean(dim=0).sqrt_().clamp_(min=1e-6)
+    largest = linear.weight.abs().amax(dim=0).clamp_(min=1e-5)
+    factor = (loudness / largest).sqrt_()
+    return norm.scaled(1.0 / factor), Int8Linear(linear.weight * factor, linear.bias)
+
+
+class _Listener:
+    """A linear that keeps what it was given."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+        self.heard = torch.empty(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.heard = x.clone()
+        return self._linear(x)
+
+
+class _Heard(NamedTuple):
+    """What the linears of a layer were given."""
+
+    qkv: Tensor
+    out: Tensor
+    first: Tensor
+    down: Tensor
+
+
+class _ListeningLayer:
+    """A layer whose linears listen."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._linears = [
+            _Listener(linear) for linear in (layer.qkv, layer.out, layer.mlp.first, layer.mlp.down)
+        ]
+        qkv, out, first, down = self._linears
+        mlp = Mlp(first, layer.mlp.activate, down)
+        self.layer = replace(layer, qkv=qkv, out=out, mlp=mlp)
+
+    @property
+    def heard(self) -> _Heard:
+        return _Heard(*(linear.heard for linear in self._linears))
+
+
+class _OneSequence:
+    """Causal attention over the tokens of the pass, no pages; near enough for loudness, so that
+    windows, softcaps and sinks are left out."""
+
+    def __init__(self, spec: ModelSpec, num_tokens: int) -> None:
+        self._spec = spec
+        self._turns = {rope: rotary_table(rope, num_tokens)[:, None] for rope in spec.ropes}
+
+    def run(self, layer: int, qkv: Tensor) -> Tensor:
+        spec, attention = self._spec, self._spec.layers[layer].attention
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        if attention.rope is not None:
+            turned = heads[:, : spec.num_heads + spec.num_kv_heads, : spec.rotary_dim]
+            pairs = torch.view_as_complex(turned.reshape(*turned.shape[:2], -1, 2))
+            turned.copy_(torch.view_as_real(pairs * self._turns[attention.rope]).flatten(-2))
+        sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        q, k, v = (part.transpose(0, 1)[None] for part in torch.split(heads, sizes, dim=1))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=attention.scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1).reshape(len(qkv), -1)
+
+
+@torch.inference_mode()
+def _listen(decoder: Decoder) -> tuple[list[_Heard], Tensor]:
+    """What the linears of each layer are given when the decoder reads random tokens, and the
+    hidden states before the head."""
+    spec = decoder.spec
+    ears = [_ListeningLayer(layer) for layer in decoder.layers]
+    count = min(_CALIBRATION_TOKENS, spec.max_positions)
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(spec.vocab_size, (count,), generator=generator)
+    layers = [ear.layer for ear in ears]
+    listening = Decoder(spec, decoder.embedding, layers, decoder.norm, decoder.head)
+    hidden = listening.forward(token_ids, None, _OneSequence(spec, count), OpenGate())
+    return [ear.heard for ear in ears], hidden
