@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mainstem.models.config import read_spec
-from mainstem.models.decoder import load_decoder
-from mainstem.models.quantize import Int8Linear, quantize_decoder
+from mainstem.models.cpu.decoder import load_decoder
+from mainstem.models.cpu.quantize import Int8Linear, quantize_decoder
+from mainstem.models.families import read_spec
 from tests.models.checkpoints import make_checkpoint
 
 
@@ -61,5 +61,5 @@ def test_a_whole_layer_stays_close(name: str, tmp_path: Path) -> None:
     for before, after in zip(dense.layers, quantized.layers, strict=True):
         exact = before.qkv(before.attention_norm(x))
         assert relative_error(after.qkv(after.attention_norm(x)), exact) < 0.05
-        exact = before.gate_up(before.mlp_norm(x))
-        assert relative_error(after.gate_up(after.mlp_norm(x)), exact) < 0.05
+        exact = before.mlp.first(before.mlp_norm(x))
+        assert relative_error(after.mlp.first(after.mlp_norm(x)), exact) < 0.05

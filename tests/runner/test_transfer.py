@@ -17,7 +17,7 @@ from mainstem.core.shapes import SHAPES
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.kv.transfer import LoadId
-from mainstem.models.config import ModelSpec
+from mainstem.models.spec import ModelSpec
 from mainstem.runner.origin import RandomOrigin
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.transfer import CpuCopier, CpuGate, CpuTransfer

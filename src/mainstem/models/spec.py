@@ -1,8 +1,8 @@
 """The recipe of a decoder: what its mathematics is, and nothing of how a device computes it.
 
     x = embedding[tokens] * embedding_scale
-    each layer, serial      x += scale * after(attention(before(x)));  x += scale * after(mlp(before(x)))
-    each layer, parallel    x += attention(before(x)) + mlp(before(x))
+    each layer    x += scale * after(attention(before(x)))        before, after: norms, or nothing
+                  x += scale * after(mlp(before(x)))              in parallel: both read the same x
     logits = softcap(head(norm(x)) * logit_scale)
 
 Families (models/families) make recipes from config.json. Backends compile them, at load time, into

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
-from mainstem.models.config import CONFIG_FILE, QUANTIZED
+from mainstem.models.config_file import CONFIG_FILE, QUANTIZED
+from mainstem.models.cpu.layers import has_onednn
 from mainstem.models.file_hashes import Stamp, file_sha256
-from mainstem.models.layers import has_onednn
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
