@@ -154,14 +154,15 @@ def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
 def make_decoder(checkpoint: WeightSource, spec: ModelSpec) -> Decoder:
     """A decoder from the tensors of `checkpoint`."""
     reader = TensorReader(checkpoint, spec)
+    embedding = reader.embedding()
     layers, sinks = [], []
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
         layers.append(_compile(tensors, spec, index))
         sinks.append(tensors.sinks)
-    ends = reader.ends()
+    ends = reader.ends(embedding)
     head = DenseLinear(ends.head.weight, ends.head.bias)
-    return Decoder(spec, ends.embedding, layers, _norm(ends.norm, spec), head, sinks)
+    return Decoder(spec, embedding, layers, _norm(ends.norm, spec), head, sinks)
 
 
 def pack(decoder: Decoder, max_bytes: int) -> None:

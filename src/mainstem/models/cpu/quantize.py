@@ -42,9 +42,9 @@ _CALIBRATION_TOKENS = 128
 _LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # x86 before VNNI adds pairs of products in 16 bits, which 8-bit numbers overflow: there activations
 # get 7 bits, and more products stay in fp32
-_SATURATES = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_vnni_supported()
+SATURATES = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_vnni_supported()
 # of a token's product, relative, on average; typical is 0.01 to 0.03
-_MAX_ERROR = 0.03 if _SATURATES else 0.05
+_MAX_ERROR = 0.03 if SATURATES else 0.05
 
 
 class Int8Linear:
@@ -84,7 +84,7 @@ class Int8Linear:
         padded = _LADDER[bisect_left(_LADDER, count)]
         if padded > count:
             x = F.pad(x, (0, 0, 0, padded - count))
-        y: Tensor = torch.ops.quantized.linear_dynamic(x, self._packed, _SATURATES)
+        y: Tensor = torch.ops.quantized.linear_dynamic(x, self._packed, SATURATES)
         return y[:count]
 
 

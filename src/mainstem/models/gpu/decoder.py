@@ -134,19 +134,20 @@ def load_gpu_decoder(
     """Take the weights of `source`, which puts them on the device."""
     make, make_head = choose_linear(quantize, is_deterministic)
     reader = TensorReader(source, spec)
+    embedding = reader.embedding()
     layers, sinks, norms = [], [], []
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
         norms.append(tensors.attention_norm)
         sinks.append(tensors.sinks)
         layers.append(_Pieces.make(tensors, spec, index, make, space))
-    ends = reader.ends()
+    ends = reader.ends(embedding)
     # a norm stands before each layer's attention and after the last layer
     norms.append(ends.norm)
     is_fp8 = [pieces.qkv.is_fp8 for pieces in layers] + [False]
     return GpuDecoder(
         spec,
-        ends.embedding,
+        embedding,
         FirstNorm(norms[0], spec, space, is_fp8[0]),
         [
             pieces.joined(spec, space, norms[i + 1], is_fp8[i + 1])
