@@ -32,6 +32,10 @@ CASES = [
     *(Case(f"{act.value}", a_spec(activation=act)) for act in Activation),
     *(Case(f"top {k}", a_spec(num_experts=8, top_k=k)) for k in (1, 3, 8)),
     Case("biases", replace(a_spec(activation=Activation.CLAMPED_SILU), has_bias=True)),
+    Case(
+        "everything",
+        ExpertsSpec(5, 3, 24, Activation.CLAMPED_SILU, False, True, 40, has_shared_gate=True),
+    ),
     Case("not normalized", replace(a_spec(), is_normalized=False)),
     Case("shared", replace(a_spec(), shared_size=40)),
     Case("gated shared", replace(a_spec(), shared_size=40, has_shared_gate=True)),

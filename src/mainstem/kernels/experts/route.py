@@ -34,9 +34,9 @@ from mainstem.kernels.errors import LayoutError, PlanTooLarge
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 SPLITS = 8
+SPLIT_TOKENS = 256  # up to which each part of the sum is a program's own
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
-_SPLIT_TOKENS = 256  # up to which each part of the sum is a program's own
 _TILE = 64  # rows, columns and k of a router program
 _BLOCK_TOKENS = 16  # of a routing program; more programs need a second pass over their counts
 _MOST_PLACERS = 128  # programs of that pass; each reads all counts
@@ -87,7 +87,7 @@ class Routing:
         def floats(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
 
-        parts = max(max_tokens, SPLITS * min(max_tokens, _SPLIT_TOKENS))
+        parts = max(max_tokens, SPLITS * min(max_tokens, SPLIT_TOKENS))
         max_rows = max_tokens * top_k
         return cls(
             max_tokens=max_tokens,
@@ -215,8 +215,7 @@ def _route_kernel(
     ids = tl.zeros([BLOCK, SLOTS], tl.int32)
     tops = tl.full([BLOCK, SLOTS], float("-inf"), tl.float32)
     chosen = tl.zeros([BLOCK, LANES], tl.int32)
-    peak = tl.zeros([BLOCK], tl.float32)
-    for slot in tl.static_range(TOP_K):
+    for slot in range(TOP_K):
         best = tl.max(keys, 1)
         is_best = keys == best[:, None]
         keys = tl.where(is_best, _LOWEST, keys)
@@ -226,8 +225,7 @@ def _route_kernel(
         is_slot = (slots == slot)[None, :]
         ids = tl.where(is_slot, expert[:, None], ids)
         tops = tl.where(is_slot, top[:, None], tops)
-        if slot == 0:
-            peak = top
+    peak = tl.max(tops, 1)
     shares = tl.where((slots < TOP_K)[None, :], tl.exp(tops - peak[:, None]), 0.0)
     if IS_NORMALIZED:
         whole = tl.sum(shares, 1)
@@ -339,7 +337,7 @@ def _launch_router(x: Tensor, router: Router, routing: Routing) -> tuple[int, in
     tokens, hidden = x.shape
     num_out = len(router.weight)
     split_in = triton.cdiv(triton.cdiv(hidden, _TILE), SPLITS) * _TILE
-    num_parts = SPLITS if tokens <= _SPLIT_TOKENS else 1
+    num_parts = SPLITS if tokens <= SPLIT_TOKENS else 1
     stride_split = tokens * num_out
     _router_kernel[(triton.cdiv(tokens, _TILE), triton.cdiv(num_out, _TILE), num_parts)](
         x, router.weight, routing.logits, tokens, num_out, hidden, split_in,
