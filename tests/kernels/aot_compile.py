@@ -28,6 +28,12 @@ from mainstem.kernels.dense.invariant import _matmul_kernel
 from mainstem.kernels.dense.logits import _scale_logits_kernel
 from mainstem.kernels.dense.norms import _norm_kernel
 from mainstem.kernels.dense.rows import _quantize_kernel
+from mainstem.kernels.experts.activate import _gated_rows_kernel
+from mainstem.kernels.experts.combine import _combine_kernel
+from mainstem.kernels.experts.products import FEW, FULL_PRECISION, MANY, SOME, _down_kernel
+from mainstem.kernels.experts.products import Tiles as ExpertTiles
+from mainstem.kernels.experts.products import _gate_up_kernel
+from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router_kernel
 from mainstem.kernels.memory.append import _rope_append_kernel
 from mainstem.kernels.memory.rotate import _rerotate_kernel
 from mainstem.kernels.memory.transfer import _spread_kernel
@@ -48,12 +54,15 @@ TARGETS = {
 }
 INT_POINTERS = (
     "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr", "tickets_ptr",
-    "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr",
+    "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr", "ids_ptr", "counts_ptr",
+    "sorted_ptr", "sorted_experts_ptr", "ends_ptr", "tile_experts_ptr", "tile_starts_ptr",
+    "experts_ptr",
 )  # fmt: skip
 LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")
 FLOAT_POINTERS = (
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "inv_freq_ptr", "lse_a_ptr", "lse_b_ptr",
     "scales_ptr", "scales_2_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
+    "weights_ptr", "shared_weights_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
 
@@ -198,6 +207,44 @@ def _other_jobs(target: str) -> Iterator[Job]:
     )
 
 
+def _expert_jobs(target: str) -> Iterator[Job]:
+    overlaps = {"OVERLAPS": target == "sm_90"}
+    sizes = {"EXPERTS": 128, "LANES": 128, "TOP_K": 8, "BLOCK": 16}
+    wide, positions = {"logits_ptr": "*fp32"}, {"positions_ptr": "*i32"}
+    router = {"SPLITS_HERE": 8, "TILE": 64, "UPCAST": False}
+    yield Job(_router_kernel, router | overlaps, wide, {"num_warps": 4, "num_stages": 3})
+    for is_whole in (False, True):
+        own = {"NUM_PARTS": 8 if is_whole else 1, "SLOTS": 8, "WIDTH": 129, "HAS_BIAS": True,
+               "HAS_GATE": True, "IS_NORMALIZED": is_whole, "IS_WHOLE": is_whole}  # fmt: skip
+        yield Job(_route_kernel, sizes | own | overlaps, wide | positions)
+    own = {"CELLS": 128, "CHUNK": 64}
+    yield Job(_place_kernel, sizes | own | overlaps, positions, {"num_warps": 8})
+    own = {"TOP_K": 8, "BLOCK": 1024, "HAS_BIAS": True, "HAS_SHARED": True, "HAS_GATE": True}
+    yield Job(_combine_kernel, own | overlaps, positions)
+    own = {"ACTIVATION": "gelu", "HAS_BIAS": True, "BLOCK": 1024}
+    yield Job(_gated_rows_kernel, own | overlaps)
+    for tiles in (FEW, SOME, MANY, FULL_PRECISION):
+        yield from _grouped_jobs(tiles, target, overlaps)
+
+
+def _grouped_jobs(tiles: ExpertTiles, target: str, overlaps: dict[str, bool]) -> Iterator[Job]:
+    element = "fp32" if tiles is FULL_PRECISION else "bf16"
+    for tile, kernel in ((tiles.gate_up, _gate_up_kernel), (tiles.down, _down_kernel)):
+        constants: dict[str, object] = {
+            "TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns, "TILE_K": tile.k, "GROUP": 8,
+            "UPCAST": False, **overlaps,
+        }  # fmt: skip
+        types = {"weights": f"tensordesc<{element}[{tile.columns}, {tile.k}]>"}
+        if kernel is _gate_up_kernel:
+            constants |= {"ACTIVATION": "clamped", "HAS_BIAS": True, "IS_EVEN": True}
+            types |= {name: f"*{element}" for name in ("x_ptr", "bias_ptr", "out_ptr")}
+        else:
+            types["act"] = f"tensordesc<{element}[{tile.rows}, {tile.k}]>"
+            types["out_ptr"] = f"*{element}"
+        stages = tile.stages if target == "sm_90" else 2
+        yield Job(kernel, constants, types, {"num_warps": tile.warps, "num_stages": stages})
+
+
 def _copy_jobs() -> Iterator[Job]:
     types = {"layers_ptr": "*i32", "pages_ptr": "*i32", "buffer_ptr": "*i32"}
     yield Job(_spread_kernel, {"TILE": 2048}, types)
@@ -207,7 +254,8 @@ def _copy_jobs() -> Iterator[Job]:
 def compile_all(target: str) -> None:
     tiles = HOPPER if target == "sm_90" else FALLBACK
     hopper_jobs = _hopper_jobs() if target == "sm_90" else ()
-    for job in (*_attention_jobs(tiles), *hopper_jobs, *_copy_jobs(), *_other_jobs(target)):
+    for job in (*_attention_jobs(tiles), *hopper_jobs, *_copy_jobs(), *_other_jobs(target),
+                *_expert_jobs(target)):
         names = job.kernel.arg_names
         signature = {n: "constexpr" if n in job.constants else _type_of(n) for n in names}
         source = job.source(
