@@ -30,9 +30,15 @@ from mainstem.kernels.dense.norms import _norm_kernel
 from mainstem.kernels.dense.rows import _quantize_kernel
 from mainstem.kernels.experts.activate import _gated_rows_kernel
 from mainstem.kernels.experts.combine import _combine_kernel
-from mainstem.kernels.experts.products import FEW, FULL_PRECISION, MANY, SOME, _down_kernel
+from mainstem.kernels.experts.products import (
+    FEW,
+    FULL_PRECISION,
+    MANY,
+    SOME,
+    _down_kernel,
+    _gate_up_kernel,
+)
 from mainstem.kernels.experts.products import Tiles as ExpertTiles
-from mainstem.kernels.experts.products import _gate_up_kernel
 from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router_kernel
 from mainstem.kernels.memory.append import _rope_append_kernel
 from mainstem.kernels.memory.rotate import _rerotate_kernel
@@ -237,7 +243,7 @@ def _grouped_jobs(tiles: ExpertTiles, target: str, overlaps: dict[str, bool]) ->
         types = {"weights": f"tensordesc<{element}[{tile.columns}, {tile.k}]>"}
         if kernel is _gate_up_kernel:
             constants |= {"ACTIVATION": "clamped", "HAS_BIAS": True, "IS_EVEN": True}
-            types |= {name: f"*{element}" for name in ("x_ptr", "bias_ptr", "out_ptr")}
+            types |= dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{element}")
         else:
             types["act"] = f"tensordesc<{element}[{tile.rows}, {tile.k}]>"
             types["out_ptr"] = f"*{element}"
@@ -254,8 +260,13 @@ def _copy_jobs() -> Iterator[Job]:
 def compile_all(target: str) -> None:
     tiles = HOPPER if target == "sm_90" else FALLBACK
     hopper_jobs = _hopper_jobs() if target == "sm_90" else ()
-    for job in (*_attention_jobs(tiles), *hopper_jobs, *_copy_jobs(), *_other_jobs(target),
-                *_expert_jobs(target)):
+    for job in (
+        *_attention_jobs(tiles),
+        *hopper_jobs,
+        *_copy_jobs(),
+        *_other_jobs(target),
+        *_expert_jobs(target),
+    ):
         names = job.kernel.arg_names
         signature = {n: "constexpr" if n in job.constants else _type_of(n) for n in names}
         source = job.source(

@@ -102,7 +102,9 @@ def test_a_layer_answers_as_the_reference(name: str) -> None:
         assert torch.equal(x, kept)
 
 
-@pytest.mark.parametrize("tiles", [FEW, SOME, MANY, GROUPED], ids=["few", "some", "many", "grouped"])
+@pytest.mark.parametrize(
+    "tiles", [FEW, SOME, MANY, GROUPED], ids=["few", "some", "many", "grouped"]
+)
 def test_all_tiles_and_the_library_answer_alike(tiles: Tiles) -> None:
     case = case_of("everything")
     tensors, x = some_tensors(case), some_rows(5, case.hidden)
@@ -205,9 +207,9 @@ def test_rows_are_sorted_and_cut_into_tiles(tokens: int, tile_rows: int) -> None
         right += [(expert, row) for row in range(start, end, tile_rows)]
         start = end
     num_tiles = most_tiles(tokens * top_k, experts, tile_rows)
-    tiles = list(
-        zip(found.tile_experts.tolist(), found.tile_starts.tolist(), strict=True)
-    )[:num_tiles]
+    tiles = list(zip(found.tile_experts.tolist(), found.tile_starts.tolist(), strict=True))[
+        :num_tiles
+    ]
     assert tiles[: len(right)] == right
     assert all(expert == -1 for expert, _ in tiles[len(right) :])
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.names import QkvOrder
 from mainstem.models.spec import MlpSpec, ModelSpec, NormPlace, QkNorm, Residual
 from mainstem.models.weights import WeightSource
@@ -47,7 +48,7 @@ class LayerTensors:
     sinks: Tensor | None  # [heads] fp32
     after_attention_norm: NormTensors | None
     mlp_norm: NormTensors | None
-    mlp: MlpTensors
+    mlp: MlpTensors | ExpertTensors
     after_mlp_norm: NormTensors | None
 
 
@@ -84,7 +85,6 @@ class TensorReader:
         sinks = None
         if spec.layers[index].attention.has_sinks:
             sinks = self._take(prefix + names.sinks, spec.num_heads).float()
-        assert isinstance(mlp, MlpSpec)
         return LayerTensors(
             attention_norm=self._norm(prefix + names.attention_norm) if has_before else None,
             qkv=self._qkv(prefix),
@@ -101,7 +101,9 @@ class TensorReader:
             if has_after
             else None,
             mlp_norm=self._norm(prefix + names.mlp_norm) if has_mlp_norm else None,
-            mlp=self._mlp(prefix, mlp),
+            mlp=self._mlp(prefix, mlp)
+            if isinstance(mlp, MlpSpec)
+            else read_experts(self._source, mlp, spec.hidden_size, prefix, names),
             after_mlp_norm=self._norm(prefix + names.after_mlp_norm) if has_after else None,
         )
 

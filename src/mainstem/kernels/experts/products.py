@@ -64,9 +64,7 @@ _MOST_OF_FEW = 8
 _MOST_OF_SOME = 48
 
 
-def choose(
-    num_rows: int, num_experts: int, dtype: torch.dtype, is_deterministic: bool
-) -> Tiles:
+def choose(num_rows: int, num_experts: int, dtype: torch.dtype, is_deterministic: bool) -> Tiles:
     """The tiles for a step of `num_rows` = tokens * top_k rows."""
     if dtype == torch.float32:
         return FULL_PRECISION
@@ -161,8 +159,9 @@ def _down_kernel(
     first_column = column_tile * TILE_COLUMNS
     out = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for start in range(0, size, TILE_K):
-        x, weight = act.load([first_row, start]), weights.load(
-            [expert * hidden + first_column, start]
+        x, weight = (
+            act.load([first_row, start]),
+            weights.load([expert * hidden + first_column, start]),
         )
         if UPCAST:
             x, weight = x.to(tl.float32), weight.to(tl.float32)

@@ -78,9 +78,7 @@ class Routing:
     shared_weights: Tensor  # [tokens] fp32: sigmoid of the shared expert's gate
 
     @classmethod
-    def make(
-        cls, num_experts: int, top_k: int, max_tokens: int, device: torch.device
-    ) -> "Routing":
+    def make(cls, num_experts: int, top_k: int, max_tokens: int, device: torch.device) -> "Routing":
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
