@@ -169,7 +169,7 @@ def test_norms_of_queries_and_keys_leave_the_values(
         found, parts = qkv.clone(), []
         norms = [a_norm(kind, shape[-1], dtype, seed) for seed, shape in enumerate(shapes)]
         if len(shapes[0]) == 2:
-            gains = [some(*shape[:2], norms[0].gain.dtype, 5) for shape in shapes]
+            gains = [some(rows, dim, norms[0].gain.dtype, 5) for rows, _ in shapes]
             norms = [Norm(gain, EPS, norms[0].is_layer) for gain in gains]
         for part, norm in zip((qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]]), norms, strict=True):
             rows = part.reshape(3, -1, split) if split else part

@@ -36,8 +36,7 @@ class Act(StrEnum):
     GELU_TANH = "gelu_tanh"  # by its approximation with tanh
     RELU = "relu"
     RELU_SQUARED = "relu2"
-    CLAMPED_SILU = "clamped"  # gated alone (gpt-oss): (up + 1) * gate * sigmoid(1.702 * gate),
-    # gate held to at most 7, up to +-7
+    CLAMPED_SILU = "clamped"  # gpt-oss, see `_clamped`; with gates alone
 
 
 @triton.jit
@@ -60,6 +59,7 @@ def _activated(x, ACT: tl.constexpr):
 
 @triton.jit
 def _clamped(gate, up):
+    """(up + 1) * gate * sigmoid(1.702 * gate), gate at most 7, up from -7 to 7; fp32."""
     gate = tl.where(gate > 7.0, 7.0, gate)
     up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
     return (up + 1.0) * (gate * tl.sigmoid(1.702 * gate))
