@@ -87,7 +87,7 @@ def normed(
 @triton.jit
 def _constant(ptr, lanes, is_lane):
     """A gain or a bias; None where there is none."""
-    if ptr is None:
+    if ptr is None:  # noqa: SIM108 - Triton 3.6 knows None in a statement only
         found = None
     else:
         found = tl.load(ptr + lanes, mask=is_lane, other=0.0)
