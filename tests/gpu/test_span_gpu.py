@@ -168,6 +168,7 @@ def test_deterministic_rows_do_not_depend_on_batch_or_sharing() -> None:
             np.concatenate([r[1] for r in runs]).astype(np.int32),
             np.array([r[2] for r in runs], np.int32),
             np.array([r[3] for r in runs]),
+            np.zeros(len(runs), np.int32),
         )
         attention.plan(spans)
         return attention.run(q, k_pages, v_pages)[row]

@@ -128,7 +128,20 @@ def make_spans(spans: Sequence[tuple[list[int], list[int], int, bool]]) -> Spans
         page_ids=np.array([page for s in spans for page in s[1]], np.int32),
         key_tokens=np.array([s[2] for s in spans], np.int32),
         is_causal=np.array([s[3] for s in spans], np.bool_),
+        key_positions=np.array(_depths(spans), np.int32),
     )
+
+
+def _depths(spans: Sequence[tuple[list[int], list[int], int, bool]]) -> list[int]:
+    """The position of each span's first key: shared runs come first, a causal span is a sequence's
+    last."""
+    depth_of: dict[int, int] = {}
+    depths = [0] * len(spans)
+    for index in sorted(range(len(spans)), key=lambda i: spans[i][3]):
+        rows, _, keys, _ = spans[index]
+        depths[index] = depth_of.get(rows[0], 0) if rows else 0
+        depth_of.update(dict.fromkeys(rows, depths[index] + keys))
+    return depths
 
 
 def run(runner: Runner, step: Step, works: Sequence[Work]) -> StepResult:

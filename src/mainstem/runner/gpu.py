@@ -340,4 +340,5 @@ def _one_key_each(tokens: int) -> Spans:
         page_ids=np.zeros(tokens, np.int32),
         key_tokens=np.ones(tokens, np.int32),
         is_causal=np.zeros(tokens, np.bool_),
+        key_positions=np.zeros(tokens, np.int32),
     )

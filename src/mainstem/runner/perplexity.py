@@ -49,6 +49,7 @@ def _window_nll(decoder: Decoder, token_ids: Int32s, skipped: int) -> float:
         page_ids=np.arange(num_pages, dtype=np.int32),
         key_tokens=np.array([count], np.int32),
         is_causal=np.array([True]),
+        key_positions=np.zeros(1, np.int32),
     )
     turns = rotary_table(decoder.spec.rope, count)[:, None]
     attention = AttentionPlan(decoder.spec, pages, turns, torch.arange(count), spans)
