@@ -89,7 +89,8 @@ def _span_constants(tiles: Tiles) -> dict[str, object]:
         **HEAD, "KV_HEADS": 8, "GROUP": 4, "PAGE_SIZE": 16, "FOLD": 4, "SMALL_Q": 16,
         "SMALL_STAGES": tiles.small_stages, "LARGE_Q": tiles.large_q, "LARGE_K": tiles.large_k,
         "LARGE_STAGES": tiles.large_stages, "PER_SM": tiles.programs_per_sm,
-        "HAS_LSE": True, "WIDE": True, "UPCAST": False, "OVERLAPS": tiles is not FALLBACK,
+        "HAS_LSE": True, "HAS_WINDOW": False, "SOFTCAP": 0.0, "WIDE": True, "UPCAST": False,
+        "OVERLAPS": tiles is not FALLBACK,
     }  # fmt: skip
 
 

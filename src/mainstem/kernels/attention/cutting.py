@@ -52,6 +52,7 @@ class Shape:
     fixed_stretch: int | None = None  # deterministic: cut at multiples of so many keys
     can_cut: bool = True  # otherwise no span is cut: the fewest Partials there can be
     max_partials: int | None = None  # cuts with more are left out, where there is another
+    has_windows: bool = False  # plans say from which key on each query sees
 
     # KV heads of a small unit: as many as make a tile of 64 keys x heads from a page, or from the
     # fewest keys that a matrix instruction takes.

@@ -59,9 +59,18 @@ HOPPER_SPLIT = Tiles(
     ),
 )  # fmt: skip
 SPLIT_HEAD_DIMS = (64, 128)
+MOST_TUNED_DIM = 128
 # Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.
 FALLBACK = Tiles(
     small_stages=2, large_q=64, large_k=32, large_stages=2, num_warps=4, programs_per_sm=1
+)
+# Head dimensions beyond 128: K and V of the same keys take twice the room. A step of the small tile
+# is 64 keys x heads, 64 KB.
+HOPPER_WIDE_HEADS = Tiles(
+    small_stages=2, large_q=64, large_k=64, large_stages=2, num_warps=8, programs_per_sm=1
+)
+FALLBACK_WIDE_HEADS = Tiles(
+    small_stages=1, large_q=32, large_k=32, large_stages=1, num_warps=4, programs_per_sm=1
 )
 # fp32 is for checking: plain arithmetic units, so small tiles.
 WIDE_ELEMENTS = Tiles(
@@ -73,15 +82,18 @@ INTERPRETER = Tiles(
 
 
 def choose_tiles(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, is_deterministic: bool
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, can_split: bool
 ) -> Tiles:
-    """The tuned record of a card, or one that fits any. Deterministic rows have one tile shape, so
-    decodes, which would waste most of a tile of 128 rows, decide it.
+    """The tuned record of a card, or one that fits any. `can_split` is false for what Hopper's own
+    kernels do not do: windows, softcaps, and rows that are deterministic. These have one tile shape,
+    so decodes, which would waste most of a tile of 128 rows, decide it.
     """
     if device.type == "cpu":
         return INTERPRETER
     if dtype == torch.float32:
         return WIDE_ELEMENTS
     if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
-        return HOPPER_SPLIT if head_dim in SPLIT_HEAD_DIMS and not is_deterministic else HOPPER
-    return FALLBACK
+        if head_dim > MOST_TUNED_DIM:
+            return HOPPER_WIDE_HEADS
+        return HOPPER_SPLIT if head_dim in SPLIT_HEAD_DIMS and can_split else HOPPER
+    return FALLBACK if head_dim <= MOST_TUNED_DIM else FALLBACK_WIDE_HEADS
