@@ -7,6 +7,7 @@ import numpy as np
 
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import (
+    Int32s,
     Int64s,
     Runner,
     SampleBatch,
@@ -142,6 +143,17 @@ def _depths(spans: Sequence[tuple[list[int], list[int], int, bool]]) -> list[int
         depths[index] = depth_of.get(rows[0], 0) if rows else 0
         depth_of.update(dict.fromkeys(rows, depths[index] + keys))
     return depths
+
+
+def positions_of(spans: Spans, num_tokens: int) -> Int32s:
+    """Of the packed tokens: each is behind the keys of its last span."""
+    queries = np.diff(spans.query_starts)
+    last = (spans.key_positions + spans.key_tokens - 1).repeat(queries)
+    later = spans.query_starts[1:].repeat(queries) - 1 - np.arange(len(last))
+    last -= np.where(spans.is_causal.repeat(queries), later, 0).astype(np.int32)
+    positions = np.zeros(num_tokens, np.int32)
+    np.maximum.at(positions, spans.query_rows, last)
+    return positions
 
 
 def run(runner: Runner, step: Step, works: Sequence[Work]) -> StepResult:
