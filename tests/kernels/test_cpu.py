@@ -52,9 +52,7 @@ def check(
                 if tensor[page, :, slot % page_size].isnan().any():
                     values = torch.randn(kv_heads, dim, generator=generator)
                     tensor[page, :, slot % page_size] = values
-    expected, _ = reference.span_attention(
-        q, k, v, spans, dim**-0.5, softcap=softcap, sinks=sinks
-    )
+    expected, _ = reference.span_attention(q, k, v, spans, dim**-0.5, softcap=softcap, sinks=sinks)
     shuffled = np.random.default_rng(5).permutation(num_pages).astype(np.int32)
     for places in (np.arange(num_pages, dtype=np.int32), shuffled):
         kv = torch.empty(2, num_pages, kv_heads, page_size, dim)
@@ -177,8 +175,8 @@ def test_masks_of_long_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("dim", [80, 256])
 @pytest.mark.parametrize("heads", [(71, 1), (4, 2)])
 def test_wide_heads_and_many(dim: int, heads: tuple[int, int]) -> None:
-    settings = {"dim": dim, "heads": heads[0], "kv_heads": heads[1]}
-    check(*CASES["prefill chunks and decodes"], **settings, window=12, has_sinks=True)
+    spans, num_tokens = CASES["prefill chunks and decodes"]
+    check(spans, num_tokens, dim=dim, heads=heads[0], kv_heads=heads[1], window=12, has_sinks=True)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 1), (8, 2), (9, 3)])

@@ -14,7 +14,7 @@ from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits
 from mainstem.kernels.attention import layout
 from mainstem.kernels.attention import plan as plans
-from mainstem.kernels.attention.cutting import SMALL_TILE_KEYS, Option, Pick, Shape, pick_fastest
+from mainstem.kernels.attention.cutting import Option, Pick, Shape, pick_fastest
 from mainstem.kernels.attention.tuning import HOPPER, HOPPER_SPLIT, Tiles
 from mainstem.kernels.attention.unshare import unshare
 from mainstem_bench.cuts import random_step
@@ -165,7 +165,7 @@ def test_a_small_unit_fits_its_tile(page_size: int, tiles: Tiles) -> None:
             shape = Shape(group, kv_heads, page_size, num_programs=264, tiles=tiles)
             assert kv_heads % shape.fold == 0
             keys = 16 if tiles.divides_pages else page_size
-            assert SMALL_TILE_KEYS % (shape.fold * keys) == 0
+            assert shape.tiles.small_k % (shape.fold * keys) == 0
             assert shape.small_rows * shape.fold <= shape.small_q
             assert shape.small_rows >= group or group > shape.small_q
 

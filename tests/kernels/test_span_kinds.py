@@ -72,8 +72,9 @@ def check(
     lse = torch.zeros(tokens, num_heads)
     launches = attention.plan(spans)
     out = attention.run(q, pages[0], pages[1], lse=lse, sinks=sinks, launches=launches)
+    k_pages, v_pages = pages.nan_to_num(0.0)
     right, right_lse = reference.span_attention(
-        q.float(), *pages.nan_to_num(0.0), spans, dim**-0.5, softcap=softcap, sinks=sinks
+        q.float(), k_pages, v_pages, spans, dim**-0.5, softcap=softcap, sinks=sinks
     )
     error = (out.float() - right).abs().max() / right.abs().max()
     assert float(error) < TOLERANCE[dtype]
@@ -126,7 +127,7 @@ def test_sinks_of_rows_that_are_merged_and_of_others() -> None:
 
 
 def test_rows_that_see_none_of_the_keys_of_a_piece() -> None:
-    """Every stretch of a span has such rows, large units and small ones; one sees nothing at all."""
+    """Every stretch of a span has such rows, in large and small units; one sees no key at all."""
     runs = (Run(tuple(range(12)), 128), Run((0, 12), 150), Run((13,), 32))
     spans = AttentionCase("", runs).spans()
     first_keys = np.r_[np.arange(12) * 11, 20, 149, 32].astype(np.int32)
@@ -196,7 +197,7 @@ def test_decode_steps_with_windows_are_planned_after_one_another(made: list[Span
         if step in (17, 38):
             q = torch.randn(3, 4, 64, generator=generator)
             out = attention.run(q, *pages, launches=launches)
-            right, _ = reference.span_attention(q, *pages, clipped, 64**-0.5)
+            right, _ = reference.span_attention(q, pages[0], pages[1], clipped, 64**-0.5)
             assert torch.allclose(out, right, atol=1e-4)
     assert len(made) <= 8
 
@@ -209,7 +210,9 @@ def test_joined_runs_keep_their_first_keys() -> None:
     generator = torch.Generator().manual_seed(0)
     pages = torch.randn(2, int(spans.page_ids.max()) + 1, 2, 16, 8, generator=generator)
     q = torch.randn(len(positions), 2, 8, generator=generator)
-    outs = [reference.span_attention(q, *pages, each, 0.3)[0] for each in (clipped, joined)]
+    outs = [
+        reference.span_attention(q, pages[0], pages[1], each, 0.3)[0] for each in (clipped, joined)
+    ]
     torch.testing.assert_close(*outs)
 
 
@@ -225,7 +228,7 @@ def test_attentions_in_turn_share_the_memory_for_partials() -> None:
     pages = torch.randn(2, int(spans.page_ids.max()) + 1, 2, 16, 64, generator=generator)
     q = torch.randn(len(positions), 4, 64, generator=generator)
     for attention, seen in ((whole, spans), (clipped, short), (whole, spans)):
-        right, _ = reference.span_attention(q, *pages, seen, 64**-0.5)
+        right, _ = reference.span_attention(q, pages[0], pages[1], seen, 64**-0.5)
         assert torch.allclose(attention.run(q, *pages), right, atol=1e-5)
     with pytest.raises(LayoutError, match="partials"):
         an_attention((4, 2, 64, 16), partials=room[:-4])

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from mainstem.core.step import Int32s, Spans
 from mainstem.kernels.attention import reference
@@ -48,7 +47,7 @@ def a_workload(rng: np.random.Generator, page_size: int, most_queries: int = 12)
         stem = take(int(rng.integers(0, 5)))
         members: list[int] = []
         for _ in range(rng.integers(1, 4)):
-            queries = int(rng.choice([1, 1, 1, rng.integers(1, most_queries + 1)]))
+            queries = int(rng.choice([1, 1, 1, int(rng.integers(1, most_queries + 1))]))
             keys = queries + int(rng.integers(0, 6 * page_size))
             pages = take(-(-keys // page_size))
             rows = list(range(len(positions), len(positions) + queries))
@@ -66,7 +65,7 @@ def a_workload(rng: np.random.Generator, page_size: int, most_queries: int = 12)
     return Workload(spans, np.array(positions, np.int32), pages_of, page_size)
 
 
-def dense(work: Workload, q: "torch.Tensor", kv: "torch.Tensor", window: int) -> "torch.Tensor":
+def dense(work: Workload, q: Tensor, kv: Tensor, window: int) -> Tensor:
     """Each token over the keys that its sequence has up to it, and the window shows."""
     outs = []
     for row, (position, pages) in enumerate(zip(work.positions, work.pages_of, strict=True)):
@@ -103,7 +102,7 @@ def test_any_tree_of_prefixes_shows_what_a_dense_mask_shows(
     assert (np.diff(clipped.query_starts) > 0).all()
     pages = np.diff(clipped.page_starts)
     assert (pages == -(-clipped.key_tokens // page_size)).all()
-    if clipped.first_keys is not None:  # every query of a span sees a key, some query the first page
+    if clipped.first_keys is not None:  # each query of a span sees a key, one in the first page
         lowest = np.minimum.reduceat(clipped.first_keys, clipped.query_starts[:-1])
         assert (lowest < page_size).all()
         assert (clipped.first_keys < clipped.key_tokens.repeat(np.diff(clipped.query_starts))).all()

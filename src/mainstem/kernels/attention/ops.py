@@ -43,7 +43,7 @@ from mainstem.kernels.attention.plan import (
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
-from mainstem.kernels.attention.tuning import HOPPER, Tiles, choose_tiles
+from mainstem.kernels.attention.tuning import HOPPER, MOST_TUNED_DIM, Tiles, choose_tiles
 from mainstem.kernels.attention.unshare import unshare
 from mainstem.kernels.errors import LayoutError, PlanTooLarge
 from mainstem.kernels.memory.upload import move_words
@@ -57,6 +57,7 @@ PROMPT_QUERIES = 16  # of one sequence: more than a decode has
 INTERPRETER_PROGRAMS = 3
 MERGES_PER_SM = 4
 SINK_ROWS = 16  # of a program
+MOST_WIDE_PAGE = 32  # of fp32 heads beyond 128: shared memory holds no more
 
 log = logging.getLogger("mainstem.kernels")
 
@@ -201,6 +202,11 @@ class SpanAttention:
             raise LayoutError(f"head_dim must be one of {HEAD_DIMS}, got {head_dim}")
         if page_size not in PAGE_SIZES:
             raise LayoutError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
+        if dtype == torch.float32 and head_dim > MOST_TUNED_DIM and page_size > MOST_WIDE_PAGE:
+            raise LayoutError(
+                f"page_size must be at most {MOST_WIDE_PAGE} for fp32 heads of {head_dim}, since a "
+                f"page's keys are read at once, got {page_size}"
+            )
         if kv_heads < 1 or heads % kv_heads:
             raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if softcap is not None and not softcap > 0:

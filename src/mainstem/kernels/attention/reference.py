@@ -26,8 +26,10 @@ def span_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every token over all spans it lies in; zeros where it lies in none. Scores become
-    softcap * tanh(score / softcap)."""
+    """Attention of every token over all spans it lies in; zeros where it lies in none.
+
+    With a softcap scores become softcap * tanh(score / softcap).
+    """
     tokens, heads, _ = q.shape
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full((tokens, heads), float("-inf"), device=q.device)

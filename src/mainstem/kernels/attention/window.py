@@ -2,10 +2,10 @@
 
 A step has one list of spans. For each window that its layers have, the list is clipped once:
 
-    keys of a span    0               16              32              48            pages of 16
-    query at 45                              |xxxxxxxxxxxxxxxxxxx|                 window 20, from 26
-    query at 50                                   |xxxxxxxxxxxxxxxxxxx|            from 31
-                      page left out  | keys kept, first keys 10 and 15
+    window 20         0               16              32              48     pages of 16
+    query at 45                                 |xxxxxxxxxxxxxxxxxxx         sees 26 to 45
+    query at 50                                      |xxxxxxxxxxxxxxxxxxx    sees 31 to 50
+    clipped           left out        | first keys 10 and 15
 
 Pages in front that no query of a span sees are left out, and so are queries that see none of its
 keys; spans without queries go. Prompts are cut into runs of queries, so that each run reads its own

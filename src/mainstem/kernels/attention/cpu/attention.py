@@ -152,7 +152,6 @@ def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[
     padding)."""
     is_triangle = parts[0].is_triangle
     num_queries = max(len(part.rows) for part in parts)
-    num_keys = max(part.num_keys for part in parts)
     owners = np.full((len(parts), num_queries), num_tokens, dtype=np.int64)
     rows = np.empty((len(parts), num_queries), dtype=np.int64)
     for index, part in enumerate(parts):

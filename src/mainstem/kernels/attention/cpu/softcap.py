@@ -51,5 +51,7 @@ def _attend(
     if mask is not None:
         scores += mask
     lse = scores.logsumexp(dim=-1)
-    weights = scores.sub_(lse[..., None]).exp_().view(parts, kv_heads, heads // kv_heads * queries, -1)
+    weights = (
+        scores.sub_(lse[..., None]).exp_().view(parts, kv_heads, heads // kv_heads * queries, -1)
+    )
     return (weights @ v.float()).view(parts, heads, queries, dim), lse

@@ -442,8 +442,9 @@ def _span_kernel(
     PER_SM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the units of this program. `scale` includes log2(e); SOFTCAP does not and is 0 where
-    there is none."""
+    """Attend to the units of this program. `scale` includes log2(e). SOFTCAP is in natural units, 0
+    for none.
+    """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
