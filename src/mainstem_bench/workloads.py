@@ -96,7 +96,7 @@ def _depths(runs: Sequence[Run]) -> list[int]:
     depth_of: dict[int, int] = {}
     depths = []
     for run in runs:
-        depths.append(depth_of.get(run.rows[0], 0))
+        depths.append(depth_of.get(run.rows[0], 0) if run.rows else 0)
         for row in run.rows:
             depth_of[row] = depths[-1] + run.key_tokens
     return depths

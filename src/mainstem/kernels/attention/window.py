@@ -56,8 +56,8 @@ def clip_spans(
     pages = -(-keys // page_size)
     page_starts = starts_of(pages)
     first_pages = spans.page_starts[span] + unseen // page_size
-    places = (first_pages - page_starts[:-1]).repeat(pages)
-    places += np.arange(len(places), dtype=np.int32)
+    places = np.arange(page_starts[-1])  # of numpy's own kind: 32-bit ones take twice the time
+    places += (first_pages - page_starts[:-1]).astype(np.int64).repeat(pages)
     return Spans(
         query_starts=query_starts,
         query_rows=query_rows,
