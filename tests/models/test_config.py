@@ -8,7 +8,8 @@ import pytest
 
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
-from mainstem.models.config import RopeScaling, read_spec, spec_from_config
+from mainstem.models.families import read_spec, spec_from_config
+from mainstem.models.spec import RopeScaling
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,7 +36,7 @@ def test_a_plain_llama() -> None:
     assert spec.eos_ids == (2, 7)
     assert spec.kv_elements_per_token == 2 * 2 * 2 * 16
     assert not spec.has_qkv_bias
-    assert spec.rope.theta == 10000.0
+    assert [rope.theta for rope in spec.ropes] == [10000.0]
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,8 @@ def test_a_plain_llama() -> None:
     ],
 )
 def test_rope_settings_of_both_generations(rope: dict[str, object]) -> None:
-    spec = spec_from_config({**LLAMA, **rope})
-    assert (spec.rope.theta, spec.rope.scaling, spec.rope.factor) == (5e5, RopeScaling.LINEAR, 2.0)
+    found = spec_from_config({**LLAMA, **rope}).ropes[0]
+    assert (found.theta, found.scaling, found.factor) == (5e5, RopeScaling.LINEAR, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +56,13 @@ def test_rope_settings_of_both_generations(rope: dict[str, object]) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"architectures": []}, "architectures"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": "mish"}, "hidden_act"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"residual_multiplier": 0.5}, "residual_multiplier"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "short_factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta": 1}}, "beta"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1.5}}, "truncate"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
@@ -96,19 +97,18 @@ def test_a_quantized_checkpoint_is_refused_with_what_to_use_instead(
         spec_from_config({**LLAMA, "quantization_config": found})
 
 
-def test_a_window_is_refused_only_where_it_would_cut() -> None:
+def test_a_window_that_no_context_exceeds_is_none() -> None:
     spec = spec_from_config(
         {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 128}
     )
-    spec.check_context(128)
-    with pytest.raises(UnsupportedModel, match="sliding_window=128"):
-        spec.check_context(129)
+    assert [kind.window for kind in spec.at_context(128).attention_kinds] == [None]
+    assert [kind.window for kind in spec.at_context(129).attention_kinds] == [128]
 
 
 def test_qwen2_ignores_a_window_it_does_not_use() -> None:
     config = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 16}
     spec = spec_from_config({**config, "use_sliding_window": False, "max_window_layers": 1})
-    assert spec.sliding_window is None
+    assert [kind.window for kind in spec.attention_kinds] == [None]
     assert spec.has_qkv_bias
     assert not spec.has_out_bias
 

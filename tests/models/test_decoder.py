@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mainstem.models import decoder as module
-from mainstem.models.config import ModelSpec, read_spec
-from mainstem.models.decoder import OpenGate, load_decoder
+from mainstem.models.block import OpenGate
+from mainstem.models.cpu import decoder as module
+from mainstem.models.cpu.decoder import load_decoder
+from mainstem.models.families import read_spec
+from mainstem.models.spec import ModelSpec
 from tests.models.checkpoints import make_checkpoint
 
 

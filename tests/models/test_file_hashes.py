@@ -13,8 +13,8 @@ from mainstem.checkpoints import embedded
 from mainstem.core import cache_files
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models import file_hashes
-from mainstem.models.config import read_spec
-from mainstem.models.decoder import load_decoder
+from mainstem.models.cpu.decoder import load_decoder
+from mainstem.models.families import read_spec
 from mainstem.models.file_hashes import KIND, MANIFEST, file_sha256
 from mainstem.models.weights import SINGLE_FILE, WeightDigest, checkpoint_digest
 from tests.models.checkpoints import change_in_place, make_checkpoint

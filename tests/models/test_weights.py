@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
-from mainstem.models.config import read_spec
-from mainstem.models.decoder import Decoder, load_decoder
+from mainstem.models.cpu.decoder import Decoder, load_decoder
+from mainstem.models.families import read_spec
 from mainstem.models.weights import (
     INDEX_FILE,
     SINGLE_FILE,

@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer
 
 from mainstem.kernels.dense.fp8 import Fp8Linear
-from mainstem.models.config import read_spec
-from mainstem.models.decoder import Decoder, load_decoder
-from mainstem.models.layers import DenseLinear, Linear, norm_scale
+from mainstem.models.cpu.decoder import Decoder, load_decoder
+from mainstem.models.cpu.layers import DenseLinear, Linear, Mlp, Norm, RmsNorm, norm_scale
+from mainstem.models.families import read_spec
 from mainstem.models.weights import Checkpoint
 from mainstem.runner.perplexity import perplexity
 
@@ -34,6 +34,7 @@ def emulated(decoder: Decoder, folder: Path, names: Collection[str] = QUANTIZED)
 
     layers = []
     for index, layer in enumerate(decoder.layers):
+        assert isinstance(layer.mlp, Mlp)
         first, second = (
             scale_of(index, "input_layernorm"),
             scale_of(index, "post_attention_layernorm"),
@@ -41,16 +42,24 @@ def emulated(decoder: Decoder, folder: Path, names: Collection[str] = QUANTIZED)
         layers.append(
             replace(
                 layer,
-                attention_norm=layer.attention_norm.scaled(first),
+                attention_norm=_scaled(layer.attention_norm, first),
                 qkv=rounded("qkv", _unfolded(layer.qkv, first)),
                 out=rounded("out", layer.out),
-                mlp_norm=layer.mlp_norm.scaled(second),
-                gate_up=rounded("gate_up", _unfolded(layer.gate_up, second)),
-                down=rounded("down", layer.down),
+                mlp_norm=_scaled(layer.mlp_norm, second),
+                mlp=replace(
+                    layer.mlp,
+                    first=rounded("gate_up", _unfolded(layer.mlp.first, second)),
+                    down=rounded("down", layer.mlp.down),
+                ),
             )
         )
     head = rounded("head", decoder.head)
     return Decoder(decoder.spec, decoder.embedding, layers, decoder.norm, head)
+
+
+def _scaled(norm: Norm, scale: torch.Tensor) -> RmsNorm:
+    assert isinstance(norm, RmsNorm)
+    return norm.scaled(scale)
 
 
 def _unfolded(linear: Linear, scale: torch.Tensor) -> DenseLinear:

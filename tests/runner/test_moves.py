@@ -10,11 +10,11 @@ import torch
 from mainstem.core.config import CacheConfig, EngineConfig
 from mainstem.core.step import Step
 from mainstem.kernels.memory.cpu import move_pages
-from mainstem.models.config import RopeSpec
-from mainstem.models.layers import turns_by
+from mainstem.models.rope import turns_by
+from mainstem.models.spec import RopeSpec
+from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import folder_origin
-from mainstem.runner.runner import CpuRunner
 from tests.models.checkpoints import CONFIGS, VOCAB, make_checkpoint
 from tests.runner.steps import Seq, Work, a_step, run
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from mainstem.models.config import read_spec
-from mainstem.models.decoder import load_decoder, pack
-from mainstem.models.quantize import quantize_decoder
+from mainstem.models.cpu.decoder import load_decoder, pack
+from mainstem.models.cpu.quantize import quantize_decoder
+from mainstem.models.families import read_spec
 from mainstem.runner.perplexity import perplexity
 from tests.models.checkpoints import VOCAB, make_checkpoint
 

@@ -16,13 +16,13 @@ from mainstem.core.config import (
     SchedConfig,
 )
 from mainstem.core.errors import ConfigError
-from mainstem.models.config import read_spec
-from mainstem.models.decoder import load_decoder
+from mainstem.models.cpu.decoder import load_decoder
+from mainstem.models.families import read_spec
+from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.origin import folder_origin
 from mainstem.runner.pages import DevicePages
-from mainstem.runner.runner import CpuRunner
 from tests.models.checkpoints import CONFIGS, VOCAB, make_checkpoint
 from tests.runner.steps import Seq, Work, a_step, run
 

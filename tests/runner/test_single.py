@@ -8,9 +8,9 @@ import torch
 from mainstem import LLM, SamplingParams
 from mainstem.core.config import CacheConfig, EngineConfig
 from mainstem.runner import single
+from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import folder_origin
-from mainstem.runner.runner import CpuRunner
 from mainstem.runner.single import SingleTokenPass
 from tests.models.checkpoints import VOCAB, make_checkpoint
 from tests.runner.steps import Seq, Work, a_step, run

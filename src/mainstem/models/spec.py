@@ -1,8 +1,8 @@
 """The recipe of a decoder: what its mathematics is, and nothing of how a device computes it.
 
     x = embedding[tokens] * embedding_scale
-    each layer, serial      x += scale * after(attention(before(x)));  x += scale * after(mlp(before(x)))
-    each layer, parallel    x += attention(before(x)) + mlp(before(x))
+    each layer    x += scale * after(attention(before(x)))        before, after: norms, or nothing
+                  x += scale * after(mlp(before(x)))              in parallel: both read the same x
     logits = softcap(head(norm(x)) * logit_scale)
 
 Families (models/families) make recipes from config.json. Backends compile them, at load time, into
@@ -228,6 +228,32 @@ class ModelSpec:
         return sum(
             attention + _num_mlp_params(layer.mlp, self.hidden_size) for layer in self.layers
         )
+
+    @property
+    def num_head_params(self) -> int:
+        """Weights of the product behind the layers."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def num_expert_params(self) -> int:
+        """Of `num_layer_params`, those of the experts that a token is sent to."""
+        mlps = (layer.mlp for layer in self.layers)
+        return sum(
+            3 * self.hidden_size * mlp.top_k * mlp.size
+            for mlp in mlps
+            if isinstance(mlp, ExpertsSpec)
+        )
+
+    @property
+    def num_weights(self) -> int:
+        """All that are kept, every expert and the embedding too; norms and biases are few."""
+        idle = sum(
+            3 * self.hidden_size * (layer.mlp.num_experts - layer.mlp.top_k) * layer.mlp.size
+            for layer in self.layers
+            if isinstance(layer.mlp, ExpertsSpec)
+        )
+        ends = (1 if self.has_tied_embeddings else 2) * self.num_head_params
+        return self.num_layer_params + idle + ends
 
     def at_context(self, num_tokens: int) -> "ModelSpec":
         """The recipe for contexts of up to `num_tokens`: frequencies chosen by length are fixed,

@@ -10,8 +10,8 @@ from torch import Tensor
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import cpu
 from mainstem.kernels.memory.cpu import move_pages
-from mainstem.models.config import ModelSpec
-from mainstem.models.layers import turns_by
+from mainstem.models.rope import turns_by
+from mainstem.models.spec import ModelSpec
 from mainstem.runner.pages import DevicePages
 
 
@@ -35,8 +35,8 @@ class AttentionPlan:
         all."""
         self._pages = pages
         self._turns = turns
-        self._rotary_dim = spec.rope.rotary_dim
-        self._pairs = (len(slots), spec.num_heads + spec.num_kv_heads, spec.rope.rotary_dim // 2, 2)
+        self._rotary_dim = spec.rotary_dim
+        self._pairs = (len(slots), spec.num_heads + spec.num_kv_heads, spec.rotary_dim // 2, 2)
         self._num_heads = spec.num_heads
         self._num_turned = spec.num_heads + spec.num_kv_heads
         self._head_dim = spec.head_dim
@@ -46,9 +46,9 @@ class AttentionPlan:
             self._copies = (pages.write_rows(copies[0]), pages.write_rows(copies[1]))
         self._moves: tuple[Tensor, Tensor, Tensor] | None = None
         if moves is not None:
-            self._moves = (*moves[:2], turns_by(spec.rope, moves[2])[:, None, None])
+            self._moves = (*moves[:2], turns_by(spec.ropes[0], moves[2])[:, None, None])
         shape = cpu.PageShape(spec.num_heads, spec.num_kv_heads, pages.num_pages, pages.page_size)
-        self._spans = cpu.plan(spans, len(slots), shape, spec.softmax_scale)
+        self._spans = cpu.plan(spans, len(slots), shape, spec.layers[0].attention.scale)
         self._last_layer = pages.num_layers - 1
         self._wanted = hidden_rows
         self._wanted_spans: cpu.SpanPlan | None = None
@@ -57,7 +57,7 @@ class AttentionPlan:
             if wanted is None:
                 self._wanted = None
             else:
-                plan = cpu.plan(wanted, len(hidden_rows), shape, spec.softmax_scale)
+                plan = cpu.plan(wanted, len(hidden_rows), shape, spec.layers[0].attention.scale)
                 self._wanted_spans = plan
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:

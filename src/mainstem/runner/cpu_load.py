@@ -4,15 +4,14 @@ import torch
 
 from mainstem.core.config import CacheConfig, DType, EngineConfig, Quantize
 from mainstem.core.errors import ConfigError
-from mainstem.models.decoder import make_decoder, pack
-from mainstem.models.quantize import quantize_decoder
+from mainstem.models.cpu.decoder import make_decoder, pack
+from mainstem.models.cpu.quantize import quantize_decoder
 from mainstem.models.weights import compute_dtype
-from mainstem.runner import runner as cpu
+from mainstem.runner.cpu import LAYOUT, CpuRunner
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.pages import DevicePages
-from mainstem.runner.runner import CpuRunner
 
 _MAX_AUTO_TOKENS = 262_144
 _KV_SHARE = 0.4  # of the memory the weights leave, at most
@@ -29,9 +28,9 @@ def load_cpu_runner(origin: Origin, config: EngineConfig) -> tuple[CpuRunner, Ru
     model, cache = config.model, config.cache
     if model.threads is not None:
         torch.set_num_threads(model.threads)
-    spec = origin.spec
     available = available_bytes()
-    context = context_of(spec, config.sched.max_model_len)
+    context = context_of(origin.spec, config.sched.max_model_len)
+    spec = origin.spec.at_context(context)
     dtype = compute_dtype(model.dtype, spec.dtype)
     if model.quantize is Quantize.INT8:
         if model.dtype not in (DType.AUTO, DType.FP32):
@@ -46,7 +45,7 @@ def load_cpu_runner(origin: Origin, config: EngineConfig) -> tuple[CpuRunner, Ru
     budget = _page_budget(cache, available, kv_bytes)
     num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
     cache.check_fits(num_pages * kv_bytes * cache.page_size, available_bytes())
-    facts = make_facts(origin, config, dtype, context, num_pages, cpu.LAYOUT)
+    facts = make_facts(origin, config, dtype, context, num_pages, LAYOUT)
     return CpuRunner(decoder, DevicePages(spec, num_pages, cache.page_size, dtype), context), facts
 
 

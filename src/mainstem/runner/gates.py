@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from mainstem.core.step import Int32s
-from mainstem.models.decoder import Gate
+from mainstem.models.block import Gate
 
 LAYERS_AT_ONCE = 8  # layers that are loaded, and captured, together
 

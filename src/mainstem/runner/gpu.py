@@ -25,10 +25,12 @@ from mainstem.kernels.memory.copy import copy_slots
 from mainstem.kernels.memory.rotate import rerotate
 from mainstem.kernels.memory.upload import move_words
 from mainstem.kernels.sampling.sample import argmax
-from mainstem.models.config import ModelSpec
-from mainstem.models.decoder import Gate, OpenGate
-from mainstem.models.device import DeviceDecoder, Fp8, Workspace
-from mainstem.models.layers import inverse_frequencies
+from mainstem.models.block import Gate, OpenGate
+from mainstem.models.gpu.decoder import GpuDecoder
+from mainstem.models.gpu.linears import Rows
+from mainstem.models.gpu.workspace import Workspace
+from mainstem.models.rope import inverse_frequencies
+from mainstem.models.spec import ModelSpec
 from mainstem.runner.gates import LAYERS_AT_ONCE, Loads
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
@@ -52,7 +54,7 @@ class GpuAttention:
         self._mixed = space.mixed
         self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
         self._head_dim = spec.head_dim
-        self._frequencies = inverse_frequencies(spec.rope).to(space.mixed.device)
+        self._frequencies = inverse_frequencies(spec.ropes[0]).to(space.mixed.device)
         self._inputs: GpuInputs | None = None
         self._launches = ALL_LAUNCHES
 
@@ -114,7 +116,7 @@ class GpuRunner:
 
     def __init__(
         self,
-        decoder: DeviceDecoder,
+        decoder: GpuDecoder,
         pages: GpuPages,
         attention: GpuAttention,
         max_tokens: int,
@@ -266,7 +268,7 @@ class GpuRunner:
         """What graphs of `size` tokens hold: everything from the ids to the last norm."""
         inputs, decoder = self._inputs.views(size), self._decoder
         num_layers = decoder.spec.num_layers
-        normed: list[Tensor | Fp8] = []  # what a piece hands to the next stays where it is
+        normed: list[Rows] = []  # what a piece hands to the next stays where it is
 
         def run(first: int) -> None:
             self._attention.bind(inputs, launches)

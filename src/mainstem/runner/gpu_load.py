@@ -5,8 +5,9 @@ import torch
 from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.kernels.attention.ops import PAGE_SIZES, AttentionLimits, SpanAttention
-from mainstem.models.config import ModelSpec
-from mainstem.models.device import Workspace, load_device_decoder
+from mainstem.models.gpu.decoder import load_gpu_decoder
+from mainstem.models.gpu.workspace import Workspace
+from mainstem.models.spec import ModelSpec
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.gpu import GpuAttention, GpuRunner
 from mainstem.runner.gpu_pages import GpuPages
@@ -30,15 +31,16 @@ def load_gpu_runner(
     `cache.memory_share` of the card (0.9).
 
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
-    model, cache, spec = config.model, config.cache, origin.spec
+    model, cache = config.model, config.cache
     _check(config)
     if model.threads is not None:
         torch.set_num_threads(model.threads)
-    context = context_of(spec, config.sched.max_model_len)
+    context = context_of(origin.spec, config.sched.max_model_len)
+    spec = origin.spec.at_context(context)
     dtype = _dtype(model, spec)
     max_tokens = config.sched.chunk_tokens or DEFAULT_TOKENS
     space = Workspace.make(spec, max_tokens, dtype, device)
-    decoder = load_device_decoder(
+    decoder = load_gpu_decoder(
         origin.open(dtype, device),
         spec,
         space,
@@ -54,7 +56,7 @@ def load_gpu_runner(
         dtype=dtype,
         device=device,
         limits=_limits(max_tokens, context if model.deterministic else None),
-        scale=spec.softmax_scale,
+        scale=spec.layers[0].attention.scale,
         deterministic_keys=deterministic_keys,
     )
     page_bytes = spec.kv_elements_per_token * dtype.itemsize * cache.page_size

@@ -6,7 +6,7 @@ One allocation: the parts of a page lie at equal distances, so a copy engine tak
 import torch
 from torch import Tensor
 
-from mainstem.models.config import ModelSpec
+from mainstem.models.spec import ModelSpec
 
 
 class GpuPages:

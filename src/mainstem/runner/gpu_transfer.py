@@ -24,7 +24,7 @@ from mainstem.core.step import Int32s
 from mainstem.kernels.memory.transfer import spread_pages
 from mainstem.kernels.memory.upload import move_words
 from mainstem.kv.transfer import LoadId
-from mainstem.models.decoder import Gate
+from mainstem.models.block import Gate
 from mainstem.runner.copy_engine import MAX_PITCH, Rows
 from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem.runner.gpu_pages import GpuPages

@@ -13,7 +13,7 @@ import torch
 
 from mainstem.core.step import Step
 from mainstem.kernels.attention.plan import Launches
-from mainstem.models.decoder import Gate
+from mainstem.models.block import Gate
 from mainstem.runner.gates import LAYERS_AT_ONCE
 
 # A larger step keeps the device busy for longer than its launches take.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mainstem.core.config import DType
-from mainstem.models.config import read_spec
+from mainstem.models.families import read_spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 
 from mainstem.core.config import DType, EngineConfig, Quantize
 from mainstem.core.errors import ConfigError
-from mainstem.core.shapes import ModelShape
-from mainstem.models.config import ModelSpec, Norm, RopeSpec, read_spec
+from mainstem.models.families import read_spec
+from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, RandomWeights, WeightDigest, WeightSource
 from mainstem.runner.facts import RunnerFacts
 
@@ -53,39 +53,11 @@ class FolderOrigin:
 class RandomOrigin:
     """Random weights of a known shape."""
 
-    shape: ModelShape
+    spec: ModelSpec
     seed: int
 
-    @property
-    def spec(self) -> ModelSpec:
-        shape = self.shape
-        return ModelSpec(
-            architecture="LlamaForCausalLM",
-            vocab_size=shape.vocab,
-            hidden_size=shape.hidden,
-            num_layers=shape.layers,
-            num_heads=shape.heads,
-            num_kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            intermediate_size=shape.intermediate,
-            max_positions=shape.max_positions,
-            norm=Norm.RMS,
-            norm_eps=1e-5,
-            rope=RopeSpec(theta=shape.rope_theta, rotary_dim=shape.head_dim),
-            has_qkv_bias=False,
-            has_out_bias=False,
-            has_mlp_bias=False,
-            has_qk_norm=False,
-            has_parallel_residual=False,
-            has_tied_embeddings=False,
-            dtype=DType.BF16,
-            sliding_window=None,
-            bos_id=None,
-            eos_ids=(),
-        )
-
     def digest(self) -> bytes:
-        return hashlib.sha256(f"{self.shape}:{self.seed}".encode()).digest()
+        return hashlib.sha256(f"{self.spec}:{self.seed}".encode()).digest()
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
         return RandomWeights(dtype, device, self.seed)
@@ -118,7 +90,7 @@ def make_facts(
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=DType(str(dtype).removeprefix("torch.")),
-        can_move_pages=spec.rope.has_fixed_frequencies,
+        can_move_pages=True,
     )
 
 
@@ -129,7 +101,6 @@ def context_of(spec: ModelSpec, max_model_len: int | None) -> int:
         raise ConfigError(
             f"max_model_len={context} is more than the model's {spec.max_positions} positions"
         )
-    spec.check_context(context)
     return context
 
 

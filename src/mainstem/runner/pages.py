@@ -10,7 +10,7 @@ nothing until it is written, and slots nobody wrote hold anything.
 import torch
 from torch import Tensor
 
-from mainstem.models.config import ModelSpec
+from mainstem.models.spec import ModelSpec
 
 
 class DevicePages:

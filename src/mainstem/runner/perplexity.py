@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from mainstem.core.step import Int32s, Spans
-from mainstem.models.decoder import Decoder, OpenGate
-from mainstem.models.layers import rotary_table
+from mainstem.models.block import OpenGate
+from mainstem.models.cpu.decoder import Decoder
+from mainstem.models.rope import rotary_table
 from mainstem.runner.attention import AttentionPlan
 from mainstem.runner.pages import DevicePages
 
@@ -51,7 +52,7 @@ def _window_nll(decoder: Decoder, token_ids: Int32s, skipped: int) -> float:
         is_causal=np.array([True]),
         key_positions=np.zeros(1, np.int32),
     )
-    turns = rotary_table(decoder.spec.rope, count)[:, None]
+    turns = rotary_table(decoder.spec.ropes[0], count)[:, None]
     attention = AttentionPlan(decoder.spec, pages, turns, torch.arange(count), spans)
     ids = torch.from_numpy(token_ids.astype(np.int64))
     rows = torch.arange(skipped - 1, count - 1)

@@ -24,8 +24,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mainstem.core.step import Step
-from mainstem.models.decoder import Decoder, Gate, Layer
-from mainstem.models.layers import DenseLinear
+from mainstem.models.block import Gate
+from mainstem.models.cpu.decoder import Decoder, Layer, finish_serial
+from mainstem.models.cpu.layers import DenseLinear, Mlp, RmsNorm
+from mainstem.models.spec import Activation, MlpSpec
 from mainstem.runner.pages import DevicePages
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -61,8 +63,8 @@ class SingleTokenPass:
         self._turns = turns
         # queries are turned and scaled in one product, keys only turned
         self._stretch = torch.ones(heads + kv_heads, 1)
-        self._stretch[:heads] = spec.softmax_scale
-        self._floor = spec.hidden_size * spec.norm_eps
+        self._stretch[:heads] = spec.layers[0].attention.scale
+        self._floor = spec.hidden_size * spec.norm.eps
         self._qkv = torch.empty((heads + 2 * kv_heads) * dim)
         turned = self._qkv[: (heads + kv_heads) * dim].view(heads + kv_heads, dim // 2, 2)
         self._turned = torch.view_as_complex(turned)
@@ -70,9 +72,8 @@ class SingleTokenPass:
         self._q_groups = self._qkv[: heads * dim].view(kv_heads, -1, dim).numpy()
         self._mixed = torch.empty(heads * dim)
         self._new_kv = self._qkv[heads * dim :].view(2, kv_heads, dim).numpy()
-        self._gate_up = torch.empty(2 * spec.intermediate_size)
-        self._gate = self._gate_up[: spec.intermediate_size]
-        self._up = self._gate_up[spec.intermediate_size :]
+        self._gate_up = torch.empty(len(layers[0].gate_up))
+        self._gate, self._up = self._gate_up.chunk(2)
         # rows that `_threaded` adds to a matrix add nothing to what lies behind x
         self._padded_x = torch.zeros(max(max(len(w.out), len(w.down)) for w in layers))
         self._x = self._padded_x[: spec.hidden_size].view(1, -1)
@@ -82,11 +83,16 @@ class SingleTokenPass:
     @classmethod
     def make(cls, decoder: Decoder, pages: DevicePages, turns: Tensor) -> "SingleTokenPass | None":
         """None where the model has parts this pass has not: other dtypes, quantized or biased
-        products, norms of heads, partial rotation."""
+        products, norms of heads, partial rotation, windows, experts."""
         spec = decoder.spec
         layers = [_weights(layer) for layer in decoder.layers]
-        fits = decoder.dtype == torch.float32 and spec.rope.rotary_dim == spec.head_dim
-        if not fits or any(layer is None for layer in layers):
+        is_plain = decoder.dtype == torch.float32 and spec.rotary_dim == spec.head_dim
+        if not is_plain or len(set(spec.layers)) > 1 or any(layer is None for layer in layers):
+            return None
+        attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
+        if (attention.window, attention.softcap, attention.has_sinks) != (None, None, False):
+            return None
+        if not isinstance(mlp, MlpSpec) or not mlp.is_gated or mlp.activation != Activation.SILU:
             return None
         return cls(decoder, [layer for layer in layers if layer is not None], pages, turns)
 
@@ -103,7 +109,7 @@ class SingleTokenPass:
 
     def run(self, step: Step, token_id: Tensor, gate: Gate) -> Tensor:
         """The hidden state [1, hidden], normed, as Decoder.forward answers it."""
-        torch.index_select(self._decoder.embedding, 0, token_id, out=self._x)
+        self._x.copy_(self._decoder.embed(token_id))
         x = self._x[0]
         x_array = x.numpy()
         x_of_out = self._padded_x[: len(self._layers[0].out)]
@@ -189,11 +195,15 @@ class SingleTokenPass:
 
 def _weights(layer: Layer) -> _Weights | None:
     """None for a layer that SingleTokenPass cannot run."""
-    qkv, out, gate_up, down = layer.qkv, layer.out, layer.gate_up, layer.down
     norms = (layer.attention_norm, layer.mlp_norm)
-    if layer.q_norm is not None or any(norm.has_scale for norm in norms):
+    if layer.finish is not finish_serial or layer.head_norm is not None:
         return None
-    dense = [linear for linear in (qkv, out, gate_up, down) if isinstance(linear, DenseLinear)]
+    if not all(isinstance(norm, RmsNorm) and not norm.has_scale for norm in norms):
+        return None
+    if not isinstance(layer.mlp, Mlp):
+        return None
+    linears = (layer.qkv, layer.out, layer.mlp.first, layer.mlp.down)
+    dense = [linear for linear in linears if isinstance(linear, DenseLinear)]
     if len(dense) < 4 or any(linear.bias is not None for linear in dense[1:]):
         return None
     return _Weights(

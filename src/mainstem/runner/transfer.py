@@ -15,10 +15,10 @@ from torch import Tensor
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s, Runner
 from mainstem.kv.transfer import LoadId, PageCopier
-from mainstem.models.decoder import Gate
+from mainstem.models.block import Gate
+from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.pages import DevicePages
-from mainstem.runner.runner import CpuRunner
 from mainstem.runner.slab import HostSlab, slot_bytes
 
 

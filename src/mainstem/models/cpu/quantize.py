@@ -19,24 +19,32 @@ gate/up products falls to a third (docs/log/cpu.md). A product that is still mor
 those tokens stays in fp32.
 """
 
+import platform
 import warnings
 from bisect import bisect_left
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mainstem.core.errors import ConfigError
-from mainstem.models.config import ModelSpec
-from mainstem.models.decoder import Decoder, Layer, OpenGate
-from mainstem.models.layers import DenseLinear, Linear, RmsNorm, rotary_table
+from mainstem.models.block import OpenGate
+from mainstem.models.cpu.decoder import Decoder, Layer
+from mainstem.models.cpu.layers import DenseLinear, Linear, Mlp, Norm, RmsNorm
+from mainstem.models.rope import rotary_table
+from mainstem.models.spec import ModelSpec
 
 _ENGINE = "onednn"
 _MAX = 127.0
 _CALIBRATION_TOKENS = 128
-_MAX_ERROR = 0.05  # of a token's product, relative, on average; typical is 0.01 to 0.03
 _LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# x86 before VNNI adds pairs of products in 16 bits, which 8-bit numbers overflow: there activations
+# get 7 bits, and more products stay in fp32
+SATURATES = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_vnni_supported()
+# of a token's product, relative, on average; typical is 0.01 to 0.03
+_MAX_ERROR = 0.03 if SATURATES else 0.05
 
 
 class Int8Linear:
@@ -76,7 +84,7 @@ class Int8Linear:
         padded = _LADDER[bisect_left(_LADDER, count)]
         if padded > count:
             x = F.pad(x, (0, 0, 0, padded - count))
-        y: Tensor = torch.ops.quantized.linear_dynamic(x, self._packed, False)
+        y: Tensor = torch.ops.quantized.linear_dynamic(x, self._packed, SATURATES)
         return y[:count]
 
 
@@ -90,25 +98,31 @@ def _require_engine() -> None:
 
 @torch.inference_mode()
 def quantize_decoder(decoder: Decoder) -> Decoder:
-    """A copy with int8 linears, the LM head included; embedding and norms stay as they are."""
+    """A copy with int8 linears, the LM head included; embedding and norms stay as they are.
+    ConfigError for a mixture of experts."""
     heard, hidden = _listen(decoder)
-    layers = []
-    for layer, inputs in zip(decoder.layers, heard, strict=True):
-        attention_norm, qkv = _smooth(layer.attention_norm, layer.qkv, inputs["qkv"])
-        mlp_norm, gate_up = _smooth(layer.mlp_norm, layer.gate_up, inputs["gate_up"])
-        layers.append(
-            replace(
-                layer,
-                attention_norm=attention_norm,
-                qkv=qkv,
-                out=_quantize(layer.out, inputs["out"]),
-                mlp_norm=mlp_norm,
-                gate_up=gate_up,
-                down=_quantize(layer.down, inputs["down"]),
-            )
-        )
+    layers = [
+        _quantize_layer(layer, inputs) for layer, inputs in zip(decoder.layers, heard, strict=True)
+    ]
     head = _quantize(decoder.head, hidden)
-    return Decoder(decoder.spec, decoder.embedding, layers, decoder.norm, head)
+    return Decoder(decoder.spec, decoder.embedding, layers, decoder.norm, head, decoder.sinks)
+
+
+def _quantize_layer(layer: Layer, inputs: "_Heard") -> Layer:
+    attention_norm, qkv = _smooth(layer.attention_norm, layer.qkv, inputs.qkv)
+    mlp = _dense_mlp(layer)
+    mlp_norm, first = _smooth(layer.mlp_norm, mlp.first, inputs.first)
+    mlp = replace(mlp, first=first, down=_quantize(mlp.down, inputs.down))
+    out = _quantize(layer.out, inputs.out)
+    return replace(
+        layer, attention_norm=attention_norm, qkv=qkv, out=out, mlp_norm=mlp_norm, mlp=mlp
+    )
+
+
+def _dense_mlp(layer: Layer) -> Mlp:
+    if not isinstance(layer.mlp, Mlp):
+        raise ConfigError("quantize=int8: mixtures of experts are not quantized yet")
+    return layer.mlp
 
 
 def _quantize(linear: Linear, x: Tensor) -> Linear:
@@ -123,9 +137,13 @@ def _quantize(linear: Linear, x: Tensor) -> Linear:
     return linear
 
 
-def _smooth(norm: RmsNorm, linear: Linear, x: Tensor) -> tuple[RmsNorm, Int8Linear]:
-    """Divide the norm's channels by sqrt(loudness / largest weight), multiply the columns."""
+def _smooth(norm: Norm, linear: Linear, x: Tensor) -> tuple[Norm, Linear]:
+    """Divide the norm's channels by sqrt(loudness / largest weight), multiply the columns.
+
+    Not where others read the norm, too: one whose gain was not folded."""
     assert isinstance(linear, DenseLinear)
+    if not isinstance(norm, RmsNorm) or norm.has_scale:
+        return norm, _quantize(linear, x)
     loudness = x.square().mean(dim=0).sqrt_().clamp_(min=1e-6)
     largest = linear.weight.abs().amax(dim=0).clamp_(min=1e-5)
     factor = (loudness / largest).sqrt_()
@@ -144,42 +162,65 @@ class _Listener:
         return self._linear(x)
 
 
+class _Heard(NamedTuple):
+    """What the linears of a layer were given."""
+
+    qkv: Tensor
+    out: Tensor
+    first: Tensor
+    down: Tensor
+
+
+class _ListeningLayer:
+    """A layer whose linears listen."""
+
+    def __init__(self, layer: Layer) -> None:
+        mlp = _dense_mlp(layer)
+        self._linears = [
+            _Listener(linear) for linear in (layer.qkv, layer.out, mlp.first, mlp.down)
+        ]
+        qkv, out, first, down = self._linears
+        mlp = Mlp(first, mlp.activate, down)
+        self.layer = replace(layer, qkv=qkv, out=out, mlp=mlp)
+
+    @property
+    def heard(self) -> _Heard:
+        return _Heard(*(linear.heard for linear in self._linears))
+
+
 class _OneSequence:
-    """Causal attention over the tokens of the pass, no pages."""
+    """Causal attention over the tokens of the pass, no pages; near enough for loudness, so that
+    windows, softcaps and sinks are left out."""
 
     def __init__(self, spec: ModelSpec, num_tokens: int) -> None:
         self._spec = spec
-        self._turns = rotary_table(spec.rope, num_tokens)[:, None]
+        self._turns = {rope: rotary_table(rope, num_tokens)[:, None] for rope in spec.ropes}
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
-        spec = self._spec
+        spec, attention = self._spec, self._spec.layers[layer].attention
         heads = qkv.view(len(qkv), -1, spec.head_dim)
-        turned = heads[:, : spec.num_heads + spec.num_kv_heads, : spec.rope.rotary_dim]
-        pairs = torch.view_as_complex(turned.reshape(*turned.shape[:2], -1, 2))
-        turned.copy_(torch.view_as_real(pairs * self._turns).flatten(-2))
+        if attention.rope is not None:
+            turned = heads[:, : spec.num_heads + spec.num_kv_heads, : spec.rotary_dim]
+            pairs = torch.view_as_complex(turned.reshape(*turned.shape[:2], -1, 2))
+            turned.copy_(torch.view_as_real(pairs * self._turns[attention.rope]).flatten(-2))
         sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         q, k, v = (part.transpose(0, 1)[None] for part in torch.split(heads, sizes, dim=1))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=attention.scale, enable_gqa=True
+        )
         return out[0].transpose(0, 1).reshape(len(qkv), -1)
 
 
 @torch.inference_mode()
-def _listen(decoder: Decoder) -> tuple[list[dict[str, Tensor]], Tensor]:
-    """What each linear is given when the decoder reads random tokens: per layer by name, and the
+def _listen(decoder: Decoder) -> tuple[list[_Heard], Tensor]:
+    """What the linears of each layer are given when the decoder reads random tokens, and the
     hidden states before the head."""
     spec = decoder.spec
-    names = ("qkv", "out", "gate_up", "down")
-    listeners = [
-        {name: _Listener(getattr(layer, name)) for name in names} for layer in decoder.layers
-    ]
-    layers = [
-        Layer(layer.attention_norm, ears["qkv"], layer.q_norm, layer.k_norm, ears["out"],
-              layer.mlp_norm, ears["gate_up"], ears["down"])
-        for layer, ears in zip(decoder.layers, listeners, strict=True)
-    ]  # fmt: skip
+    ears = [_ListeningLayer(layer) for layer in decoder.layers]
     count = min(_CALIBRATION_TOKENS, spec.max_positions)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(spec.vocab_size, (count,), generator=generator)
+    layers = [ear.layer for ear in ears]
     listening = Decoder(spec, decoder.embedding, layers, decoder.norm, decoder.head)
     hidden = listening.forward(token_ids, None, _OneSequence(spec, count), OpenGate())
-    return [{name: ears[name].heard for name in names} for ears in listeners], hidden
+    return [ear.heard for ear in ears], hidden

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Step, StepResult
-from mainstem.models.decoder import Decoder, Gate, OpenGate
-from mainstem.models.layers import rotary_table
+from mainstem.models.block import Gate, OpenGate
+from mainstem.models.cpu.decoder import Decoder
+from mainstem.models.rope import rotary_table
 from mainstem.runner.attention import AttentionPlan
 from mainstem.runner.gates import Loads
 from mainstem.runner.inputs import make_inputs, make_token_ids
@@ -41,7 +42,7 @@ class CpuRunner:
         self._decoder = decoder
         self._pages = pages
         self._gate = OpenGate() if gate is None else gate
-        self._turns = rotary_table(decoder.spec.rope, max_positions)
+        self._turns = rotary_table(decoder.spec.ropes[0], max_positions)
         self._previous = torch.empty(0, dtype=torch.long)
         self._single = SingleTokenPass.make(decoder, pages, self._turns)
         self._loads: Loads | None = None

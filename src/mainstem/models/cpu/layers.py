@@ -1,4 +1,4 @@
-"""Linear, norm and rotary pieces of the decoder.
+"""Linears and norms of the decoder on CPUs.
 
 Speed on CPUs decides their form: at batch 1 every torch call costs several microseconds, so a
 piece uses as few calls as it can.
@@ -6,14 +6,14 @@ piece uses as few calls as it can.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mainstem.models.config import RopeScaling, RopeSpec
-
 Linear = Callable[[Tensor], Tensor]  # [tokens, in] -> [tokens, out]
+Norm = Callable[[Tensor], Tensor]  # [tokens, size] -> the same
 
 
 def has_onednn() -> bool:
@@ -87,65 +87,56 @@ def norm_scale(gain: Tensor) -> Tensor:
     return gain.float() * math.sqrt(len(gain))
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up; [tokens, 2 * size] -> [tokens, size]."""
-    size = gate_up.shape[1] // 2
-    return F.silu(gate_up[:, :size]).mul_(gate_up[:, size:])
+class LayerNorm:
+    """(x - mean) / sqrt(variance + eps) * gain + bias over the last axis."""
+
+    def __init__(self, gain: Tensor, bias: Tensor | None, eps: float) -> None:
+        self._gain, self._bias, self._eps = gain, bias, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self._gain.shape, self._gain, self._bias, self._eps)
 
 
-def inverse_frequencies(rope: RopeSpec) -> Tensor:
-    """[rotary_dim / 2] fp32: radians per position."""
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
-    plain = 1.0 / (rope.theta**exponents)
-    if rope.scaling is RopeScaling.NONE:
-        return plain
-    if rope.scaling is RopeScaling.LINEAR:
-        return plain / rope.factor
-    if rope.scaling is RopeScaling.YARN:
-        kept = 1.0 - _yarn_ramp(rope)
-        return kept * plain + (1.0 - kept) * plain / rope.factor
-    # llama3: waves longer than the original context are stretched, short ones are not
-    turns = rope.original_positions * plain / (2 * math.pi)
-    span = rope.high_freq_factor - rope.low_freq_factor
-    smooth = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
-    return smooth * plain + (1.0 - smooth) * plain / rope.factor
+class Identity:
+    """Where a family has no norm."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
 
 
-def _yarn_ramp(rope: RopeSpec) -> Tensor:
-    """[rotary_dim / 2]: 0 for pairs that turn often in the original context, 1 for slow ones."""
+class HeadNorm:
+    """Norms each query and key head of qkv [tokens, heads + 2 kv_heads, dim] (flattened), in
+    place."""
 
-    def pair_that_turns(times: float) -> float:
-        waves = math.log(rope.original_positions / (times * 2 * math.pi))
-        return rope.rotary_dim * waves / (2 * math.log(rope.theta))
+    def __init__(self, q: RmsNorm, k: RmsNorm, heads: int, kv_heads: int, dim: int) -> None:
+        self._q, self._k = q, k
+        self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
 
-    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
-    if rope.has_whole_bounds:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
-    if low == high:
-        high += 0.001
-    pairs = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
-    return ((pairs - low) / (high - low)).clamp(0.0, 1.0)
-
-
-def turns_by(rope: RopeSpec, distances: Tensor) -> Tensor:
-    """[distances, rotary_dim / 2] complex64: what moves a rotated key by so many positions."""
-    angles = distances.double()[:, None] * inverse_frequencies(rope).double()
-    return torch.complex(angles.cos(), angles.sin()).to(torch.complex64)
+    def __call__(self, qkv: Tensor) -> None:
+        heads = qkv.view(len(qkv), -1, self._dim)
+        q = heads[:, : self._heads]
+        k = heads[:, self._heads : self._heads + self._kv_heads]
+        q.copy_(self._q(q))
+        k.copy_(self._k(k))
 
 
-def rotary_table(rope: RopeSpec, num_positions: int) -> Tensor:
-    """[positions, rotary_dim / 2] complex64: the turn of each pair of dims at each position."""
-    angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope)
-    return torch.complex(angles.cos(), angles.sin())
+class RowNorm(HeadNorm):
+    """Likewise, all query heads of a token together and all key heads."""
+
+    def __call__(self, qkv: Tensor) -> None:
+        end = self._heads * self._dim
+        q, k = qkv[:, :end], qkv[:, end : end + self._kv_heads * self._dim]
+        q.copy_(self._q(q))
+        k.copy_(self._k(k))
 
 
-def adjacent_pairs(head_dim: int, rotary_dim: int) -> Tensor:
-    """Order of a head's dims in which the two of a rotary pair (i, i + half) lie side by side.
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(activate(first(x)))."""
 
-    Applied to the rows of the query and key weights it leaves every dot product as it was, and
-    makes the rotation one complex multiplication in place.
-    """
-    half = rotary_dim // 2
-    pairs = torch.stack((torch.arange(half), torch.arange(half, rotary_dim)), dim=1).reshape(-1)
-    return torch.cat((pairs, torch.arange(rotary_dim, head_dim)))
+    first: Linear
+    activate: Callable[[Tensor], Tensor]
+    down: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activate(self.first(x)))

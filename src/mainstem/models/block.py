@@ -1,0 +1,38 @@
+"""A decoder's block as every backend runs it, and what it is given from outside.
+
+    normed    what attention reads: a norm of x, or x itself
+    qkv       one product; queries and keys normed where the family does
+    mixed     Attention.run: rotate, append K and V to pages, attend
+    x         += what attention adds: a product, perhaps a norm behind it
+    x         += what the MLP adds, which reads a norm of this x, or, in parallel, of x before
+
+models/cpu and models/gpu compile it from a recipe (spec.py) and tensors (tensors.py).
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Attention(Protocol):
+    """A step's attention, planned; owns the K and V pages."""
+
+    def run(self, layer: int, qkv: Tensor) -> Tensor:
+        """Rotate, append K and V, attend. May overwrite qkv [tokens, heads + 2 kv_heads, dim]
+        (flattened); answers [tokens, heads * dim]."""
+        ...
+
+
+class Gate(Protocol):
+    """Lets a layer wait for its pages, one layer at a time."""
+
+    def before(self, layer: int) -> None:
+        """Return when the pages this step reads in `layer` are there."""
+        ...
+
+
+class OpenGate:
+    """Never waits."""
+
+    def before(self, layer: int) -> None:
+        pass

@@ -1,0 +1,271 @@
+"""The decoder on a CPU: a recipe compiled into calls of torch.
+
+A CPU pays per call, so gains are folded into the products behind them where that is exact enough
+(fp32), and the two dims of a rotary pair are adjacent, which makes a rotation one complex product.
+The pass has no hidden state: tokens, attention and gate come as arguments, K and V live wherever
+the attention object keeps them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mainstem.models.block import Attention, Gate
+from mainstem.models.cpu.activations import gated, plain
+from mainstem.models.cpu.experts import CpuExperts
+from mainstem.models.cpu.layers import (
+    DenseLinear,
+    HeadNorm,
+    Identity,
+    LayerNorm,
+    Linear,
+    Mlp,
+    Norm,
+    RmsNorm,
+    RowNorm,
+    norm_scale,
+)
+from mainstem.models.expert_tensors import ExpertTensors
+from mainstem.models.rope import adjacent_pairs
+from mainstem.models.spec import ExpertsSpec, ModelSpec, NormKind, QkNorm, Residual
+from mainstem.models.tensors import LayerTensors, MlpTensors, NormTensors, Product, TensorReader
+from mainstem.models.weights import Checkpoint, WeightSource
+
+ROWS_AT_ONCE = 512  # through the products of a layer: what one puts out, the next finds in cache
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The pieces of a block, and `finish`, which puts together those behind attention."""
+
+    attention_norm: Norm
+    qkv: Linear  # rows: query heads, key heads, value heads
+    head_norm: HeadNorm | RowNorm | None
+    out: Linear
+    mlp_norm: Norm
+    mlp: Mlp | CpuExperts
+    finish: "Finish"
+    tails: tuple[Norm, Norm] = (Identity(), Identity())  # of what attention and MLP answer
+
+
+Finish = Callable[[Layer, Tensor, Tensor], None]  # adds to x [tokens, hidden], from what was mixed
+
+
+def finish_serial(layer: Layer, x: Tensor, mixed: Tensor) -> None:
+    """The MLP reads what attention has added to."""
+    x.add_(layer.out(mixed))
+    x.add_(layer.mlp(layer.mlp_norm(x)))
+
+
+def finish_serial_with_tails(layer: Layer, x: Tensor, mixed: Tensor) -> None:
+    """Likewise, and what is added is normed or scaled first."""
+    attention_tail, mlp_tail = layer.tails
+    x.add_(attention_tail(layer.out(mixed)))
+    x.add_(mlp_tail(layer.mlp(layer.mlp_norm(x))))
+
+
+def finish_parallel(layer: Layer, x: Tensor, mixed: Tensor) -> None:
+    """The MLP reads x as attention read it."""
+    normed = layer.mlp_norm(x)
+    x.add_(layer.out(mixed))
+    x.add_(layer.mlp(normed))
+
+
+class Decoder:
+    """Weights and the forward pass. Query and key dims are in the order of `adjacent_pairs`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        embedding: Tensor,
+        layers: list[Layer],
+        norm: Norm,
+        head: Linear,
+        sinks: Sequence[Tensor | None] = (),
+    ) -> None:
+        self.spec = spec
+        self.dtype = embedding.dtype
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self.head = head
+        self.sinks = tuple(sinks) or (None,) * len(layers)  # [heads] of each layer that has them
+        # a scale is rounded as the numbers it is multiplied with
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[tokens, hidden]: what the first layer reads."""
+        x = F.embedding(token_ids, self.embedding)
+        return x if self._embedding_scale == 1.0 else x.mul_(self._embedding_scale)
+
+    def forward(
+        self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
+    ) -> Tensor:
+        """Hidden states [rows, hidden], normed, of the packed tokens listed in `rows`; None: all.
+
+        The last layer's output is computed for these rows only.
+        """
+        x = self.embed(token_ids)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            qkv = self._before_attention(layer, x)
+            gate.before(index)
+            mixed = attention.run(index, qkv)
+            if index == last and rows is not None:
+                mixed, x = mixed[rows], x[rows]
+                if len(rows) == 0:
+                    return x
+            for start in range(0, len(x), ROWS_AT_ONCE):
+                end = start + ROWS_AT_ONCE
+                layer.finish(layer, x[start:end], mixed[start:end])
+        return self.norm(x)
+
+    def _before_attention(self, layer: Layer, x: Tensor) -> Tensor:
+        if len(x) <= ROWS_AT_ONCE:
+            qkv = layer.qkv(layer.attention_norm(x))
+        else:
+            spec = self.spec
+            width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+            qkv = x.new_empty(len(x), width)
+            for start in range(0, len(x), ROWS_AT_ONCE):
+                rows = slice(start, start + ROWS_AT_ONCE)
+                qkv[rows] = layer.qkv(layer.attention_norm(x[rows]))
+        if layer.head_norm is not None:
+            layer.head_norm(qkv)
+        return qkv
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab] fp32 from what forward returned."""
+        spec, logits = self.spec, self.head(hidden).float()
+        if spec.logit_scale != 1.0:
+            logits *= spec.logit_scale
+        if spec.logit_softcap is not None:
+            logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
+        return logits
+
+
+def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
+    """Read a checkpoint; UnsupportedModel names tensors that are missing or out of place."""
+    return make_decoder(Checkpoint(folder, dtype), spec)
+
+
+def make_decoder(checkpoint: WeightSource, spec: ModelSpec) -> Decoder:
+    """A decoder from the tensors of `checkpoint`."""
+    reader = TensorReader(checkpoint, spec)
+    embedding = reader.embedding()
+    layers, sinks = [], []
+    for index in range(spec.num_layers):
+        tensors = reader.layer(index)
+        layers.append(_compile(tensors, spec, index))
+        sinks.append(tensors.sinks)
+    ends = reader.ends(embedding)
+    head = DenseLinear(ends.head.weight, ends.head.bias)
+    return Decoder(spec, embedding, layers, _norm(ends.norm, spec), head, sinks)
+
+
+def pack(decoder: Decoder, max_bytes: int) -> None:
+    """Give the dense linears their second copy (DenseLinear.pack) if all together it is at most
+    `max_bytes`."""
+    linears = [decoder.head]
+    for layer in decoder.layers:
+        linears += [layer.qkv, layer.out]
+        if isinstance(layer.mlp, Mlp):
+            linears += [layer.mlp.first, layer.mlp.down]
+    dense = [linear for linear in linears if isinstance(linear, DenseLinear)]
+    if sum(linear.weight.nbytes for linear in dense) <= max_bytes:
+        for linear in dense:
+            linear.pack()
+
+
+def _compile(tensors: LayerTensors, spec: ModelSpec, index: int) -> Layer:
+    qkv = _in_order(tensors.qkv, _qkv_order(spec))
+    attention_norm, qkv = _folded(tensors.attention_norm, qkv, spec)
+    mlp_norm, mlp = _mlp(tensors, spec, index)
+    tails = _tail(tensors.after_attention_norm, spec), _tail(tensors.after_mlp_norm, spec)
+    finish = finish_serial
+    if spec.residual is not Residual.SERIAL:
+        finish = finish_parallel
+    elif not all(isinstance(tail, Identity) for tail in tails):
+        finish = finish_serial_with_tails
+    return Layer(
+        attention_norm=attention_norm,
+        qkv=DenseLinear(qkv.weight, qkv.bias),
+        head_norm=_head_norm(tensors, spec),
+        out=DenseLinear(tensors.out.weight, tensors.out.bias),
+        mlp_norm=attention_norm if spec.residual is Residual.PARALLEL else mlp_norm,
+        mlp=mlp,
+        finish=finish,
+        tails=tails,
+    )
+
+
+def _mlp(tensors: LayerTensors, spec: ModelSpec, index: int) -> tuple[Norm, Mlp | CpuExperts]:
+    """With the norm that it reads."""
+    mlp, found = spec.layers[index].mlp, tensors.mlp
+    if isinstance(mlp, ExpertsSpec):
+        assert isinstance(found, ExpertTensors)
+        norm = Identity() if tensors.mlp_norm is None else _norm(tensors.mlp_norm, spec)
+        return norm, CpuExperts(found, mlp)
+    assert isinstance(found, MlpTensors)
+    norm, first = _folded(tensors.mlp_norm, found.first, spec)
+    activate = (gated if mlp.is_gated else plain)(mlp.activation)
+    down = DenseLinear(found.down.weight, found.down.bias)
+    return norm, Mlp(DenseLinear(first.weight, first.bias), activate, down)
+
+
+def _folded(tensors: NormTensors | None, product: Product, spec: ModelSpec) -> tuple[Norm, Product]:
+    """The norm, and the product that reads it and nobody else does, with the gain in its weights:
+    in fp32 only, 16 bits would round."""
+    if tensors is None:
+        return Identity(), product
+    is_rms = spec.norm.kind is NormKind.RMS and tensors.bias is None
+    if not is_rms or spec.residual is not Residual.SERIAL or product.weight.dtype != torch.float32:
+        return _norm(tensors, spec), product
+    norm = RmsNorm(None, spec.hidden_size, spec.norm.eps)
+    return norm, Product(product.weight * norm_scale(tensors.gain), product.bias)
+
+
+def _norm(tensors: NormTensors, spec: ModelSpec) -> Norm:
+    if spec.norm.kind is NormKind.LAYER:
+        return LayerNorm(tensors.gain, tensors.bias, spec.norm.eps)
+    return RmsNorm(norm_scale(tensors.gain), len(tensors.gain), spec.norm.eps)
+
+
+def _tail(tensors: NormTensors | None, spec: ModelSpec) -> Norm:
+    """What is done to an answer before it is added to x."""
+    scale = spec.residual_scale
+    if tensors is None:
+        return Identity() if scale == 1.0 else lambda y: y.mul_(scale)
+    norm = _norm(tensors, spec)
+    return norm if scale == 1.0 else lambda y: norm(y).mul_(scale)
+
+
+def _head_norm(tensors: LayerTensors, spec: ModelSpec) -> HeadNorm | RowNorm | None:
+    if tensors.q_norm is None or tensors.k_norm is None:
+        return None
+    dim, eps, pairs = spec.head_dim, spec.norm.eps, adjacent_pairs(spec.head_dim, spec.rotary_dim)
+    q_gain, k_gain = (
+        gain.view(-1, dim)[:, pairs].reshape(-1) for gain in (tensors.q_norm, tensors.k_norm)
+    )
+    q_norm = RmsNorm(norm_scale(q_gain), len(q_gain), eps)
+    k_norm = RmsNorm(norm_scale(k_gain), len(k_gain), eps)
+    kind = HeadNorm if spec.qk_norm is QkNorm.HEADS else RowNorm
+    return kind(q_norm, k_norm, spec.num_heads, spec.num_kv_heads, dim)
+
+
+def _in_order(product: Product, order: Tensor) -> Product:
+    bias = product.bias
+    return Product(product.weight[order], None if bias is None else bias[order])
+
+
+def _qkv_order(spec: ModelSpec) -> Tensor:
+    """Row order of the fused QKV weight: rotary pairs adjacent in query and key heads."""
+    pairs = adjacent_pairs(spec.head_dim, spec.rotary_dim)
+    turned = spec.num_heads + spec.num_kv_heads
+    starts = torch.arange(turned)[:, None] * spec.head_dim
+    values = torch.arange(turned * spec.head_dim, (turned + spec.num_kv_heads) * spec.head_dim)
+    return torch.cat(((starts + pairs).reshape(-1), values))

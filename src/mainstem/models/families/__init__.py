@@ -1,0 +1,63 @@
+"""Families: one file each, which turns a config.json into a recipe (models/spec.py).
+
+To add one, write a file beside these and name its FAMILY below; docs/add-a-model.md shows how.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.config_file import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    Config,
+    check_unread,
+    read_object,
+    refuse_quantized,
+)
+from mainstem.models.families import llama, mistral, qwen
+from mainstem.models.families.common import Family
+from mainstem.models.spec import ModelSpec
+
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen.QWEN2,
+    qwen.QWEN3,
+)
+_BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+
+
+def read_spec(folder: Path, ignored: Collection[str] = ()) -> ModelSpec:
+    """The recipe of the checkpoint in `folder`; UnsupportedModel names the field in the way.
+
+    Fields that are not known and whose names are in `ignored` are passed over; the recipe names
+    them. Chat models often name further end tokens in generation_config.json; they are added.
+    """
+    spec = spec_from_config(read_object(folder / CONFIG_FILE), ignored)
+    generation = folder / GENERATION_FILE
+    if not generation.is_file():
+        return spec
+    more = Config(read_object(generation)).token_ids("eos_token_id")
+    return replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *more))))
+
+
+def spec_from_config(table: Mapping[str, object], ignored: Collection[str] = ()) -> ModelSpec:
+    """As read_spec, from the parsed file."""
+    config = Config(table)
+    refuse_quantized(config)
+    architecture = _architecture(config)
+    spec = _BY_ARCHITECTURE[architecture].read(config)
+    unknown = check_unread(config, architecture, ignored)
+    return replace(spec, architecture=architecture, ignored_fields=unknown)
+
+
+def _architecture(config: Config) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise UnsupportedModel(f"config names no single architecture: architectures={names!r}")
+    if names[0] not in _BY_ARCHITECTURE:
+        known = ", ".join(sorted(_BY_ARCHITECTURE))
+        raise UnsupportedModel(f"architecture {names[0]} is not supported; known: {known}")
+    return names[0]

@@ -1,0 +1,299 @@
+"""What most families read from a config.json in the same way."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.config_file import Config, read_dtype
+from mainstem.models.names import Names
+from mainstem.models.spec import (
+    Activation,
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormKind,
+    NormPlace,
+    NormSpec,
+    QkNorm,
+    Residual,
+    RopeScaling,
+    RopeSpec,
+)
+
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models that one function reads."""
+
+    name: str  # for people
+    architectures: tuple[str, ...]  # in config.json
+    read: Callable[[Config], ModelSpec]
+    notes: str = ""  # what is special about it, in a line
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+
+
+def read_sizes(config: Config, positions: str = "max_position_embeddings") -> Sizes:
+    """`positions` is the name of the field that counts them."""
+    hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    return Sizes(
+        vocab=config.whole("vocab_size"),
+        hidden=hidden,
+        layers=config.whole("num_hidden_layers"),
+        heads=heads,
+        kv_heads=config.whole("num_key_value_heads", heads),
+        head_dim=config.whole("head_dim", hidden // heads),
+        positions=config.whole(positions),
+    )
+
+
+class Features(TypedDict, total=False):
+    """Fields of ModelSpec that a family may set."""
+
+    names: Names
+    norm_place: NormPlace
+    residual: Residual
+    residual_scale: float
+    embedding_scale: float
+    logit_scale: float
+    logit_softcap: float | None
+    qk_norm: QkNorm
+    has_qkv_bias: bool
+    has_out_bias: bool
+    has_head_bias: bool
+    dropped: tuple[str, ...]
+
+
+def make_spec(
+    config: Config,
+    sizes: Sizes,
+    layers: Sequence[LayerSpec],
+    norm: NormSpec,
+    *,
+    is_tied: bool = False,
+    **features: Unpack[Features],
+) -> ModelSpec:
+    """The recipe; `is_tied` holds where the file does not say whether head and embedding are one.
+    The architecture is written into it later."""
+    bos_ids = config.token_ids("bos_token_id")
+    return ModelSpec(
+        architecture="",
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        max_positions=sizes.positions,
+        layers=tuple(layers),
+        norm=norm,
+        dtype=read_dtype(config),
+        has_tied_embeddings=config.flag("tie_word_embeddings", is_tied),
+        bos_id=bos_ids[0] if bos_ids else None,
+        eos_ids=config.token_ids("eos_token_id"),
+        **features,
+    )
+
+
+def rms_norm(config: Config, default_eps: float = 1e-6, gain_offset: float = 0.0) -> NormSpec:
+    eps = config.number("rms_norm_eps", default_eps)
+    return NormSpec(NormKind.RMS, eps, gain_offset=gain_offset)
+
+
+def read_activation(config: Config, field: str = "hidden_act", default: str = "silu") -> Activation:
+    name = config.text(field, default)
+    if name not in _ACTIVATIONS:
+        known = ", ".join(sorted(_ACTIVATIONS))
+        raise UnsupportedModel(f"config field {field}={name!r} is not supported; known: {known}")
+    return _ACTIVATIONS[name]
+
+
+def gated_mlp(config: Config, *, has_bias: bool = False) -> MlpSpec:
+    """Of `intermediate_size`, with silu unless the file says otherwise."""
+    size = config.whole("intermediate_size")
+    return MlpSpec(size, read_activation(config), has_bias=has_bias)
+
+
+def full_attention(head_dim: int, rope: RopeSpec | None) -> AttentionSpec:
+    """Every token sees all before it."""
+    return AttentionSpec(rope, default_scale(head_dim, rope))
+
+
+def default_scale(head_dim: int, rope: RopeSpec | None) -> float:
+    """1 / sqrt(head_dim), and what a rope puts upon query and key each."""
+    return float(head_dim**-0.5 * (1.0 if rope is None else rope.score_factor**2))
+
+
+def read_layer_types(config: Config, count: int) -> list[str] | None:
+    """`full_attention` or `sliding_attention` for each layer; None where the file does not say."""
+    types = config.items("layer_types")
+    if types is None:
+        return None
+    known = ("full_attention", "sliding_attention")
+    for kind in types:
+        if kind not in known:
+            raise UnsupportedModel(
+                f"layer_types: {kind} layers are not supported; known: {', '.join(known)}. Layers "
+                "whose state is not pages of keys and values (linear attention, Mamba) are later"
+            )
+    if len(types) != count:
+        raise UnsupportedModel(f"layer_types has {len(types)} entries for {count} layers")
+    return [str(kind) for kind in types]
+
+
+# ---- rotary embeddings
+
+_ROPE_SETTINGS: dict[RopeScaling, frozenset[str]] = {
+    RopeScaling.NONE: frozenset(),
+    RopeScaling.LINEAR: frozenset({"factor"}),
+    RopeScaling.LLAMA3: frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    RopeScaling.YARN: frozenset(
+        {
+            "factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+            "original_max_position_embeddings",
+        }
+    ),
+    RopeScaling.LONGROPE: frozenset(
+        {
+            "short_factor",
+            "long_factor",
+            "factor",
+            "attention_factor",
+            "original_max_position_embeddings",
+        }
+    ),
+}
+
+
+def read_rope(
+    config: Config, sizes: Sizes, *, theta: float = 10000.0, rotary_share: float | None = None
+) -> RopeSpec:
+    """transformers 5 writes `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
+
+    `theta` holds where the file has none. With `rotary_share` a part of each head may be rotated,
+    that part where the file does not say; without it, the file may not ask for one.
+    """
+    table = config.table("rope_scaling").merged(config.table("rope_parameters"))
+    return make_rope(
+        table, config, sizes, theta=config.number("rope_theta", theta), rotary_share=rotary_share
+    )
+
+
+def make_rope(
+    table: Config, config: Config, sizes: Sizes, *, theta: float, rotary_share: float | None = None
+) -> RopeSpec:
+    """From one table of rope parameters."""
+    theta = table.number("rope_theta", theta)
+    older = table.get("type")
+    kind = table.get("rope_type") or older or "default"
+    rotary_dim = sizes.head_dim
+    if rotary_share is None:
+        table.only("partial_rotary_factor", 1.0)
+    else:
+        share = config.number("partial_rotary_factor", rotary_share)
+        rotary_dim = int(sizes.head_dim * table.number("partial_rotary_factor", share))
+    try:
+        scaling = RopeScaling("longrope" if kind == "su" else kind)
+    except ValueError:
+        known = ", ".join(member.value for member in RopeScaling)
+        raise UnsupportedModel(f"rope_type {kind!r} is not supported; known: {known}") from None
+    found = {name for name, value in table.unread().items() if value is not None}
+    if unknown := found - _ROPE_SETTINGS[scaling]:
+        raise UnsupportedModel(f"rope_type {kind!r} does not know {sorted(unknown)}")
+    if scaling is RopeScaling.NONE:
+        return RopeSpec(theta=theta, rotary_dim=rotary_dim)
+    if scaling is RopeScaling.LINEAR:
+        return RopeSpec(theta, rotary_dim, scaling, factor=table.number("factor"))
+    if scaling is RopeScaling.YARN:
+        return _yarn(table, theta, rotary_dim, sizes.positions)
+    if scaling is RopeScaling.LONGROPE:
+        return _longrope(table, config, theta, rotary_dim, sizes.positions)
+    return RopeSpec(
+        theta=theta,
+        rotary_dim=rotary_dim,
+        scaling=scaling,
+        factor=table.number("factor"),
+        low_freq_factor=table.number("low_freq_factor"),
+        high_freq_factor=table.number("high_freq_factor"),
+        original_positions=table.whole("original_max_position_embeddings", sizes.positions),
+    )
+
+
+def _yarn(table: Config, theta: float, rotary_dim: int, max_positions: int) -> RopeSpec:
+    original = table.whole("original_max_position_embeddings", max_positions)
+    factor = table.number("factor", max_positions / original)
+
+    def growth(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    score_factor = growth(1.0)
+    if table.get("mscale") and table.get("mscale_all_dim"):
+        score_factor = growth(table.number("mscale")) / growth(table.number("mscale_all_dim"))
+    return RopeSpec(
+        theta=theta,
+        rotary_dim=rotary_dim,
+        scaling=RopeScaling.YARN,
+        factor=factor,
+        original_positions=original,
+        beta_fast=table.number("beta_fast", 32.0),
+        beta_slow=table.number("beta_slow", 1.0),
+        has_whole_bounds=table.flag("truncate", True),
+        score_factor=table.number("attention_factor", score_factor),
+    )
+
+
+def _longrope(
+    table: Config, config: Config, theta: float, rotary_dim: int, max_positions: int
+) -> RopeSpec:
+    """Two sets of divisors: for contexts within the original length, and for longer ones."""
+    beside = config.get("original_max_position_embeddings")
+    if beside is not None:
+        original = config.whole("original_max_position_embeddings")
+    else:
+        original = table.whole("original_max_position_embeddings", max_positions)
+    factor = table.number("factor", max_positions / original)
+    growth = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = table.numbers("short_factor"), table.numbers("long_factor")
+    for name, divisors in (("short_factor", short), ("long_factor", long)):
+        if len(divisors) != rotary_dim // 2:
+            raise UnsupportedModel(
+                f"rope {name} has {len(divisors)} entries, {rotary_dim // 2} pairs are rotated"
+            )
+    return RopeSpec(
+        theta=theta,
+        rotary_dim=rotary_dim,
+        scaling=RopeScaling.LONGROPE,
+        original_positions=original,
+        score_factor=table.number("attention_factor", growth),
+        divisors=short,
+        long_divisors=long,
+    )

@@ -1,0 +1,37 @@
+"""Llama 1 to 3, and the many models in its layout (SmolLM2, TinyLlama, Yi, ...)."""
+
+from mainstem.models.config_file import Config
+from mainstem.models.families.common import (
+    Family,
+    full_attention,
+    gated_mlp,
+    make_spec,
+    read_rope,
+    read_sizes,
+    rms_norm,
+)
+from mainstem.models.spec import ModelSpec, same_layers
+
+
+def _read(config: Config) -> ModelSpec:
+    sizes = read_sizes(config, _positions(config))
+    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
+    mlp = gated_mlp(config, has_bias=config.flag("mlp_bias"))
+    has_bias = config.flag("attention_bias")
+    return make_spec(
+        config,
+        sizes,
+        same_layers(attention, mlp, sizes.layers),
+        rms_norm(config),
+        has_qkv_bias=has_bias,
+        has_out_bias=has_bias,
+    )
+
+
+def _positions(config: Config) -> str:
+    """LLaMA-1 has another name for it, alone or beside the usual one."""
+    usual, older = "max_position_embeddings", "max_sequence_length"
+    return older if config.has(older) and not config.has(usual) else usual
+
+
+FAMILY = Family("Llama 1-3, SmolLM2 and others in its layout", ("LlamaForCausalLM",), _read)

@@ -1,0 +1,27 @@
+"""Mistral: Llama's block; version 0.1 of the 7B has a window in every layer."""
+
+from dataclasses import replace
+
+from mainstem.models.config_file import Config
+from mainstem.models.families.common import (
+    Family,
+    full_attention,
+    gated_mlp,
+    make_spec,
+    read_rope,
+    read_sizes,
+    rms_norm,
+)
+from mainstem.models.spec import ModelSpec, same_layers
+
+
+def _read(config: Config) -> ModelSpec:
+    sizes = read_sizes(config)
+    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
+    if config.get("sliding_window") is not None:
+        attention = replace(attention, window=config.whole("sliding_window"))
+    layers = same_layers(attention, gated_mlp(config), sizes.layers)
+    return make_spec(config, sizes, layers, rms_norm(config))
+
+
+FAMILY = Family("Mistral", ("MistralForCausalLM",), _read, notes="windows in version 0.1")

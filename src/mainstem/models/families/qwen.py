@@ -1,0 +1,59 @@
+"""Qwen 2, 2.5 and 3, dense: biases in Qwen 2, norms of queries and keys in Qwen 3."""
+
+from dataclasses import replace
+
+from mainstem.models.config_file import Config
+from mainstem.models.families.common import (
+    Family,
+    full_attention,
+    gated_mlp,
+    make_spec,
+    read_layer_types,
+    read_rope,
+    read_sizes,
+    rms_norm,
+)
+from mainstem.models.spec import AttentionSpec, ModelSpec, QkNorm, layers_of
+
+
+def _read_qwen2(config: Config) -> ModelSpec:
+    sizes = read_sizes(config)
+    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
+    kinds = windowed_above(config, attention, sizes.layers)
+    layers = layers_of(kinds, gated_mlp(config))
+    return make_spec(config, sizes, layers, rms_norm(config), has_qkv_bias=True)
+
+
+def _read_qwen3(config: Config) -> ModelSpec:
+    sizes = read_sizes(config)
+    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
+    kinds = windowed_above(config, attention, sizes.layers)
+    has_bias = config.flag("attention_bias")
+    return make_spec(
+        config,
+        sizes,
+        layers_of(kinds, gated_mlp(config)),
+        rms_norm(config),
+        qk_norm=QkNorm.HEADS,
+        has_qkv_bias=has_bias,
+        has_out_bias=has_bias,
+    )
+
+
+def windowed_above(config: Config, attention: AttentionSpec, count: int) -> list[AttentionSpec]:
+    """The attention of each layer: with `use_sliding_window` those above `max_window_layers` have
+    a window. Newer files say so layer by layer."""
+    types = read_layer_types(config, count)
+    first = config.get("max_window_layers")
+    window = config.get("sliding_window")
+    if not config.flag("use_sliding_window") or window is None:
+        return [attention] * count
+    windowed = replace(attention, window=config.whole("sliding_window"))
+    if types is None:
+        above = first if isinstance(first, int) else 28  # as transformers has it
+        types = ["sliding_attention" if i >= above else "full_attention" for i in range(count)]
+    return [windowed if kind == "sliding_attention" else attention for kind in types]
+
+
+QWEN2 = Family("Qwen 2, 2.5", ("Qwen2ForCausalLM",), _read_qwen2)
+QWEN3 = Family("Qwen 3", ("Qwen3ForCausalLM",), _read_qwen3)

@@ -1,0 +1,234 @@
+"""The decoder on a GPU: a recipe compiled into fused kernels over buffers that stay.
+
+    per layer   QKV product | rope + append, span attention | out product | add + norm |
+                MLP: product, activation, product | add + norm of the next layer
+
+A GPU pays per pass over memory, and per address that changes. Weights keep the checkpoint's order
+(rotary pairs are i and i + half), and gains stay in the norms: the norm is a pass over memory that
+the gain does not lengthen.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mainstem.core.config import Quantize
+from mainstem.core.errors import ConfigError
+from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_
+from mainstem.kernels.dense.logits import scale_logits_
+from mainstem.kernels.dense.norms import Norm
+from mainstem.models.block import Attention, Gate
+from mainstem.models.expert_tensors import ExpertTensors
+from mainstem.models.gpu.experts import GpuExperts
+from mainstem.models.gpu.joins import Joins, Reader, make_joins, make_norm
+from mainstem.models.gpu.linears import Linear, MakeLinear, Rows, choose_linear
+from mainstem.models.gpu.mlp import DenseMlp, ExpertsMlp, Mlp
+from mainstem.models.gpu.workspace import Workspace
+from mainstem.models.spec import ExpertsSpec, ModelSpec, QkNorm, Residual
+from mainstem.models.tensors import LayerTensors, MlpTensors, Product, TensorReader
+from mainstem.models.weights import WeightSource
+
+HeadNorm = Callable[[Tensor], None]  # norms queries and keys of qkv in place
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLayer:
+    qkv: Linear
+    head_norm: HeadNorm | None
+    out: Linear
+    mlp: Mlp
+    joins: Joins
+
+
+class GpuDecoder:
+    """Weights and the forward pass; a pass allocates nothing but the rows it hands out."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        embedding: Tensor,
+        first: Reader,
+        layers: list[GpuLayer],
+        head: Linear,
+        space: Workspace,
+        sinks: Sequence[Tensor | None],
+    ) -> None:
+        self.spec = spec
+        self.dtype = embedding.dtype
+        self.sinks = tuple(sinks)  # [heads] of each layer that has them
+        self._embedding = embedding
+        self._first = first
+        self._layers = layers
+        self._head = head
+        self._space = space
+        # a scale is rounded as the numbers it is multiplied with
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
+
+    def forward(
+        self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
+    ) -> Tensor:
+        """As Decoder.forward on a CPU; the answer lies in the workspace until the next pass."""
+        normed = self.begin(token_ids)
+        end = len(self._layers)
+        normed = self.run_layers(normed, len(token_ids), rows, (0, end), attention, gate)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def begin(self, token_ids: Tensor) -> Rows:
+        """What the first layer takes; the residual lies in the workspace from here on."""
+        out = self._space.residual[: len(token_ids)]
+        torch.index_select(self._embedding, 0, token_ids, out=out)
+        if self._embedding_scale != 1.0:
+            out.mul_(self._embedding_scale)
+        return self._first.read(out)
+
+    def run_layers(
+        self,
+        normed: Rows,
+        tokens: int,
+        rows: Tensor | None,
+        layers: tuple[int, int],
+        attention: Attention,
+        gate: Gate,
+    ) -> Rows:
+        """Layers [first, end): from what the first takes to what the one behind them does."""
+        space = self._space
+        x = space.residual[:tokens]
+        last = len(self._layers) - 1
+        for index in range(*layers):
+            layer = self._layers[index]
+            qkv = layer.qkv(normed, space.qkv[:tokens])
+            if layer.head_norm is not None:
+                layer.head_norm(qkv)
+            gate.before(index)
+            mixed = attention.run(index, qkv)
+            if index == last and rows is not None:
+                mixed, x, tokens = mixed[rows], x[rows], len(rows)
+                if tokens == 0:
+                    return x
+            between, after = layer.joins
+            answer = layer.out(mixed, space.answer[:tokens])
+            normed = after(layer.mlp(between(answer, x)), x)
+        return normed
+
+    def hidden(self, tokens: int) -> Tensor:
+        """Where the last layer has left its rows, all of them in order."""
+        return self._space.normed[:tokens]
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """[rows, vocab] in the model's dtype, into `out`."""
+        logits = self._head(hidden, out)
+        scale_logits_(logits, self.spec.logit_scale, self.spec.logit_softcap)
+        return logits
+
+    def touch(self, tokens: int) -> None:
+        """Run a layer's products over this number of rows: the vendor's library loads the kernel it
+        chooses for a shape when it is first asked for, and the device stands still meanwhile."""
+        space, layer = self._space, self._layers[0]
+        x = space.residual[:tokens]
+        layer.qkv(self._first.read(x), space.qkv[:tokens])
+        answer = layer.out(space.mixed[:tokens], space.answer[:tokens])
+        layer.mlp(layer.joins.between(answer, x))
+
+
+def load_gpu_decoder(
+    source: WeightSource,
+    spec: ModelSpec,
+    space: Workspace,
+    *,
+    quantize: Quantize,
+    is_deterministic: bool,
+) -> GpuDecoder:
+    """Take the weights of `source`, which puts them on the device."""
+    if space.experts is not None and quantize is not Quantize.NONE:
+        raise ConfigError(f"quantize={quantize.value}: mixtures of experts are not quantized yet")
+    make, make_head = choose_linear(quantize, is_deterministic)
+    compiler = _Compiler(spec, space, make, is_deterministic)
+    reader = TensorReader(source, spec)
+    embedding = reader.embedding()
+    pieces, sinks = [], []
+    for index in range(spec.num_layers):
+        tensors = reader.layer(index)
+        pieces.append(compiler.pieces(tensors, index))
+        sinks.append(tensors.sinks)
+    ends = reader.ends(embedding)
+    last = Reader(make_norm(ends.norm, spec), is_fp8=False, room=space.normed)
+    following = [piece.attention for piece in pieces[1:]] + [last]
+    layers = [piece.join(spec, after) for piece, after in zip(pieces, following, strict=True)]
+    head = make_head(ends.head)
+    return GpuDecoder(spec, embedding, pieces[0].attention, layers, head, space, sinks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """A layer before it knows what its successor reads."""
+
+    attention: Reader
+    qkv: Linear
+    head_norm: HeadNorm | None
+    out: Linear
+    mlp_reads: Reader
+    mlp: Mlp
+    tails: tuple[Norm | None, Norm | None]
+
+    def join(self, spec: ModelSpec, following: Reader) -> GpuLayer:
+        joins = make_joins(spec, self.mlp_reads, following, self.tails)
+        return GpuLayer(self.qkv, self.head_norm, self.out, self.mlp, joins)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiler:
+    spec: ModelSpec
+    space: Workspace
+    make: MakeLinear
+    is_deterministic: bool
+
+    def pieces(self, tensors: LayerTensors, index: int) -> _Pieces:
+        spec, room = self.spec, self.space.normed
+        qkv, mlp = self.make(tensors.qkv), self._mlp(tensors, index)
+        norm = make_norm(tensors.attention_norm, spec)
+        is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the norm of attention
+        mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
+        return _Pieces(
+            attention=Reader(norm, qkv.is_fp8, room),
+            qkv=qkv,
+            head_norm=_head_norm(tensors, spec),
+            out=self.make(tensors.out),
+            mlp_reads=Reader(mlp_norm, mlp.is_fp8, room),
+            mlp=mlp,
+            tails=(
+                make_norm(tensors.after_attention_norm, spec),
+                make_norm(tensors.after_mlp_norm, spec),
+            ),
+        )
+
+    def _mlp(self, tensors: LayerTensors, index: int) -> Mlp:
+        spec, found, space = self.spec.layers[index].mlp, tensors.mlp, self.space
+        if isinstance(spec, ExpertsSpec):
+            assert isinstance(found, ExpertTensors)
+            assert space.experts is not None
+            experts = GpuExperts(
+                found,
+                spec,
+                space.experts,
+                lambda weight, bias: self.make(Product(weight, bias)),
+                is_deterministic=self.is_deterministic,
+            )
+            return ExpertsMlp(experts, space)
+        assert isinstance(found, MlpTensors)
+        return DenseMlp(self.make(found.first), spec, self.make(found.down), space)
+
+
+def _head_norm(tensors: LayerTensors, spec: ModelSpec) -> HeadNorm | None:
+    if tensors.q_norm is None or tensors.k_norm is None:
+        return None
+    q_norm, k_norm = Norm(tensors.q_norm, spec.norm.eps), Norm(tensors.k_norm, spec.norm.eps)
+    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    norm = head_norm_ if spec.qk_norm is QkNorm.HEADS else joint_norm_
+
+    def run(qkv: Tensor) -> None:
+        norm(qkv, q_norm, k_norm, heads, kv_heads, dim)
+
+    return run

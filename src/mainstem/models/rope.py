@@ -1,0 +1,68 @@
+"""Rotary embeddings: frequencies, and the turns they make."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from mainstem.models.spec import RopeScaling, RopeSpec
+
+
+def inverse_frequencies(rope: RopeSpec) -> Tensor:
+    """[rotary_dim / 2] fp32: radians per position."""
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.scaling is RopeScaling.NONE:
+        return plain
+    if rope.scaling is RopeScaling.LINEAR:
+        return plain / rope.factor
+    if rope.scaling is RopeScaling.YARN:
+        kept = 1.0 - _yarn_ramp(rope)
+        return kept * plain + (1.0 - kept) * plain / rope.factor
+    if rope.scaling is RopeScaling.LONGROPE:
+        return plain / torch.tensor(rope.divisors)
+    # llama3: waves longer than the original context are stretched, short ones are not
+    turns = rope.original_positions * plain / (2 * math.pi)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    smooth = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
+    return smooth * plain + (1.0 - smooth) * plain / rope.factor
+
+
+def _yarn_ramp(rope: RopeSpec) -> Tensor:
+    """[rotary_dim / 2]: 0 for pairs that turn often in the original context, 1 for slow ones."""
+
+    def pair_that_turns(times: float) -> float:
+        waves = math.log(rope.original_positions / (times * 2 * math.pi))
+        return rope.rotary_dim * waves / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.has_whole_bounds:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    pairs = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
+    return ((pairs - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def turns_by(rope: RopeSpec, distances: Tensor) -> Tensor:
+    """[distances, rotary_dim / 2] complex64: what moves a rotated key by these distances."""
+    angles = distances.double()[:, None] * inverse_frequencies(rope).double()
+    return torch.complex(angles.cos(), angles.sin()).to(torch.complex64)
+
+
+def rotary_table(rope: RopeSpec, num_positions: int) -> Tensor:
+    """[positions, rotary_dim / 2] complex64: the turn of each pair of dims at each position."""
+    angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope)
+    return torch.complex(angles.cos(), angles.sin())
+
+
+def adjacent_pairs(head_dim: int, rotary_dim: int) -> Tensor:
+    """Order of a head's dims in which the two of a rotary pair (i, i + half) lie side by side.
+
+    Applied to the rows of the query and key weights it leaves every dot product as it was, and
+    makes the rotation one complex multiplication in place.
+    """
+    half = rotary_dim // 2
+    pairs = torch.stack((torch.arange(half), torch.arange(half, rotary_dim)), dim=1).reshape(-1)
+    return torch.cat((pairs, torch.arange(rotary_dim, head_dim)))

@@ -1,0 +1,194 @@
+"""A checkpoint's tensors in the form in which backends take them, read layer by layer.
+
+Whatever a family calls them and however it fuses them, a layer has here: queries, keys and values
+in one product, gate and up in one, gains as they are multiplied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mainstem.models.expert_tensors import ExpertTensors, read_experts
+from mainstem.models.names import QkvOrder
+from mainstem.models.spec import MlpSpec, ModelSpec, NormPlace, QkNorm, Residual
+from mainstem.models.weights import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """weight [out, in], bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NormTensors:
+    gain: Tensor  # fp32 where the family adds a number to the checkpoint's
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlpTensors:
+    first: Product  # rows: gate, then up; or up alone
+    down: Product
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """What stands before or after attention and MLP is None where the family has none there."""
+
+    attention_norm: NormTensors | None
+    qkv: Product  # rows: query heads, key heads, value heads
+    q_norm: Tensor | None  # gains
+    k_norm: Tensor | None
+    out: Product
+    sinks: Tensor | None  # [heads] fp32
+    after_attention_norm: NormTensors | None
+    mlp_norm: NormTensors | None
+    mlp: MlpTensors | ExpertTensors
+    after_mlp_norm: NormTensors | None
+
+
+@dataclass(frozen=True, slots=True)
+class EndTensors:
+    """Behind the layers."""
+
+    norm: NormTensors
+    head: Product  # its weight is the embedding where they are tied
+
+
+class TensorReader:
+    """Reads a model from `source`: `embedding`, then `layer` for each index, then `ends`."""
+
+    def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
+        self._source = source
+        self._spec = spec
+        self._names = spec.names
+
+    def embedding(self) -> Tensor:
+        """[vocab, hidden]"""
+        spec = self._spec
+        return self._take(f"{self._names.embedding}.weight", spec.vocab_size, spec.hidden_size)
+
+    def layer(self, index: int) -> LayerTensors:
+        spec, names = self._spec, self._names
+        prefix = names.layer.format(index) + "."
+        place, mlp = spec.norm_place, spec.layers[index].mlp
+        has_before = place is not NormPlace.AFTER
+        has_after = place is not NormPlace.BEFORE
+        # in parallel both read one norm
+        has_mlp_norm = has_before and spec.residual is not Residual.PARALLEL
+        q_norm, k_norm = self._qk_norms(prefix)
+        sinks = None
+        if spec.layers[index].attention.has_sinks:
+            sinks = self._take(prefix + names.sinks, spec.num_heads).float()
+        return LayerTensors(
+            attention_norm=self._norm(prefix + names.attention_norm) if has_before else None,
+            qkv=self._qkv(prefix),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            out=self._product(
+                [prefix + names.out],
+                [spec.hidden_size],
+                spec.num_heads * spec.head_dim,
+                spec.has_out_bias,
+            ),
+            sinks=sinks,
+            after_attention_norm=self._norm(prefix + names.after_attention_norm)
+            if has_after
+            else None,
+            mlp_norm=self._norm(prefix + names.mlp_norm) if has_mlp_norm else None,
+            mlp=self._mlp(prefix, mlp)
+            if isinstance(mlp, MlpSpec)
+            else read_experts(self._source, mlp, spec.hidden_size, prefix, names),
+            after_mlp_norm=self._norm(prefix + names.after_mlp_norm) if has_after else None,
+        )
+
+    def ends(self, embedding: Tensor) -> EndTensors:
+        """Last norm and head. Raises UnsupportedModel naming what was missing or not expected in
+        the whole checkpoint."""
+        spec, names, source = self._spec, self._names, self._source
+        norm = self._norm(names.final_norm)
+        if spec.has_tied_embeddings:
+            source.drop(f"{names.head}.weight")
+            head = Product(embedding)
+        else:
+            rows = [spec.vocab_size]
+            head = self._product([names.head], rows, spec.hidden_size, spec.has_head_bias)
+        source.finish()
+        return EndTensors(norm, head)
+
+    def _take(self, name: str, *shape: int) -> Tensor:
+        return self._source.take(name, shape)
+
+    def _norm(self, name: str) -> NormTensors:
+        norm, size = self._spec.norm, self._spec.hidden_size
+        gain = self._gain(f"{name}.weight", size)
+        return NormTensors(gain, self._take(f"{name}.bias", size) if norm.has_bias else None)
+
+    def _gain(self, name: str, size: int) -> Tensor:
+        gain, offset = self._take(name, size), self._spec.norm.gain_offset
+        return gain.float() + offset if offset else gain
+
+    def _qk_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
+        spec, names = self._spec, self._names
+        if spec.qk_norm is QkNorm.NONE:
+            return None, None
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        if spec.qk_norm is QkNorm.HEADS:
+            heads = kv_heads = 1
+        return (
+            self._gain(f"{prefix}{names.q_norm}.weight", heads * spec.head_dim),
+            self._gain(f"{prefix}{names.k_norm}.weight", kv_heads * spec.head_dim),
+        )
+
+    def _product(
+        self, names: Sequence[str], rows: Sequence[int], width: int, has_bias: bool
+    ) -> Product:
+        """The tensors of these names on top of each other."""
+        weights = [self._take(f"{n}.weight", r, width) for n, r in zip(names, rows, strict=True)]
+        bias = None
+        if has_bias:
+            biases = [self._take(f"{n}.bias", r) for n, r in zip(names, rows, strict=True)]
+            bias = _joined(biases)
+        return Product(_joined(weights), bias)
+
+    def _qkv(self, prefix: str) -> Product:
+        spec, names = self._spec, self._names
+        dim, kv_rows = spec.head_dim, spec.num_kv_heads * spec.head_dim
+        rows = [spec.num_heads * dim, kv_rows, kv_rows]
+        if len(names.qkv) == 1:
+            rows = [sum(rows)]
+        found = [prefix + name for name in names.qkv]
+        product = self._product(found, rows, spec.hidden_size, spec.has_qkv_bias)
+        if names.qkv_order is QkvOrder.PARTS:
+            return product
+        order = _parts_of_groups(spec).to(product.weight.device)
+        bias = product.bias
+        return Product(product.weight[order], None if bias is None else bias[order])
+
+    def _mlp(self, prefix: str, mlp: MlpSpec) -> MlpTensors:
+        names, hidden = self._names, self._spec.hidden_size
+        rows = [mlp.size, mlp.size] if mlp.is_gated else [mlp.size]
+        if len(names.gate_up) == 1:
+            rows = [sum(rows)]
+        found = [prefix + name for name in names.gate_up]
+        return MlpTensors(
+            self._product(found, rows, hidden, mlp.has_bias),
+            self._product([prefix + names.down], [hidden], mlp.size, mlp.has_bias),
+        )
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _parts_of_groups(spec: ModelSpec) -> Tensor:
+    """Where the rows of all queries, keys and values lie if each KV head's are together."""
+    group = spec.num_heads // spec.num_kv_heads
+    heads = torch.arange(spec.num_heads + 2 * spec.num_kv_heads).view(spec.num_kv_heads, group + 2)
+    order = torch.cat((heads[:, :group].reshape(-1), heads[:, group], heads[:, group + 1]))
+    return (order[:, None] * spec.head_dim + torch.arange(spec.head_dim)).reshape(-1)
