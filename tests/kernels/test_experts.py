@@ -14,7 +14,7 @@ from torch import Tensor  # noqa: E402
 
 from mainstem.kernels import LayoutError, PlanTooLarge  # noqa: E402
 from mainstem.kernels.dense.invariant import Tile  # noqa: E402
-from mainstem.kernels.experts import reference  # noqa: E402
+from mainstem.kernels.experts import products, reference  # noqa: E402
 from mainstem.kernels.experts import route as route_module  # noqa: E402
 from mainstem.kernels.experts.activate import ACTIVATIONS, gated_rows  # noqa: E402
 from mainstem.kernels.experts.products import (  # noqa: E402
@@ -102,11 +102,20 @@ def test_a_layer_answers_as_the_reference(name: str) -> None:
         assert torch.equal(x, kept)
 
 
-@pytest.mark.parametrize("tiles", [FEW, SOME, MANY, GROUPED], ids=["few", "some", "many", "grouped"])
+@pytest.mark.parametrize(
+    "tiles", [FEW, SOME, MANY, GROUPED], ids=["few", "some", "many", "grouped"]
+)
 def test_all_tiles_and_the_library_answer_alike(tiles: Tiles) -> None:
     case = case_of("everything")
     tensors, x = some_tensors(case), some_rows(5, case.hidden)
     assert_right(run(a_layer(case, tensors, 5, tiles), x), x, tensors, case.spec)
+
+
+def test_devices_without_boxes_answer_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "has_boxes", lambda device: False)
+    case = case_of("everything")
+    tensors, x = some_tensors(case), some_rows(5, case.hidden)
+    assert_right(run(a_layer(case, tensors, 5, SMALL), x), x, tensors, case.spec)
 
 
 def test_bf16() -> None:
@@ -205,9 +214,9 @@ def test_rows_are_sorted_and_cut_into_tiles(tokens: int, tile_rows: int) -> None
         right += [(expert, row) for row in range(start, end, tile_rows)]
         start = end
     num_tiles = most_tiles(tokens * top_k, experts, tile_rows)
-    tiles = list(
-        zip(found.tile_experts.tolist(), found.tile_starts.tolist(), strict=True)
-    )[:num_tiles]
+    tiles = list(zip(found.tile_experts.tolist(), found.tile_starts.tolist(), strict=True))[
+        :num_tiles
+    ]
     assert tiles[: len(right)] == right
     assert all(expert == -1 for expert, _ in tiles[len(right) :])
 

@@ -135,9 +135,7 @@ class GpuExperts:
         else:
             rows = self._run_ours(x, num_rows, tiles)
         shared = None if self._shared is None else self._shared(x)
-        return combine(
-            rows, space.routing, tensors.down_bias, shared, spec.has_shared_gate, out
-        )
+        return combine(rows, space.routing, tensors.down_bias, shared, spec.has_shared_gate, out)
 
     def _run_ours(self, x: Tensor, num_rows: int, tiles: Tiles) -> Tensor:
         space, tensors = self._space, self._tensors
