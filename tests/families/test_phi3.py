@@ -1,0 +1,44 @@
+"""Phi 3 and 4: fused products, LongRoPE by the engine's context, a part of heads rotated."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Phi3Config
+
+from tests.families.equality import CONTEXT, PREFIX_TOKENS, check_family
+from tests.models.checkpoints import SMALL
+
+ORIGINAL = 16  # tokens: all prompts of the check are longer
+
+
+def longrope(original: int, num_pairs: int, **more: object) -> dict[str, Any]:
+    """Fields of a config with LongRoPE."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.1 * pair for pair in range(num_pairs)],
+        "long_factor": [1.5 + 0.7 * pair for pair in range(num_pairs)],
+        "original_max_position_embeddings": original,
+        **more,
+    }
+    return {**SMALL, "original_max_position_embeddings": original, "rope_parameters": rope}
+
+
+def test_phi_3_with_plain_rope(tmp_path: Path) -> None:
+    check_family(Phi3Config(**SMALL), tmp_path)
+
+
+def test_short_factors_within_the_original_context(tmp_path: Path) -> None:
+    config = Phi3Config(**longrope(CONTEXT, num_pairs=4))
+    check_family(config, tmp_path, max_model_len=CONTEXT)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.75])
+def test_long_factors_beyond_it(share: float, tmp_path: Path) -> None:
+    """Phi-4-mini rotates three quarters of a head: what LongRoPE multiplies scores with is theirs
+    alone."""
+    assert PREFIX_TOKENS > ORIGINAL
+    sizes = {"hidden_size": 96, "num_attention_heads": 6}  # heads of 16
+    fields = longrope(ORIGINAL, num_pairs=int(8 * share), partial_rotary_factor=share)
+    check_family(Phi3Config(**fields | sizes), tmp_path)
