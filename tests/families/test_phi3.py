@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 from transformers import Phi3Config
 
+from mainstem.core.config import CacheConfig, EngineConfig, SchedConfig
+from mainstem.runner.cpu_load import load_cpu_runner
+from mainstem.runner.origin import folder_origin
 from tests.families.equality import CONTEXT, PREFIX_TOKENS, check_family
-from tests.models.checkpoints import SMALL
+from tests.models.checkpoints import SMALL, write_checkpoint
 
 ORIGINAL = 16  # tokens: all prompts of the check are longer
 
@@ -42,3 +45,16 @@ def test_long_factors_beyond_it(share: float, tmp_path: Path) -> None:
     sizes = {"hidden_size": 96, "num_attention_heads": 6}  # heads of 16
     fields = longrope(ORIGINAL, num_pairs=int(8 * share), partial_rotary_factor=share)
     check_family(Phi3Config(**fields | sizes), tmp_path)
+
+
+def test_pages_of_short_and_long_factors_are_told_apart(tmp_path: Path) -> None:
+    write_checkpoint(Phi3Config(**longrope(ORIGINAL, num_pairs=4)), tmp_path)
+
+    def identity(max_model_len: int) -> bytes:
+        sched = SchedConfig(max_model_len=max_model_len)
+        config = EngineConfig(cache=CacheConfig(kv_tokens=64), sched=sched)
+        return load_cpu_runner(folder_origin(tmp_path), config)[1].identity
+
+    assert identity(ORIGINAL - 1) == identity(ORIGINAL)
+    assert identity(ORIGINAL + 1) == identity(ORIGINAL + 2)
+    assert identity(ORIGINAL) != identity(ORIGINAL + 1)
