@@ -19,8 +19,29 @@ from torch.nn import functional as F
 
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import SampleBatch, StartedSequence
-from mainstem.kernels.dense import fused, invariant
+from mainstem.kernels.dense import invariant, reference
+from mainstem.kernels.dense.activations import (
+    Act,
+    activate,
+    activate_fp8,
+    activate_gated,
+    activate_gated_fp8,
+)
 from mainstem.kernels.dense.fp8 import Fp8Linear, quantize_weight
+from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_
+from mainstem.kernels.dense.logits import scale_logits_
+from mainstem.kernels.dense.norms import (
+    Delta,
+    Norm,
+    add_,
+    norm_rows,
+    norm_rows_fp8,
+    norm_twice,
+    norm_twice_fp8,
+)
+from mainstem.kernels.dense.rows import quantize_rows
+from mainstem.kernels.memory import reference as memory_reference
+from mainstem.kernels.memory.append import rope_append
 from mainstem.kernels.sampling.sample import argmax, draw, sample
 from mainstem.runner.sampler import Sampler, choice_of, choose, start_logprobs
 from tests.runner.steps import Seq, Work, a_sample_batch, a_step, some_keys
@@ -41,10 +62,16 @@ def some(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Ten
     return made
 
 
-def a_norm(x: Tensor, gain: Tensor) -> Tensor:
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-    return gain * normed.to(x.dtype)
+def a_norm(kind: str, size: int, dtype: torch.dtype = torch.bfloat16, seed: int = 10) -> Norm:
+    gain = some(size, dtype=torch.float32 if kind == "rms, fp32 gain" else dtype, seed=seed)
+    bias = some(size, dtype=dtype, seed=seed + 1) if kind == "layer" else None
+    return Norm(gain, EPS, kind == "layer", bias)
+
+
+def right_norm(x: Tensor, norm: Norm) -> Tensor:
+    if norm.is_layer:
+        return reference.layer_norm(x, norm.gain, norm.bias, norm.eps)
+    return reference.rms_norm(x, norm.gain, norm.eps)
 
 
 def off_by(found: Tensor, right: Tensor) -> float:
@@ -52,66 +79,161 @@ def off_by(found: Tensor, right: Tensor) -> float:
     return float((found.double() - right.double()).norm() / right.double().norm())
 
 
-def check_fused() -> None:
-    """One rounding may fall otherwise where a sum's order differs: 2^-9 of few elements."""
-    for tokens, size in ((1, 576), (37, 4096), (300, 5120), (3, 16384)):
-        for dtype, limit in ((torch.bfloat16, 1e-3), (torch.float16, 1e-4), (torch.float32, 1e-6)):
-            x, residual = some(tokens, size, dtype=dtype), some(tokens, size, dtype=dtype, seed=1)
-            gain = some(size, dtype=dtype, seed=2)
-            assert off_by(fused.rms_norm(x, gain, EPS), a_norm(x, gain)) < limit
-            total = x + residual
-            found = fused.add_rms_norm(x, residual, gain, EPS)
-            assert torch.equal(residual, total)
-            assert off_by(found, a_norm(total, gain)) < limit
-            gate_up = some(tokens, 2 * size, dtype=dtype, seed=3)
-            gate, up = gate_up.chunk(2, dim=1)
-            assert off_by(fused.silu_mul(gate_up), F.silu(gate) * up) < limit
-    qkv, q_gain, k_gain = some(50, 48 * 128), some(128, seed=1), some(128, seed=2)
-    right = qkv.view(50, 48, 128).clone()
-    right[:, :32], right[:, 32:40] = a_norm(right[:, :32], q_gain), a_norm(right[:, 32:40], k_gain)
-    fused.head_norm_(qkv, q_gain, k_gain, EPS, 32, 8, 128)
-    assert off_by(qkv.view(50, 48, 128), right) < 1e-3
+# One rounding may fall otherwise where a sum's order differs: 2^-9 of few elements in bf16.
+LIMITS = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 2e-6}
+SHAPES = ((1, 576), (37, 4096), (5, 2880), (300, 5120), (3, 16384))
+KINDS = ("rms", "rms, fp32 gain", "layer")
+
+
+def check_norms() -> None:
+    for tokens, size in SHAPES:
+        for dtype, limit in LIMITS.items():
+            x, rows, more = (some(tokens, size, dtype=dtype, seed=seed) for seed in range(3))
+            for kind in KINDS:
+                norm, after = a_norm(kind, size, dtype), a_norm(kind, size, dtype, seed=20)
+                assert off_by(norm_rows(x, norm), right_norm(x, norm)) < limit, (kind, dtype, size)
+                residual = x.clone()
+                found = norm_rows(residual, norm, Delta(rows))
+                assert torch.equal(residual, x + rows)
+                assert off_by(found, right_norm(residual, norm)) < limit
+                residual = x.clone()
+                pair = norm_twice(residual, (norm, after), Delta(rows, more))
+                assert torch.equal(residual, x + (rows + more))
+                assert off_by(pair[0], right_norm(residual, norm)) < limit
+                assert off_by(pair[1], right_norm(residual, after)) < limit
+                residual = x.clone()
+                add_(residual, Delta(rows, after=after, scale=0.22))
+                right = x + right_norm(rows, after) * 0.22
+                assert off_by(residual, right) < limit, (kind, dtype, size)
+
+
+def check_head_norms() -> None:
+    for heads, kv_heads, dim in (
+        (32, 8, 128),
+        (32, 32, 80),
+        (16, 8, 256),
+        (40, 8, 128),
+        (5, 1, 64),
+    ):
+        q_size, k_size = heads * dim, kv_heads * dim
+        qkv = some(50, q_size + 2 * k_size)
+        queries, keys, values = torch.split(qkv, [q_size, k_size, k_size], 1)
+        for kind in KINDS:
+            for shapes in (
+                ((dim,), (dim,)),
+                ((heads, dim), (kv_heads, dim)),
+                ((q_size,), (k_size,)),
+            ):
+                gains = [a_norm(kind, int(np.prod(shape)), seed=20).gain for shape in shapes]
+                norms = [
+                    Norm(gain.view(shape), EPS, is_layer=kind == "layer")
+                    for gain, shape in zip(gains, shapes, strict=True)
+                ]
+                is_joint = shapes[0] == (q_size,)
+                found = qkv.clone()
+                run = joint_norm_ if is_joint else head_norm_
+                run(found, norms[0], norms[1], heads, kv_heads, dim)
+                parts = [
+                    right_norm(part if is_joint else part.reshape(50, -1, dim), norm).view(50, -1)
+                    for part, norm in zip((queries, keys), norms, strict=True)
+                ]
+                right = torch.cat([*parts, values], 1)
+                assert off_by(found, right) < 1e-3, (heads, kv_heads, dim, kind, shapes)
+
+
+def check_activations() -> None:
+    for tokens, size in SHAPES:
+        for dtype, limit in LIMITS.items():
+            x = some(tokens, 2 * size, dtype=dtype, seed=3) * 3
+            for act in Act:
+                right = reference.gated(x, act.value)
+                assert off_by(activate_gated(x, act), right) < 2 * limit, (act, dtype, size)
+                if act is not Act.CLAMPED_SILU:
+                    right = reference.activation(x, act.value)
+                    assert off_by(activate(x, act), right) < 2 * limit, (act, dtype, size)
+
+
+def check_logits() -> None:
+    for vocab, dtype in ((201088, torch.bfloat16), (262144, torch.float32), (49155, torch.float16)):
+        for scale, cap in ((0.125, None), (1.0, 30.0), (2.0, 50.0)):
+            logits = some(9, vocab, dtype=dtype) * 10
+            right = logits.float() * scale
+            if cap is not None:
+                right = cap * torch.tanh(right / cap)
+            scale_logits_(logits, scale, cap)
+            assert off_by(logits, right.to(dtype)) < LIMITS[dtype], (vocab, scale, cap)
+
+
+def check_rope_append() -> None:
+    """Heads of other sizes, rotated in part or not at all; the CPU's sines differ by an ulp."""
+    cases = ((32, 32, 80, 16), (71, 1, 64, 32), (128, 8, 64, 32), (16, 8, 256, 128),
+             (32, 32, 96, 48), (16, 4, 128, 0))  # fmt: skip
+    for heads, kv_heads, dim, half in cases:
+        qkv = some(20, heads + 2 * kv_heads, dim)
+        pages = torch.zeros(2, 4, kv_heads, 16, dim, dtype=torch.bfloat16, device="cuda")
+        positions = torch.arange(20, device="cuda", dtype=torch.int32) * 301
+        slots = torch.randperm(64, device="cuda")[:20]
+        inv_freq = 10000.0 ** (-torch.arange(half, device="cuda").float() / max(half, 1))
+        torch.cuda.synchronize()
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
+        right_q = memory_reference.rope(q, positions, inv_freq)
+        right_k = memory_reference.rope(k, positions, inv_freq)
+        right = memory_reference.append(pages[0], pages[1], right_k, v, slots)
+        rope_append(q, k, v, pages[0], pages[1], positions, slots, inv_freq if half else None)
+        assert off_by(q, right_q) < 1e-3, (heads, dim, half)
+        assert off_by(pages[0], right[0]) < 1e-3, (heads, dim, half)
+        assert torch.equal(pages[1], right[1])
+        assert torch.equal(q[..., 2 * half :], right_q[..., 2 * half :])
 
 
 def check_fp8_rows() -> None:
-    """What the fused kernels quantize is what torch makes of their plain answer. Torch multiplies
-    by reciprocals where the kernels divide: a step of fp8 (1/8) may differ, rarely."""
-    x, gain, gate_up = some(100, HIDDEN), some(HIDDEN, seed=1), some(100, 2 * MLP)
-    residual = some(100, HIDDEN, seed=2)
-    other = residual.clone()
+    """What the kernels quantize is what torch makes of their plain answer. Torch multiplies by
+    reciprocals where the kernels divide: a step of fp8 (1/8) may differ, rarely."""
+    x, rows, gate_up = some(100, HIDDEN), some(100, HIDDEN, seed=2), some(100, 2 * MLP)
+    norm, second = a_norm("layer", HIDDEN), a_norm("layer", HIDDEN, seed=20)
+    rms = a_norm("rms", HIDDEN)
+    residual, other = x.clone(), x.clone()
+    pair = norm_twice_fp8(residual, (norm, second), Delta(rows))
+    plain_pair = norm_twice(other, (norm, second), Delta(rows))
+    assert torch.equal(residual, other)
     for found, plain in (
-        (fused.quantize_rows(x), x),
-        (fused.rms_norm_fp8(x, gain, EPS), fused.rms_norm(x, gain, EPS)),
-        (fused.add_rms_norm_fp8(x, residual, gain, EPS), fused.add_rms_norm(x, other, gain, EPS)),
-        (fused.silu_mul_fp8(gate_up), fused.silu_mul(gate_up)),
+        (quantize_rows(x), x),
+        (norm_rows_fp8(x, rms), norm_rows(x, rms)),
+        (norm_rows_fp8(x.clone(), rms, Delta(rows)), norm_rows(x.clone(), rms, Delta(rows))),
+        *zip(pair, plain_pair, strict=True),
+        (activate_gated_fp8(gate_up, Act.SILU), activate_gated(gate_up, Act.SILU)),
+        (activate_fp8(gate_up, Act.GELU_TANH), activate(gate_up, Act.GELU_TANH)),
     ):
         values, scale = quantize_weight(plain)
         apart = (found[0].float() - values.float()).abs()
         assert float((apart > 0).float().mean()) < 1e-3
         assert bool((apart <= values.float().abs() / 7 + 2**-8).all())
         torch.testing.assert_close(found[1][:, 0], scale, rtol=1e-6, atol=0)
-    assert torch.equal(residual, other)
 
 
 def check_fp8_linear() -> None:
-    for num_out, num_in in ((6144, 4096), (1000, 584)):
+    for num_out, num_in in ((6144, 4096), (1000, 584), (2880, 4096), (5120, 2880), (7680, 2560)):
         weight, bias = some(num_out, num_in), some(num_out, seed=1)
         linear = Fp8Linear(weight, bias)
         emulated = Fp8Linear(weight.cpu(), bias.cpu())
         for tokens in (1, 17, 200):
             x = some(tokens, num_in, seed=tokens)
             assert off_by(linear(x).cpu(), emulated(x.cpu())) < 5e-3
-            assert torch.equal(linear(fused.quantize_rows(x)), linear(x))
+            assert torch.equal(linear(quantize_rows(x)), linear(x))
+    half = Fp8Linear(weight.half(), bias.half(), torch.float16)
+    assert half(x.half()).dtype == torch.float16
+    assert off_by(half(x.half()), linear(x)) < 5e-3
 
 
 def check_rows_are_independent() -> None:
     """Bits of a row alone, in a batch of 200 and of 3,000, in all kernels of deterministic mode."""
-    x, weight, gain = some(3000, HIDDEN), some(6144, HIDDEN, seed=1), some(HIDDEN, seed=2)
-    bias = some(6144, seed=3)
+    x, weight, bias = some(3000, HIDDEN), some(6144, HIDDEN, seed=1), some(6144, seed=3)
+    rms, layer = a_norm("rms", HIDDEN), a_norm("layer", HIDDEN)
     runs: dict[str, Callable[[Tensor], Tensor]] = {
-        "rms_norm": lambda x: fused.rms_norm(x, gain, EPS),
-        "add_rms_norm": lambda x: fused.add_rms_norm(x, x * 0.5, gain, EPS),
-        "silu_mul": fused.silu_mul,
+        "rms": lambda x: norm_rows(x, rms),
+        "layer": lambda x: norm_rows(x.clone(), layer, Delta(x * 0.5, x, layer, 0.3)),
+        "add": lambda x: norm_rows(x * 0.5, rms, Delta(x)),
+        "gated": lambda x: activate_gated(x, Act.SILU),
         "matmul": lambda x: invariant.matmul(x, weight, bias),
     }
     for name, run in runs.items():
@@ -127,7 +249,10 @@ def check_matmul() -> None:
     """16 bits round the output; fp32 sums thousands of terms one after the other. TF32 would be off
     by 3e-4."""
     for dtype, limit in ((torch.bfloat16, 3e-3), (torch.float16, 1e-3), (torch.float32, 1e-5)):
-        for tokens, num_out, num_in in ((1, 6144, 4096), (200, 1000, 584), (1000, 4096, 1536)):
+        for tokens, num_out, num_in in (
+            (1, 6144, 4096), (200, 1000, 584), (1000, 4096, 1536), (300, 2560, 2560),
+            (70, 5120, 2880), (9, 51200, 2560), (3, 201088, 2880), (2, 262144, 1152),
+        ):  # fmt: skip
             x, weight = some(tokens, num_in, dtype=dtype), some(num_out, num_in, dtype=dtype)
             bias = some(num_out, dtype=dtype, seed=2)
             right = x.double() @ weight.double().t() + bias
@@ -279,7 +404,8 @@ def over(inputs: Sequence[Tensor], run: Callable[[Tensor], object]) -> list[Call
 
 
 def time_rows(report: Report) -> None:
-    gain = some(HIDDEN)
+    norm, q_norm, layer = a_norm("rms", HIDDEN), a_norm("rms", 128), a_norm("layer", HIDDEN)
+    gemma = a_norm("rms, fp32 gain", HIDDEN)
     for tokens in TOKENS:
         copies = 8 if tokens <= 256 else 4
         xs = [some(tokens, HIDDEN, seed=seed) for seed in range(copies)]
@@ -287,22 +413,27 @@ def time_rows(report: Report) -> None:
         out = out.bfloat16()
         floor = 4 * residual.nbytes / COPY_BYTES_PER_US
         report(
-            "add_rms_norm", tokens, floor=floor,
-            ours=time_us(over(xs, lambda x: fused.add_rms_norm(x, residual, gain, EPS, out))),
-            fp8=time_us(over(xs, lambda x: fused.add_rms_norm_fp8(x, residual, gain, EPS))),
-            torch=time_us(over(xs, lambda x: F.rms_norm(residual.add_(x), (HIDDEN,), gain, EPS))),
+            "add_norm", tokens, floor=floor,
+            ours=time_us(over(xs, lambda x: norm_rows(residual, norm, Delta(x), out))),
+            fp8=time_us(over(xs, lambda x: norm_rows_fp8(residual, norm, Delta(x)))),
+            layer=time_us(over(xs, lambda x: norm_rows(residual, layer, Delta(x), out))),
+            gemma=time_us(over(xs, lambda x: norm_rows(residual, gemma, Delta(x, after=gemma),
+                                                       out))),
+            torch=time_us(over(xs, lambda x: F.rms_norm(residual.add_(x), (HIDDEN,), norm.gain,
+                                                        EPS))),
         )  # fmt: skip
         qkvs = [some(tokens, 6144, seed=seed) for seed in range(copies)]
-        q_gain = some(128)
-        report("head_norm", tokens, floor=2 * 40 / 48 * qkvs[0].nbytes / COPY_BYTES_PER_US,
-               ours=time_us(over(qkvs, lambda x: fused.head_norm_(x, q_gain, q_gain, EPS, 32, 8,
-                                                                  128))))  # fmt: skip
+        report(
+            "head_norm", tokens, floor=2 * 40 / 48 * qkvs[0].nbytes / COPY_BYTES_PER_US,
+            ours=time_us(over(qkvs, lambda x: head_norm_(x, q_norm, q_norm, 32, 8, 128))),
+        )  # fmt: skip
         gates = [some(tokens, 2 * MLP, seed=seed) for seed in range(copies)]
         out = torch.empty(tokens, MLP, device="cuda").bfloat16()
         report(
             "silu_mul", tokens, floor=3 * out.nbytes / COPY_BYTES_PER_US,
-            ours=time_us(over(gates, lambda x: fused.silu_mul(x, out))),
-            fp8=time_us(over(gates, fused.silu_mul_fp8)),
+            ours=time_us(over(gates, lambda x: activate_gated(x, Act.SILU, out))),
+            gelu_tanh=time_us(over(gates, lambda x: activate_gated(x, Act.GELU_TANH, out))),
+            fp8=time_us(over(gates, lambda x: activate_gated_fp8(x, Act.SILU))),
             torch=time_us(over(gates, lambda x: F.silu(x[:, :MLP]) * x[:, MLP:])),
         )  # fmt: skip
 
@@ -334,7 +465,7 @@ def time_products(report: Report) -> None:
         linears = [Fp8Linear(weight) for weight in weights]
         for tokens in TOKENS:
             x = some(tokens, num_in)
-            rows = fused.quantize_rows(x)
+            rows = quantize_rows(x)
             figures = {"cublas": time_us(over(weights, lambda w: F.linear(x, w)))}
             for fast in (True, False):
                 runs = [
@@ -358,10 +489,11 @@ TILES = [
 
 def check_tiles_agree() -> None:
     """Whatever its tile, a row has the same bits."""
-    x, weight = some(300, HIDDEN), some(6144, HIDDEN, seed=1)
-    right = invariant.matmul(x, weight)
-    for tile in TILES:
-        assert torch.equal(invariant.multiply(x, weight, tile), right), tile
+    for num_in in (HIDDEN, 2880):  # the second is no multiple of 128
+        x, weight = some(300, num_in), some(6144, num_in, seed=1)
+        right = invariant.matmul(x, weight)
+        for tile in TILES:
+            assert torch.equal(invariant.multiply(x, weight, tile), right), tile
 
 
 CHECKS["tiles_agree"] = check_tiles_agree

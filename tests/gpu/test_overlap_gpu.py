@@ -22,7 +22,11 @@ from torch import Tensor
 
 from mainstem.kernels import AttentionLimits, SpanAttention
 from mainstem.kernels.attention.plan import ALL_LAUNCHES
-from mainstem.kernels.dense import fused
+from mainstem.kernels.dense.activations import Act, activate, activate_gated, activate_gated_fp8
+from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_
+from mainstem.kernels.dense.logits import scale_logits_
+from mainstem.kernels.dense.norms import Delta, Norm, norm_rows, norm_rows_fp8, norm_twice
+from mainstem.kernels.dense.rows import quantize_rows
 from mainstem.kernels.memory.append import rope_append
 from mainstem.kernels.overlap import can_overlap
 from mainstem_bench.workloads import AttentionCase, Run
@@ -78,9 +82,12 @@ def as_a_graph(run: Callable[[], None]) -> None:
     graph.replay()
 
 
-GAIN = some(HIDDEN, seed=1)
-HEAD_GAIN = some(DIM, seed=2)
+NORM = Norm(some(HIDDEN, seed=1), EPS)
+LAYER_NORM = Norm(NORM.gain, EPS, is_layer=True, bias=some(HIDDEN, seed=10))
+HEAD_NORM = Norm(some(DIM, seed=2), EPS)
+K_NORM = Norm(some(KV_HEADS * DIM, seed=11), EPS)
 ASIDE = some(TOKENS, HIDDEN, seed=3)
+SCRATCH = torch.empty_like(ASIDE)
 POSITIONS = torch.arange(TOKENS, device="cuda") * 7
 SLOTS = torch.arange(TOKENS, device="cuda") + 3
 FREQUENCIES = 10000.0 ** (-torch.arange(0, DIM // 2, device="cuda").float() / (DIM // 2))
@@ -91,12 +98,22 @@ torch.cuda.synchronize()
 
 
 def _head_norm(x: Tensor) -> Tensor:
-    fused.head_norm_(x, HEAD_GAIN, HEAD_GAIN, EPS, HEADS, KV_HEADS, DIM)
+    head_norm_(x, HEAD_NORM, HEAD_NORM, HEADS, KV_HEADS, DIM)
+    return x
+
+
+def _joint_norm(x: Tensor) -> Tensor:
+    joint_norm_(x, NORM, K_NORM, HEADS, KV_HEADS, DIM)
+    return x
+
+
+def _scale_logits(x: Tensor) -> Tensor:
+    scale_logits_(x, 3.0, 5.0)
     return x
 
 
 def _add_norm(x: Tensor) -> Tensor:
-    fused.add_rms_norm(ASIDE, x, GAIN, EPS)
+    norm_rows(x, NORM, Delta(ASIDE))
     return x
 
 
@@ -109,21 +126,30 @@ def _rope_append(x: Tensor) -> Tensor:
 
 # Between the late kernel and these nothing else may be launched, as an allocation of zeros would.
 READERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
-    "rms_norm": (HIDDEN, lambda x: fused.rms_norm(x, GAIN, EPS)),
-    "rms_norm_fp8": (HIDDEN, lambda x: fused.rms_norm_fp8(x, GAIN, EPS)[0].float()),
-    "add_rms_norm": (HIDDEN, lambda x: fused.add_rms_norm(x, x, GAIN, EPS)),
-    "add_rms_norm, residual": (HIDDEN, _add_norm),
-    "silu_mul": (2 * HIDDEN, fused.silu_mul),
-    "silu_mul_fp8": (2 * HIDDEN, lambda x: fused.silu_mul_fp8(x)[0].float()),
-    "quantize_rows": (HIDDEN, lambda x: fused.quantize_rows(x)[0].float()),
+    "norm": (HIDDEN, lambda x: norm_rows(x, NORM)),
+    "norm_fp8": (HIDDEN, lambda x: norm_rows_fp8(x, NORM)[0].float()),
+    "norm, delta": (HIDDEN, lambda x: norm_rows(x, NORM, Delta(x))),
+    "norm, residual": (HIDDEN, _add_norm),
+    "norm, parallel": (HIDDEN, lambda x: norm_rows(x, NORM, Delta(ASIDE, x, NORM, 0.5))),
+    "norm twice": (HIDDEN, lambda x: norm_twice(x, (LAYER_NORM, LAYER_NORM))[1]),
+    "activate": (HIDDEN, lambda x: activate(x, Act.GELU)),
+    "activate_gated": (2 * HIDDEN, lambda x: activate_gated(x, Act.SILU)),
+    "activate_gated_fp8": (2 * HIDDEN, lambda x: activate_gated_fp8(x, Act.SILU)[0].float()),
+    "quantize_rows": (HIDDEN, lambda x: quantize_rows(x)[0].float()),
+    "scale_logits": (HIDDEN, _scale_logits),
+    "joint_norm": (QKV, _joint_norm),
     "head_norm": (QKV, _head_norm),
     "rope_append": (QKV, _rope_append),
     "head_norm, rope_append": (QKV, lambda x: _rope_append(_head_norm(x))),
 }
-WRITERS = {
-    "rms_norm": (HIDDEN, lambda x: fused.rms_norm(ASIDE, GAIN, EPS, out=x)),
-    "add_rms_norm": (HIDDEN, _add_norm),
-    "silu_mul": (HIDDEN // 2, lambda x: fused.silu_mul(ASIDE, out=x)),
+WRITERS: dict[str, tuple[int, Callable[[Tensor], object]]] = {
+    "norm": (HIDDEN, lambda x: norm_rows(ASIDE, NORM, out=x)),
+    "norm, residual": (HIDDEN, _add_norm),
+    "norm twice": (HIDDEN, lambda x: norm_twice(ASIDE, (NORM, NORM), out=(SCRATCH, x))),
+    "activate": (HIDDEN, lambda x: activate(ASIDE, Act.RELU, out=x)),
+    "activate_gated": (HIDDEN // 2, lambda x: activate_gated(ASIDE, Act.SILU, out=x)),
+    "scale_logits": (HIDDEN, _scale_logits),
+    "joint_norm": (QKV, _joint_norm),
     "head_norm": (QKV, _head_norm),
     "rope_append": (QKV, _rope_append),
 }
@@ -154,7 +180,7 @@ def test_nothing_is_read_before_it_is_written(
     width, read = READERS[name]
     source = some(TOKENS, width, seed=4)
     right = read(source.clone())
-    fused.quantize_rows(ASIDE)  # compiled
+    quantize_rows(ASIDE)  # compiled
     PAGES.zero_()
     target, found = torch.zeros_like(source), torch.zeros_like(right)
     torch.cuda.synchronize()
@@ -162,7 +188,7 @@ def test_nothing_is_read_before_it_is_written(
     def chain() -> None:
         copy_late(target, source)
         for _ in range(between):
-            fused.quantize_rows(ASIDE)
+            quantize_rows(ASIDE)
         found.copy_(read(target))
 
     launch(chain)
@@ -179,14 +205,14 @@ def test_nothing_is_written_before_it_is_read(
     width, write = WRITERS[name]
     before = some(TOKENS, width, seed=5)
     write(before.clone())  # compiled
-    fused.quantize_rows(ASIDE)
+    quantize_rows(ASIDE)
     source, target = before.clone(), torch.zeros_like(before)
     torch.cuda.synchronize()
 
     def chain() -> None:
         copy_late(target, source)
         for _ in range(between):
-            fused.quantize_rows(ASIDE)
+            quantize_rows(ASIDE)
         write(source)
 
     launch(chain)
@@ -199,18 +225,18 @@ def test_nothing_is_written_before_it_is_read(
 def test_an_event_between_two_launches_is_waited_for(behind: int) -> None:
     """As layers wait for pages that another stream loads."""
     source = some(TOKENS, HIDDEN, seed=9)
-    right = fused.rms_norm(source, GAIN, EPS)
-    fused.quantize_rows(ASIDE)  # compiled
+    right = norm_rows(source, NORM)
+    quantize_rows(ASIDE)  # compiled
     target, loads = torch.zeros_like(source), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(loads):
         copy_late(target, source)
         event = loads.record_event()
-    fused.quantize_rows(ASIDE)
+    quantize_rows(ASIDE)
     torch.cuda.current_stream().wait_event(event)
     for _ in range(behind):
-        fused.quantize_rows(ASIDE)
-    found = fused.rms_norm(target, GAIN, EPS)
+        quantize_rows(ASIDE)
+    found = norm_rows(target, NORM)
     torch.cuda.synchronize()
     assert torch.equal(found, right)
 
@@ -252,7 +278,7 @@ def test_attention_waits_for_queries_and_the_next_kernel_for_attention(
         rope_append(q, k, v, k_pages, v_pages, POSITIONS, unwritten, FREQUENCIES)
         wanted = ALL_LAUNCHES if has_all else launches
         attention.run(q, k_pages, v_pages, out=out, launches=wanted)
-        return fused.quantize_rows(out.view(TOKENS, -1))[0].float()
+        return quantize_rows(out.view(TOKENS, -1))[0].float()
 
     right = layer(source.clone()).clone()
     target, found = torch.zeros_like(source), torch.zeros_like(right)

@@ -22,13 +22,24 @@ from mainstem.kernels.attention.merge import _merge_kernel
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
 from mainstem.kernels.attention.tuning import FALLBACK, HOPPER, HOPPER_SPLIT, SPLIT_HEAD_DIMS, Tiles
-from mainstem.kernels.dense.fused import (
-    _head_norm_kernel,
-    _norm_kernel,
-    _quantize_kernel,
-    _silu_mul_kernel,
-)
+from mainstem.kernels.dense.activations import Act, _activation_kernel
+from mainstem.kernels.dense.head_norms import _head_norm_kernel, _joint_norm_kernel
 from mainstem.kernels.dense.invariant import _matmul_kernel
+from mainstem.kernels.dense.logits import _scale_logits_kernel
+from mainstem.kernels.dense.norms import _norm_kernel
+from mainstem.kernels.dense.rows import _quantize_kernel
+from mainstem.kernels.experts.activate import _gated_rows_kernel
+from mainstem.kernels.experts.combine import _combine_kernel
+from mainstem.kernels.experts.products import (
+    FEW,
+    FULL_PRECISION,
+    MANY,
+    SOME,
+    _down_kernel,
+    _gate_up_kernel,
+)
+from mainstem.kernels.experts.products import Tiles as ExpertTiles
+from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router_kernel
 from mainstem.kernels.memory.append import _rope_append_kernel
 from mainstem.kernels.memory.rotate import _rerotate_kernel
 from mainstem.kernels.memory.transfer import _spread_kernel
@@ -49,12 +60,15 @@ TARGETS = {
 }
 INT_POINTERS = (
     "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr", "tickets_ptr",
-    "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr",
+    "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr", "ids_ptr", "counts_ptr",
+    "sorted_ptr", "sorted_experts_ptr", "ends_ptr", "tile_experts_ptr", "tile_starts_ptr",
+    "experts_ptr",
 )  # fmt: skip
 LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")
 FLOAT_POINTERS = (
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "inv_freq_ptr", "lse_a_ptr", "lse_b_ptr",
-    "scales_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
+    "scales_ptr", "scales_2_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
+    "weights_ptr", "shared_weights_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
 
@@ -130,20 +144,57 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
         yield Job(_merge_partials_kernel, {**HEAD, **merge, **overlaps})
     yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps})
     yield Job(_rerotate_kernel, {**HEAD, **half})
+    still = {"HALF": 0, "HALF_LANES": 1, "PAGE_SIZE": 16, "inv_freq_ptr": None}
+    yield Job(_rope_append_kernel, {**HEAD, **still, **heads, **overlaps})
+    yield Job(_rerotate_kernel, {**HEAD, **still})
     yield Job(_merge_kernel, {**HEAD, "TILE_ROWS": 16})
+
+
+def _norm_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:
+    row = {"SIZE": 4096, "BLOCK": 4096, **overlaps}
+    second = _nothing("gain_2_ptr", "bias_2_ptr", "out_2_ptr", "scales_2_ptr")
+    extras = _nothing("more_ptr", "after_gain_ptr", "after_bias_ptr")
+    llama = {**row, **second, **extras, "bias_ptr": None, "IS_LAYER": False, "HAS_SCALE": False}
+    yield Job(_norm_kernel, {**llama, "scales_ptr": None})
+    gemma = {"more_ptr": None, "after_bias_ptr": None, "bias_ptr": None, "scales_ptr": None}
+    wide = {"gain_ptr": "*fp32", "after_gain_ptr": "*fp32"}
+    yield Job(_norm_kernel, {**row, **second, **gemma, "IS_LAYER": False, "HAS_SCALE": True}, wide)
+    falcon = _nothing("after_gain_ptr", "after_bias_ptr", "scales_ptr", "scales_2_ptr")
+    yield Job(_norm_kernel, {**row, **falcon, "IS_LAYER": True, "HAS_SCALE": False})
+    heads = {**HEAD, **overlaps, "HEADS": 32, "KV_HEADS": 8, "TILE": 8}
+    for is_stablelm in (False, True):
+        kind = {"IS_LAYER": is_stablelm, "HAS_OWN_GAINS": is_stablelm}
+        yield Job(_head_norm_kernel, {**heads, **kind})
+    joint = {"Q_SIZE": 4096, "Q_BLOCK": 4096, "K_SIZE": 1024, "K_BLOCK": 1024, "IS_LAYER": False}
+    yield Job(_joint_norm_kernel, {**joint, **overlaps})
+    if has_fp8:
+        yield Job(_norm_kernel, llama, {"out_ptr": "*fp8e4nv"})
+        yield Job(_quantize_kernel, row, {"out_ptr": "*fp8e4nv"})
+
+
+def _activation_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:
+    row = {"SIZE": 4096, "BLOCK": 4096, **overlaps}
+    for act in Act:
+        is_gated = act in {Act.SILU, Act.GELU_TANH, Act.CLAMPED_SILU}
+        kind = {"ACT": act.value, "IS_GATED": is_gated}
+        yield Job(_activation_kernel, {**row, **kind, "scales_ptr": None})
+    if has_fp8:
+        silu = {"ACT": Act.SILU.value, "IS_GATED": True}
+        yield Job(_activation_kernel, {**row, **silu}, {"out_ptr": "*fp8e4nv"})
+    floats = {"scale": "fp32", "cap": "fp32"}
+    yield Job(_scale_logits_kernel, {"HAS_CAP": True, "BLOCK": 4096, **overlaps}, floats)
+
+
+def _nothing(*names: str) -> dict[str, object]:
+    """Arguments that are left out."""
+    return dict.fromkeys(names)
 
 
 def _other_jobs(target: str) -> Iterator[Job]:
     overlaps = {"OVERLAPS": target == "sm_90"}
-    row = {"SIZE": 4096, "BLOCK": 4096, **overlaps}
-    yield Job(_norm_kernel, {**row, "HAS_RESIDUAL": True, "IS_FP8": False})
-    yield Job(_silu_mul_kernel, {**row, "IS_FP8": False})
-    yield Job(_head_norm_kernel, {**HEAD, **overlaps, "HEADS": 32, "KV_HEADS": 8, "TILE": 8})
-    if target == "sm_90":  # no float8_e4m3fn before sm_89, nor on gfx942
-        fp8 = {"out_ptr": "*fp8e4nv"}
-        yield Job(_norm_kernel, {**row, "HAS_RESIDUAL": True, "IS_FP8": True}, fp8)
-        yield Job(_silu_mul_kernel, {**row, "IS_FP8": True}, fp8)
-        yield Job(_quantize_kernel, row, fp8)
+    has_fp8 = target == "sm_90"  # no float8_e4m3fn before sm_89, nor on gfx942
+    yield from _norm_jobs(overlaps, has_fp8)
+    yield from _activation_jobs(overlaps, has_fp8)
     ids = {"out_ptr": "*i64"}
     yield Job(_argmax_kernel, {"BLOCK": 4096}, ids)
     wide = {"logits_ptr": "*fp32", "few_ptr": "*fp32"}
@@ -162,6 +213,44 @@ def _other_jobs(target: str) -> Iterator[Job]:
     )
 
 
+def _expert_jobs(target: str) -> Iterator[Job]:
+    overlaps = {"OVERLAPS": target == "sm_90"}
+    sizes = {"EXPERTS": 128, "LANES": 128, "TOP_K": 8, "BLOCK": 16}
+    wide, positions = {"logits_ptr": "*fp32"}, {"positions_ptr": "*i32"}
+    router = {"SPLITS_HERE": 8, "TILE": 64, "UPCAST": False}
+    yield Job(_router_kernel, router | overlaps, wide, {"num_warps": 4, "num_stages": 3})
+    for is_whole in (False, True):
+        own = {"NUM_PARTS": 8 if is_whole else 1, "SLOTS": 8, "WIDTH": 129, "HAS_BIAS": True,
+               "HAS_GATE": True, "IS_NORMALIZED": is_whole, "IS_WHOLE": is_whole}  # fmt: skip
+        yield Job(_route_kernel, sizes | own | overlaps, wide | positions)
+    own = {"CELLS": 128, "CHUNK": 64}
+    yield Job(_place_kernel, sizes | own | overlaps, positions, {"num_warps": 8})
+    own = {"TOP_K": 8, "BLOCK": 1024, "HAS_BIAS": True, "HAS_SHARED": True, "HAS_GATE": True}
+    yield Job(_combine_kernel, own | overlaps, positions)
+    own = {"ACTIVATION": "gelu", "HAS_BIAS": True, "BLOCK": 1024}
+    yield Job(_gated_rows_kernel, own | overlaps)
+    for tiles in (FEW, SOME, MANY, FULL_PRECISION):
+        yield from _grouped_jobs(tiles, target, overlaps)
+
+
+def _grouped_jobs(tiles: ExpertTiles, target: str, overlaps: dict[str, bool]) -> Iterator[Job]:
+    element = "fp32" if tiles is FULL_PRECISION else "bf16"
+    for tile, kernel in ((tiles.gate_up, _gate_up_kernel), (tiles.down, _down_kernel)):
+        constants: dict[str, object] = {
+            "TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns, "TILE_K": tile.k, "GROUP": 8,
+            "UPCAST": False, **overlaps,
+        }  # fmt: skip
+        types = {"weights": f"tensordesc<{element}[{tile.columns}, {tile.k}]>"}
+        if kernel is _gate_up_kernel:
+            constants |= {"ACTIVATION": "clamped", "HAS_BIAS": True, "IS_EVEN": True}
+            types |= dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{element}")
+        else:
+            types["act"] = f"tensordesc<{element}[{tile.rows}, {tile.k}]>"
+            types["out_ptr"] = f"*{element}"
+        stages = tile.stages if target == "sm_90" else 2
+        yield Job(kernel, constants, types, {"num_warps": tile.warps, "num_stages": stages})
+
+
 def _copy_jobs() -> Iterator[Job]:
     types = {"layers_ptr": "*i32", "pages_ptr": "*i32", "buffer_ptr": "*i32"}
     yield Job(_spread_kernel, {"TILE": 2048}, types)
@@ -171,7 +260,13 @@ def _copy_jobs() -> Iterator[Job]:
 def compile_all(target: str) -> None:
     tiles = HOPPER if target == "sm_90" else FALLBACK
     hopper_jobs = _hopper_jobs() if target == "sm_90" else ()
-    for job in (*_attention_jobs(tiles), *hopper_jobs, *_copy_jobs(), *_other_jobs(target)):
+    for job in (
+        *_attention_jobs(tiles),
+        *hopper_jobs,
+        *_copy_jobs(),
+        *_other_jobs(target),
+        *_expert_jobs(target),
+    ):
         names = job.kernel.arg_names
         signature = {n: "constexpr" if n in job.constants else _type_of(n) for n in names}
         source = job.source(

@@ -14,7 +14,9 @@ from mainstem.kernels.memory import reference  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 16)])
+@pytest.mark.parametrize(
+    ("dim", "half"), [(64, 32), (80, 40), (80, 16), (96, 48), (256, 128), (256, 32), (80, 24)]
+)
 def test_rope_append_agrees_with_the_reference(dim: int, half: int) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(5, 6 + 2 + 2, dim)  # views of one projection, as a model has them
@@ -34,6 +36,22 @@ def test_rope_append_agrees_with_the_reference(dim: int, half: int) -> None:
     assert torch.equal(v_pages, right_v)
     assert torch.equal(k, old_k)
     assert torch.equal(v, old_v)
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+def test_without_frequencies_keys_are_appended_as_they_are(dim: int) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 3 + 2 + 2, dim)
+    before = qkv.clone()
+    q, k, v = qkv[:, :3], qkv[:, 3:5], qkv[:, 5:]
+    k_pages, v_pages = torch.zeros(2, 2, 16, dim), torch.zeros(2, 2, 16, dim)
+    positions, slots = torch.tensor([9, 10, 11]), torch.tensor([17, -1, 2])
+    kept = [0, 2]
+    right = reference.append(k_pages, v_pages, k[kept], v[kept], slots[kept])
+    rope_append(q, k, v, k_pages, v_pages, positions, slots, None)
+    assert torch.equal(k_pages, right[0])
+    assert torch.equal(v_pages, right[1])
+    assert torch.equal(qkv, before)
 
 
 def test_a_token_with_a_negative_slot_is_not_written() -> None:

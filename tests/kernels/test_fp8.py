@@ -37,7 +37,7 @@ def test_a_token_is_quantized_by_its_own_peak() -> None:
     assert values[2].float().abs().max() == 0
 
 
-@pytest.mark.parametrize(("num_out", "num_in"), [(48, 64), (50, 72)])
+@pytest.mark.parametrize(("num_out", "num_in"), [(48, 64), (50, 72), (1, 80), (33, 40)])
 def test_the_linear_multiplies_the_rounded_numbers(num_out: int, num_in: int) -> None:
     weight, bias, x = some(num_out, num_in), some(num_out, seed=1), some(5, num_in, seed=2)
     linear = Fp8Linear(weight, bias, out_dtype=torch.float32)

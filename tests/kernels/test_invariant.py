@@ -23,7 +23,9 @@ def some(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize(("tokens", "num_out", "num_in"), [(1, 64, 64), (70, 150, 100)])
+@pytest.mark.parametrize(
+    ("tokens", "num_out", "num_in"), [(1, 64, 64), (70, 150, 100), (3, 201, 180)]
+)
 def test_it_is_the_product(tokens: int, num_out: int, num_in: int, dtype: torch.dtype) -> None:
     x, weight = some(tokens, num_in).to(dtype), some(num_out, num_in, seed=1).to(dtype)
     bias = some(num_out, seed=2).to(dtype)

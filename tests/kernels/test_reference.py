@@ -3,7 +3,7 @@
 import torch
 
 from mainstem.kernels.attention import reference
-from mainstem.kernels.dense.reference import rms_norm, silu_mul
+from mainstem.kernels.dense.reference import gated, layer_norm, rms_norm
 from mainstem.kernels.memory.reference import append, rope
 from tests.runner.steps import make_spans
 
@@ -84,9 +84,11 @@ def test_append_writes_its_slots_and_nothing_else() -> None:
     assert int((k_after != k).any(dim=-1).sum()) == 4
 
 
-def test_norm_and_gated_unit() -> None:
+def test_norms_and_gated_unit() -> None:
     x, gain = randn(3, 8), randn(8, seed=1)
     expected = torch.nn.functional.rms_norm(x, (8,), gain, 1e-5)
     torch.testing.assert_close(rms_norm(x, gain, 1e-5), expected)
+    expected = torch.nn.functional.layer_norm(x, (8,), gain, x[0], 1e-5)
+    torch.testing.assert_close(layer_norm(x, gain, x[0], 1e-5), expected)
     expected = torch.nn.functional.silu(x[:, :4]) * x[:, 4:]
-    torch.testing.assert_close(silu_mul(x), expected)
+    torch.testing.assert_close(gated(x, "silu"), expected)

@@ -14,13 +14,14 @@ from mainstem.kernels.memory import reference  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-def test_turned_keys_equal_keys_computed_at_the_new_position() -> None:
+@pytest.mark.parametrize(("dim", "half"), [(80, 32), (80, 16), (96, 48), (256, 128)])
+def test_turned_keys_equal_keys_computed_at_the_new_position(dim: int, half: int) -> None:
     torch.manual_seed(0)
-    raw, values = torch.randn(48, 2, 80), torch.randn(48, 2, 80)
-    inv_freq = 10000.0 ** (-torch.arange(32).float() / 32)  # dims 64..79 are not rotated
+    raw, values = torch.randn(48, 2, dim), torch.randn(48, 2, dim)
+    inv_freq = 10000.0 ** (-torch.arange(half).float() / half)
     positions = torch.arange(48)
     k = reference.rope(raw, positions, inv_freq)
-    k_pages, v_pages = torch.zeros(5, 2, 16, 80), torch.zeros(5, 2, 16, 80)
+    k_pages, v_pages = torch.zeros(5, 2, 16, dim), torch.zeros(5, 2, 16, dim)
     k_pages, v_pages = reference.append(k_pages, v_pages, k, values, positions)
     source, target = torch.tensor([1, 2]), torch.tensor([4, 2])
     rerotate(k_pages, v_pages, source, target, torch.tensor([-16, 5]), inv_freq)
@@ -30,6 +31,16 @@ def test_turned_keys_equal_keys_computed_at_the_new_position() -> None:
     assert torch.allclose(k_pages[2], moved, atol=1e-5)
     assert torch.equal(v_pages[4], v_pages[1])
     assert torch.equal(k_pages[1], k[16:32].transpose(0, 1))
+
+
+def test_without_frequencies_pages_move_as_they_are() -> None:
+    torch.manual_seed(0)
+    k_pages, v_pages = torch.randn(4, 2, 16, 80), torch.randn(4, 2, 16, 80)
+    right = [pages[[0, 1, 2, 0]].clone() for pages in (k_pages, v_pages)]
+    source, target = torch.tensor([0, 2]), torch.tensor([3, 2])
+    rerotate(k_pages, v_pages, source, target, torch.tensor([-16, 5]), None)
+    assert torch.equal(k_pages, right[0])
+    assert torch.equal(v_pages, right[1])
 
 
 def test_rerotate_names_what_it_does_not_take() -> None:

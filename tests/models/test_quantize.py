@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mainstem.models.cpu.decoder import load_decoder
-from mainstem.models.cpu.quantize import Int8Linear, quantize_decoder
+from mainstem.models.cpu.layers import Mlp
+from mainstem.models.cpu.quantize import SATURATES, Int8Linear, quantize_decoder
 from mainstem.models.families import read_spec
 from tests.models.checkpoints import make_checkpoint
 
@@ -35,7 +36,8 @@ def test_channels_of_any_size_keep_their_accuracy() -> None:
     exact = x @ weight.T
     found = Int8Linear(weight)(x)
     for channel in range(64):
-        assert relative_error(found[:, channel], exact[:, channel]) < 0.05
+        # 7 bits, without VNNI, are twice as coarse
+        assert relative_error(found[:, channel], exact[:, channel]) < (0.08 if SATURATES else 0.05)
 
 
 def test_a_loud_token_does_not_drown_the_others() -> None:
@@ -61,5 +63,7 @@ def test_a_whole_layer_stays_close(name: str, tmp_path: Path) -> None:
     for before, after in zip(dense.layers, quantized.layers, strict=True):
         exact = before.qkv(before.attention_norm(x))
         assert relative_error(after.qkv(after.attention_norm(x)), exact) < 0.05
+        assert isinstance(before.mlp, Mlp)
+        assert isinstance(after.mlp, Mlp)
         exact = before.mlp.first(before.mlp_norm(x))
         assert relative_error(after.mlp.first(after.mlp_norm(x)), exact) < 0.05

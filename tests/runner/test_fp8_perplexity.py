@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from mainstem.kernels.dense.fp8 import Fp8Linear
 from mainstem.models.cpu.decoder import Decoder, load_decoder
-from mainstem.models.cpu.layers import DenseLinear, Linear, Norm, RmsNorm, norm_scale
+from mainstem.models.cpu.layers import DenseLinear, Linear, Mlp, Norm, RmsNorm, norm_scale
 from mainstem.models.families import read_spec
 from mainstem.models.weights import Checkpoint
 from mainstem.runner.perplexity import perplexity
@@ -34,6 +34,7 @@ def emulated(decoder: Decoder, folder: Path, names: Collection[str] = QUANTIZED)
 
     layers = []
     for index, layer in enumerate(decoder.layers):
+        assert isinstance(layer.mlp, Mlp)
         first, second = (
             scale_of(index, "input_layernorm"),
             scale_of(index, "post_attention_layernorm"),

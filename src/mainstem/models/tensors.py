@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.names import QkvOrder
 from mainstem.models.spec import MlpSpec, ModelSpec, NormPlace, QkNorm, Residual, RopeSpec
 from mainstem.models.weights import WeightSource
@@ -47,26 +48,30 @@ class LayerTensors:
     sinks: Tensor | None  # [heads] fp32
     after_attention_norm: NormTensors | None
     mlp_norm: NormTensors | None
-    mlp: MlpTensors
+    mlp: MlpTensors | ExpertTensors
     after_mlp_norm: NormTensors | None
 
 
 @dataclass(frozen=True, slots=True)
 class EndTensors:
-    """Around the layers."""
+    """Behind the layers."""
 
-    embedding: Tensor  # [vocab, hidden]
     norm: NormTensors
     head: Product  # its weight is the embedding where they are tied
 
 
 class TensorReader:
-    """Reads a model from `source`: `layer` for each index, then `ends`, then the source is done."""
+    """Reads a model from `source`: `embedding`, then `layer` for each index, then `ends`."""
 
     def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
         self._source = source
         self._spec = spec
         self._names = spec.names
+
+    def embedding(self) -> Tensor:
+        """[vocab, hidden]"""
+        spec = self._spec
+        return self._take(f"{self._names.embedding}.weight", spec.vocab_size, spec.hidden_size)
 
     def layer(self, index: int) -> LayerTensors:
         spec, names = self._spec, self._names
@@ -80,7 +85,6 @@ class TensorReader:
         sinks = None
         if spec.layers[index].attention.has_sinks:
             sinks = self._take(prefix + names.sinks, spec.num_heads).float()
-        assert isinstance(mlp, MlpSpec)
         return LayerTensors(
             attention_norm=self._norm(prefix + names.attention_norm) if has_before else None,
             qkv=self._qkv(prefix, spec.layers[index].attention.rope),
@@ -97,15 +101,16 @@ class TensorReader:
             if has_after
             else None,
             mlp_norm=self._norm(prefix + names.mlp_norm) if has_mlp_norm else None,
-            mlp=self._mlp(prefix, mlp),
+            mlp=self._mlp(prefix, mlp)
+            if isinstance(mlp, MlpSpec)
+            else read_experts(self._source, mlp, spec.hidden_size, prefix, names),
             after_mlp_norm=self._norm(prefix + names.after_mlp_norm) if has_after else None,
         )
 
-    def ends(self) -> EndTensors:
-        """Embedding, last norm and head. Raises UnsupportedModel naming what was missing or not
-        expected in the whole checkpoint."""
+    def ends(self, embedding: Tensor) -> EndTensors:
+        """Last norm and head. Raises UnsupportedModel naming what was missing or not expected in
+        the whole checkpoint."""
         spec, names, source = self._spec, self._names, self._source
-        embedding = self._take(f"{names.embedding}.weight", spec.vocab_size, spec.hidden_size)
         norm = self._norm(names.final_norm)
         if spec.has_tied_embeddings:
             source.drop(f"{names.head}.weight")
@@ -115,7 +120,7 @@ class TensorReader:
             rows = [spec.vocab_size]
             head = self._product([names.head], rows, spec.hidden_size, spec.has_head_bias)
         source.finish()
-        return EndTensors(embedding, norm, head)
+        return EndTensors(norm, head)
 
     def _take(self, name: str, *shape: int) -> Tensor:
         return self._source.take(name, shape)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -76,8 +76,12 @@ def weight_files(folder: Path) -> list[Path]:
 class WeightSource(Protocol):
     """Tensors by their Hugging Face names."""
 
-    def take(self, name: str, shape: Iterable[int]) -> Tensor:
-        """The tensor in the compute dtype, where it is to be used."""
+    def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor in the compute dtype, where it is to be used.
+
+        `shape` is that of the whole tensor. `at` names the part wanted, a slice for each of its
+        first axes; a tensor may be taken part by part.
+        """
         ...
 
     def drop(self, name: str) -> None:
@@ -90,12 +94,14 @@ class WeightSource(Protocol):
 
 
 class Checkpoint:
-    """The tensors of a folder, each taken once; `finish` tells what was left or lacking."""
+    """The tensors of a folder, each taken once, whole or in parts; `finish` reports what was left
+    or lacking."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = _CPU) -> None:
         self._dtype = dtype
         self._device = device
-        self._missing: list[str] = []
+        self._missing: set[str] = set()
+        self._in_parts: set[str] = set()
         self._open = {}
         for file in weight_files(folder):
             try:
@@ -105,18 +111,24 @@ class Checkpoint:
             for name in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
                 self._open[name] = handle
 
-    def take(self, name: str, shape: Iterable[int]) -> Tensor:
+    def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         """The tensor in the compute dtype; a missing one is noted, and empty here."""
         wanted = tuple(shape)
-        handle = self._open.pop(name, None)
+        handle = self._open.get(name)
         if handle is None:
-            self._missing.append(name)
-            return torch.empty(wanted, dtype=self._dtype, device=self._device)
-        tensor: Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
-        if tuple(tensor.shape) != wanted:
+            self._missing.add(name)
+            return torch.empty(part_shape(wanted, at), dtype=self._dtype, device=self._device)
+        found = handle.get_slice(name)  # type: ignore[no-untyped-call]
+        if tuple(found.get_shape()) != wanted:
             raise UnsupportedModel(
-                f"tensor {name} has shape {list(tensor.shape)}, expected {list(wanted)}"
+                f"tensor {name} has shape {list(found.get_shape())}, expected {list(wanted)}"
             )
+        if at:
+            self._in_parts.add(name)
+            tensor: Tensor = found[at]
+        else:
+            del self._open[name]
+            tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor.to(self._device, self._dtype)
 
     def drop(self, name: str) -> None:
@@ -130,12 +142,22 @@ class Checkpoint:
         if self._missing:
             raise UnsupportedModel(f"the checkpoint lacks {_shorten(self._missing)}")
         # old Llama checkpoints carry the rotary frequencies; they follow from the config
-        rest = [name for name in self._open if not name.endswith("rotary_emb.inv_freq")]
+        rest = [
+            name
+            for name in self._open.keys() - self._in_parts
+            if not name.endswith("rotary_emb.inv_freq")
+        ]
         if rest:
             raise UnsupportedModel(f"the checkpoint holds unexpected tensors {_shorten(rest)}")
 
 
-def _shorten(names: list[str]) -> str:
+def part_shape(shape: tuple[int, ...], at: tuple[slice, ...]) -> tuple[int, ...]:
+    """The shape of tensor[at]."""
+    cut = tuple(len(range(*part.indices(size))) for part, size in zip(at, shape, strict=False))
+    return cut + shape[len(at) :]
+
+
+def _shorten(names: Collection[str]) -> str:
     shown = ", ".join(sorted(names)[:6])
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
 
@@ -200,8 +222,8 @@ class RandomWeights:
         self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def take(self, name: str, shape: Iterable[int]) -> Tensor:
-        size = tuple(shape)
+    def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
+        size = part_shape(tuple(shape), at)
         if name.endswith("norm.weight"):
             return torch.ones(size, dtype=self._dtype, device=self._device)
         tensor = torch.empty(size, dtype=self._dtype, device=self._device)

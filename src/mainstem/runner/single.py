@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from mainstem.core.step import Step
 from mainstem.models.block import Gate
 from mainstem.models.cpu.decoder import Decoder, Layer, finish_serial
-from mainstem.models.cpu.layers import DenseLinear, RmsNorm
+from mainstem.models.cpu.layers import DenseLinear, Mlp, RmsNorm
 from mainstem.models.spec import Activation, MlpSpec
 from mainstem.runner.pages import DevicePages
 
@@ -199,6 +199,8 @@ def _weights(layer: Layer) -> _Weights | None:
     if layer.finish is not finish_serial or layer.head_norm is not None:
         return None
     if not all(isinstance(norm, RmsNorm) and not norm.has_scale for norm in norms):
+        return None
+    if not isinstance(layer.mlp, Mlp):
         return None
     linears = (layer.qkv, layer.out, layer.mlp.first, layer.mlp.down)
     dense = [linear for linear in linears if isinstance(linear, DenseLinear)]

@@ -90,9 +90,9 @@ class Fp8Linear:
 def quantize_rows(x: Tensor) -> Fp8Rows:
     """Per token, on any device."""
     if x.is_cuda:
-        from mainstem.kernels.dense import fused  # noqa: PLC0415  a CPU needs no Triton
+        from mainstem.kernels.dense import rows  # noqa: PLC0415  a CPU needs no Triton
 
-        return fused.quantize_rows(x)
+        return rows.quantize_rows(x)
     return _quantize_rows(x)
 
 

@@ -42,18 +42,20 @@ def _rope_append_kernel(
 ):  # fmt: skip
     """One program per token, all heads."""
     token = tl.program_id(0).to(tl.int64)
-    halves = tl.arange(0, HALF_LANES)
-    inv_freq = tl.load(inv_freq_ptr + halves, mask=halves < HALF, other=0.0)
+    if HALF > 0:
+        halves = tl.arange(0, HALF_LANES)
+        inv_freq = tl.load(inv_freq_ptr + halves, mask=halves < HALF, other=0.0)
     wait_for_ahead(OVERLAPS)
     slot = tl.load(slots_ptr + token)
-    angle = tl.load(positions_ptr + token).to(tl.float32) * inv_freq
-    cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    if HALF > 0:
+        angle = tl.load(positions_ptr + token).to(tl.float32) * inv_freq
+        cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
 
-    heads = tl.arange(0, HEAD_LANES)
-    is_head = heads < HEADS
-    q_offset = token * stride_q_token + heads * stride_q_head
-    first, second = _rotated(q_ptr, q_offset, is_head, cos, sin, HALF, HALF_LANES)
-    _store_halves(q_ptr, q_offset, is_head, first, second, HALF, HALF_LANES)
+        heads = tl.arange(0, HEAD_LANES)
+        is_head = heads < HEADS
+        q_offset = token * stride_q_token + heads * stride_q_head
+        first, second = _rotated(q_ptr, q_offset, is_head, cos, sin, HALF, HALF_LANES)
+        _store_halves(q_ptr, q_offset, is_head, first, second, HALF, HALF_LANES)
 
     if slot >= 0:
         kv_heads = tl.arange(0, KV_LANES)
@@ -61,8 +63,9 @@ def _rope_append_kernel(
         page_offset = (slot // PAGE_SIZE) * stride_page + (slot % PAGE_SIZE) * HEAD_DIM
         target = page_offset + kv_heads * stride_kv_head
         k_offset = token * stride_k_token + kv_heads * stride_k_head
-        k_first, k_second = _rotated(k_ptr, k_offset, is_kv, cos, sin, HALF, HALF_LANES)
-        _store_halves(k_pages_ptr, target, is_kv, k_first, k_second, HALF, HALF_LANES)
+        if HALF > 0:
+            k_first, k_second = _rotated(k_ptr, k_offset, is_kv, cos, sin, HALF, HALF_LANES)
+            _store_halves(k_pages_ptr, target, is_kv, k_first, k_second, HALF, HALF_LANES)
         dims = tl.arange(0, DIM)
         is_cell = is_kv[:, None] & (dims < HEAD_DIM)[None, :]
         if 2 * HALF < HEAD_DIM:  # partial rotary: the other dims of K are copied
@@ -82,19 +85,20 @@ def rope_append(
     v_pages: Tensor,
     positions: Tensor,
     slots: Tensor,
-    inv_freq: Tensor,
+    inv_freq: Tensor | None,
 ) -> None:
     """Rotate q [tokens, heads, dim] in place; write rotated k and v [tokens, kv_heads, dim] into
     pages.
 
     Slots are page_id * page_size + offset, int64; a token with a negative slot (padding of a CUDA
     graph) is not written. Rotates the first 2 * len(inv_freq) dims, dim i with dim i +
-    len(inv_freq). q, k, v may be views of one projection; k and v are not changed. inv_freq is a
-    model's constant: the kernels ahead, which may still run while it is read, do not write it.
+    len(inv_freq); None rotates nothing, and q stays. q, k, v may be views of one projection; k and
+    v are not changed. inv_freq is a model's constant: the kernels ahead, which may still run while
+    it is read, do not write it.
     """
     tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1], k_pages.shape[2]
-    half = len(inv_freq)
+    half = 0 if inv_freq is None else len(inv_freq)
     for name, tensor, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
         if tuple(tensor.shape) != (tokens, count, head_dim) or tensor.stride(-1) != 1:
             raise LayoutError(
@@ -109,7 +113,7 @@ def rope_append(
         raise LayoutError("k_pages and v_pages must be contiguous")
     if len(positions) != tokens or len(slots) != tokens or slots.dtype != torch.int64:
         raise LayoutError(f"positions and slots (int64) must have {tokens} entries")
-    if 2 * half > head_dim or inv_freq.dtype != torch.float32:
+    if inv_freq is not None and (2 * half > head_dim or inv_freq.dtype != torch.float32):
         raise LayoutError(f"inv_freq must be fp32 and have at most {head_dim // 2} entries")
     if tokens == 0:
         return

@@ -22,20 +22,21 @@ def _rerotate_kernel(
     source = tl.load(source_ptr + index).to(tl.int64)
     target = tl.load(target_ptr + index).to(tl.int64)
     head = tl.program_id(1).to(tl.int64) * stride_kv_head
-    tokens, halves, dims = tl.arange(0, PAGE_SIZE), tl.arange(0, HALF_LANES), tl.arange(0, DIM)
-    inv_freq = tl.load(inv_freq_ptr + halves, mask=halves < HALF, other=0.0)
-    angle = tl.load(shift_ptr + index).to(tl.float32) * inv_freq
-    cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
-
-    cells = tokens[:, None] * HEAD_DIM + halves[None, :]
-    is_half = (halves < HALF)[None, :]
+    tokens, dims = tl.arange(0, PAGE_SIZE), tl.arange(0, DIM)
     from_ptr = k_pages_ptr + source * stride_page + head
     to_ptr = k_pages_ptr + target * stride_page + head
-    first = tl.load(from_ptr + cells, mask=is_half, other=0.0).to(tl.float32)
-    second = tl.load(from_ptr + cells + HALF, mask=is_half, other=0.0).to(tl.float32)
-    element = k_pages_ptr.dtype.element_ty
-    tl.store(to_ptr + cells, (first * cos - second * sin).to(element), mask=is_half)
-    tl.store(to_ptr + cells + HALF, (second * cos + first * sin).to(element), mask=is_half)
+    if HALF > 0:
+        halves = tl.arange(0, HALF_LANES)
+        inv_freq = tl.load(inv_freq_ptr + halves, mask=halves < HALF, other=0.0)
+        angle = tl.load(shift_ptr + index).to(tl.float32) * inv_freq
+        cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+        cells = tokens[:, None] * HEAD_DIM + halves[None, :]
+        is_half = (halves < HALF)[None, :]
+        first = tl.load(from_ptr + cells, mask=is_half, other=0.0).to(tl.float32)
+        second = tl.load(from_ptr + cells + HALF, mask=is_half, other=0.0).to(tl.float32)
+        element = k_pages_ptr.dtype.element_ty
+        tl.store(to_ptr + cells, (first * cos - second * sin).to(element), mask=is_half)
+        tl.store(to_ptr + cells + HALF, (second * cos + first * sin).to(element), mask=is_half)
     if source != target:
         whole = tokens[:, None] * HEAD_DIM + dims[None, :]
         is_rest = ((dims >= 2 * HALF) & (dims < HEAD_DIM))[None, :]
@@ -51,10 +52,10 @@ def rerotate(
     source_ids: Tensor,
     target_ids: Tensor,
     shifts: Tensor,
-    inv_freq: Tensor,
+    inv_freq: Tensor | None,
 ) -> None:
     """Write page `source_ids[i]`, its keys turned by `shifts[i]` positions, to page
-    `target_ids[i]`; V goes along.
+    `target_ids[i]`; V goes along. Without frequencies nothing turns.
 
     Ids and shifts are int32 or int64. A page may be its own target; no page may be the target of
     one entry and the source of another. Keep the originals: turning an already turned page rounds
@@ -67,11 +68,11 @@ def rerotate(
         raise LayoutError("k_pages and v_pages must be contiguous")
     if not len(source_ids) == len(target_ids) == len(shifts):
         raise LayoutError("source_ids, target_ids and shifts must have one length")
-    if 2 * len(inv_freq) > head_dim or inv_freq.dtype != torch.float32:
+    half = 0 if inv_freq is None else len(inv_freq)
+    if inv_freq is not None and (2 * half > head_dim or inv_freq.dtype != torch.float32):
         raise LayoutError(f"inv_freq must be fp32 and have at most {head_dim // 2} entries")
     if len(source_ids) == 0:
         return
-    half = len(inv_freq)
     _rerotate_kernel[(len(source_ids), kv_heads)](
         k_pages, v_pages, source_ids, target_ids, shifts, inv_freq,
         k_pages.stride(0), k_pages.stride(1),

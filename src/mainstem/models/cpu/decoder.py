@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from mainstem.models.block import Attention, Gate
 from mainstem.models.cpu.activations import gated, plain
+from mainstem.models.cpu.experts import CpuExperts
 from mainstem.models.cpu.layers import (
     DenseLinear,
     HeadNorm,
@@ -28,8 +29,9 @@ from mainstem.models.cpu.layers import (
     RowNorm,
     norm_scale,
 )
+from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.rope import adjacent_pairs
-from mainstem.models.spec import MlpSpec, ModelSpec, NormKind, QkNorm, Residual
+from mainstem.models.spec import ExpertsSpec, ModelSpec, NormKind, QkNorm, Residual
 from mainstem.models.tensors import LayerTensors, MlpTensors, NormTensors, Product, TensorReader
 from mainstem.models.weights import Checkpoint, WeightSource
 
@@ -45,7 +47,7 @@ class Layer:
     head_norm: HeadNorm | RowNorm | None
     out: Linear
     mlp_norm: Norm
-    mlp: Mlp
+    mlp: Mlp | CpuExperts
     finish: "Finish"
     tails: tuple[Norm, Norm] = (Identity(), Identity())  # of what attention and MLP answer
 
@@ -154,14 +156,15 @@ def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
 def make_decoder(checkpoint: WeightSource, spec: ModelSpec) -> Decoder:
     """A decoder from the tensors of `checkpoint`."""
     reader = TensorReader(checkpoint, spec)
+    embedding = reader.embedding()
     layers, sinks = [], []
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
         layers.append(_compile(tensors, spec, index))
         sinks.append(tensors.sinks)
-    ends = reader.ends()
+    ends = reader.ends(embedding)
     head = DenseLinear(ends.head.weight, ends.head.bias)
-    return Decoder(spec, ends.embedding, layers, _norm(ends.norm, spec), head, sinks)
+    return Decoder(spec, embedding, layers, _norm(ends.norm, spec), head, sinks)
 
 
 def pack(decoder: Decoder, max_bytes: int) -> None:
@@ -181,9 +184,7 @@ def pack(decoder: Decoder, max_bytes: int) -> None:
 def _compile(tensors: LayerTensors, spec: ModelSpec, index: int) -> Layer:
     qkv = _in_order(tensors.qkv, _qkv_order(spec))
     attention_norm, qkv = _folded(tensors.attention_norm, qkv, spec)
-    mlp_spec = spec.layers[index].mlp
-    assert isinstance(mlp_spec, MlpSpec)
-    mlp_norm, first = _folded(tensors.mlp_norm, tensors.mlp.first, spec)
+    mlp_norm, mlp = _mlp(tensors, spec, index)
     tails = _tail(tensors.after_attention_norm, spec), _tail(tensors.after_mlp_norm, spec)
     finish = finish_serial
     if spec.residual is not Residual.SERIAL:
@@ -196,16 +197,24 @@ def _compile(tensors: LayerTensors, spec: ModelSpec, index: int) -> Layer:
         head_norm=_head_norm(tensors, spec),
         out=DenseLinear(tensors.out.weight, tensors.out.bias),
         mlp_norm=attention_norm if spec.residual is Residual.PARALLEL else mlp_norm,
-        mlp=_mlp(first, tensors.mlp, mlp_spec),
+        mlp=mlp,
         finish=finish,
         tails=tails,
     )
 
 
-def _mlp(first: Product, tensors: MlpTensors, spec: MlpSpec) -> Mlp:
-    activate = (gated if spec.is_gated else plain)(spec.activation)
-    down = DenseLinear(tensors.down.weight, tensors.down.bias)
-    return Mlp(DenseLinear(first.weight, first.bias), activate, down)
+def _mlp(tensors: LayerTensors, spec: ModelSpec, index: int) -> tuple[Norm, Mlp | CpuExperts]:
+    """With the norm that it reads."""
+    mlp, found = spec.layers[index].mlp, tensors.mlp
+    if isinstance(mlp, ExpertsSpec):
+        assert isinstance(found, ExpertTensors)
+        norm = Identity() if tensors.mlp_norm is None else _norm(tensors.mlp_norm, spec)
+        return norm, CpuExperts(found, mlp)
+    assert isinstance(found, MlpTensors)
+    norm, first = _folded(tensors.mlp_norm, found.first, spec)
+    activate = (gated if mlp.is_gated else plain)(mlp.activation)
+    down = DenseLinear(found.down.weight, found.down.bias)
+    return norm, Mlp(DenseLinear(first.weight, first.bias), activate, down)
 
 
 def _folded(tensors: NormTensors | None, product: Product, spec: ModelSpec) -> tuple[Norm, Product]:

@@ -42,9 +42,9 @@ _CALIBRATION_TOKENS = 128
 _LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # x86 before VNNI adds pairs of products in 16 bits, which 8-bit numbers overflow: there activations
 # get 7 bits, and more products stay in fp32
-_SATURATES = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_vnni_supported()
+SATURATES = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_vnni_supported()
 # of a token's product, relative, on average; typical is 0.01 to 0.03
-_MAX_ERROR = 0.03 if _SATURATES else 0.05
+_MAX_ERROR = 0.03 if SATURATES else 0.05
 
 
 class Int8Linear:
@@ -84,7 +84,7 @@ class Int8Linear:
         padded = _LADDER[bisect_left(_LADDER, count)]
         if padded > count:
             x = F.pad(x, (0, 0, 0, padded - count))
-        y: Tensor = torch.ops.quantized.linear_dynamic(x, self._packed, _SATURATES)
+        y: Tensor = torch.ops.quantized.linear_dynamic(x, self._packed, SATURATES)
         return y[:count]
 
 
@@ -98,7 +98,8 @@ def _require_engine() -> None:
 
 @torch.inference_mode()
 def quantize_decoder(decoder: Decoder) -> Decoder:
-    """A copy with int8 linears, the LM head included; embedding and norms stay as they are."""
+    """A copy with int8 linears, the LM head included; embedding and norms stay as they are.
+    ConfigError for a mixture of experts."""
     heard, hidden = _listen(decoder)
     layers = [
         _quantize_layer(layer, inputs) for layer, inputs in zip(decoder.layers, heard, strict=True)
@@ -109,12 +110,19 @@ def quantize_decoder(decoder: Decoder) -> Decoder:
 
 def _quantize_layer(layer: Layer, inputs: "_Heard") -> Layer:
     attention_norm, qkv = _smooth(layer.attention_norm, layer.qkv, inputs.qkv)
-    mlp_norm, first = _smooth(layer.mlp_norm, layer.mlp.first, inputs.first)
-    mlp = replace(layer.mlp, first=first, down=_quantize(layer.mlp.down, inputs.down))
+    mlp = _dense_mlp(layer)
+    mlp_norm, first = _smooth(layer.mlp_norm, mlp.first, inputs.first)
+    mlp = replace(mlp, first=first, down=_quantize(mlp.down, inputs.down))
     out = _quantize(layer.out, inputs.out)
     return replace(
         layer, attention_norm=attention_norm, qkv=qkv, out=out, mlp_norm=mlp_norm, mlp=mlp
     )
+
+
+def _dense_mlp(layer: Layer) -> Mlp:
+    if not isinstance(layer.mlp, Mlp):
+        raise ConfigError("quantize=int8: mixtures of experts are not quantized yet")
+    return layer.mlp
 
 
 def _quantize(linear: Linear, x: Tensor) -> Linear:
@@ -167,11 +175,12 @@ class _ListeningLayer:
     """A layer whose linears listen."""
 
     def __init__(self, layer: Layer) -> None:
+        mlp = _dense_mlp(layer)
         self._linears = [
-            _Listener(linear) for linear in (layer.qkv, layer.out, layer.mlp.first, layer.mlp.down)
+            _Listener(linear) for linear in (layer.qkv, layer.out, mlp.first, mlp.down)
         ]
         qkv, out, first, down = self._linears
-        mlp = Mlp(first, layer.mlp.activate, down)
+        mlp = Mlp(first, mlp.activate, down)
         self.layer = replace(layer, qkv=qkv, out=out, mlp=mlp)
 
     @property

@@ -15,14 +15,19 @@ import torch
 from torch import Tensor
 
 from mainstem.core.config import Quantize
-from mainstem.kernels.dense.fused import head_norm_
+from mainstem.core.errors import ConfigError
+from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_
+from mainstem.kernels.dense.logits import scale_logits_
+from mainstem.kernels.dense.norms import Norm
 from mainstem.models.block import Attention, Gate
-from mainstem.models.gpu.joins import AddNorm, FirstNorm, Join
+from mainstem.models.expert_tensors import ExpertTensors
+from mainstem.models.gpu.experts import GpuExperts
+from mainstem.models.gpu.joins import Joins, Reader, make_joins, make_norm
 from mainstem.models.gpu.linears import Linear, MakeLinear, Rows, choose_linear
-from mainstem.models.gpu.mlp import Mlp
+from mainstem.models.gpu.mlp import DenseMlp, ExpertsMlp, Mlp
 from mainstem.models.gpu.workspace import Workspace
-from mainstem.models.spec import MlpSpec, ModelSpec
-from mainstem.models.tensors import LayerTensors, NormTensors, TensorReader
+from mainstem.models.spec import ExpertsSpec, ModelSpec, QkNorm, Residual
+from mainstem.models.tensors import LayerTensors, MlpTensors, Product, TensorReader
 from mainstem.models.weights import WeightSource
 
 HeadNorm = Callable[[Tensor], None]  # norms queries and keys of qkv in place
@@ -33,9 +38,8 @@ class GpuLayer:
     qkv: Linear
     head_norm: HeadNorm | None
     out: Linear
-    between: Join  # adds what attention answers; what the MLP reads
     mlp: Mlp
-    after: Join  # adds what the MLP answers; what the next layer reads
+    joins: Joins
 
 
 class GpuDecoder:
@@ -45,7 +49,7 @@ class GpuDecoder:
         self,
         spec: ModelSpec,
         embedding: Tensor,
-        first_norm: FirstNorm,
+        first: Reader,
         layers: list[GpuLayer],
         head: Linear,
         space: Workspace,
@@ -55,10 +59,12 @@ class GpuDecoder:
         self.dtype = embedding.dtype
         self.sinks = tuple(sinks)  # [heads] of each layer that has them
         self._embedding = embedding
-        self._first_norm = first_norm
+        self._first = first
         self._layers = layers
         self._head = head
         self._space = space
+        # a scale is rounded as the numbers it is multiplied with
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
 
     def forward(
         self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
@@ -74,7 +80,9 @@ class GpuDecoder:
         """What the first layer takes; the residual lies in the workspace from here on."""
         out = self._space.residual[: len(token_ids)]
         torch.index_select(self._embedding, 0, token_ids, out=out)
-        return self._first_norm(out)
+        if self._embedding_scale != 1.0:
+            out.mul_(self._embedding_scale)
+        return self._first.read(out)
 
     def run_layers(
         self,
@@ -100,9 +108,9 @@ class GpuDecoder:
                 mixed, x, tokens = mixed[rows], x[rows], len(rows)
                 if tokens == 0:
                     return x
-            delta = layer.out(mixed, space.delta[:tokens])
-            delta = layer.mlp(layer.between(delta, x))
-            normed = layer.after(delta, x)
+            between, after = layer.joins
+            answer = layer.out(mixed, space.answer[:tokens])
+            normed = after(layer.mlp(between(answer, x)), x)
         return normed
 
     def hidden(self, tokens: int) -> Tensor:
@@ -111,16 +119,18 @@ class GpuDecoder:
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """[rows, vocab] in the model's dtype, into `out`."""
-        return self._head(hidden, out)
+        logits = self._head(hidden, out)
+        scale_logits_(logits, self.spec.logit_scale, self.spec.logit_softcap)
+        return logits
 
     def touch(self, tokens: int) -> None:
         """Run a layer's products over this number of rows: the vendor's library loads the kernel it
         chooses for a shape when it is first asked for, and the device stands still meanwhile."""
         space, layer = self._space, self._layers[0]
         x = space.residual[:tokens]
-        layer.qkv(self._first_norm(x), space.qkv[:tokens])
-        delta = layer.out(space.mixed[:tokens], space.delta[:tokens])
-        layer.mlp(layer.between(delta, x))
+        layer.qkv(self._first.read(x), space.qkv[:tokens])
+        answer = layer.out(space.mixed[:tokens], space.answer[:tokens])
+        layer.mlp(layer.joins.between(answer, x))
 
 
 def load_gpu_decoder(
@@ -132,85 +142,93 @@ def load_gpu_decoder(
     is_deterministic: bool,
 ) -> GpuDecoder:
     """Take the weights of `source`, which puts them on the device."""
+    if space.experts is not None and quantize is not Quantize.NONE:
+        raise ConfigError(f"quantize={quantize.value}: mixtures of experts are not quantized yet")
     make, make_head = choose_linear(quantize, is_deterministic)
+    compiler = _Compiler(spec, space, make, is_deterministic)
     reader = TensorReader(source, spec)
-    layers, sinks, norms = [], [], []
+    embedding = reader.embedding()
+    pieces, sinks = [], []
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
-        norms.append(tensors.attention_norm)
+        pieces.append(compiler.pieces(tensors, index))
         sinks.append(tensors.sinks)
-        layers.append(_Pieces.make(tensors, spec, index, make, space))
-    ends = reader.ends()
-    # a norm stands before each layer's attention and after the last layer
-    norms.append(ends.norm)
-    is_fp8 = [pieces.qkv.is_fp8 for pieces in layers] + [False]
-    return GpuDecoder(
-        spec,
-        ends.embedding,
-        FirstNorm(norms[0], spec, space, is_fp8[0]),
-        [
-            pieces.joined(spec, space, norms[i + 1], is_fp8[i + 1])
-            for i, pieces in enumerate(layers)
-        ],
-        make_head(ends.head),
-        space,
-        sinks,
-    )
+    ends = reader.ends(embedding)
+    last = Reader(make_norm(ends.norm, spec), is_fp8=False, room=space.normed)
+    following = [piece.attention for piece in pieces[1:]] + [last]
+    layers = [piece.join(spec, after) for piece, after in zip(pieces, following, strict=True)]
+    head = make_head(ends.head)
+    return GpuDecoder(spec, embedding, pieces[0].attention, layers, head, space, sinks)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
     """A layer before it knows what its successor reads."""
 
+    attention: Reader
     qkv: Linear
     head_norm: HeadNorm | None
     out: Linear
-    mlp_norm: NormTensors | None
-    after_attention_norm: NormTensors | None
+    mlp_reads: Reader
     mlp: Mlp
-    after_mlp_norm: NormTensors | None
+    tails: tuple[Norm | None, Norm | None]
 
-    @classmethod
-    def make(
-        cls,
-        tensors: LayerTensors,
-        spec: ModelSpec,
-        index: int,
-        make: MakeLinear,
-        space: Workspace,
-    ) -> "_Pieces":
-        mlp = spec.layers[index].mlp
-        assert isinstance(mlp, MlpSpec)
-        return cls(
-            qkv=make(tensors.qkv),
+    def join(self, spec: ModelSpec, following: Reader) -> GpuLayer:
+        joins = make_joins(spec, self.mlp_reads, following, self.tails)
+        return GpuLayer(self.qkv, self.head_norm, self.out, self.mlp, joins)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiler:
+    spec: ModelSpec
+    space: Workspace
+    make: MakeLinear
+    is_deterministic: bool
+
+    def pieces(self, tensors: LayerTensors, index: int) -> _Pieces:
+        spec, room = self.spec, self.space.normed
+        qkv, mlp = self.make(tensors.qkv), self._mlp(tensors, index)
+        norm = make_norm(tensors.attention_norm, spec)
+        is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the norm of attention
+        mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
+        return _Pieces(
+            attention=Reader(norm, qkv.is_fp8, room),
+            qkv=qkv,
             head_norm=_head_norm(tensors, spec),
-            out=make(tensors.out),
-            mlp_norm=tensors.mlp_norm,
-            after_attention_norm=tensors.after_attention_norm,
-            mlp=Mlp(make(tensors.mlp.first), mlp, make(tensors.mlp.down), space),
-            after_mlp_norm=tensors.after_mlp_norm,
+            out=self.make(tensors.out),
+            mlp_reads=Reader(mlp_norm, mlp.is_fp8, room),
+            mlp=mlp,
+            tails=(
+                make_norm(tensors.after_attention_norm, spec),
+                make_norm(tensors.after_mlp_norm, spec),
+            ),
         )
 
-    def joined(
-        self, spec: ModelSpec, space: Workspace, next_norm: NormTensors | None, is_fp8: bool
-    ) -> GpuLayer:
-        return GpuLayer(
-            qkv=self.qkv,
-            head_norm=self.head_norm,
-            out=self.out,
-            between=AddNorm(self.mlp_norm, spec, space, self.mlp.is_fp8),
-            mlp=self.mlp,
-            after=AddNorm(next_norm, spec, space, is_fp8),
-        )
+    def _mlp(self, tensors: LayerTensors, index: int) -> Mlp:
+        spec, found, space = self.spec.layers[index].mlp, tensors.mlp, self.space
+        if isinstance(spec, ExpertsSpec):
+            assert isinstance(found, ExpertTensors)
+            assert space.experts is not None
+            experts = GpuExperts(
+                found,
+                spec,
+                space.experts,
+                lambda weight, bias: self.make(Product(weight, bias)),
+                is_deterministic=self.is_deterministic,
+            )
+            return ExpertsMlp(experts, space)
+        assert isinstance(found, MlpTensors)
+        return DenseMlp(self.make(found.first), spec, self.make(found.down), space)
 
 
 def _head_norm(tensors: LayerTensors, spec: ModelSpec) -> HeadNorm | None:
-    q_gain, k_gain = tensors.q_norm, tensors.k_norm
-    if q_gain is None or k_gain is None:
+    if tensors.q_norm is None or tensors.k_norm is None:
         return None
-    heads, kv_heads, dim, eps = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.norm.eps
+    q_norm, k_norm = Norm(tensors.q_norm, spec.norm.eps), Norm(tensors.k_norm, spec.norm.eps)
+    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    norm = head_norm_ if spec.qk_norm is QkNorm.HEADS else joint_norm_
 
     def run(qkv: Tensor) -> None:
-        head_norm_(qkv, q_gain, k_gain, eps, heads, kv_heads, dim)
+        norm(qkv, q_norm, k_norm, heads, kv_heads, dim)
 
     return run

@@ -1,52 +1,86 @@
-"""What stands between the products of a block on a GPU: residual, norms, scales."""
+"""What stands between the products of a block on a GPU: residual, norms, scales; one pass over
+memory each.
+
+    serial      between: x += attention's answer, norm     after: x += the MLP's answer, norm
+    parallel    between: norm of x                         after: x += both answers, norm
+"""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
-from mainstem.kernels.dense.fused import (
-    add_rms_norm,
-    add_rms_norm_fp8,
-    rms_norm,
-    rms_norm_fp8,
-)
+from mainstem.kernels.dense.norms import Delta, Norm, add_, norm_rows, norm_rows_fp8
 from mainstem.models.gpu.linears import Rows
-from mainstem.models.gpu.workspace import Workspace
-from mainstem.models.spec import ModelSpec
+from mainstem.models.spec import ModelSpec, NormKind, Residual
 from mainstem.models.tensors import NormTensors
 
-Join = Callable[[Tensor, Tensor], Rows]  # (what to add, x) -> what the next product reads
+Join = Callable[[Tensor, Tensor], Rows]  # (an answer, x) -> what the next product reads
 
 
-class FirstNorm:
-    """What the first layer reads of x."""
-
-    def __init__(
-        self, norm: NormTensors | None, spec: ModelSpec, space: Workspace, is_fp8: bool
-    ) -> None:
-        assert norm is not None
-        self._gain, self._eps = norm.gain, spec.norm.eps
-        self._room = space.normed
-        self._is_fp8 = is_fp8
-
-    def __call__(self, x: Tensor) -> Rows:
-        if self._is_fp8:
-            return rms_norm_fp8(x, self._gain, self._eps)
-        return rms_norm(x, self._gain, self._eps, out=self._room[: len(x)])
+class Joins(NamedTuple):
+    between: Join  # behind attention
+    after: Join  # behind the MLP
 
 
-class AddNorm:
-    """x += delta, then its norm."""
+class Reader(NamedTuple):
+    """What a product reads of x: its norm, or x itself."""
 
-    def __init__(
-        self, norm: NormTensors | None, spec: ModelSpec, space: Workspace, is_fp8: bool
-    ) -> None:
-        assert norm is not None
-        self._gain, self._eps = norm.gain, spec.norm.eps
-        self._room = space.normed
-        self._is_fp8 = is_fp8
+    norm: Norm | None
+    is_fp8: bool  # whether the product takes its rows quantized
+    room: Tensor
 
-    def __call__(self, delta: Tensor, x: Tensor) -> Rows:
-        if self._is_fp8:
-            return add_rms_norm_fp8(delta, x, self._gain, self._eps)
-        return add_rms_norm(delta, x, self._gain, self._eps, out=self._room[: len(x)])
+    def read(self, x: Tensor, delta: Delta | None = None) -> Rows:
+        """`delta` is added to x first."""
+        if self.norm is None:
+            if delta is not None:
+                add_(x, delta)
+            return x
+        if self.is_fp8:
+            return norm_rows_fp8(x, self.norm, delta)
+        return norm_rows(x, self.norm, delta, out=self.room[: len(x)])
+
+
+def make_norm(tensors: NormTensors | None, spec: ModelSpec) -> Norm | None:
+    if tensors is None:
+        return None
+    return Norm(tensors.gain, spec.norm.eps, spec.norm.kind is NormKind.LAYER, tensors.bias)
+
+
+def make_joins(
+    spec: ModelSpec, mlp: Reader, following: Reader, tails: tuple[Norm | None, Norm | None]
+) -> Joins:
+    """`mlp` is what the MLP reads, `following` what the next layer does; `tails` are the norms of
+    what attention and MLP answer."""
+    scale = spec.residual_scale
+    if spec.residual is not Residual.SERIAL:
+        return _Parallel(mlp, following, scale).joins
+    attention_tail, mlp_tail = tails
+
+    def between(answer: Tensor, x: Tensor) -> Rows:
+        return mlp.read(x, Delta(answer, after=attention_tail, scale=scale))
+
+    def after(answer: Tensor, x: Tensor) -> Rows:
+        return following.read(x, Delta(answer, after=mlp_tail, scale=scale))
+
+    return Joins(between, after)
+
+
+class _Parallel:
+    """Attention's answer waits for the MLP's."""
+
+    def __init__(self, mlp: Reader, following: Reader, scale: float) -> None:
+        self._mlp, self._following, self._scale = mlp, following, scale
+        self._answer: Tensor | None = None
+
+    @property
+    def joins(self) -> Joins:
+        return Joins(self._between, self._after)
+
+    def _between(self, answer: Tensor, x: Tensor) -> Rows:
+        self._answer = answer
+        return self._mlp.read(x)
+
+    def _after(self, answer: Tensor, x: Tensor) -> Rows:
+        delta = Delta(answer, more=self._answer, scale=self._scale)
+        return self._following.read(x, delta)

@@ -1,21 +1,46 @@
-"""The dense MLP on a GPU."""
+"""What stands for the MLP in a block on a GPU: dense, or experts."""
+
+from typing import Protocol
 
 from torch import Tensor
 
-from mainstem.kernels.dense.fused import silu_mul, silu_mul_fp8
+from mainstem.kernels.dense.activations import (
+    Act,
+    activate,
+    activate_fp8,
+    activate_gated,
+    activate_gated_fp8,
+)
+from mainstem.models.gpu.experts import GpuExperts
 from mainstem.models.gpu.linears import Linear, Rows
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.spec import MlpSpec
 
 
-class Mlp:
+class Mlp(Protocol):
+    """What a block does to each token by itself."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether rows may come quantized."""
+        ...
+
+    def __call__(self, x: Rows) -> Tensor:
+        """[tokens, hidden] -> the same, in the workspace or elsewhere."""
+        ...
+
+
+class DenseMlp:
     """down(act(first(x)))."""
 
     def __init__(self, first: Linear, spec: MlpSpec, down: Linear, space: Workspace) -> None:
         self._first, self._down = first, down
+        self._act = Act(spec.activation.value)
+        self._activate = activate_gated if spec.is_gated else activate
+        self._activate_fp8 = activate_gated_fp8 if spec.is_gated else activate_fp8
         width = 2 * spec.size if spec.is_gated else spec.size
         self._first_room, self._act_room = space.first[:, :width], space.act[:, : spec.size]
-        self._out_room = space.delta
+        self._out_room = space.mlp_answer
 
     @property
     def is_fp8(self) -> bool:
@@ -26,7 +51,21 @@ class Mlp:
         first = self._first(x, self._first_room[:tokens])
         act: Rows
         if self._down.is_fp8:
-            act = silu_mul_fp8(first)
+            act = self._activate_fp8(first, self._act)
         else:
-            act = silu_mul(first, out=self._act_room[:tokens])
+            act = self._activate(first, self._act, self._act_room[:tokens])
         return self._down(act, self._out_room[:tokens])
+
+
+class ExpertsMlp:
+    """A layer's experts, their answer in the workspace."""
+
+    is_fp8 = False
+
+    def __init__(self, experts: GpuExperts, space: Workspace) -> None:
+        self._experts = experts
+        self._out_room = space.mlp_answer
+
+    def __call__(self, x: Rows) -> Tensor:
+        assert isinstance(x, Tensor)
+        return self._experts(x, self._out_room[: len(x)])

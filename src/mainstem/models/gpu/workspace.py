@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mainstem.models.spec import MlpSpec, ModelSpec
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.gpu.experts import ExpertSpace
+from mainstem.models.spec import ExpertsSpec, MlpSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +18,11 @@ class Workspace:
     normed: Tensor
     qkv: Tensor
     mixed: Tensor
-    delta: Tensor
+    answer: Tensor  # of attention, to be added to the residual
+    mlp_answer: Tensor
     first: Tensor  # of the MLP: gate and up, or up
     act: Tensor
+    experts: ExpertSpace | None
 
     @classmethod
     def make(
@@ -34,7 +38,21 @@ class Workspace:
             normed=rows(spec.hidden_size),
             qkv=rows(heads + 2 * spec.num_kv_heads * spec.head_dim),
             mixed=rows(heads),
-            delta=rows(spec.hidden_size),
+            answer=rows(spec.hidden_size),
+            mlp_answer=rows(spec.hidden_size),
             first=rows(max(((2 if mlp.is_gated else 1) * mlp.size for mlp in mlps), default=0)),
             act=rows(max((mlp.size for mlp in mlps), default=0)),
+            experts=_expert_space(spec, max_tokens, dtype, device),
         )
+
+
+def _expert_space(
+    spec: ModelSpec, max_tokens: int, dtype: torch.dtype, device: torch.device
+) -> ExpertSpace | None:
+    """One for all layers."""
+    kinds = {layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)}
+    if len(kinds) > 1:
+        raise UnsupportedModel("layers with different numbers or sizes of experts")
+    for kind in kinds:
+        return ExpertSpace.make(kind, spec.hidden_size, max_tokens, dtype, device)
+    return None

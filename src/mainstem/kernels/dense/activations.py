@@ -1,0 +1,138 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
+"""The activation of an MLP between its products, in one pass over memory (`rows.py` says what all
+of these kernels share).
+
+fp32 inside. A gated one rounds act(gate) to the model's dtype before it multiplies it by up, as
+Hugging Face's models do; CLAMPED_SILU rounds once.
+"""
+
+from enum import StrEnum
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mainstem.kernels.dense.fp8_rows import Fp8Rows
+from mainstem.kernels.dense.rows import (
+    MAX_MLP,
+    check_out,
+    check_rows,
+    quantized,
+    row_options,
+    store_row,
+)
+from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+
+_BLOCK = 2048
+
+
+class Act(StrEnum):
+    """By the names that recipes give them."""
+
+    SILU = "silu"
+    GELU = "gelu"  # by the error function
+    GELU_TANH = "gelu_tanh"  # by its approximation with tanh
+    RELU = "relu"
+    RELU_SQUARED = "relu2"
+    CLAMPED_SILU = "clamped"  # gpt-oss, see `_clamped`; with gates alone
+
+
+@triton.jit
+def _activated(x, ACT: tl.constexpr):
+    """x fp32; NaN stays NaN."""
+    if ACT == "silu":
+        y = x * tl.sigmoid(x)
+    elif ACT == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
+    elif ACT == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2 z); 2 sqrt(2 / pi) is 1.5957...
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        y = tl.where(x < 0.0, 0.0, x)
+        if ACT == "relu2":
+            y = y * y
+        else:
+            tl.static_assert(ACT == "relu")
+    return y
+
+
+@triton.jit
+def _clamped(gate, up):
+    """(up + 1) * gate * sigmoid(1.702 * gate), gate at most 7, up from -7 to 7; fp32."""
+    gate = tl.where(gate > 7.0, 7.0, gate)
+    up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+    return (up + 1.0) * (gate * tl.sigmoid(1.702 * gate))
+
+
+@triton.jit
+def _activation_kernel(
+    x_ptr, out_ptr, scales_ptr, stride_x, stride_out,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, IS_GATED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per token and block; fp8 needs the row's peak, so there one block is the row."""
+    wait_for_ahead(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_lane = lanes < SIZE
+    element = x_ptr.dtype.element_ty
+    x_ptrs = x_ptr + token * stride_x + lanes
+    row = tl.load(x_ptrs, mask=is_lane, other=0.0).to(tl.float32)
+    if IS_GATED:
+        up = tl.load(x_ptrs + SIZE, mask=is_lane, other=0.0).to(tl.float32)
+        if ACT == "clamped":
+            row = _clamped(row, up)
+        else:
+            row = _activated(row, ACT).to(element).to(tl.float32) * up
+    else:
+        row = _activated(row, ACT)
+    store_row(row.to(element), lanes, out_ptr, scales_ptr, token, stride_out, SIZE)
+
+
+def activate(x: Tensor, act: Act, out: Tensor | None = None) -> Tensor:
+    """act(x); [tokens, size] -> the same. `out` may be x."""
+    out = x.new_empty(x.shape) if out is None else out
+    _launch(x, act, x.shape[1], out, None)
+    return out
+
+
+def activate_fp8(x: Tensor, act: Act, out: Fp8Rows | None = None) -> Fp8Rows:
+    """activate, quantized per token."""
+    size = x.shape[1]
+    return quantized(size, x, out, lambda v, s: _launch(x, act, size, v, s))
+
+
+def activate_gated(gate_up: Tensor, act: Act, out: Tensor | None = None) -> Tensor:
+    """act(gate) * up; [tokens, 2 * size], gates first -> [tokens, size]."""
+    size = gate_up.shape[1] // 2
+    out = gate_up.new_empty(len(gate_up), size) if out is None else out
+    _launch(gate_up, act, size, out, None)
+    return out
+
+
+def activate_gated_fp8(gate_up: Tensor, act: Act, out: Fp8Rows | None = None) -> Fp8Rows:
+    """activate_gated, quantized per token."""
+    size = gate_up.shape[1] // 2
+    return quantized(size, gate_up, out, lambda v, s: _launch(gate_up, act, size, v, s))
+
+
+def _launch(x: Tensor, act: Act, size: int, out: Tensor, scales: Tensor | None) -> None:
+    """`size` of the output: that of x, or half of it where x has gates."""
+    is_gated = size != x.shape[1]
+    if is_gated:
+        check_rows("gate_up", x, 2 * size, 2 * MAX_MLP)
+    elif act is Act.CLAMPED_SILU:
+        raise LayoutError(f"activation {act} needs gates")
+    else:
+        check_rows("x", x, size, MAX_MLP)
+    check_out(out, len(x), size, x.dtype if scales is None else None)
+    if len(x) == 0:
+        return
+    options = row_options(size)
+    if scales is None and options["BLOCK"] > _BLOCK:
+        options = {"SIZE": size, "BLOCK": _BLOCK, "num_warps": 4}
+    _activation_kernel[(len(x), triton.cdiv(size, options["BLOCK"]))](
+        x, out, scales, x.stride(0), out.stride(0),
+        ACT=act.value, IS_GATED=is_gated, **options, **overlap_options(x.device),
+    )  # fmt: skip

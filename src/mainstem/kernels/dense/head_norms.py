@@ -1,0 +1,131 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
+"""Norms of queries and keys before they are rotated, in place in the product that made them. They
+round as those of `norms.py` do."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mainstem.kernels.dense.norms import Norm, check_constant, kind_of, normed
+from mainstem.kernels.dense.rows import MAX_HIDDEN, MAX_MLP, check_rows, row_options
+from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+
+_TILE = 8  # heads a program
+
+
+@triton.jit
+def _head_norm_kernel(
+    qkv_ptr, q_gain_ptr, k_gain_ptr, stride_token, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    TILE: tl.constexpr, IS_LAYER: tl.constexpr, HAS_OWN_GAINS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per token and TILE query or key heads."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    dims = tl.arange(0, DIM)
+    is_cell = (heads < HEADS + KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    cells = heads[:, None] * HEAD_DIM + dims[None, :]
+    ptrs = qkv_ptr + token * stride_token + cells
+    is_query = (heads < HEADS)[:, None]
+    if HAS_OWN_GAINS:
+        q_gain = tl.load(q_gain_ptr + cells, mask=is_cell & is_query, other=0.0)
+        k_cells = cells - HEADS * HEAD_DIM
+        k_gain = tl.load(k_gain_ptr + k_cells, mask=is_cell & (heads >= HEADS)[:, None], other=0.0)
+    else:
+        q_gain = tl.load(q_gain_ptr + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
+        k_gain = tl.load(k_gain_ptr + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
+    wait_for_ahead(OVERLAPS)
+    rows = tl.load(ptrs, mask=is_cell, other=0.0).to(tl.float32)
+    gain = tl.where(is_query, q_gain, k_gain)
+    element = qkv_ptr.dtype.element_ty
+    out = normed(rows, is_cell, gain, None, eps, HEAD_DIM, IS_LAYER, 1, element)
+    tl.store(ptrs, out, mask=is_cell)
+
+
+@triton.jit
+def _norm_in_place(
+    ptr, gain_ptr, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    lanes = tl.arange(0, BLOCK)
+    is_lane = lanes < SIZE
+    gain = tl.load(gain_ptr + lanes, mask=is_lane, other=0.0)
+    wait_for_ahead(OVERLAPS)
+    row = tl.load(ptr + lanes, mask=is_lane, other=0.0).to(tl.float32)
+    out = normed(row, is_lane, gain, None, eps, SIZE, IS_LAYER, 0, ptr.dtype.element_ty)
+    tl.store(ptr + lanes, out, mask=is_lane)
+
+
+@triton.jit
+def _joint_norm_kernel(
+    qkv_ptr, q_gain_ptr, k_gain_ptr, stride_token, eps,
+    Q_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
+    IS_LAYER: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Two programs per token: all of its queries, all of its keys."""
+    ptr = qkv_ptr + tl.program_id(0).to(tl.int64) * stride_token
+    if tl.program_id(1) == 0:
+        _norm_in_place(ptr, q_gain_ptr, eps, Q_SIZE, Q_BLOCK, IS_LAYER, OVERLAPS)
+    else:
+        _norm_in_place(ptr + Q_SIZE, k_gain_ptr, eps, K_SIZE, K_BLOCK, IS_LAYER, OVERLAPS)
+
+
+def head_norm_(
+    qkv: Tensor, q_norm: Norm, k_norm: Norm, heads: int, kv_heads: int, dim: int
+) -> None:
+    """The norm of each query and each key head of qkv [tokens, (heads + 2 kv_heads) * dim], in
+    place; values stay.
+
+    Gains are [dim] (Qwen3, Gemma 3), or each head has its own (StableLM): [heads, dim] and
+    [kv_heads, dim].
+    """
+    eps, is_layer = _check(qkv, q_norm, k_norm, heads, kv_heads, dim)
+    has_own_gains = q_norm.gain.dim() == 2
+    for name, norm, count in (("q_gain", q_norm, heads), ("k_gain", k_norm, kv_heads)):
+        check_constant(name, norm.gain, (count, dim) if has_own_gains else (dim,))
+    if len(qkv) == 0:
+        return
+    _head_norm_kernel[(len(qkv), triton.cdiv(heads + kv_heads, _TILE))](
+        qkv, q_norm.gain, k_norm.gain, qkv.stride(0), eps,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, DIM=triton.next_power_of_2(dim), TILE=_TILE,
+        IS_LAYER=is_layer, HAS_OWN_GAINS=has_own_gains,
+        num_warps=4, **overlap_options(qkv.device),
+    )  # fmt: skip
+
+
+def joint_norm_(
+    qkv: Tensor, q_norm: Norm, k_norm: Norm, heads: int, kv_heads: int, dim: int
+) -> None:
+    """As head_norm_, but of all query heads of a token together, and of all its key heads (OLMo 2).
+
+    Gains are [heads * dim] and [kv_heads * dim].
+    """
+    eps, is_layer = _check(qkv, q_norm, k_norm, heads, kv_heads, dim)
+    q_size, k_size = heads * dim, kv_heads * dim
+    check_constant("q_gain", q_norm.gain, (q_size,))
+    check_constant("k_gain", k_norm.gain, (k_size,))
+    if q_size > MAX_HIDDEN:
+        raise LayoutError(f"queries of a token must have at most {MAX_HIDDEN} dims, got {q_size}")
+    if len(qkv) == 0:
+        return
+    _joint_norm_kernel[(len(qkv), 2)](
+        qkv, q_norm.gain, k_norm.gain, qkv.stride(0), eps,
+        Q_SIZE=q_size, Q_BLOCK=triton.next_power_of_2(q_size),
+        K_SIZE=k_size, K_BLOCK=triton.next_power_of_2(k_size), IS_LAYER=is_layer,
+        num_warps=row_options(q_size)["num_warps"], **overlap_options(qkv.device),
+    )  # fmt: skip
+
+
+def _check(
+    qkv: Tensor, q_norm: Norm, k_norm: Norm, heads: int, kv_heads: int, dim: int
+) -> tuple[float, bool]:
+    """eps and is_layer of both norms, or LayoutError."""
+    check_rows("qkv", qkv, (heads + 2 * kv_heads) * dim, 2 * MAX_MLP)
+    if q_norm.bias is not None or k_norm.bias is not None:
+        raise LayoutError("norms of queries and keys take no bias")
+    if q_norm.gain.dtype != k_norm.gain.dtype:
+        raise LayoutError("q_gain and k_gain must have one dtype")
+    return kind_of((q_norm, k_norm))

@@ -1,0 +1,252 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
+"""The norms around attention and MLP, with what is added to the residual before, in one pass over
+memory (`rows.py` says what all of these kernels share):
+
+    x += scale * after(rows + more)        each part where there is one; x is the residual
+    out = norm(x)                          none, one or two norms of the same x
+
+Sums are in fp32; rounding is that of Hugging Face's models. Each step of the first line is rounded
+to the model's dtype. An RMS norm rounds the normed row to that dtype and then multiplies by the
+gain (Llama), or rounds only the product if the gain is fp32 (Gemma, OLMo 2, gpt-oss). LayerNorm
+rounds once, at the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mainstem.kernels.dense.fp8_rows import Fp8Rows
+from mainstem.kernels.dense.rows import (
+    MAX_HIDDEN,
+    check_out,
+    check_rows,
+    quantized,
+    row_options,
+    store_row,
+)
+from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """x / sqrt(mean(x^2) + eps) * gain, or LayerNorm: that of x - mean(x), + bias."""
+
+    gain: Tensor  # of the rows' dtype or fp32, which decides how RMS rounds
+    eps: float
+    is_layer: bool = False
+    bias: Tensor | None = None  # LayerNorm alone
+
+    def __post_init__(self) -> None:
+        if self.bias is not None and not self.is_layer:
+            raise ValueError("an RMS norm has no bias")
+
+
+class Delta(NamedTuple):
+    """What is added to the residual: scale * after(rows + more)."""
+
+    rows: Tensor
+    more: Tensor | None = None  # the MLP's, beside attention's (parallel residual)
+    after: Norm | None = None
+    scale: float = 1.0
+
+
+class _Output(NamedTuple):
+    norm: Norm
+    rows: Tensor
+    scales: Tensor | None = None  # of rows in fp8
+
+
+@triton.jit
+def normed(
+    rows, is_cell, gain, bias, eps, SIZE: tl.constexpr, IS_LAYER: tl.constexpr, AXIS: tl.constexpr,
+    element: tl.constexpr,
+):  # fmt: skip
+    """rows fp32, [BLOCK] with AXIS 0 or [TILE, BLOCK] with AXIS 1, zero past SIZE; of `element`."""
+    is_rounded_twice: tl.constexpr = not IS_LAYER and gain.dtype != tl.float32
+    gain = gain.to(tl.float32)
+    if IS_LAYER:
+        mean = tl.sum(rows, AXIS, keep_dims=AXIS == 1) / SIZE
+        rows = tl.where(is_cell, rows - mean, 0.0)
+    square = tl.sum(rows * rows, AXIS, keep_dims=AXIS == 1) / SIZE
+    rows = rows * tl.rsqrt(square + eps)
+    if is_rounded_twice:
+        rows = rows.to(element).to(tl.float32)
+    rows = rows * gain
+    if bias is not None:
+        rows += bias.to(tl.float32)
+    return rows.to(element)
+
+
+@triton.jit
+def _constant(ptr, lanes, is_lane):
+    """A gain or a bias; None where there is none."""
+    return None if ptr is None else tl.load(ptr + lanes, mask=is_lane, other=0.0)
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr, rows_ptr, more_ptr, after_gain_ptr, after_bias_ptr,
+    gain_ptr, bias_ptr, out_ptr, scales_ptr, gain_2_ptr, bias_2_ptr, out_2_ptr, scales_2_ptr,
+    stride_x, stride_rows, stride_more, stride_out, stride_out_2, eps, scale,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr, HAS_SCALE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per token."""
+    token = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    is_lane = lanes < SIZE
+    element = x_ptr.dtype.element_ty
+    after_gain = _constant(after_gain_ptr, lanes, is_lane)
+    after_bias = _constant(after_bias_ptr, lanes, is_lane)
+    gain, bias = _constant(gain_ptr, lanes, is_lane), _constant(bias_ptr, lanes, is_lane)
+    gain_2, bias_2 = _constant(gain_2_ptr, lanes, is_lane), _constant(bias_2_ptr, lanes, is_lane)
+    wait_for_ahead(OVERLAPS)
+    x_ptrs = x_ptr + token * stride_x + lanes
+    if rows_ptr is None:
+        row = tl.load(x_ptrs, mask=is_lane, other=0.0).to(tl.float32)
+    else:
+        rows_ptrs = rows_ptr + token * stride_rows + lanes
+        row = tl.load(rows_ptrs, mask=is_lane, other=0.0).to(tl.float32)
+        if more_ptr is not None:
+            more_ptrs = more_ptr + token * stride_more + lanes
+            row += tl.load(more_ptrs, mask=is_lane, other=0.0).to(tl.float32)
+            row = row.to(element).to(tl.float32)
+        if after_gain_ptr is not None:
+            row = normed(row, is_lane, after_gain, after_bias, eps, SIZE, IS_LAYER, 0, element)
+            row = row.to(tl.float32)
+        if HAS_SCALE:
+            row = (row * scale).to(element).to(tl.float32)
+        row += tl.load(x_ptrs, mask=is_lane, other=0.0).to(tl.float32)
+        rounded = row.to(element)
+        tl.store(x_ptrs, rounded, mask=is_lane)
+        row = rounded.to(tl.float32)
+    if gain_ptr is not None:
+        out = normed(row, is_lane, gain, bias, eps, SIZE, IS_LAYER, 0, element)
+        store_row(out, lanes, out_ptr, scales_ptr, token, stride_out, SIZE)
+    if gain_2_ptr is not None:
+        out = normed(row, is_lane, gain_2, bias_2, eps, SIZE, IS_LAYER, 0, element)
+        store_row(out, lanes, out_2_ptr, scales_2_ptr, token, stride_out_2, SIZE)
+
+
+def add_(x: Tensor, delta: Delta) -> None:
+    """x [tokens, hidden] += delta, in place."""
+    _launch(x, delta, ())
+
+
+def norm_rows(
+    x: Tensor, norm: Norm, delta: Delta | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The norm of x [tokens, hidden], to which `delta` is added in place before; `out` may be x
+    where nothing is added."""
+    target = torch.empty_like(x) if out is None else out
+    _launch(x, delta, [_Output(norm, target)])
+    return target
+
+
+def norm_rows_fp8(
+    x: Tensor, norm: Norm, delta: Delta | None = None, out: Fp8Rows | None = None
+) -> Fp8Rows:
+    """norm_rows, quantized per token; x keeps its dtype."""
+    return quantized(x.shape[1], x, out, lambda v, s: _launch(x, delta, [_Output(norm, v, s)]))
+
+
+def norm_twice(
+    x: Tensor,
+    norms: tuple[Norm, Norm],
+    delta: Delta | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As norm_rows, with two norms of the same rows (Falcon 40B: attention's and the MLP's)."""
+    first, second = (torch.empty_like(x), torch.empty_like(x)) if out is None else out
+    _launch(x, delta, [_Output(norms[0], first), _Output(norms[1], second)])
+    return first, second
+
+
+def norm_twice_fp8(
+    x: Tensor,
+    norms: tuple[Norm, Norm],
+    delta: Delta | None = None,
+    out: tuple[Fp8Rows, Fp8Rows] | None = None,
+) -> tuple[Fp8Rows, Fp8Rows]:
+    """norm_twice, both quantized per token."""
+    size, seconds = x.shape[1], []
+
+    def launch(values: Tensor, scales: Tensor) -> None:
+        first = _Output(norms[0], values, scales)
+        seconds.append(
+            quantized(
+                size,
+                x,
+                None if out is None else out[1],
+                lambda v, s: _launch(x, delta, [first, _Output(norms[1], v, s)]),
+            )
+        )
+
+    first = quantized(size, x, None if out is None else out[0], launch)
+    return first, seconds[0]
+
+
+def _launch(x: Tensor, delta: Delta | None, outputs: Sequence[_Output]) -> None:
+    size = x.shape[1]
+    check_rows("x", x, size, MAX_HIDDEN)
+    for output in outputs:
+        check_out(output.rows, len(x), size, x.dtype if output.scales is None else None)
+    norms = [output.norm for output in outputs]
+    rows, more, after, scale = delta or (None, None, None, 1.0)
+    if after is not None:
+        norms.append(after)
+    for added in (rows, more):
+        if added is not None and (added.shape != x.shape or added.dtype != x.dtype):
+            raise LayoutError(f"delta must be {x.dtype} {tuple(x.shape)} as the residual is, "
+                              f"got {added.dtype} {tuple(added.shape)}")  # fmt: skip
+        if added is not None and added.stride(1) != 1:
+            raise LayoutError("delta must have a contiguous last axis")
+    eps, is_layer = kind_of(norms)
+    for norm in norms:
+        check_constant("gain", norm.gain, (size,))
+        if norm.bias is not None:
+            check_constant("bias", norm.bias, (size,))
+    if len(x) == 0:
+        return
+    first, second = (*(_arguments(output) for output in outputs), _NONE, _NONE)[:2]
+    _norm_kernel[(len(x),)](
+        x, rows, more, after and after.gain, after and after.bias, *first, *second,
+        x.stride(0), _stride(rows), _stride(more), _stride(first[2]), _stride(second[2]),
+        eps, scale, IS_LAYER=is_layer, HAS_SCALE=scale != 1.0,
+        **row_options(size), **overlap_options(x.device),
+    )  # fmt: skip
+
+
+_NONE = (None, None, None, None)
+
+
+def _arguments(output: _Output) -> tuple[Tensor | None, ...]:
+    return output.norm.gain, output.norm.bias, output.rows, output.scales
+
+
+def _stride(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)
+
+
+def kind_of(norms: Sequence[Norm]) -> tuple[float, bool]:
+    """eps and is_layer of norms that one kernel computes, which must be of one kind."""
+    if not norms:
+        return 0.0, False
+    eps, is_layer = norms[0].eps, norms[0].is_layer
+    for norm in norms[1:]:
+        if norm.eps != eps or norm.is_layer != is_layer:
+            raise LayoutError("norms of one call must have one eps and be of one kind")
+    return eps, is_layer
+
+
+def check_constant(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    """LayoutError unless a gain or bias is contiguous and of this shape."""
+    if tuple(x.shape) != shape or not x.is_contiguous():
+        raise LayoutError(f"{name} must be contiguous {list(shape)}, got {tuple(x.shape)}")

@@ -1,0 +1,123 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""What the kernels between the products have in common: which rows they take and how they write
+them, in the model's dtype or in fp8.
+
+Every kernel gives a program one token, or a part of it, in blocks that depend on the row's length
+alone, so a row's bits do not depend on the rows beside it. A pointer that is None is compiled out.
+
+The `_fp8` variants of all kernels return (values, scales) with values * scales = the row, scales
+[tokens, 1]: a row's largest magnitude becomes 448, the largest float8_e4m3fn. Their values are
+those of the plain variant, quantized.
+
+With outputs given nothing is allocated and nothing waits for the device: safe in a CUDA graph.
+
+Gains and biases are a model's constants: from Hopper on they are read while the kernels ahead may
+still run (`overlap.py`), so none of these may be writing them.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mainstem.kernels.dense import fp8_rows
+from mainstem.kernels.dense.fp8_rows import FP8, Fp8Rows
+from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HIDDEN = 16384
+MAX_MLP = 32768
+FP8_MAX = tl.constexpr(fp8_rows.MAX)
+MIN_PEAK = tl.constexpr(fp8_rows.MIN_PEAK)
+
+
+@triton.jit
+def store_row(row, lanes, out_ptr, scales_ptr, token, stride_out, SIZE: tl.constexpr):
+    """A row that is rounded to the model's dtype already; with scales, in fp8."""
+    if scales_ptr is not None:
+        wide = row.to(tl.float32)
+        peak = tl.maximum(tl.max(tl.abs(wide), 0), MIN_PEAK)
+        tl.store(scales_ptr + token, tl.div_rn(peak, FP8_MAX))
+        wide = wide * tl.div_rn(FP8_MAX, peak)
+        row = tl.minimum(tl.maximum(wide, -FP8_MAX), FP8_MAX)
+    out_ptrs = out_ptr + token * stride_out + lanes
+    tl.store(out_ptrs, row.to(out_ptr.dtype.element_ty), mask=lanes < SIZE)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, out_ptr, scales_ptr, stride_x, stride_out,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per token."""
+    wait_for_ahead(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    row = tl.load(x_ptr + token * stride_x + lanes, mask=lanes < SIZE, other=0.0)
+    store_row(row, lanes, out_ptr, scales_ptr, token, stride_out, SIZE)
+
+
+def quantize_rows(x: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
+    """x [tokens, size] per token."""
+
+    def launch(values: Tensor, scales: Tensor) -> None:
+        check_rows("x", x, x.shape[1], MAX_MLP)
+        check_out(values, len(x), x.shape[1])
+        if len(x):
+            _quantize_kernel[(len(x),)](
+                x, values, scales, x.stride(0), values.stride(0),
+                **row_options(x.shape[1]), **overlap_options(x.device),
+            )  # fmt: skip
+
+    return quantized(x.shape[1], x, out, launch)
+
+
+def quantized(
+    size: int, x: Tensor, out: Fp8Rows | None, launch: Callable[[Tensor, Tensor], None]
+) -> Fp8Rows:
+    """Run a kernel over outputs that are given or made here."""
+    if out is None:
+        values = torch.empty(len(x), size, dtype=FP8, device=x.device)
+        out = values, torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    values, scales = out
+    if values.dtype != FP8 or scales.dtype != torch.float32 or scales.shape != (len(x), 1):
+        raise LayoutError("out must be (float8_e4m3fn [tokens, size], float32 [tokens, 1])")
+    if not scales.is_contiguous():
+        raise LayoutError("scales must be contiguous")
+    if x.is_cuda:
+        launch(values, scales)
+    else:  # the interpreter rounds to fp8 wrongly, torch does not
+        wide = torch.empty(values.shape)
+        launch(wide, scales)
+        values.copy_(wide)
+    return out
+
+
+def row_options(size: int) -> dict[str, int]:
+    """Block and warps by the row's length alone: 16 bytes or more a thread."""
+    block = triton.next_power_of_2(size)
+    return {"SIZE": size, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+def check_rows(name: str, x: Tensor, size: int, largest: int) -> None:
+    """LayoutError unless x is [tokens, size] of a dtype and length that kernels take."""
+    if x.dim() != 2 or x.shape[1] != size or x.stride(1) != 1:
+        raise LayoutError(f"{name} must be [tokens, {size}] with a contiguous last axis, "
+                          f"got {tuple(x.shape)}")  # fmt: skip
+    if size % 8 or size > largest:
+        raise LayoutError(f"{name} must have a multiple of 8 and at most {largest} columns, "
+                          f"got {size}")  # fmt: skip
+    if x.dtype not in DTYPES:
+        raise LayoutError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
+
+
+def check_out(out: Tensor, tokens: int, size: int, dtype: torch.dtype | None = None) -> None:
+    """LayoutError unless out is [tokens, size], and of the dtype where one is named."""
+    if tuple(out.shape) != (tokens, size) or out.stride(1) != 1:
+        raise LayoutError(f"out must be [{tokens}, {size}] with a contiguous last axis, "
+                          f"got {tuple(out.shape)}")  # fmt: skip
+    if dtype is not None and out.dtype != dtype:
+        raise LayoutError(f"out must be {dtype}, got {out.dtype}")

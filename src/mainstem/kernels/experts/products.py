@@ -1,0 +1,259 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
+"""The products of all experts at once, over rows that are sorted by expert (route.py).
+
+    gate_up   act[row] = gated(x[token of the row] @ gate_up[expert].T + bias)     gathers
+    down      out[row] = act[row] @ down[expert].T                                 sorted rows
+
+Two ways to compute them. Here: a program takes one tile of rows of one expert, and a tile of
+columns of gate and the same of up, so that only the activated rows are written. LIBRARY: torch's
+grouped product over gathered rows, the activation as a pass of its own. `choose` decides by the
+number of rows, which the host knows.
+
+Every output is one sum over K, in steps of tile.k from first to last. Tiles of 64 rows and more
+use the same matrix instruction, so a row has the same bits in all of them, whatever rows are beside
+it; smaller tiles, for decode steps, use another one (see dense/invariant.py).
+
+Weights are read through tensor descriptors: by the copy engine from Hopper on, by plain loads
+elsewhere.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mainstem.kernels.dense.invariant import Tile
+from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.experts.activate import check_activation, gated
+from mainstem.kernels.experts.route import Routing, most_tiles
+from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+
+_GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for the L2 cache
+
+
+class Method(Enum):
+    OURS = "ours"
+    LIBRARY = "library"  # torch._grouped_mm
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a step's products are computed; both walk over tiles of the same rows."""
+
+    gate_up: Tile  # columns: of gate, and as many of up
+    down: Tile
+    method: Method = Method.OURS
+
+    @property
+    def rows(self) -> int:
+        return self.gate_up.rows
+
+
+# by rows of an average expert
+FEW = Tiles(Tile(16, 32, 256, warps=4, stages=3), Tile(16, 64, 256, warps=4, stages=3))
+SOME = Tiles(Tile(64, 64, 64, warps=4, stages=4), Tile(64, 128, 64, warps=4, stages=4))
+MANY = Tiles(Tile(128, 128, 64, warps=8, stages=3), Tile(128, 256, 64, warps=8, stages=3))
+GROUPED = Tiles(MANY.gate_up, MANY.down, Method.LIBRARY)
+FULL_PRECISION = Tiles(Tile(64, 32, 32, warps=4, stages=3), Tile(64, 64, 32, warps=4, stages=3))
+_MOST_OF_FEW = 8
+_MOST_OF_SOME = 48
+
+
+def choose(num_rows: int, num_experts: int, dtype: torch.dtype, is_deterministic: bool) -> Tiles:
+    """The tiles for a step of `num_rows` = tokens * top_k rows."""
+    if dtype == torch.float32:
+        return FULL_PRECISION
+    rows = num_rows / num_experts
+    if rows <= _MOST_OF_FEW and not is_deterministic:
+        return FEW
+    return SOME if rows <= _MOST_OF_SOME else MANY
+
+
+def can_use_library(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch has a grouped product that does not wait for the device."""
+    if dtype != torch.bfloat16 or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@triton.jit
+def _tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """Programs side by side share rows and columns."""
+    first_row = (program // (GROUP * column_tiles)) * GROUP
+    height = tl.minimum(row_tiles - first_row, GROUP)
+    within = program % (GROUP * column_tiles)
+    return first_row + within % height, within // height
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr, sorted_ptr, weights, bias_ptr, out_ptr, tile_experts_ptr, tile_starts_ptr, ends_ptr,
+    row_tiles, size, hidden, stride_x, stride_out,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, IS_EVEN: tl.constexpr,
+    UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of the output. weights: [experts * 2 * size, hidden] in boxes of
+    TILE_COLUMNS x TILE_K."""
+    wait_for_ahead(OVERLAPS)
+    column_tiles = tl.cdiv(size, TILE_COLUMNS)
+    row_tile, column_tile = _tile_of(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    expert = tl.load(tile_experts_ptr + row_tile)
+    if expert < 0:
+        return
+    rows = tl.load(tile_starts_ptr + row_tile) + tl.arange(0, TILE_ROWS)
+    is_row = rows < tl.load(ends_ptr + expert)
+    tokens = tl.load(sorted_ptr + rows, mask=is_row, other=0)
+    ks = tl.arange(0, TILE_K)
+    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * stride_x + ks[None, :]
+    first = expert * 2 * size + column_tile * TILE_COLUMNS
+    gate = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    up = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for start in range(0, hidden, TILE_K):
+        if IS_EVEN:
+            x = tl.load(x_ptrs, mask=is_row[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptrs, mask=is_row[:, None] & (start + ks < hidden)[None, :], other=0.0)
+        gate_weight = weights.load([first, start])
+        up_weight = weights.load([first + size, start])
+        if UPCAST:
+            x = x.to(tl.float32)
+            gate_weight, up_weight = gate_weight.to(tl.float32), up_weight.to(tl.float32)
+        gate = tl.dot(x, gate_weight.T, gate, input_precision="ieee")
+        up = tl.dot(x, up_weight.T, up, input_precision="ieee")
+        x_ptrs += TILE_K
+    # boxes reach into rows of others where columns end; these are not written
+    columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    is_column = columns < size
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + expert * 2 * size + columns
+        gate += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptrs + size, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    act = gated(gate, up, ACTIVATION)
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    mask = is_row[:, None] & is_column[None, :]
+    tl.store(out_ptrs, act.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _down_kernel(
+    act, weights, out_ptr, tile_experts_ptr, tile_starts_ptr, ends_ptr,
+    row_tiles, size, hidden, stride_out,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_K: tl.constexpr,
+    GROUP: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of the output. act: [rows, size] in boxes of TILE_ROWS x TILE_K;
+    weights: [experts * hidden, size] in boxes of TILE_COLUMNS x TILE_K."""
+    wait_for_ahead(OVERLAPS)
+    column_tiles = tl.cdiv(hidden, TILE_COLUMNS)
+    row_tile, column_tile = _tile_of(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    expert = tl.load(tile_experts_ptr + row_tile)
+    if expert < 0:
+        return
+    first_row = tl.load(tile_starts_ptr + row_tile)
+    first_column = column_tile * TILE_COLUMNS
+    out = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for start in range(0, size, TILE_K):
+        x, weight = (
+            act.load([first_row, start]),
+            weights.load([expert * hidden + first_column, start]),
+        )
+        if UPCAST:
+            x, weight = x.to(tl.float32), weight.to(tl.float32)
+        out = tl.dot(x, weight.T, out, input_precision="ieee")
+    # boxes reach into rows of others where rows or columns end; these are not written
+    rows = first_row + tl.arange(0, TILE_ROWS)
+    columns = first_column + tl.arange(0, TILE_COLUMNS)
+    mask = (rows < tl.load(ends_ptr + expert))[:, None] & (columns < hidden)[None, :]
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def gate_up(
+    x: Tensor,
+    routing: Routing,
+    weights: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    tile: Tile,
+    out: Tensor,
+) -> Tensor:
+    """out [rows, size], sorted; x [tokens, hidden] is gathered. `routing` is of the same x and
+    has tiles of tile.rows."""
+    experts, both, hidden = weights.shape
+    size = both // 2
+    _check_rows("x", x, hidden)
+    _check_rows("out", out, size)
+    _check_weights("gate_up", weights, x.dtype)
+    _check_bias("gate_up", bias, experts, both)
+    check_activation(activation)
+    row_tiles = _row_tiles(out, experts, tile)
+    if row_tiles:
+        boxes = TensorDescriptor.from_tensor(weights.view(-1, hidden), [tile.columns, tile.k])
+        _gate_up_kernel[(row_tiles * triton.cdiv(size, tile.columns),)](
+            x, routing.sorted_tokens, boxes, x if bias is None else bias, out,
+            routing.tile_experts, routing.tile_starts, routing.ends, row_tiles, size, hidden,
+            x.stride(0), out.stride(0),
+            ACTIVATION=activation, HAS_BIAS=bias is not None, IS_EVEN=hidden % tile.k == 0,
+            **_tile_options(tile, x.device),
+        )  # fmt: skip
+    return out
+
+
+def down(act: Tensor, routing: Routing, weights: Tensor, tile: Tile, out: Tensor) -> Tensor:
+    """out [rows, hidden] of act [rows, size], both sorted."""
+    experts, hidden, size = weights.shape
+    _check_rows("act", act, size)
+    _check_rows("out", out, hidden)
+    _check_weights("down", weights, act.dtype)
+    row_tiles = _row_tiles(out, experts, tile)
+    if row_tiles:
+        _down_kernel[(row_tiles * triton.cdiv(hidden, tile.columns),)](
+            TensorDescriptor.from_tensor(act, [tile.rows, tile.k]),
+            TensorDescriptor.from_tensor(weights.view(-1, size), [tile.columns, tile.k]),
+            out, routing.tile_experts, routing.tile_starts, routing.ends,
+            row_tiles, size, hidden, out.stride(0), **_tile_options(tile, act.device),
+        )  # fmt: skip
+    return out
+
+
+def grouped_product(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
+    """torch's: sorted rows [rows, in] by weights [experts, out, in]; the answer is a new tensor."""
+    product: Tensor = torch._grouped_mm(rows, weights.transpose(1, 2), offs=routing.ends)
+    return product
+
+
+def _row_tiles(out: Tensor, experts: int, tile: Tile) -> int:
+    return most_tiles(len(out), experts, tile.rows)
+
+
+def _tile_options(tile: Tile, device: torch.device) -> dict[str, int | bool]:
+    return {
+        "TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns, "TILE_K": tile.k,
+        "GROUP": _GROUP_ROWS, "UPCAST": device.type != "cuda",
+        "num_warps": tile.warps, "num_stages": tile.stages, **overlap_options(device),
+    }  # fmt: skip
+
+
+def _check_rows(name: str, x: Tensor, width: int) -> None:
+    if x.dim() != 2 or x.shape[1] != width or x.stride(1) != 1:
+        raise LayoutError(f"{name} must be [rows, {width}] with contiguous rows, "
+                          f"got {tuple(x.shape)}")  # fmt: skip
+
+
+def _check_weights(name: str, weights: Tensor, dtype: torch.dtype) -> None:
+    if weights.dtype != dtype or not weights.is_contiguous():
+        raise LayoutError(f"{name} must be contiguous {dtype}, got {weights.dtype}")
+    if weights.shape[2] % 8 or weights.shape[1] % 8:
+        raise LayoutError(f"{name} must have sizes of multiples of 8, got {tuple(weights.shape)}")
+
+
+def _check_bias(name: str, bias: Tensor | None, experts: int, width: int) -> None:
+    if bias is not None and (bias.shape != (experts, width) or not bias.is_contiguous()):
+        raise LayoutError(f"bias of {name} must be contiguous [{experts}, {width}], "
+                          f"got {tuple(bias.shape)}")  # fmt: skip

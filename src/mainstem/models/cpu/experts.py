@@ -1,0 +1,86 @@
+"""A mixture of experts on a CPU.
+
+Tokens are sorted by expert, so that each expert with tokens is two products over its own weights;
+experts without tokens are not read. Router and sums are in fp32, whatever the model's dtype.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mainstem.models.cpu.activations import gated
+from mainstem.models.expert_tensors import ExpertTensors
+from mainstem.models.spec import ExpertsSpec
+
+
+class CpuExperts:
+    """x [tokens, hidden] -> [tokens, hidden]."""
+
+    def __init__(self, tensors: ExpertTensors, spec: ExpertsSpec) -> None:
+        self._tensors = tensors
+        self._top_k = spec.top_k
+        self._is_normalized = spec.is_normalized
+        self._activate = gated(spec.activation)
+        self._router = tensors.router.float().t().contiguous()
+        bias = tensors.router_bias
+        self._router_bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        ids, weights = self._route(x)
+        if len(x) == 1:
+            rows = [
+                self._run_expert(expert, x).mul(weight)
+                for expert, weight in zip(ids[0].tolist(), weights[0], strict=True)
+            ]
+            out = torch.stack(rows).sum(dim=0)
+        else:
+            out = self._run_sorted(x, ids, weights)
+        if self._tensors.shared_gate_up is not None:
+            out += self._run_shared(x)
+        return out.to(x.dtype)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts and their weights, [tokens, top_k] each; of equal ones the lowest come first."""
+        logits = x.float() @ self._router
+        if self._router_bias is not None:
+            logits += self._router_bias
+        chosen, ids = logits.sort(dim=-1, descending=True, stable=True)
+        chosen, ids = chosen[:, : self._top_k], ids[:, : self._top_k]
+        if self._is_normalized:
+            return ids, chosen.softmax(dim=-1)
+        return ids, (chosen - logits.logsumexp(dim=-1, keepdim=True)).exp()
+
+    def _run_sorted(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """[tokens, hidden] fp32."""
+        by_expert = ids.reshape(-1).argsort(stable=True)
+        tokens = by_expert // self._top_k
+        sorted_weights = weights.reshape(-1)[by_expert, None]
+        counts = torch.bincount(ids.reshape(-1), minlength=len(self._tensors.router))
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        first = 0
+        for expert, count in enumerate(counts.tolist()):
+            if count == 0:
+                continue
+            rows = slice(first, first + count)
+            found = self._run_expert(expert, x[tokens[rows]])
+            out.index_add_(0, tokens[rows], found.mul(sorted_weights[rows]))
+            first += count
+        return out
+
+    def _run_expert(self, expert: int, x: Tensor) -> Tensor:
+        """[rows, hidden] in fp32."""
+        tensors = self._tensors
+        gate_up_bias = None if tensors.gate_up_bias is None else tensors.gate_up_bias[expert]
+        down_bias = None if tensors.down_bias is None else tensors.down_bias[expert]
+        act = self._activate(F.linear(x, tensors.gate_up[expert], gate_up_bias))
+        return F.linear(act, tensors.down[expert], down_bias).float()
+
+    def _run_shared(self, x: Tensor) -> Tensor:
+        tensors = self._tensors
+        assert tensors.shared_gate_up is not None
+        assert tensors.shared_down is not None
+        act = self._activate(F.linear(x, tensors.shared_gate_up))
+        out = F.linear(act, tensors.shared_down).float()
+        if tensors.shared_gate is None:
+            return out
+        return torch.sigmoid(x.float() @ tensors.shared_gate.float().t()) * out

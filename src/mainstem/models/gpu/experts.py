@@ -1,0 +1,179 @@
+"""A mixture of experts on a GPU: a fixed list of kernels over buffers that stay.
+
+    router product | top-k, sort by expert | gate/up product of all experts, activated |
+    down product of all experts | weighted sum of each token's rows
+    besides, where there is a shared expert: its gate/up, activation and down
+
+Nothing waits for the device, and what runs depends on the number of tokens alone: safe in a CUDA
+graph. With Method.LIBRARY torch allocates the answers of the two products, which then depend on the
+number of tokens too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.experts.activate import gated_rows
+from mainstem.kernels.experts.combine import combine
+from mainstem.kernels.experts.products import (
+    Method,
+    Tiles,
+    choose,
+    down,
+    gate_up,
+    grouped_product,
+)
+from mainstem.kernels.experts.route import Router, Routing, route
+from mainstem.models.expert_tensors import ExpertTensors
+from mainstem.models.spec import ExpertsSpec
+
+Linear = Callable[[Tensor, Tensor], Tensor]  # (x [tokens, in], room for the answer) -> answer
+MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # of a weight [out, in] and a bias
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSpace:
+    """Buffers of the expert that all tokens go through."""
+
+    both: Tensor  # [tokens, 2 * shared_size]
+    act: Tensor  # [tokens, shared_size]
+    out: Tensor  # [tokens, hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpace:
+    """Buffers of a step's experts, made once for all layers of a model."""
+
+    routing: Routing
+    rows: Tensor  # [tokens * top_k, hidden]: gathered, then what the experts answer
+    act: Tensor  # [tokens * top_k, size]
+    shared: SharedSpace | None
+
+    @classmethod
+    def make(
+        cls,
+        spec: ExpertsSpec,
+        hidden_size: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "ExpertSpace":
+        def rows(count: int, width: int) -> Tensor:
+            return torch.zeros((count, width), dtype=dtype, device=device)
+
+        max_rows, shared = max_tokens * spec.top_k, None
+        if spec.shared_size is not None:
+            shared = SharedSpace(
+                both=rows(max_tokens, 2 * spec.shared_size),
+                act=rows(max_tokens, spec.shared_size),
+                out=rows(max_tokens, hidden_size),
+            )
+        return cls(
+            routing=Routing.make(spec.num_experts, spec.top_k, max_tokens, device),
+            rows=rows(max_rows, hidden_size),
+            act=rows(max_rows, spec.size),
+            shared=shared,
+        )
+
+
+class SharedExpert:
+    """The gated MLP that all tokens go through."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str, space: SharedSpace) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self._activation = activation
+        self._space = space
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden], in the space."""
+        space, tokens = self._space, len(x)
+        both = self._gate_up(x, space.both[:tokens])
+        act = gated_rows(both, self._activation, space.act[:tokens])
+        return self._down(act, space.out[:tokens])
+
+
+class GpuExperts:
+    """One layer's experts; the layers of a model share a space. `make_linear` is for the shared
+    expert's products. `tiles` is for measuring: None chooses by the number of rows.
+
+    is_deterministic: a token's answer to the bit as if it were alone, if the linears do likewise.
+    """
+
+    def __init__(
+        self,
+        tensors: ExpertTensors,
+        spec: ExpertsSpec,
+        space: ExpertSpace,
+        make_linear: MakeLinear,
+        *,
+        is_deterministic: bool = False,
+        tiles: Tiles | None = None,
+    ) -> None:
+        if is_deterministic and tiles is not None:
+            raise LayoutError("tiles of a deterministic layer are not a choice")
+        self._tensors = tensors
+        self._spec = spec
+        self._space = space
+        self._is_deterministic = is_deterministic
+        self._tiles = tiles
+        self._activation = spec.activation.value
+        self._router = _router_of(tensors, spec)
+        self._shared = _shared_of(tensors, spec, space, make_linear)
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """out [tokens, hidden] of x [tokens, hidden]; they may not overlap."""
+        spec, space, tensors = self._spec, self._space, self._tensors
+        num_rows = len(x) * spec.top_k
+        tiles = self._tiles or choose(num_rows, spec.num_experts, x.dtype, self._is_deterministic)
+        route(x, self._router, space.routing, tiles.rows)
+        if tiles.method is Method.LIBRARY:
+            rows = self._run_library(x, num_rows)
+        else:
+            rows = self._run_ours(x, num_rows, tiles)
+        shared = None if self._shared is None else self._shared(x)
+        return combine(rows, space.routing, tensors.down_bias, shared, spec.has_shared_gate, out)
+
+    def _run_ours(self, x: Tensor, num_rows: int, tiles: Tiles) -> Tensor:
+        space, tensors = self._space, self._tensors
+        act = gate_up(
+            x,
+            space.routing,
+            tensors.gate_up,
+            tensors.gate_up_bias,
+            self._activation,
+            tiles.gate_up,
+            space.act[:num_rows],
+        )
+        return down(act, space.routing, tensors.down, tiles.down, space.rows[:num_rows])
+
+    def _run_library(self, x: Tensor, num_rows: int) -> Tensor:
+        space, tensors, routing = self._space, self._tensors, self._space.routing
+        rows, act = space.rows[:num_rows], space.act[:num_rows]
+        torch.index_select(x, 0, routing.sorted_tokens[:num_rows], out=rows)
+        both = grouped_product(rows, routing, tensors.gate_up)
+        gated_rows(both, self._activation, act, tensors.gate_up_bias, routing.sorted_experts)
+        return grouped_product(act, routing, tensors.down)
+
+
+def _router_of(tensors: ExpertTensors, spec: ExpertsSpec) -> Router:
+    weight = tensors.router
+    if tensors.shared_gate is not None:
+        weight = torch.cat((weight, tensors.shared_gate))
+    return Router(weight, tensors.router_bias, spec.num_experts, spec.top_k, spec.is_normalized)
+
+
+def _shared_of(
+    tensors: ExpertTensors, spec: ExpertsSpec, space: ExpertSpace, make_linear: MakeLinear
+) -> SharedExpert | None:
+    if tensors.shared_gate_up is None or tensors.shared_down is None or space.shared is None:
+        return None
+    return SharedExpert(
+        make_linear(tensors.shared_gate_up, None),
+        make_linear(tensors.shared_down, None),
+        spec.activation.value,
+        space.shared,
+    )

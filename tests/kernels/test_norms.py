@@ -1,0 +1,226 @@
+"""Norms of the residual, and of queries and keys."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.kernels.interpreted import require_interpreter
+
+require_interpreter()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from mainstem.kernels import LayoutError  # noqa: E402
+from mainstem.kernels.dense import reference  # noqa: E402
+from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_  # noqa: E402
+from mainstem.kernels.dense.norms import (  # noqa: E402
+    Delta,
+    Norm,
+    add_,
+    norm_rows,
+    norm_rows_fp8,
+    norm_twice,
+    norm_twice_fp8,
+)
+from tests.kernels.rows import (  # noqa: E402
+    DTYPES,
+    a_quantization,
+    assert_close,
+    assert_fp8_close,
+    assert_rows_are_independent,
+    some,
+)
+
+pytestmark = pytest.mark.torch
+
+EPS = 1e-5
+KINDS = ["rms", "rms, fp32 gain", "layer", "layer, no bias"]
+
+
+def a_norm(kind: str, size: int, dtype: torch.dtype = torch.float32, seed: int = 10) -> Norm:
+    gain = some(1, size, torch.float32 if "fp32" in kind else dtype, seed)[0]
+    bias = some(1, size, dtype, seed + 1)[0] if kind == "layer" else None
+    return Norm(gain, EPS, "layer" in kind, bias)
+
+
+def right_norm(x: Tensor, norm: Norm) -> Tensor:
+    if norm.is_layer:
+        return reference.layer_norm(x, norm.gain, norm.bias, norm.eps)
+    return reference.rms_norm(x, norm.gain, norm.eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [8, 1000])
+def test_a_norm_agrees_with_the_reference(size: int, kind: str, dtype: torch.dtype) -> None:
+    x, norm = some(3, size, dtype) + 1, a_norm(kind, size, dtype)
+    kept = x.clone()
+    assert_close(norm_rows(x, norm), right_norm(x, norm))
+    assert torch.equal(x, kept)
+
+
+def test_a_gain_in_fp32_is_multiplied_before_rounding() -> None:
+    """Gains of 1 + 2^-12, which fp16 cannot hold: rounded early they would be lost."""
+    x, gain = some(4, 4096, torch.float16), torch.full((4096,), 1 + 2.0**-12)
+    once, twice = norm_rows(x, Norm(gain, EPS)), norm_rows(x, Norm(gain.half(), EPS))
+    assert torch.equal(once, reference.rms_norm(x, gain, EPS))
+    assert not torch.equal(once, twice)
+
+
+DELTAS: dict[str, Callable[[Tensor, Tensor, Norm], Delta]] = {
+    "plain": lambda rows, more, after: Delta(rows),
+    "scaled (Granite)": lambda rows, more, after: Delta(rows, scale=0.22),
+    "normed (Gemma)": lambda rows, more, after: Delta(rows, after=after),
+    "parallel (Phi-2)": lambda rows, more, after: Delta(rows, more),
+    "all": Delta,
+}
+
+
+def right_sum(x: Tensor, delta: Delta) -> Tensor:
+    added = delta.rows if delta.more is None else delta.rows + delta.more
+    if delta.after is not None:
+        added = right_norm(added, delta.after)
+    return x + added * delta.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["rms", "rms, fp32 gain", "layer"])
+@pytest.mark.parametrize("name", list(DELTAS))
+def test_what_is_added_changes_the_residual_first(name: str, kind: str, dtype: torch.dtype) -> None:
+    norm, after = a_norm(kind, 72, dtype), a_norm(kind, 72, dtype, seed=20)
+    delta = DELTAS[name](some(3, 72, dtype, 1), some(3, 72, dtype, 2), after)
+    kept = [x.clone() for x in (delta.rows, delta.more) if x is not None]
+    x = some(3, 72, dtype)
+    right, other, third = right_sum(x, delta), x.clone(), x.clone()
+    found = norm_rows(x, norm, delta)
+    assert_close(x, right)
+    assert_close(found, right_norm(x, norm))
+    add_(other, delta)
+    assert torch.equal(other, x)
+    pair = norm_twice(third, (norm, after), delta)
+    assert torch.equal(third, x)
+    assert torch.equal(pair[0], found)
+    assert_close(pair[1], right_norm(x, after))
+    changed = [x for x in (delta.rows, delta.more) if x is not None]
+    assert all(torch.equal(a, b) for a, b in zip(changed, kept, strict=True))
+
+
+def test_adding_one_time_the_rows_is_adding_them() -> None:
+    """Llama's arithmetic does not know of the scale."""
+    x, rows = some(3, 576, torch.float16), some(3, 576, torch.float16, 1)
+    total = x + rows
+    add_(x, Delta(rows, scale=1.0))
+    assert torch.equal(x, total)
+
+
+def test_fp8_variants_quantize_what_the_plain_ones_return() -> None:
+    x, rows = some(3, 576), some(3, 576, seed=1)
+    x[1] = rows[1] = 0.0
+    for kind in KINDS:
+        norm, second = a_norm(kind, 576), a_norm(kind, 576, seed=20)
+        plain, quantized, paired = x.clone(), x.clone(), x.clone()
+        right = norm_twice(plain, (norm, second), Delta(rows))
+        found = norm_rows_fp8(quantized, norm, Delta(rows))
+        assert_fp8_close(found, a_quantization(right[0]))
+        out = norm_rows_fp8(x, norm), norm_rows_fp8(x, norm)
+        pair = norm_twice_fp8(paired, (norm, second), Delta(rows), out)
+        assert pair[0] is out[0]
+        assert pair[1] is out[1]
+        for got, plain_rows in zip(pair, right, strict=True):
+            assert_fp8_close(got, a_quantization(plain_rows))
+        assert torch.equal(quantized, plain)
+        assert torch.equal(paired, plain)
+
+
+def test_outputs_that_are_given_are_filled_and_nothing_else() -> None:
+    whole, norm = some(2, 200), a_norm("layer", 64)
+    x = whole[:, 8:72]  # rows that lie apart
+    wide = torch.full((4, 160), float("nan"))
+    first, second = wide[1:3, 16:80], wide[1:3, 88:152]
+    norm_twice(x, (norm, norm), out=(first, second))
+    assert_close(first, right_norm(x, norm))
+    assert torch.equal(first, second)
+    assert int(wide.isnan().sum()) == 4 * 160 - 2 * 2 * 64
+    right = right_norm(x, norm)
+    assert norm_rows(x, norm, out=x) is x
+    assert_close(x, right)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
+    norm = a_norm(kind, 128)
+    assert_rows_are_independent(lambda x: norm_rows(x, norm))
+    assert_rows_are_independent(
+        lambda x: norm_rows(x.clone(), norm, Delta(x * 0.3, x * 0.7, norm, 0.5))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["rms", "rms, fp32 gain", "layer, no bias"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 80), (16, 8, 8)])
+def test_norms_of_queries_and_keys_leave_the_values(
+    heads: int, kv_heads: int, dim: int, kind: str, dtype: torch.dtype
+) -> None:
+    qkv = some(3, (heads + 2 * kv_heads) * dim, dtype) + 1
+    ends = heads * dim, (heads + kv_heads) * dim
+
+    def check(run: Callable[..., None], shapes: list[tuple[int, ...]], split: int) -> None:
+        found, parts = qkv.clone(), []
+        norms = [a_norm(kind, shape[-1], dtype, seed) for seed, shape in enumerate(shapes)]
+        if len(shapes[0]) == 2:
+            gains = [some(rows, dim, norms[0].gain.dtype, 5) for rows, _ in shapes]
+            norms = [Norm(gain, EPS, norms[0].is_layer) for gain in gains]
+        for part, norm in zip((qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]]), norms, strict=True):
+            rows = part.reshape(3, -1, split) if split else part
+            parts.append(right_norm(rows, norm).reshape(3, -1))
+        run(found, *norms, heads, kv_heads, dim)
+        assert_close(found, torch.cat([*parts, qkv[:, ends[1] :]], 1))
+        assert torch.equal(found[:, ends[1] :], qkv[:, ends[1] :])
+
+    check(head_norm_, [(dim,), (dim,)], dim)
+    check(head_norm_, [(heads, dim), (kv_heads, dim)], dim)
+    check(joint_norm_, [(heads * dim,), (kv_heads * dim,)], 0)
+
+
+def test_no_tokens_is_no_work() -> None:
+    norm, empty = a_norm("rms", 64), torch.empty(0, 64)
+    assert norm_rows(empty, norm).shape == (0, 64)
+    assert norm_rows_fp8(empty, norm)[1].shape == (0, 1)
+    add_(empty, Delta(empty))
+    head_norm_(torch.empty(0, 256), norm, norm, 2, 1, 64)
+
+
+def test_what_is_not_taken_is_named() -> None:
+    x, norm = some(2, 64), a_norm("rms", 64)
+    with pytest.raises(LayoutError, match="multiple of 8"):
+        norm_rows(some(2, 60), a_norm("rms", 60))
+    with pytest.raises(LayoutError, match="at most 16384"):
+        norm_rows(some(1, 16392), a_norm("rms", 16392))
+    with pytest.raises(LayoutError, match="gain"):
+        norm_rows(x, a_norm("rms", 32))
+    with pytest.raises(LayoutError, match="bias"):
+        norm_rows(x, Norm(norm.gain, EPS, is_layer=True, bias=torch.ones(32)))
+    with pytest.raises(LayoutError, match="gain"):
+        add_(x, Delta(x, after=a_norm("rms", 32)))
+    with pytest.raises(LayoutError, match="delta must be"):
+        norm_rows(x, norm, Delta(some(3, 64)))
+    with pytest.raises(LayoutError, match="delta must be"):
+        norm_rows(x, norm, Delta(x, x.half()))
+    with pytest.raises(LayoutError, match="out must be"):
+        norm_rows(x, norm, out=torch.empty(2, 32))
+    with pytest.raises(LayoutError, match="float64"):
+        norm_rows(x.double(), norm)
+    with pytest.raises(LayoutError, match="one kind"):
+        norm_twice(x, (norm, a_norm("layer", 64)))
+    with pytest.raises(ValueError, match="no bias"):
+        Norm(norm.gain, EPS, bias=norm.gain)
+    with pytest.raises(LayoutError, match="float8_e4m3fn"):
+        norm_rows_fp8(x, norm, out=(torch.empty(2, 64), torch.empty(2, 1)))
+    qkv = some(2, 256)
+    with pytest.raises(LayoutError, match="k_gain"):
+        head_norm_(qkv, norm, a_norm("rms", 32), 2, 1, 64)
+    with pytest.raises(LayoutError, match="q_gain"):
+        joint_norm_(qkv, norm, norm, 2, 1, 64)
+    with pytest.raises(LayoutError, match="no bias"):
+        head_norm_(qkv, a_norm("layer", 64), norm, 2, 1, 64)
