@@ -1,6 +1,6 @@
-"""config.json of published models, as they stand on the hub; lists of layers are made here."""
+"""config.json of published models; the lists of LongRoPE's factors have their length alone."""
 
-_PHI3_MINI_128K_PAIRS = 48
+_PAIRS = 48  # that the Phi models of 128k tokens rotate
 
 PUBLISHED: dict[str, dict[str, object]] = {
     "huggyllama/llama-7b": {
@@ -125,8 +125,8 @@ PUBLISHED: dict[str, dict[str, object]] = {
         "resid_pdrop": 0.0,
         "rms_norm_eps": 1e-05,
         "rope_scaling": {
-            "long_factor": [1.0 + 0.5 * pair for pair in range(_PHI3_MINI_128K_PAIRS)],
-            "short_factor": [1.0 + 0.03 * pair for pair in range(_PHI3_MINI_128K_PAIRS)],
+            "long_factor": [1.0 + 0.5 * pair for pair in range(_PAIRS)],
+            "short_factor": [1.0 + 0.03 * pair for pair in range(_PAIRS)],
             "type": "longrope",
         },
         "rope_theta": 10000.0,
@@ -195,8 +195,8 @@ PUBLISHED: dict[str, dict[str, object]] = {
         "resid_pdrop": 0.0,
         "rms_norm_eps": 1e-05,
         "rope_scaling": {
-            "long_factor": [1.0 + 0.5 * pair for pair in range(48)],
-            "short_factor": [1.0] * 48,
+            "long_factor": [1.0 + 0.5 * pair for pair in range(_PAIRS)],
+            "short_factor": [1.0] * _PAIRS,
             "type": "longrope",
         },
         "rope_theta": 10000.0,
@@ -371,5 +371,28 @@ PUBLISHED: dict[str, dict[str, object]] = {
         "transformers_version": "4.47.0",
         "use_cache": True,
         "vocab_size": 49155,
+    },
+    "stabilityai/stablelm-2-1_6b": {
+        "architectures": ["StableLmForCausalLM"],
+        "bos_token_id": 100257,
+        "eos_token_id": 100257,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 5632,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 4096,
+        "model_type": "stablelm",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 32,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.38.0",
+        "use_cache": True,
+        "use_qkv_bias": True,
+        "vocab_size": 100352,
     },
 }

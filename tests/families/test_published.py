@@ -30,6 +30,7 @@ BILLIONS = {  # of weights, as published
     "HuggingFaceTB/SmolLM3-3B": 3.08,
     "allenai/OLMo-2-1124-7B": 7.30,
     "ibm-granite/granite-3.1-8b-instruct": 8.17,
+    "stabilityai/stablelm-2-1_6b": 1.64,
 }
 
 

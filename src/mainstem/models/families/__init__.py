@@ -26,6 +26,7 @@ from mainstem.models.families import (
     phi3,
     qwen,
     smollm3,
+    stablelm,
 )
 from mainstem.models.families.common import Family
 from mainstem.models.spec import ModelSpec
@@ -41,6 +42,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen.QWEN2,
     qwen.QWEN3,
     smollm3.FAMILY,
+    stablelm.FAMILY,
 )
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 
