@@ -7,17 +7,7 @@ import pytest
 from transformers import FalconConfig
 
 from tests.families.equality import check_family
-from tests.models.checkpoints import VOCAB
-
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from tests.models.checkpoints import SMALL_FALCON
 
 
 @pytest.mark.parametrize(
@@ -42,4 +32,4 @@ SMALL: dict[str, Any] = {
     ],
 )
 def test_falcon(fields: dict[str, Any], tmp_path: Path) -> None:
-    check_family(FalconConfig(**SMALL, **fields), tmp_path)
+    check_family(FalconConfig(**SMALL_FALCON, **fields), tmp_path)
