@@ -27,3 +27,10 @@ def test_norms_of_heads_are_refused_by_name() -> None:
     assert spec_from_config(published).rotary_dim == 16
     with pytest.raises(UnsupportedModel, match="qk_layernorm"):
         spec_from_config({**published, "qk_layernorm": True})
+
+
+def test_the_page_about_adding_a_model_shows_this_family() -> None:
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs/add-a-model.md").read_text()
+    family = root / "src/mainstem/models/families/stablelm.py"
+    assert f"```python\n{family.read_text()}```" in page
