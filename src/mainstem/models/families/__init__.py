@@ -16,15 +16,33 @@ from mainstem.models.config_file import (
     read_object,
     refuse_quantized,
 )
-from mainstem.models.families import llama, mistral, qwen
+from mainstem.models.families import (
+    falcon,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi,
+    phi3,
+    qwen,
+    smollm3,
+    stablelm,
+)
 from mainstem.models.families.common import Family
 from mainstem.models.spec import ModelSpec
 
 FAMILIES: tuple[Family, ...] = (
+    falcon.FAMILY,
+    granite.FAMILY,
     llama.FAMILY,
     mistral.FAMILY,
+    olmo2.FAMILY,
+    phi.FAMILY,
+    phi3.FAMILY,
     qwen.QWEN2,
     qwen.QWEN3,
+    smollm3.FAMILY,
+    stablelm.FAMILY,
 )
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 
