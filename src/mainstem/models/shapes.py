@@ -60,6 +60,12 @@ _CONFIGS: dict[str, dict[str, object]] = {
     "qwen25-14b": _like(
         _llama(5120, 13824, 48, 40, 8, 128, 152_064, 1e6), "Qwen2ForCausalLM"
     ),
+    "phi-2": {
+        "architectures": ["PhiForCausalLM"], "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 51_200,
+        "max_position_embeddings": 4096, "partial_rotary_factor": 0.4, "layer_norm_eps": 1e-5,
+        "hidden_act": "gelu_new", "dtype": "bfloat16",
+    },
     "tiny": _llama(128, 256, 2, 4, 2, 64, 512, 10_000.0) | {"max_position_embeddings": 4096},
 }  # fmt: skip
 
