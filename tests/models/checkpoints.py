@@ -3,6 +3,7 @@
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -31,7 +32,7 @@ YARN_ROPE = {
     "original_max_position_embeddings": 64,
     "beta_fast": 4.0,
 }
-_SMALL = {
+SMALL: dict[str, Any] = {  # fields that most configs of transformers have
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -79,14 +80,27 @@ def make_checkpoint(
     `sizes` are fields of its config to set otherwise.
     """
     config_class, changes = CONFIGS[name]
-    changes = {**changes, **sizes}
-    torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(config_class(**{**_SMALL, **changes}))
+    config = config_class(**{**SMALL, **changes, **sizes})
+    return write_checkpoint(config, folder, seed=len(name), dtype=dtype, max_shard=max_shard)
+
+
+def write_checkpoint(
+    config: PreTrainedConfig,
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard: str = "1GB",
+) -> PreTrainedModel:
+    """Write a random model of this config to `folder`; answers the model it was written from."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            # the default weights are so small that a wrong layer would hardly show
+            # the default weights are so small that a wrong layer would hardly show, and default
+            # gains and biases do nothing
             parameter.normal_(std=0.3)
-            if "norm" in parameter_name:
+            if any(part in parameter_name for part in ("norm", "ln_")):
                 parameter.add_(1.0)
     model.to(dtype).eval()
     model.save_pretrained(folder, max_shard_size=max_shard)

@@ -1,0 +1,150 @@
+"""One check for every family: a tiny random model answers as transformers does.
+
+Greedy tokens and their logprobs, in fp32 on the CPU, however requests run: alone, batched, over a
+shared prefix, with prompts in chunks, and preempted. Gains and biases are random, too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedConfig
+from mainstem.core.events import EventBus, SequencePreempted
+from mainstem.core.request import Output, Request, SamplingParams, TokenLogprobs
+from mainstem.engine.build import build_engine
+from mainstem.engine.engine import Engine
+from tests.builders import a_request, run_all
+from tests.models.checkpoints import write_checkpoint
+
+TOLERANCE = 1e-3
+PAGE = 4
+PREFIX_TOKENS = 5 * PAGE + 1  # that all prompts begin with
+OWN_TOKENS = (3, 24, 9, 0)
+ANSWER_TOKENS = 12
+CONTEXT = PREFIX_TOKENS + max(OWN_TOKENS) + ANSWER_TOKENS  # of the longest request
+TOP = 4  # logprobs that are compared at each place
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What transformers makes of a prompt."""
+
+    prompt: list[int]
+    answer: list[int]
+    logprobs: torch.Tensor  # [prompt + answer - 1, vocab]: of the token after each
+
+
+def check_family(
+    config: PreTrainedConfig, folder: Path, *, max_model_len: int | None = None
+) -> None:
+    """Write a random model of this config to `folder` and compare; prompts have PREFIX_TOKENS and
+    more, so that a window or an original context of less is exceeded by all."""
+    model = write_checkpoint(config, folder)
+    expected = [_expected(model, prompt) for prompt in _prompts(config.vocab_size)]
+    with_room = _engine(folder, max_model_len, kv_tokens=16 * CONTEXT, chunk_tokens=512)
+    for index, each in enumerate(expected):
+        request = _request(each.prompt, index, salt=b"alone", prompt_logprobs=TOP)
+        _check("alone", run_all(with_room, [request]).outputs, [each], first=index)
+    salts = [b"batched %d" % index for index in range(len(expected))]
+    requests = [_request(e.prompt, i, salts[i]) for i, e in enumerate(expected)]
+    _check("batched", run_all(with_room, requests).outputs, expected)
+    requests = [_request(e.prompt, i, b"shared") for i, e in enumerate(expected)]
+    outputs = run_all(with_room, requests).outputs
+    _check("shared", outputs, expected)
+    assert sum(output.num_cached_tokens > 0 for output in outputs) >= len(expected) - 1
+    with_room.close()
+    _check_chunked_and_preempted(folder, max_model_len, expected)
+
+
+def _check_chunked_and_preempted(
+    folder: Path, max_model_len: int | None, expected: Sequence[Expected]
+) -> None:
+    """Chunks that end inside pages; a pool that holds one request and little more."""
+    preempted: list[SequencePreempted] = []
+    bus = EventBus()
+    bus.subscribe(SequencePreempted, preempted.append)
+    narrow = _engine(folder, max_model_len, kv_tokens=CONTEXT + PAGE, chunk_tokens=7, bus=bus)
+    requests = [_request(e.prompt, i, b"", expected_tokens=1) for i, e in enumerate(expected)]
+    _check("chunked and preempted", run_all(narrow, requests).outputs, expected)
+    assert preempted, "the pool was meant to be too small"
+    narrow.close()
+
+
+def _prompts(vocab_size: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(3, vocab_size, PREFIX_TOKENS).tolist()
+    return [prefix + rng.integers(3, vocab_size, count).tolist() for count in OWN_TOKENS]
+
+
+def _expected(model: PreTrainedModel, prompt: list[int]) -> Expected:
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        whole = model.generate(ids, do_sample=False, max_new_tokens=ANSWER_TOKENS)
+        logits = model(whole[:, :-1]).logits[0]
+    answer = whole[0, len(prompt) :].tolist()
+    assert len(answer) == ANSWER_TOKENS
+    return Expected(prompt, answer, torch.log_softmax(logits.float(), dim=-1))
+
+
+def _engine(
+    folder: Path,
+    max_model_len: int | None,
+    *,
+    kv_tokens: int,
+    chunk_tokens: int,
+    bus: EventBus | None = None,
+) -> Engine:
+    config = EngineConfig(
+        model=ModelConfig(dtype=DType.FP32),
+        cache=CacheConfig(page_size=PAGE, kv_tokens=kv_tokens),
+        sched=SchedConfig(chunk_tokens=chunk_tokens, max_model_len=max_model_len),
+    )
+    return build_engine(folder, config, bus)
+
+
+def _request(
+    prompt: list[int],
+    index: int,
+    salt: bytes,
+    *,
+    prompt_logprobs: int | None = None,
+    expected_tokens: int | None = None,
+) -> Request:
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=ANSWER_TOKENS, logprobs=TOP, prompt_logprobs=prompt_logprobs
+    )
+    return a_request(
+        prompt, name=str(index), sampling=sampling, salt=salt, expected_tokens=expected_tokens
+    )
+
+
+def _check(
+    mode: str, outputs: Sequence[Output], expected: Sequence[Expected], first: int = 0
+) -> None:
+    """`first` is the number of the first of the `expected`."""
+    for index, each in enumerate(expected, first):
+        own = [output for output in outputs if output.request_id == str(index)]
+        answer = [token_id for output in own for token_id in output.token_ids]
+        assert answer == each.answer, f"{mode}: answer {index}"
+        records = [record for output in own for record in output.logprobs]
+        assert len(records) == len(answer)
+        of_prompt = own[0].prompt_logprobs or ()
+        _check_logprobs(mode, records, each.logprobs[-len(answer) :])
+        _check_logprobs(mode, of_prompt[1:], each.logprobs)
+
+
+def _check_logprobs(
+    mode: str, records: Sequence[TokenLogprobs | None], table: torch.Tensor
+) -> None:
+    """The first records against the first rows."""
+    for record, row in zip(records, table, strict=False):
+        assert record is not None
+        ids = torch.tensor([record.token_id, *record.top_ids])
+        found = torch.tensor([record.logprob, *record.top_logprobs])
+        far = float((found - row[ids]).abs().max())
+        assert far < TOLERANCE, f"{mode}: a logprob is {far:.4f} off"
