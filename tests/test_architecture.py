@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "models": "core kernels",
     "sched": "core kv plan",
     "runner": "core kernels models kv plan",
-    "engine": "core kv plan sched runner",
+    "engine": "core kv plan sched models runner",
     "simulate": "core kv",
     "text": "core engine",
     "wire": "core text",

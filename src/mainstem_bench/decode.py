@@ -12,10 +12,10 @@ from mainstem.cli.flag_types import comma_list, not_negative_count, positive_cou
 from mainstem.cli.flags import add_engine_flags
 from mainstem.core.errors import ConfigError
 from mainstem.core.metrics import Counters
-from mainstem.core.shapes import SHAPES
 from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
+from mainstem.models.shapes import SHAPES
 from mainstem_bench.feed import submit_all
 from mainstem_bench.machine import Machine
 from mainstem_bench.report import line, load_average
@@ -84,7 +84,7 @@ def _num_outputs(args: argparse.Namespace, seqs: int) -> int:
 
 def _submit(engine: Engine, args: argparse.Namespace, seqs: int, seed: int) -> None:
     degree, output = args.degree or seqs, _num_outputs(args, seqs)
-    most = min(SHAPES[args.model_shape].vocab, 30_000)
+    most = min(SHAPES[args.model_shape].vocab_size, 30_000)
     prompts = shared(seqs // degree, degree, args.prefix, args.own, seed, most)
     submit_all(engine, "decode", prompts, [output] * seqs)
 

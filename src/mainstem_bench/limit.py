@@ -9,7 +9,7 @@ A group's prefix is computed once and read once in each step that its members de
 
 from dataclasses import dataclass
 
-from mainstem.core.shapes import ModelShape
+from mainstem.models.spec import ModelSpec
 from mainstem.plan.cost import LLAMA_8B, Card, Heads, ModelSize
 from mainstem_bench.workloads import OfflineJob
 
@@ -42,21 +42,21 @@ class ModelCost:
 
     @classmethod
     def of(
-        cls, shape: ModelShape, element_bytes: int, gemm_flops_per_s: float | None = None
+        cls, shape: ModelSpec, element_bytes: int, gemm_flops_per_s: float | None = None
     ) -> "ModelCost":
-        """Of a shape computed in elements of so many bytes."""
-        heads = Heads(shape.heads, shape.kv_heads, shape.head_dim, element_bytes)
+        """Of a shape computed in elements of `element_bytes`."""
+        heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, element_bytes)
         size = ModelSize(
-            num_params=shape.layer_params,
-            num_head_params=shape.head_params,
-            kv_bytes_per_token=shape.layers * heads.key_bytes,
+            num_params=shape.num_layer_params,
+            num_head_params=shape.num_head_params,
+            kv_bytes_per_token=shape.num_layers * heads.key_bytes,
             bytes_per_param=element_bytes,
             elementwise_bytes_per_token=ELEMENTWISE_MOVES
-            * shape.layers
-            * shape.hidden
+            * shape.num_layers
+            * shape.hidden_size
             * element_bytes,
         )
-        return cls(size, heads, shape.layers, gemm_flops_per_s)
+        return cls(size, heads, shape.num_layers, gemm_flops_per_s)
 
 
 def job_floor(card: Card, model: ModelCost, job: OfflineJob, kv_tokens: int) -> Floor:

@@ -16,10 +16,10 @@ from mainstem.cli.flags import add_engine_flags
 from mainstem.core.config import DType, EngineConfig, Quantize, Share
 from mainstem.core.errors import ConfigError
 from mainstem.core.plan import Prompts
-from mainstem.core.shapes import SHAPES
 from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
+from mainstem.models.shapes import SHAPES
 from mainstem_bench.arrivals import run_arrivals
 from mainstem_bench.feed import JobRun, Order, run_job, submit_all
 from mainstem_bench.limit import ModelCost, job_floor
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> 
     """One result: what was asked for, how fast it was, how near to the limit."""
     load, machine = load_average(), Machine.of(config)
     shape = SHAPES[job.model_shape]
-    given = job.prompts(shape.vocab)
+    given = job.prompts(shape.vocab_size)
     if args.order == "shuffled":
         given = shuffled(given)
     prompts = Prompts.from_lists(given)
@@ -108,7 +108,7 @@ def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> 
         check_sharing(job, config)
     engine = build_random_engine(shape, config)
     # a CPU has nothing to compile for batch sizes
-    warm_up(engine, job, shape.vocab, WARM_SEQS if machine.has_gpu else 16)
+    warm_up(engine, job, shape.vocab_size, WARM_SEQS if machine.has_gpu else 16)
     window = None if args.profile is None else ProfileWindow(args.profile, args.profile_steps)
     about: dict[str, object] = {"workload": job.name, "model_shape": job.model_shape}
     if args.arrivals is not None:
@@ -195,7 +195,7 @@ def check_sharing(job: OfflineJob, config: EngineConfig) -> None:
     In fp32: in 16 bits rounding decides between the logits of random weights.
     """
     shape = SHAPES[job.model_shape]
-    prompts = Prompts.from_lists(shuffled(replace(job, num_requests=8).prompts(shape.vocab)))
+    prompts = Prompts.from_lists(shuffled(replace(job, num_requests=8).prompts(shape.vocab_size)))
     exact = replace(config, model=replace(config.model, dtype=DType.FP32, quantize=Quantize.NONE))
     alone = replace(exact, sched=replace(exact.sched, share=Share.NONE))
     answers = []

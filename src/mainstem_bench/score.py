@@ -15,10 +15,10 @@ from mainstem.cli.flags import add_engine_flags
 from mainstem.core.config import DType, EngineConfig, Quantize
 from mainstem.core.plan import Prompts
 from mainstem.core.request import Scoring
-from mainstem.core.shapes import SHAPES
 from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
+from mainstem.models.shapes import SHAPES
 from mainstem_bench.feed import JobRun, run_job
 from mainstem_bench.machine import Machine
 from mainstem_bench.offline import WARM_SEED, WARM_SEQS, warm_up
@@ -89,10 +89,10 @@ def measure(job: ScoreJob, model_shape: str, config: EngineConfig) -> dict[str, 
         "warm-up", model_shape, config.cache.kv_tokens or KV_TOKENS, WARM_CONTEXTS,
         job.num_choices, job.context_tokens, job.choice_tokens, 1,
     )  # fmt: skip
-    warm_up(engine, warm, shape.vocab, WARM_SEQS if machine.has_gpu else 16)
+    warm_up(engine, warm, shape.vocab_size, WARM_SEQS if machine.has_gpu else 16)
     few = replace(job, num_contexts=min(WARM_CONTEXTS, job.num_contexts))
-    score(engine, few, few.prompts(shape.vocab, WARM_SEED))
-    prompts = job.prompts(shape.vocab)
+    score(engine, few, few.prompts(shape.vocab_size, WARM_SEED))
+    prompts = job.prompts(shape.vocab_size)
     engine.clear_cache()
     scored = _speed(job, score(engine, job, prompts))  # counters go on with the next run
     engine.clear_cache()
@@ -149,7 +149,7 @@ def check_scores(job: ScoreJob, config: EngineConfig) -> None:
     few = replace(job, num_contexts=min(CHECKED_CONTEXTS, job.num_contexts))
     exact = replace(config, model=replace(config.model, dtype=DType.FP32, quantize=Quantize.NONE))
     shape = SHAPES[config.model.model]
-    prompts = few.prompts(shape.vocab)
+    prompts = few.prompts(shape.vocab_size)
     engine = build_random_engine(shape, exact)
     shared = score(engine, few, prompts).logprobs
     for index, row in enumerate(prompts):

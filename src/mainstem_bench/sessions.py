@@ -29,10 +29,11 @@ from mainstem.core.events import EventBus, StepFinished
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
-from mainstem.core.shapes import SHAPES, ModelShape
 from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
+from mainstem.models.shapes import SHAPES
+from mainstem.models.spec import ModelSpec
 from mainstem_bench.chat_sessions import ChatWork, measure_chats
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
@@ -235,7 +236,7 @@ class Bench:
 
     def __init__(self, work: Sessions, config: EngineConfig) -> None:
         self.work, self.config = work, config
-        self.shape: ModelShape = SHAPES[work.model_shape]
+        self.shape: ModelSpec = SHAPES[work.model_shape]
         bus = EventBus()
         self.counters = Counters().attach(bus)
         self.engine: Engine = build_random_engine(self.shape, config, bus)
@@ -248,7 +249,7 @@ class Bench:
         self.engine.close()
 
     def random_ids(self, rng: Random, count: int) -> Ids:
-        return [rng.randrange(10, min(self.shape.vocab, 30_000)) for _ in range(count)]
+        return [rng.randrange(10, min(self.shape.vocab_size, 30_000)) for _ in range(count)]
 
     def ask(self, prompts: Sequence[Ids], output: int) -> Turn:
         """All at once; first tokens are timed from before the first is submitted."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from mainstem.cli.flags import engine_config
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
-from mainstem.core.shapes import SHAPES, ModelShape
+from mainstem.models.shapes import SHAPES
 from mainstem.runner.machine import available_bytes
 from mainstem_bench.machine import Machine
 
@@ -28,18 +28,18 @@ def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) ->
     )
     if not Machine.of(made).has_gpu:
         num_tokens = made.cache.kv_tokens or kv_tokens
-        check_room(SHAPES[model_shape], num_tokens, available_bytes(), f"{flag} tiny")
+        check_room(model_shape, num_tokens, available_bytes(), f"{flag} tiny")
     return made
 
 
-def check_room(shape: ModelShape, kv_tokens: int, free_bytes: int, smaller: str) -> None:
+def check_room(name: str, kv_tokens: int, free_bytes: int, smaller: str) -> None:
     """Refuse a shape that a machine without a GPU has no memory for, before it begins to swap;
     `smaller` is what to ask for instead."""
-    kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * kv_tokens
-    values = shape.layer_params + 2 * shape.head_params + kv_values
+    shape = SHAPES[name]
+    values = shape.num_weights + shape.kv_elements_per_token * kv_tokens
     if FP32_BYTES * values > free_bytes:
         raise ConfigError(
-            f"{shape.name} with {kv_tokens:,} tokens of KV takes {FP32_BYTES * values / 1e9:.0f} GB"
+            f"{name} with {kv_tokens:,} tokens of KV takes {FP32_BYTES * values / 1e9:.0f} GB"
             f" without a GPU, and {free_bytes / 1e9:.0f} are free: {smaller}"
         )
 

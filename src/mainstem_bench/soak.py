@@ -21,10 +21,10 @@ from mainstem.core.errors import ConfigError
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Delivery, FinishReason, Output, Request, SamplingParams
-from mainstem.core.shapes import SHAPES
 from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
+from mainstem.models.shapes import SHAPES
 from mainstem_bench.machine import Machine, process_bytes
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
@@ -75,7 +75,7 @@ def soak(num_requests: int, seed: int, config: EngineConfig) -> dict[str, object
     shape = SHAPES[config.model.model]
     engine = build_random_engine(shape, config)
     counters = Counters().attach(engine.bus)
-    requests = RandomRequests(shape.vocab, seed)
+    requests = RandomRequests(shape.vocab_size, seed)
     first_part = max(1, int(FIRST_PART * num_requests))
     began_s = perf_counter()
     crowd = Crowd(engine, requests)

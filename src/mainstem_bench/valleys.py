@@ -21,9 +21,9 @@ from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
-from mainstem.core.shapes import SHAPES
 from mainstem.core.step import Int32s, Step, StepResult
 from mainstem.kv.store import KVStore
+from mainstem.models.shapes import SHAPES
 from mainstem.plan.cost import H200, span_floor_s, worth_sharing
 from mainstem.sched.scheduler import Scheduler
 from mainstem_bench.feed import Feed, Order
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         kv_tokens=args.kv_tokens or job.kv_tokens,
     )
     model = ModelCost.of(SHAPES[job.model_shape], ELEMENT_BYTES)
-    prompts = Prompts.from_lists(shuffled(job.prompts(SHAPES[job.model_shape].vocab)))
+    prompts = Prompts.from_lists(shuffled(job.prompts(SHAPES[job.model_shape].vocab_size)))
     rng = random.Random(2)
     low, high = 1 - args.spread, 1 + args.spread
     outputs = [round(job.output * rng.uniform(low, high)) for _ in range(len(prompts))]
@@ -126,7 +126,7 @@ def run(
     scheduler = Scheduler(
         SchedConfig(chunk_tokens=chunk_tokens),
         store,
-        SHAPES[job.model_shape].vocab,
+        SHAPES[job.model_shape].vocab_size,
         job.kv_tokens,
         bus,
         worth_sharing=partial(worth_sharing, H200, model.heads),

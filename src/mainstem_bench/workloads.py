@@ -38,7 +38,7 @@ class OfflineJob:
     """Prompts in groups with a common head, each answered with `output` tokens."""
 
     name: str
-    model_shape: str  # of core/shapes.py
+    model_shape: str  # of models/shapes.py
     kv_tokens: int  # the rivals' KV memory
     groups: int
     degree: int

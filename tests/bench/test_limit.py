@@ -6,7 +6,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from mainstem.core.shapes import SHAPES
+from mainstem.models.shapes import SHAPES
 from mainstem.plan.cost import H200
 from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.workloads import OFFLINE_JOBS, shuffled

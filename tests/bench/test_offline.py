@@ -11,10 +11,10 @@ from mainstem.batch.supply import LOOK_AHEAD, Supply
 from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.plan import Prompts
-from mainstem.core.shapes import SHAPES, ModelShape
 from mainstem.core.step import InFlight, Step
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
+from mainstem.models.spec import ModelSpec
 from mainstem_bench import offline
 from mainstem_bench.feed import Feed, Order, StepLog, run_job
 from mainstem_bench.offline import check_sharing, main
@@ -130,7 +130,7 @@ def test_sharing_is_checked_before_the_clock(monkeypatch: pytest.MonkeyPatch) ->
     check_sharing(job, config)
     seeds = iter((1, 2))
 
-    def other_weights(shape: ModelShape, config: EngineConfig) -> Engine:
+    def other_weights(shape: ModelSpec, config: EngineConfig) -> Engine:
         return build_random_engine(shape, config, seed=next(seeds))
 
     monkeypatch.setattr(offline, "build_random_engine", other_weights)
@@ -201,8 +201,8 @@ def test_wrong_calls_are_refused(flags: list[str], named: str) -> None:
 
 def test_a_shape_beyond_the_memory_is_refused_before_it_is_made() -> None:
     with pytest.raises(ConfigError, match="llama31-8b with 450,000 tokens of KV takes 150 GB"):
-        check_room(SHAPES["llama31-8b"], 450_000, 24 * 10**9, "--model-shape tiny")
-    check_room(SHAPES["tiny"], 450_000, 24 * 10**9, "--model-shape tiny")
+        check_room("llama31-8b", 450_000, 24 * 10**9, "--model-shape tiny")
+    check_room("tiny", 450_000, 24 * 10**9, "--model-shape tiny")
 
 
 def test_settings_are_plain_json() -> None:

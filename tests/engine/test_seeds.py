@@ -18,10 +18,10 @@ from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, 
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
 from mainstem.core.request import SamplingParams
-from mainstem.core.shapes import SHAPES
 from mainstem.core.step import Step
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
+from mainstem.models.shapes import SHAPES
 from mainstem.runner.sampler import Sampler
 from tests.builders import a_request
 
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.torch
 
 NEW_TOKENS = 24
 ERROR = 1e-4
-SHAPE = replace(SHAPES["tiny"], vocab=20_000)
-PROMPTS = np.random.default_rng(0).integers(0, SHAPE.vocab, (16, 40)).tolist()
+SHAPE = replace(SHAPES["tiny"], vocab_size=20_000)
+PROMPTS = np.random.default_rng(0).integers(0, SHAPE.vocab_size, (16, 40)).tolist()
 KINDS = (
     SamplingParams(),
     SamplingParams(top_p=0.95),

@@ -21,10 +21,10 @@ from mainstem.core.events import EventBus  # noqa: E402
 from mainstem.core.ids import RequestId  # noqa: E402
 from mainstem.core.metrics import Counters  # noqa: E402
 from mainstem.core.request import Request, SamplingParams  # noqa: E402
-from mainstem.core.shapes import SHAPES, ModelShape  # noqa: E402
 from mainstem.engine.build import build_random_engine  # noqa: E402
 from mainstem.engine.engine import Engine  # noqa: E402
 from mainstem.kv.transfer import LoadId  # noqa: E402
+from mainstem.models.shapes import SHAPES, llama_shape  # noqa: E402
 from mainstem.runner import gpu_transfer  # noqa: E402
 from mainstem.runner.copy_engine import MAX_PITCH  # noqa: E402
 from mainstem.runner.gpu_pages import GpuPages  # noqa: E402
@@ -72,7 +72,7 @@ def test_pages_come_back_as_they_went_and_fast(
 TokenLogits = tuple[int, float, tuple[float, ...]]
 
 # Eighteen layers are three pieces of a graph and of a load; 28,000 ids show every logit that moves
-DEEP = ModelShape("deep", 512, 1024, 18, 8, 2, 128, 28_000, 10_000.0, 4096)
+DEEP = llama_shape(512, 1024, 18, 8, 2, 128, 28_000, 10_000.0, max_positions=4096)
 
 
 def ask(engine: Engine, number: int) -> list[TokenLogits]:

@@ -13,18 +13,18 @@ from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Request, SamplingParams, Scoring
-from mainstem.core.shapes import ModelShape
 from mainstem.core.step import Runner
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
 from mainstem.kernels.attention.plan import Launches
+from mainstem.models.shapes import llama_shape
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import RandomOrigin
 from tests.runner.recorded_graphs import Piece, Recorder
 from tests.runner.steps import Seq, Work, a_step, run
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SHAPE = ModelShape("test", 32, 48, 1, 2, 1, 64, 96, 10_000.0, 512)
+SHAPE = llama_shape(32, 48, 1, 2, 1, 64, 96, 10_000.0, max_positions=512)
 interpreted = pytest.mark.skipif(
     not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1; see test_interpreter.py"
 )
@@ -70,9 +70,9 @@ def answers(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) 
 def prompts() -> list[list[int]]:
     """Two share a page and a part of the next; one is alone."""
     rng = np.random.default_rng(5)
-    head = rng.integers(3, SHAPE.vocab, 19).tolist()
-    tails = [rng.integers(3, SHAPE.vocab, 5).tolist() for _ in range(2)]
-    return [*(head + tail for tail in tails), rng.integers(3, SHAPE.vocab, 9).tolist()]
+    head = rng.integers(3, SHAPE.vocab_size, 19).tolist()
+    tails = [rng.integers(3, SHAPE.vocab_size, 5).tolist() for _ in range(2)]
+    return [*(head + tail for tail in tails), rng.integers(3, SHAPE.vocab_size, 9).tolist()]
 
 
 @interpreted
@@ -116,11 +116,11 @@ def told(runner: Runner) -> list[list[int]]:
     """Tokens of three sequences that share a page: a prompt, their own parts, decodes of all, and
     of one alone; and of one that begins with a copy of a part of the page."""
     rng = np.random.default_rng(5)
-    head = rng.integers(3, SHAPE.vocab, 16).tolist()
-    tails = rng.integers(3, SHAPE.vocab, (3, 3)).tolist()
+    head = rng.integers(3, SHAPE.vocab_size, 16).tolist()
+    tails = rng.integers(3, SHAPE.vocab_size, (3, 3)).tolist()
     seqs = [Seq(i, head + tail, [0, i + 1], num_shared_pages=1) for i, tail in enumerate(tails)]
     first = Work(seqs[0], 16, has_sample=False)
-    run(runner, a_step([first], 16, SHAPE.vocab), [first])
+    run(runner, a_step([first], 16, SHAPE.vocab_size), [first])
     for seq in seqs:
         seq.num_done = 16
     for works in (
@@ -128,14 +128,14 @@ def told(runner: Runner) -> list[list[int]]:
         [Work(seq, 1) for seq in seqs],
         [Work(seq, 1) for seq in seqs],
     ):
-        run(runner, a_step(works, 16, SHAPE.vocab), works)
+        run(runner, a_step(works, 16, SHAPE.vocab_size), works)
     alone = Work(replace(seqs[0], num_shared_pages=0), 1)
-    run(runner, a_step([alone], 16, SHAPE.vocab), [alone])
+    run(runner, a_step([alone], 16, SHAPE.vocab_size), [alone])
     seqs.append(Seq(3, head[:10] + tails[0], [4]))
     seqs[3].num_done = 10
     own = Work(seqs[3], 3)
     source = np.arange(10, dtype=np.int64)
-    step = replace(a_step([own], 16, SHAPE.vocab), copy_from=source, copy_to=source + 4 * 16)
+    step = replace(a_step([own], 16, SHAPE.vocab_size), copy_from=source, copy_to=source + 4 * 16)
     run(runner, step, [own])
     return [seq.token_ids for seq in seqs]
 
@@ -149,7 +149,7 @@ def test_same_tokens_when_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) ->
 
     for module in (gpu, graphs):
         monkeypatch.setattr(module, "LAYERS_AT_ONCE", 1)
-    origin = RandomOrigin(replace(SHAPE, layers=2), 0)
+    origin = RandomOrigin(replace(SHAPE, layers=SHAPE.layers * 2), 0)
     runner, _ = load_gpu_runner(origin, a_config(), torch.device("cpu"))
     replayed: list[tuple[int, Launches]] = []
 

@@ -13,10 +13,10 @@ from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
-from mainstem.core.shapes import SHAPES
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.kv.transfer import LoadId
+from mainstem.models.shapes import SHAPES
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.origin import RandomOrigin
 from mainstem.runner.pages import DevicePages

@@ -9,12 +9,12 @@ from pathlib import Path
 from mainstem.core.config import DType, EngineConfig
 from mainstem.core.events import EventBus
 from mainstem.core.request import ChooseKept
-from mainstem.core.shapes import ModelShape
 from mainstem.core.step import Runner
 from mainstem.engine.engine import Engine
 from mainstem.engine.store_log import StoreLog
 from mainstem.engine.tiers import make_fetching, make_tiers
 from mainstem.kv.store import KVStore
+from mainstem.models.spec import ModelSpec
 from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.load import CPU, device_name, load_runner
@@ -57,12 +57,13 @@ def build_engine(
 
 
 def build_random_engine(
-    shape: ModelShape, config: EngineConfig, bus: EventBus | None = None, seed: int = 0
+    shape: ModelSpec, config: EngineConfig, bus: EventBus | None = None, seed: int = 0
 ) -> Engine:
     """An engine around random weights of a known shape, for measuring speed."""
     config = with_chunk(config)
     runner, facts = load_runner(RandomOrigin(shape, seed), config)
-    named = replace(config, model=replace(config.model, model=f"random weights, {shape.name}"))
+    name = f"random weights, {config.model.model or shape.architecture}"
+    named = replace(config, model=replace(config.model, model=name))
     return join(runner, facts, named, bus or EventBus())
 
 

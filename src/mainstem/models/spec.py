@@ -234,6 +234,32 @@ class ModelSpec:
             attention + _num_mlp_params(layer.mlp, self.hidden_size) for layer in self.layers
         )
 
+    @property
+    def num_head_params(self) -> int:
+        """Weights of the product behind the layers."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def num_expert_params(self) -> int:
+        """Of `num_layer_params`, those of the experts that a token is sent to."""
+        mlps = (layer.mlp for layer in self.layers)
+        return sum(
+            3 * self.hidden_size * mlp.top_k * mlp.size
+            for mlp in mlps
+            if isinstance(mlp, ExpertsSpec)
+        )
+
+    @property
+    def num_weights(self) -> int:
+        """All that are kept, every expert and the embedding too; norms and biases are few."""
+        idle = sum(
+            3 * self.hidden_size * (layer.mlp.num_experts - layer.mlp.top_k) * layer.mlp.size
+            for layer in self.layers
+            if isinstance(layer.mlp, ExpertsSpec)
+        )
+        ends = (1 if self.has_tied_embeddings else 2) * self.num_head_params
+        return self.num_layer_params + idle + ends
+
     def at_context(self, num_tokens: int) -> "ModelSpec":
         """The recipe for contexts of up to `num_tokens`: frequencies chosen by length are fixed,
         and windows that no context exceeds are none."""

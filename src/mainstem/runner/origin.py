@@ -10,18 +10,8 @@ import torch
 
 from mainstem.core.config import DType, EngineConfig, Quantize
 from mainstem.core.errors import ConfigError
-from mainstem.core.shapes import ModelShape
 from mainstem.models.families import read_spec
-from mainstem.models.spec import (
-    Activation,
-    AttentionSpec,
-    MlpSpec,
-    ModelSpec,
-    NormKind,
-    NormSpec,
-    RopeSpec,
-    same_layers,
-)
+from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, RandomWeights, WeightDigest, WeightSource
 from mainstem.runner.facts import RunnerFacts
 
@@ -63,34 +53,11 @@ class FolderOrigin:
 class RandomOrigin:
     """Random weights of a known shape."""
 
-    shape: ModelShape
+    spec: ModelSpec
     seed: int
 
-    @property
-    def spec(self) -> ModelSpec:
-        shape = self.shape
-        return ModelSpec(
-            architecture="LlamaForCausalLM",
-            vocab_size=shape.vocab,
-            hidden_size=shape.hidden,
-            num_heads=shape.heads,
-            num_kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            max_positions=shape.max_positions,
-            layers=same_layers(
-                AttentionSpec(
-                    RopeSpec(theta=shape.rope_theta, rotary_dim=shape.head_dim),
-                    scale=shape.head_dim**-0.5,
-                ),
-                MlpSpec(shape.intermediate, Activation.SILU),
-                shape.layers,
-            ),
-            norm=NormSpec(NormKind.RMS, eps=1e-5),
-            dtype=DType.BF16,
-        )
-
     def digest(self) -> bytes:
-        return hashlib.sha256(f"{self.shape}:{self.seed}".encode()).digest()
+        return hashlib.sha256(f"{self.spec}:{self.seed}".encode()).digest()
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
         return RandomWeights(dtype, device, self.seed)

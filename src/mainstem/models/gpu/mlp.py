@@ -18,6 +18,8 @@ from mainstem.models.spec import MlpSpec
 
 
 class Mlp(Protocol):
+    """What a block does to each token by itself."""
+
     @property
     def is_fp8(self) -> bool:
         """Whether rows may come quantized."""

@@ -1,0 +1,66 @@
+"""Shapes of well-known models: what speed depends on when the weights are random.
+
+Each is read by its family from what the model's own config.json says.
+"""
+
+from collections.abc import Mapping
+
+from mainstem.models.families import spec_from_config
+from mainstem.models.spec import ModelSpec
+
+
+def llama_shape(*sizes: float, max_positions: int = 131_072) -> ModelSpec:
+    """A Llama without biases, embeddings not tied; sizes as in `_LLAMA_SIZES`."""
+    return spec_from_config(_llama(*sizes) | {"max_position_embeddings": max_positions})
+
+
+_LLAMA_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rope_theta",
+)
+
+
+def _llama(*sizes: float) -> dict[str, object]:
+    return dict(zip(_LLAMA_SIZES, sizes, strict=True)) | {
+        "architectures": ["LlamaForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "dtype": "bfloat16",
+    }
+
+
+def _like(config: Mapping[str, object], architecture: str, **changes: object) -> dict[str, object]:
+    return {**config, "architectures": [architecture], **changes}
+
+
+_QWEN3_MOE = _llama(2048, 6144, 48, 32, 4, 128, 151_936, 1e6)
+_GEMMA3 = {"query_pre_attn_scalar": 256, "sliding_window": 1024, "sliding_window_pattern": 6,
+           "rope_local_base_freq": 10_000.0, "hidden_activation": "gelu_pytorch_tanh",
+           "rope_scaling": {"rope_type": "linear", "factor": 8.0}}  # fmt: skip
+_CONFIGS: dict[str, dict[str, object]] = {
+    "llama31-8b": _llama(4096, 14336, 32, 32, 8, 128, 128_256, 500_000.0),
+    "llama32-1b": _llama(2048, 8192, 16, 32, 8, 64, 128_256, 500_000.0),
+    "llama2-7b": _llama(4096, 11008, 32, 32, 32, 128, 32_000, 10_000.0),
+    "llama2-13b": _llama(5120, 13824, 40, 40, 40, 128, 32_000, 10_000.0),
+    "llama-30b": _llama(6656, 17920, 60, 52, 52, 128, 32_000, 10_000.0),
+    "mistral-7b": _like(
+        _llama(4096, 14336, 32, 32, 8, 128, 32_000, 10_000.0),
+        "MistralForCausalLM",
+        sliding_window=4096,
+    ),
+    "qwen25-7b": _like(
+        _llama(3584, 18944, 28, 28, 4, 128, 152_064, 1e6), "Qwen2ForCausalLM"
+    ),
+    "qwen25-14b": _like(
+        _llama(5120, 13824, 48, 40, 8, 128, 152_064, 1e6), "Qwen2ForCausalLM"
+    ),
+    "tiny": _llama(128, 256, 2, 4, 2, 64, 512, 10_000.0) | {"max_position_embeddings": 4096},
+}  # fmt: skip
+
+SHAPES: dict[str, ModelSpec] = {name: spec_from_config(config) for name, config in _CONFIGS.items()}
