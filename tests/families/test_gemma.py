@@ -1,13 +1,8 @@
-"""Gemma 2 and 3, and the text part of a multimodal Gemma 3."""
+"""Gemma 2 and 3."""
 
-import logging
 from pathlib import Path
 
-import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig
-from transformers.models.gemma3.modeling_gemma3 import Gemma3ForConditionalGeneration
+from transformers import Gemma2Config, Gemma3TextConfig
 
 from tests.families.equality import check_family
 from tests.models.checkpoints import SMALL
