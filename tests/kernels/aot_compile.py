@@ -20,8 +20,17 @@ from mainstem.kernels.attention.hopper import small as hopper_small
 from mainstem.kernels.attention.hopper.rows import PANELS
 from mainstem.kernels.attention.merge import _merge_kernel
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
+from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
-from mainstem.kernels.attention.tuning import FALLBACK, HOPPER, HOPPER_SPLIT, SPLIT_HEAD_DIMS, Tiles
+from mainstem.kernels.attention.tuning import (
+    FALLBACK,
+    FALLBACK_WIDE_HEADS,
+    HOPPER,
+    HOPPER_SPLIT,
+    HOPPER_WIDE_HEADS,
+    SPLIT_HEAD_DIMS,
+    Tiles,
+)
 from mainstem.kernels.dense.activations import Act, _activation_kernel
 from mainstem.kernels.dense.head_norms import _head_norm_kernel, _joint_norm_kernel
 from mainstem.kernels.dense.invariant import _matmul_kernel
@@ -68,9 +77,10 @@ LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")
 FLOAT_POINTERS = (
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "inv_freq_ptr", "lse_a_ptr", "lse_b_ptr",
     "scales_ptr", "scales_2_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
-    "weights_ptr", "shared_weights_ptr",
+    "weights_ptr", "shared_weights_ptr", "sinks_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
+SHARED_BYTES = {True: 227 << 10, False: 99 << 10}  # of Hopper, and of consumer cards
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,7 @@ class Job:
     types: dict[str, str] = field(default_factory=dict)
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
     source: type[ASTSource] = ASTSource
+    most_shared: int | None = None  # bytes of shared memory that it may take
 
 
 def _type_of(name: str) -> str:
@@ -98,12 +109,14 @@ def _type_of(name: str) -> str:
     return "*fp32" if name in FLOAT_POINTERS else "*bf16"
 
 
-def _span_constants(tiles: Tiles) -> dict[str, object]:
+def _span_constants(tiles: Tiles, head_dim: int = 128) -> dict[str, object]:
     return {
-        **HEAD, "KV_HEADS": 8, "GROUP": 4, "PAGE_SIZE": 16, "FOLD": 4, "SMALL_Q": 16,
+        "HEAD_DIM": head_dim, "DIM": head_dim, "KV_HEADS": 8, "GROUP": 4, "PAGE_SIZE": 16,
+        "FOLD": 4, "SMALL_Q": 16,
         "SMALL_STAGES": tiles.small_stages, "LARGE_Q": tiles.large_q, "LARGE_K": tiles.large_k,
         "LARGE_STAGES": tiles.large_stages, "PER_SM": tiles.programs_per_sm,
-        "HAS_LSE": True, "WIDE": True, "UPCAST": False, "OVERLAPS": tiles is not FALLBACK,
+        "HAS_LSE": True, "HAS_WINDOW": False, "SOFTCAP": 0.0, "WIDE": True, "UPCAST": False,
+        "OVERLAPS": tiles is not FALLBACK,
     }  # fmt: skip
 
 
@@ -139,6 +152,16 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     half = {"HALF": 64, "HALF_LANES": 64, "PAGE_SIZE": 16}
     heads = {"HEADS": 32, "HEAD_LANES": 32, "KV_HEADS": 8, "KV_LANES": 8}
     yield Job(_span_kernel, _span_constants(tiles), options={"num_warps": tiles.num_warps})
+    wide = HOPPER_WIDE_HEADS if tiles is HOPPER else FALLBACK_WIDE_HEADS
+    box = "tensordesc<bf16[64, 256]>"
+    yield Job(
+        _span_kernel,
+        {**_span_constants(wide, 256), "HAS_WINDOW": True, "SOFTCAP": 50.0, **overlaps},
+        {"k_rows": box, "v_rows": box},
+        {"num_warps": wide.num_warps},
+        most_shared=SHARED_BYTES[tiles is HOPPER],
+    )
+    yield Job(_sinks_kernel, {**HEAD, **overlaps, "HEADS": 64, "TILE_ROWS": 16})
     for is_ordered in (False, True):
         merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True, "IS_PACKED": False}
         yield Job(_merge_partials_kernel, {**HEAD, **merge, **overlaps})
@@ -280,7 +303,9 @@ def compile_all(target: str) -> None:
             },
         )
         compiled = triton.compile(source, target=TARGETS[target], options=job.options)
-        print(target, job.kernel.__name__, compiled.metadata.shared, flush=True)
+        shared = compiled.metadata.shared
+        print(target, job.kernel.__name__, shared, flush=True)
+        assert job.most_shared is None or shared <= job.most_shared, "too much shared memory"
     print("compiled all", flush=True)
 
 
