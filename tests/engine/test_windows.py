@@ -1,6 +1,6 @@
-"""Models with windows through the whole engine: greedy tokens are those of transformers, alone, in a
-batch, over shared prefixes, in chunks and after preemption. Prompts are longer than the window, and
-one grows beyond it.
+"""Models with windows through the whole engine: greedy tokens are those of transformers, alone, in
+a batch, over shared prefixes, in chunks and after preemption. Prompts are longer than the window,
+and one grows beyond it.
 """
 
 from pathlib import Path
