@@ -128,7 +128,9 @@ class GpuExperts:
         """out [tokens, hidden] of x [tokens, hidden]; they may not overlap."""
         spec, space, tensors = self._spec, self._space, self._tensors
         num_rows = len(x) * spec.top_k
-        tiles = self._tiles or choose(num_rows, spec.num_experts, x.dtype, self._is_deterministic)
+        tiles = self._tiles or choose(
+            num_rows, spec.num_experts, x.dtype, x.device, self._is_deterministic
+        )
         route(x, self._router, space.routing, tiles.rows)
         if tiles.method is Method.LIBRARY:
             rows = self._run_library(x, num_rows)
