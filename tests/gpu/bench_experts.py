@@ -260,7 +260,7 @@ class Timing:
         spec, routing, tensors = self.shape.spec, self.space.routing, self.tensors
         x, rows = self.inputs(tokens)[0], tokens * spec.top_k
         out = torch.empty_like(x)
-        router = GpuExperts(tensors, spec, self.space, plain_linear)._router
+        router = GpuExperts(tensors, spec, self.space, plain_linear).router
         route(x, router, routing, tiles.rows)
         act, answers = self.space.act[:rows], self.space.rows[:rows]
         figures = self._load_of(tokens)

@@ -121,7 +121,7 @@ class GpuExperts:
         self._is_deterministic = is_deterministic
         self._tiles = tiles
         self._activation = spec.activation.value
-        self._router = _router_of(tensors, spec)
+        self.router = _router_of(tensors, spec)
         self._shared = _shared_of(tensors, spec, space, make_linear)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class GpuExperts:
         tiles = self._tiles or choose(
             num_rows, spec.num_experts, x.dtype, x.device, self._is_deterministic
         )
-        route(x, self._router, space.routing, tiles.rows)
+        route(x, self.router, space.routing, tiles.rows)
         if tiles.method is Method.LIBRARY:
             rows = self._run_library(x, num_rows)
         else:
