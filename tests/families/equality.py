@@ -20,7 +20,7 @@ from mainstem.engine.engine import Engine
 from tests.builders import a_request, run_all
 from tests.models.checkpoints import write_checkpoint
 
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4  # gelu and its approximation differ by more
 PAGE = 4
 PREFIX_TOKENS = 5 * PAGE + 1  # that all prompts begin with
 OWN_TOKENS = (3, 24, 9, 0)
@@ -147,4 +147,4 @@ def _check_logprobs(
         ids = torch.tensor([record.token_id, *record.top_ids])
         found = torch.tensor([record.logprob, *record.top_logprobs])
         far = float((found - row[ids]).abs().max())
-        assert far < TOLERANCE, f"{mode}: a logprob is {far:.4f} off"
+        assert far < TOLERANCE, f"{mode}: a logprob is {far:.1e} off"
