@@ -113,6 +113,7 @@ def shared_spans(args: argparse.Namespace, pages: Int32s) -> Spans:
         page_ids=pages,
         key_tokens=np.array([args.prefix] + [args.own] * args.seqs, np.int32),
         is_causal=np.zeros(args.seqs + 1, np.bool_),
+        key_positions=np.array([0] + [args.prefix] * args.seqs, np.int32),
     )
 
 

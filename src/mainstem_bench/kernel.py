@@ -174,6 +174,7 @@ def _seen_by(spans: Spans, tokens: np.ndarray) -> Spans:
         page_ids=np.concatenate(runs),
         key_tokens=(spans.key_tokens[span] - hidden).astype(np.int32),
         is_causal=np.zeros(len(entries), np.bool_),
+        key_positions=spans.key_positions[span],
     )
 
 

@@ -5,12 +5,12 @@ running server has them.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mainstem.core.step import Spans
+from mainstem.core.step import Int32s, Spans
 
 
 def shared(
@@ -91,6 +91,17 @@ class Run:
     is_causal: bool = False
 
 
+def _depths(runs: Sequence[Run]) -> list[int]:
+    """The position at which each run begins: after those that its first token is in before."""
+    depth_of: dict[int, int] = {}
+    depths = []
+    for run in runs:
+        depths.append(depth_of.get(run.rows[0], 0) if run.rows else 0)
+        for row in run.rows:
+            depth_of[row] = depths[-1] + run.key_tokens
+    return depths
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
     """A step's attention, and what is known about it on an H200."""
@@ -118,7 +129,18 @@ class AttentionCase:
             page_ids=np.random.default_rng(seed).permutation(sum(pages)).astype(np.int32),
             key_tokens=np.array([run.key_tokens for run in self.runs], np.int32),
             is_causal=np.array([run.is_causal for run in self.runs]),
+            key_positions=np.array(_depths(self.runs), np.int32),
         )
+
+    def positions(self) -> Int32s:
+        """Of the tokens, each behind all keys of its runs."""
+        spans, positions = self.spans(), np.zeros(self.num_tokens, np.int32)
+        for run, depth in zip(self.runs, spans.key_positions.tolist(), strict=True):
+            last = depth + run.key_tokens - 1
+            back = np.arange(len(run.rows))[::-1] if run.is_causal else 0
+            rows = np.array(run.rows)
+            positions[rows] = np.maximum(positions[rows], last - back)
+        return positions
 
 
 def _grouped(batch: int, groups: int, prefix: int, own: int) -> tuple[Run, ...]:

@@ -1,5 +1,6 @@
 """Span attention at full shapes on a card; needs CUDA, run with `make test-gpu`."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,7 @@ from mainstem.kernels import AttentionLimits, LayoutError, SpanAttention
 from mainstem.kernels.attention import layout, reference
 from mainstem.kernels.attention.cutting import Option, Shape
 from mainstem.kernels.attention.merge import merge
+from mainstem.kernels.attention.window import clip_spans
 from mainstem.kernels.memory.append import rope_append
 from mainstem.kernels.memory.reference import append, rope
 from mainstem.kernels.memory.rotate import rerotate
@@ -65,12 +67,31 @@ SHAPES = [
     (32, 8, 128, 16), (32, 32, 128, 16), (32, 8, 64, 32), (8, 8, 80, 16), (12, 4, 96, 64),
     (28, 4, 128, 16), (64, 8, 128, 16), (16, 1, 128, 64), (9, 3, 64, 16), (40, 2, 128, 32),
     (6, 2, 128, 16), (9, 3, 128, 32), (128, 2, 128, 16), (130, 2, 64, 16),
-    (32, 8, 128, 64), (12, 2, 128, 64),
+    (32, 8, 128, 64), (12, 2, 128, 64), (8, 4, 256, 16), (6, 1, 256, 32),
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What layers may have."""
+
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        return self.window is None and self.softcap is None
+
+
+PLAIN = Kind()
+
+
 def _run(
-    case: AttentionCase, dtype: torch.dtype, deterministic_keys: int | None = None
+    case: AttentionCase,
+    dtype: torch.dtype,
+    deterministic_keys: int | None = None,
+    kind: Kind = PLAIN,
 ) -> tuple[torch.Tensor, ...]:
     """Outputs of the kernel and of the reference, with every unused slot NaN."""
     torch.manual_seed(0)
@@ -88,6 +109,9 @@ def _run(
             values = torch.randn(len(slots), case.kv_heads, case.head_dim, device="cuda")
             pages[where, :, offset] = values.to(dtype)
     q = torch.randn(case.num_tokens, case.heads, case.head_dim, device="cuda").to(dtype)
+    sinks = 2 * torch.randn(case.heads, device="cuda") if kind.has_sinks else None
+    if kind.window is not None:
+        spans = clip_spans(spans, case.positions(), kind.window, case.page_size, deterministic_keys)
     attention = SpanAttention(
         heads=case.heads,
         kv_heads=case.kv_heads,
@@ -99,19 +123,33 @@ def _run(
             case.num_tokens, len(spans.page_ids), max_partials=12 * case.num_tokens + 500
         ),
         deterministic_keys=deterministic_keys,
+        has_window=kind.window is not None,
+        softcap=kind.softcap,
     )
+    assert kind.is_plain or attention._hopper is None
     launches = attention.plan(spans)
     lse = torch.full((case.num_tokens, case.heads), float("nan"), device="cuda")
-    out = attention.run(q, k_pages, v_pages, lse=lse, launches=launches)
-    again = attention.run(q, k_pages, v_pages, lse=torch.empty_like(lse))
+    out = attention.run(q, k_pages, v_pages, lse=lse, sinks=sinks, launches=launches)
+    again = attention.run(q, k_pages, v_pages, lse=torch.empty_like(lse), sinks=sinks)
     right, right_lse = reference.span_attention(
-        q.float(), k_pages.nan_to_num(0.0), v_pages.nan_to_num(0.0), spans, case.head_dim**-0.5
+        q.float(),
+        k_pages.nan_to_num(0.0),
+        v_pages.nan_to_num(0.0),
+        spans,
+        case.head_dim**-0.5,
+        softcap=kind.softcap,
+        sinks=sinks,
     )
     return out, lse, right, right_lse, again
 
 
-def _check(case: AttentionCase, dtype: torch.dtype, deterministic_keys: int | None = None) -> None:
-    out, lse, right, right_lse, again = _run(case, dtype, deterministic_keys)
+def _check(
+    case: AttentionCase,
+    dtype: torch.dtype,
+    deterministic_keys: int | None = None,
+    kind: Kind = PLAIN,
+) -> None:
+    out, lse, right, right_lse, again = _run(case, dtype, deterministic_keys, kind)
     assert not out.isnan().any()
     error = (out.float() - right).abs().max() / right.abs().max().clamp_min(1e-6)
     assert error < TOLERANCE[dtype], f"{case.name}: {error}"
@@ -137,6 +175,76 @@ def test_every_shape_and_dtype_agrees(shape: tuple[int, int, int, int], dtype: t
     )
     case = AttentionCase(str(shape), runs, heads, kv_heads, head_dim, page_size)
     _check(case, dtype)
+
+
+@pytest.mark.parametrize("window", [1, 100, 1024])
+@pytest.mark.parametrize("name", list(CASES))
+def test_windows_agree_with_the_reference(name: str, window: int) -> None:
+    case = AttentionCase(name, CASES[name], 64, 8, 64)
+    _check(case, torch.bfloat16, kind=Kind(window))
+
+
+KINDS = {
+    "Gemma 2": ((16, 8, 256, 16), Kind(1000, 50.0)),
+    "Gemma 2, full": ((32, 16, 128, 16), Kind(None, 50.0)),
+    "Gemma 3": ((8, 4, 256, 16), Kind(512)),
+    "Gemma 3, full": ((4, 1, 256, 64), PLAIN),
+    "gpt-oss": ((64, 8, 64, 16), Kind(128, has_sinks=True)),
+    "gpt-oss, full": ((64, 8, 64, 16), Kind(has_sinks=True)),
+    "Falcon 7B": ((71, 1, 64, 16), PLAIN),
+    "Falcon 40B": ((128, 8, 64, 32), PLAIN),
+    "Phi-2": ((32, 32, 80, 16), PLAIN),
+    "Mistral": ((32, 8, 128, 16), Kind(300)),
+    "all at once": ((71, 1, 80, 32), Kind(90, 20.0, has_sinks=True)),
+}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_kinds_of_attention_agree(name: str, dtype: torch.dtype) -> None:
+    (heads, kv_heads, head_dim, page_size), kind = KINDS[name]
+    if dtype == torch.float32 and head_dim > 128:
+        page_size = 32
+    runs = (
+        *_decode([5, 200, 64, 1, 33, 700], [(range(6), 130), (range(2, 5), 300)]),
+        Run(tuple(range(6, 600)), 900, is_causal=True),
+        Run((600, 601, 602), 70, is_causal=True),
+    )
+    _check(AttentionCase(name, runs, heads, kv_heads, head_dim, page_size), dtype, kind=kind)
+
+
+@pytest.mark.parametrize("name", ["depth 5", "mixed", "long and short"])
+def test_deterministic_windows_agree(name: str) -> None:
+    _check(AttentionCase(name, CASES[name]), torch.bfloat16, 256, Kind(300))
+
+
+def test_a_windowed_graph_is_replayed_over_another_plan() -> None:
+    cases = [
+        AttentionCase("a", _decode([50] * 16, [(range(16), 400)])),
+        AttentionCase("b", _decode([270] * 16, [(range(8), 300), (range(8, 16), 500)])),
+        AttentionCase("short", _decode([70] * 16)),
+    ]
+    k_pages, v_pages = (torch.randn(400, 8, 16, 128, device="cuda").bfloat16() for _ in range(2))
+    q = torch.randn(16, 32, 128, device="cuda").bfloat16()
+    out, lse = torch.empty_like(q), torch.empty(16, 32, device="cuda")
+    sinks = torch.randn(32, device="cuda")
+    attention = SpanAttention(
+        heads=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
+        device=torch.device("cuda"), limits=AttentionLimits(16, 1024), has_window=True,
+    )  # fmt: skip
+    clipped = [clip_spans(case.spans(), case.positions(), 200, 16) for case in cases]
+    attention.plan(clipped[0])
+    attention.run(q, k_pages, v_pages, out=out, lse=lse, sinks=sinks)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.run(q, k_pages, v_pages, out=out, lse=lse, sinks=sinks)
+    for spans in (clipped[1], clipped[2], clipped[0], clipped[1]):
+        attention.plan(spans)
+        graph.replay()
+        right, _ = reference.span_attention(
+            q.float(), k_pages, v_pages, spans, 128**-0.5, sinks=sinks
+        )
+        assert (out.float() - right).abs().max() < 0.02 * right.abs().max()
 
 
 @pytest.mark.parametrize("name", ["depth 5", "prefill alone", "mixed", "long and short"])
@@ -168,6 +276,7 @@ def test_deterministic_rows_do_not_depend_on_batch_or_sharing() -> None:
             np.concatenate([r[1] for r in runs]).astype(np.int32),
             np.array([r[2] for r in runs], np.int32),
             np.array([r[3] for r in runs]),
+            np.zeros(len(runs), np.int32),
         )
         attention.plan(spans)
         return attention.run(q, k_pages, v_pages)[row]

@@ -20,8 +20,17 @@ from mainstem.kernels.attention.hopper import small as hopper_small
 from mainstem.kernels.attention.hopper.rows import PANELS
 from mainstem.kernels.attention.merge import _merge_kernel
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
+from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
-from mainstem.kernels.attention.tuning import FALLBACK, HOPPER, HOPPER_SPLIT, SPLIT_HEAD_DIMS, Tiles
+from mainstem.kernels.attention.tuning import (
+    FALLBACK,
+    FALLBACK_WIDE_HEADS,
+    HOPPER,
+    HOPPER_SPLIT,
+    HOPPER_WIDE_HEADS,
+    SPLIT_HEAD_DIMS,
+    Tiles,
+)
 from mainstem.kernels.dense.activations import Act, _activation_kernel
 from mainstem.kernels.dense.head_norms import _head_norm_kernel, _joint_norm_kernel
 from mainstem.kernels.dense.invariant import _matmul_kernel
@@ -30,14 +39,7 @@ from mainstem.kernels.dense.norms import _norm_kernel
 from mainstem.kernels.dense.rows import _quantize_kernel
 from mainstem.kernels.experts.activate import _gated_rows_kernel
 from mainstem.kernels.experts.combine import _combine_kernel
-from mainstem.kernels.experts.products import (
-    FEW,
-    FULL_PRECISION,
-    MANY,
-    SOME,
-    _down_kernel,
-    _gate_up_kernel,
-)
+from mainstem.kernels.experts.products import FEW, MANY, _down_kernel, _gate_up_kernel
 from mainstem.kernels.experts.products import Tiles as ExpertTiles
 from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router_kernel
 from mainstem.kernels.memory.append import _rope_append_kernel
@@ -68,9 +70,10 @@ LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")
 FLOAT_POINTERS = (
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "inv_freq_ptr", "lse_a_ptr", "lse_b_ptr",
     "scales_ptr", "scales_2_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
-    "weights_ptr", "shared_weights_ptr",
+    "weights_ptr", "shared_weights_ptr", "sinks_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
+SHARED_BYTES = {True: 227 << 10, False: 99 << 10}  # of Hopper, and of consumer cards
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Job:
     types: dict[str, str] = field(default_factory=dict)
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
     source: type[ASTSource] = ASTSource
+    most_shared: int | None = None  # bytes of shared memory that it may take
 
 
 def _type_of(name: str) -> str:
@@ -98,12 +102,14 @@ def _type_of(name: str) -> str:
     return "*fp32" if name in FLOAT_POINTERS else "*bf16"
 
 
-def _span_constants(tiles: Tiles) -> dict[str, object]:
+def _span_constants(tiles: Tiles, head_dim: int = 128) -> dict[str, object]:
     return {
-        **HEAD, "KV_HEADS": 8, "GROUP": 4, "PAGE_SIZE": 16, "FOLD": 4, "SMALL_Q": 16,
+        "HEAD_DIM": head_dim, "DIM": head_dim, "KV_HEADS": 8, "GROUP": 4, "PAGE_SIZE": 16,
+        "FOLD": 4, "SMALL_Q": 16,
         "SMALL_STAGES": tiles.small_stages, "LARGE_Q": tiles.large_q, "LARGE_K": tiles.large_k,
         "LARGE_STAGES": tiles.large_stages, "PER_SM": tiles.programs_per_sm,
-        "HAS_LSE": True, "WIDE": True, "UPCAST": False, "OVERLAPS": tiles is not FALLBACK,
+        "HAS_LSE": True, "HAS_WINDOW": False, "SOFTCAP": 0.0, "WIDE": True, "UPCAST": False,
+        "OVERLAPS": tiles is not FALLBACK,
     }  # fmt: skip
 
 
@@ -139,6 +145,16 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     half = {"HALF": 64, "HALF_LANES": 64, "PAGE_SIZE": 16}
     heads = {"HEADS": 32, "HEAD_LANES": 32, "KV_HEADS": 8, "KV_LANES": 8}
     yield Job(_span_kernel, _span_constants(tiles), options={"num_warps": tiles.num_warps})
+    wide = HOPPER_WIDE_HEADS if tiles is HOPPER else FALLBACK_WIDE_HEADS
+    box = "tensordesc<bf16[64, 256]>"
+    yield Job(
+        _span_kernel,
+        {**_span_constants(wide, 256), "HAS_WINDOW": True, "SOFTCAP": 50.0, **overlaps},
+        {"k_rows": box, "v_rows": box},
+        {"num_warps": wide.num_warps},
+        most_shared=SHARED_BYTES[tiles is HOPPER],
+    )
+    yield Job(_sinks_kernel, {**HEAD, **overlaps, "HEADS": 64, "TILE_ROWS": 16})
     for is_ordered in (False, True):
         merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True, "IS_PACKED": False}
         yield Job(_merge_partials_kernel, {**HEAD, **merge, **overlaps})
@@ -215,39 +231,38 @@ def _other_jobs(target: str) -> Iterator[Job]:
 
 def _expert_jobs(target: str) -> Iterator[Job]:
     overlaps = {"OVERLAPS": target == "sm_90"}
-    sizes = {"EXPERTS": 128, "LANES": 128, "TOP_K": 8, "BLOCK": 16}
+    sizes = {"EXPERTS": 128, "LANES": 128, "TOP_K": 8, "BLOCK": 16, **overlaps}
     wide, positions = {"logits_ptr": "*fp32"}, {"positions_ptr": "*i32"}
-    router = {"SPLITS_HERE": 8, "TILE": 64, "UPCAST": False}
-    yield Job(_router_kernel, router | overlaps, wide, {"num_warps": 4, "num_stages": 3})
-    for is_whole in (False, True):
-        own = {"NUM_PARTS": 8 if is_whole else 1, "SLOTS": 8, "WIDTH": 129, "HAS_BIAS": True,
-               "HAS_GATE": True, "IS_NORMALIZED": is_whole, "IS_WHOLE": is_whole}  # fmt: skip
-        yield Job(_route_kernel, sizes | own | overlaps, wide | positions)
-    own = {"CELLS": 128, "CHUNK": 64}
-    yield Job(_place_kernel, sizes | own | overlaps, positions, {"num_warps": 8})
-    own = {"TOP_K": 8, "BLOCK": 1024, "HAS_BIAS": True, "HAS_SHARED": True, "HAS_GATE": True}
-    yield Job(_combine_kernel, own | overlaps, positions)
-    own = {"ACTIVATION": "gelu", "HAS_BIAS": True, "BLOCK": 1024}
-    yield Job(_gated_rows_kernel, own | overlaps)
-    for tiles in (FEW, SOME, MANY, FULL_PRECISION):
+    router = {"SPLITS_HERE": 8, "TILE": 64, "UPCAST": False, **overlaps}
+    yield Job(_router_kernel, router, wide, {"num_warps": 4, "num_stages": 3})
+    for is_whole in (False, True) if target == "sm_90" else (False,):
+        parts = {"NUM_PARTS": 8 if is_whole else 1, "SLOTS": 8, "WIDTH": 129, "HAS_BIAS": True,
+                 "HAS_GATE": True, "IS_NORMALIZED": is_whole, "IS_WHOLE": is_whole}  # fmt: skip
+        yield Job(_route_kernel, {**sizes, **parts}, wide | positions)
+    yield Job(_place_kernel, {**sizes, "CELLS": 128, "CHUNK": 64}, positions, {"num_warps": 8})
+    block = {"BLOCK": 1024, "HAS_BIAS": True, **overlaps}
+    shared = {"TOP_K": 8, "HAS_SHARED": True, "HAS_GATE": True}
+    yield Job(_combine_kernel, {**block, **shared}, positions)
+    yield Job(_gated_rows_kernel, {**block, "ACTIVATION": "gelu"})
+    for tiles in (FEW, MANY) if target == "sm_90" else (FEW,):
         yield from _grouped_jobs(tiles, target, overlaps)
 
 
 def _grouped_jobs(tiles: ExpertTiles, target: str, overlaps: dict[str, bool]) -> Iterator[Job]:
-    element = "fp32" if tiles is FULL_PRECISION else "bf16"
+    has_boxes = target == "sm_90"
     for tile, kernel in ((tiles.gate_up, _gate_up_kernel), (tiles.down, _down_kernel)):
         constants: dict[str, object] = {
             "TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns, "TILE_K": tile.k, "GROUP": 8,
-            "UPCAST": False, **overlaps,
+            "IS_EVEN": True, "HAS_BOXES": has_boxes, "UPCAST": False, **overlaps,
         }  # fmt: skip
-        types = {"weights": f"tensordesc<{element}[{tile.columns}, {tile.k}]>"}
+        types = {"weights_ptr": "*bf16"}
+        if has_boxes:
+            types["weights_ptr"] = f"tensordesc<bf16[{tile.columns}, {tile.k}]>"
         if kernel is _gate_up_kernel:
-            constants |= {"ACTIVATION": "clamped", "HAS_BIAS": True, "IS_EVEN": True}
-            types |= dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{element}")
-        else:
-            types["act"] = f"tensordesc<{element}[{tile.rows}, {tile.k}]>"
-            types["out_ptr"] = f"*{element}"
-        stages = tile.stages if target == "sm_90" else 2
+            constants |= {"ACTIVATION": "clamped", "HAS_BIAS": True}
+        elif has_boxes:
+            types["act_ptr"] = f"tensordesc<bf16[{tile.rows}, {tile.k}]>"
+        stages = tile.stages if has_boxes else 2
         yield Job(kernel, constants, types, {"num_warps": tile.warps, "num_stages": stages})
 
 
@@ -276,11 +291,15 @@ def compile_all(target: str) -> None:
             attrs={
                 (i,): [["tt.divisibility", 16]]
                 for i, n in enumerate(names)
-                if n.endswith("_ptr") or n.startswith("stride_")
+                if (n.endswith("_ptr") and "tensordesc" not in job.types.get(n, ""))
+                or n.startswith("stride_")
+                or n in ("size", "hidden", "num_in", "split_in")
             },
         )
         compiled = triton.compile(source, target=TARGETS[target], options=job.options)
-        print(target, job.kernel.__name__, compiled.metadata.shared, flush=True)
+        shared = compiled.metadata.shared
+        print(target, job.kernel.__name__, shared, flush=True)
+        assert job.most_shared is None or shared <= job.most_shared, "too much shared memory"
     print("compiled all", flush=True)
 
 

@@ -9,7 +9,8 @@ import torch
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import cpu, reference
 from mainstem.kernels.attention.cpu.queries import find_queries
-from tests.runner.steps import make_spans
+from mainstem.kernels.attention.window import clip_spans
+from tests.runner.steps import make_spans, positions_of
 
 # fp32, sums of up to a few thousand products of unit normals: 1e-5 is about 100 rounding errors
 TOLERANCE = 1e-5
@@ -29,9 +30,15 @@ def check(
     dim: int = 16,
     page_size: int = 16,
     spread: float = 1.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> None:
     """Compare with the reference over pages whose unused slots are NaN, side by side and
     shuffled."""
+    if window is not None:
+        spans = clip_spans(spans, positions_of(spans, num_tokens), window, page_size)
+    sinks = torch.linspace(-2.0, 3.0, heads) if has_sinks else None
     generator = torch.Generator().manual_seed(7)
     num_pages = int(spans.page_ids.max()) + 2
     shape = (num_pages, kv_heads, page_size, dim)
@@ -45,7 +52,7 @@ def check(
                 if tensor[page, :, slot % page_size].isnan().any():
                     values = torch.randn(kv_heads, dim, generator=generator)
                     tensor[page, :, slot % page_size] = values
-    expected, _ = reference.span_attention(q, k, v, spans, dim**-0.5)
+    expected, _ = reference.span_attention(q, k, v, spans, dim**-0.5, softcap=softcap, sinks=sinks)
     shuffled = np.random.default_rng(5).permutation(num_pages).astype(np.int32)
     for places in (np.arange(num_pages, dtype=np.int32), shuffled):
         kv = torch.empty(2, num_pages, kv_heads, page_size, dim)
@@ -57,9 +64,10 @@ def check(
             num_tokens,
             cpu.PageShape(heads, kv_heads, num_pages, page_size),
             dim**-0.5,
+            softcap,
         )
         for _ in range(2):
-            out = plan.run(q, kv)
+            out = plan.run(q, kv, sinks)
             atol = TOLERANCE * max(1, spread)
             torch.testing.assert_close(out, expected, atol=atol, rtol=TOLERANCE)
         for tensor, copy in zip((q, kv), before, strict=True):
@@ -130,6 +138,45 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_reference(name: str) -> None:
     check(*CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("window", [1, 5, 17])
+def test_windows_match_the_reference(name: str, window: int) -> None:
+    check(*CASES[name], window=window)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_softcaps_and_sinks_match_the_reference(name: str) -> None:
+    check(*CASES[name], softcap=0.7)
+    check(*CASES[name], has_sinks=True)
+    check(*CASES[name], softcap=3.0, has_sinks=True, window=9, heads=5, kv_heads=1)
+
+
+def test_scores_with_a_softcap_are_held_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mainstem.kernels.attention.cpu.softcap._MAX_SCORES", 500)
+    check(*CASES["prefill chunks and decodes"], softcap=0.7)
+    check(*CASES["ragged decodes"], softcap=0.7, window=20)
+
+
+@pytest.mark.parametrize("window", [20, 100])
+def test_a_long_prompt_with_a_window(window: int) -> None:
+    own = pages_for(420, 16, 0)
+    spans = spans_of((list(range(300)), own, 420, True), ([300], [60, 61], 32, True))
+    check(spans, 301, window=window)
+    check(spans, 301, window=window, softcap=0.7, heads=2)
+
+
+def test_masks_of_long_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mainstem.kernels.attention.cpu.parts._MAX_BUCKET_ELEMENTS", 9_000)
+    check(spans_of((list(range(200)), pages_for(320, 16, 0), 320, True)), 200, window=40)
+
+
+@pytest.mark.parametrize("dim", [80, 256])
+@pytest.mark.parametrize("heads", [(71, 1), (4, 2)])
+def test_wide_heads_and_many(dim: int, heads: tuple[int, int]) -> None:
+    spans, num_tokens = CASES["prefill chunks and decodes"]
+    check(spans, num_tokens, dim=dim, heads=heads[0], kv_heads=heads[1], window=12, has_sinks=True)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 1), (8, 2), (9, 3)])

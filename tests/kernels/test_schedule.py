@@ -14,9 +14,10 @@ from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits
 from mainstem.kernels.attention import layout
 from mainstem.kernels.attention import plan as plans
-from mainstem.kernels.attention.cutting import SMALL_TILE_KEYS, Option, Pick, Shape, pick_fastest
+from mainstem.kernels.attention.cutting import Option, Pick, Shape, pick_fastest
 from mainstem.kernels.attention.tuning import HOPPER, HOPPER_SPLIT, Tiles
 from mainstem.kernels.attention.unshare import unshare
+from mainstem.kernels.attention.window import clip_spans
 from mainstem_bench.cuts import random_step
 from mainstem_bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases
 
@@ -67,7 +68,9 @@ def check_plan(plan: plans.KernelPlan, spans: Spans, shape: Shape) -> None:
     assert (table[:-1, 3] == table[1:, 2]).all()
     assert (np.diff(shares) >= 0).all()
     assert ints[pages_at:-1].tolist() == spans.page_ids.tolist()
-    entries = ints[entries_at:merges_at].reshape(2, num_entries)
+    entries = ints[entries_at:merges_at].reshape(2 + shape.has_windows, num_entries)
+    if spans.first_keys is not None:
+        assert entries[layout.ENTRY_FIRST_KEY].tolist() == spans.first_keys.tolist()
     tokens = _first_tokens(spans)
     pairs = np.zeros((shape.kv_heads, len(spans)), np.int64)
     written: list[tuple[int, int]] = []
@@ -165,7 +168,7 @@ def test_a_small_unit_fits_its_tile(page_size: int, tiles: Tiles) -> None:
             shape = Shape(group, kv_heads, page_size, num_programs=264, tiles=tiles)
             assert kv_heads % shape.fold == 0
             keys = 16 if tiles.divides_pages else page_size
-            assert SMALL_TILE_KEYS % (shape.fold * keys) == 0
+            assert shape.tiles.small_k % (shape.fold * keys) == 0
             assert shape.small_rows * shape.fold <= shape.small_q
             assert shape.small_rows >= group or group > shape.small_q
 
@@ -448,6 +451,31 @@ def test_a_reusable_plan_holds_while_decodes_of_any_length_go_on(
         assert reusable.holds_for(spans)
         check_plan(reusable.plan(spans), spans, shape)
     assert not reusable.holds_for(step(plans.KEPT_KEYS + 1).spans())
+
+
+def test_windowed_steps_are_planned_and_reused_as_windows_move_on() -> None:
+    """Spans grow by a key, lose pages in front, and the prefixes lose readers."""
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 900) for _ in range(60)]
+    prefixes = [Run(tuple(range(i, i + 10)), 512) for i in range(0, 60, 10)]
+    prompt = Run(tuple(range(60, 400)), 700, is_causal=True)
+    shape: Shape | None = None
+    reusable: plans.ReusablePlan | None = None
+    made = 0
+    for number in range(60):
+        own = (Run((row,), length + number) for row, length in enumerate(lengths))
+        case = AttentionCase("windows", (*prefixes, *own, prompt))
+        shape = shape or replace(shape_of(case, HOPPER), has_windows=True)
+        spans = clip_spans(case.spans(), case.positions(), 600, case.page_size)
+        if reusable is None or not reusable.holds_for(spans):
+            plan = plans.make_plan(spans, shape)
+            made += 1
+        else:
+            plan = reusable.plan(spans)
+        reusable = plan.reusable
+        if number % 4 == 3:
+            check_plan(plan, spans, shape)
+    assert made < 20
 
 
 def test_a_way_with_room_for_the_last_units_is_one_round() -> None:

@@ -46,6 +46,7 @@ def make_spans(runs: list[Run], page_size: int, seed: int = 0) -> Spans:
         page_ids=np.random.default_rng(seed).permutation(sum(pages)).astype(np.int32),
         key_tokens=np.array([keys for _, keys, _ in runs], np.int32),
         is_causal=np.array([causal for _, _, causal in runs]),
+        key_positions=np.zeros(len(runs), np.int32),
     )
 
 
@@ -214,7 +215,7 @@ def test_deterministic_rows_do_not_depend_on_batch_or_sharing() -> None:
         attention.plan(
             Spans(
                 spans.query_starts, spans.query_rows, spans.page_starts, ids,
-                spans.key_tokens, spans.is_causal,
+                spans.key_tokens, spans.is_causal, spans.key_positions,
             )
         )  # fmt: skip
         return attention.run(q, pages[0], pages[1])[2].clone()
@@ -325,7 +326,7 @@ def test_a_broken_plan_is_refused() -> None:
         attention.plan(
             Spans(
                 good.query_starts, good.query_rows, good.page_starts, good.page_ids,
-                np.array([17], np.int32), good.is_causal,
+                np.array([17], np.int32), good.is_causal, good.key_positions,
             )
         )  # fmt: skip
     with pytest.raises(LayoutError, match="causal"):

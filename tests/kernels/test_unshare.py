@@ -29,6 +29,7 @@ def make_spans(runs: Runs) -> Spans:
         page_ids=np.random.default_rng(0).permutation(sum(pages)).astype(np.int32),
         key_tokens=np.array([keys for _, keys, _ in runs], np.int32),
         is_causal=np.array([causal for _, _, causal in runs]),
+        key_positions=np.zeros(len(runs), np.int32),
     )
 
 

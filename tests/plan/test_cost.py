@@ -99,6 +99,7 @@ def test_floor_counts_each_key_once_and_causal_pairs_half() -> None:
         page_ids=np.array([0, 1], np.int32),
         key_tokens=np.array([10, 5], np.int32),
         is_causal=np.array([False, True]),
+        key_positions=np.array([0, 10], np.int32),
     )
     floor = span_floor_s(H200, spans, heads=32, kv_heads=8, head_dim=128)
     moved = 15 * 4096 + 2 * 2 * 32 * 128 * 2

@@ -7,6 +7,7 @@ import numpy as np
 
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import (
+    Int32s,
     Int64s,
     Runner,
     SampleBatch,
@@ -128,7 +129,31 @@ def make_spans(spans: Sequence[tuple[list[int], list[int], int, bool]]) -> Spans
         page_ids=np.array([page for s in spans for page in s[1]], np.int32),
         key_tokens=np.array([s[2] for s in spans], np.int32),
         is_causal=np.array([s[3] for s in spans], np.bool_),
+        key_positions=np.array(_depths(spans), np.int32),
     )
+
+
+def _depths(spans: Sequence[tuple[list[int], list[int], int, bool]]) -> list[int]:
+    """The position of each span's first key: shared runs come first, a causal span is a sequence's
+    last."""
+    depth_of: dict[int, int] = {}
+    depths = [0] * len(spans)
+    for index in sorted(range(len(spans)), key=lambda i: spans[i][3]):
+        rows, _, keys, _ = spans[index]
+        depths[index] = depth_of.get(rows[0], 0) if rows else 0
+        depth_of.update(dict.fromkeys(rows, depths[index] + keys))
+    return depths
+
+
+def positions_of(spans: Spans, num_tokens: int) -> Int32s:
+    """Of the packed tokens: each is behind the keys of its last span."""
+    queries = np.diff(spans.query_starts)
+    last = (spans.key_positions + spans.key_tokens - 1).repeat(queries)
+    later = spans.query_starts[1:].repeat(queries) - 1 - np.arange(len(last))
+    last -= np.where(spans.is_causal.repeat(queries), later, 0).astype(np.int32)
+    positions = np.zeros(num_tokens, np.int32)
+    np.maximum.at(positions, spans.query_rows, last)
+    return positions
 
 
 def run(runner: Runner, step: Step, works: Sequence[Work]) -> StepResult:

@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mainstem.core.ragged import ragged_arange, starts_of
 from mainstem.core.step import Int32s
 from mainstem.sched.sharing import ROOT, SharingTree
-from mainstem.sched.spans import SpanBuilder, ragged_arange, share_all, starts_of
+from mainstem.sched.spans import SpanBuilder, share_all
 
 
 def page_chain(branches: list[int]) -> Int32s:

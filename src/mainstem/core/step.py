@@ -46,6 +46,9 @@ class Spans:
     A plain span shows every key to every query. A causal span holds the last queries of its own
     run: of n queries the j-th sees the keys up to and including number `key_tokens - n + j`.
     A token's answer is the log-sum-exp merge over all spans it lies in, one at least.
+
+    In layers with a window a token sees its last keys only. `kernels/attention/window.py` makes the
+    spans of such layers from a step's: their `first_keys` say where each query's keys begin.
     """
 
     query_starts: Int32s
@@ -54,6 +57,10 @@ class Spans:
     page_ids: Int32s
     key_tokens: Int32s
     is_causal: Bools
+    key_positions: Int32s  # [spans] position of each span's first key, the same in its sequences
+    # as query_rows: the first key, counted in its span, that this query sees; None: all see the
+    # first one
+    first_keys: Int32s | None = None
 
     def __len__(self) -> int:
         return len(self.key_tokens)

@@ -50,6 +50,8 @@ def build_engine(
             config.model.model,
             ", ".join(ignored),
         )
+    if dropped := origin.spec.dropped:
+        log.warning("%s is loaded without %s", config.model.model, ", ".join(dropped))
     runner, facts = load_runner(origin, config)
     return join(runner, facts, config, bus or EventBus(), choose_kept, around)
 

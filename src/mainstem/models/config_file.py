@@ -108,13 +108,19 @@ class Config:
             choices = " or ".join(repr(choice) for choice in allowed)
             raise UnsupportedModel(f"config field {name}={value!r}: only {choices} is supported")
 
+    def is_null(self, name: str) -> bool:
+        """Whether the file has the field and says that there is none of it; this alone does not
+        count as asking for it."""
+        return name in self._table and self._table[name] is None
+
     def has(self, name: str) -> bool:
         """Whether the field is there; this alone does not count as asking for it."""
         return self._table.get(name) is not None
 
     def merged(self, other: "Config") -> "Config":
-        """These fields and those of `other`, which win."""
-        return Config({**self._table, **other._table})
+        """These fields and those of `other`, which win where they are not null."""
+        said = {name: value for name, value in other._table.items() if value is not None}
+        return Config({**self._table, **said})
 
     def _value(self, name: str, default: object) -> object:
         value = self.get(name)

@@ -55,7 +55,20 @@ class Names:
     )
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
-    # tensors that follow from the config, or belong to parts that are left out: name endings and
-    # beginnings
+    # tensors that follow from the config (old Llama checkpoints carry the rotary frequencies), or
+    # belong to parts that are left out: endings and beginnings of their names
     ignored_endings: tuple[str, ...] = ("rotary_emb.inv_freq",)
     ignored_beginnings: tuple[str, ...] = ()
+    # beginnings that names have in some checkpoints, and what stands for them above
+    renamed_beginnings: tuple[tuple[str, str], ...] = ()
+
+    def is_ignored(self, found: str) -> bool:
+        """Whether a tensor of this name in the checkpoint is not needed."""
+        return found.endswith(self.ignored_endings) or found.startswith(self.ignored_beginnings)
+
+    def canonical(self, found: str) -> str:
+        """The name by which a tensor of the checkpoint is asked for."""
+        for beginning, meant in self.renamed_beginnings:
+            if found.startswith(beginning):
+                return meant + found.removeprefix(beginning)
+        return found

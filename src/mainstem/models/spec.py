@@ -139,6 +139,11 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
+    """A layer's state is pages of keys and values. A layer with a state of another kind (linear
+    attention, Mamba) becomes a third thing that `attention` can be; its state is then kept for
+    each sequence, and shared at the ends of pages only. Until then families refuse such layers.
+    """
+
     attention: AttentionSpec
     mlp: MlpSpec | ExpertsSpec
 

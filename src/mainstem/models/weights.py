@@ -20,12 +20,14 @@ from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import CONFIG_FILE, QUANTIZED
 from mainstem.models.cpu.layers import has_onednn
 from mainstem.models.file_hashes import Stamp, file_sha256
+from mainstem.models.names import Names
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MOST_HASHERS = 4  # threads, of one core each, and no more than half of the cores
 
 _CPU = torch.device("cpu")
+_USUAL_NAMES = Names()
 _TORCH_DTYPES = {
     DType.FP32: torch.float32,
     DType.BF16: torch.bfloat16,
@@ -97,38 +99,46 @@ class Checkpoint:
     """The tensors of a folder, each taken once, whole or in parts; `finish` reports what was left
     or lacking."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = _CPU) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device = _CPU,
+        names: Names = _USUAL_NAMES,
+    ) -> None:
+        """Of `names` it takes which tensors are ignored, and which are renamed."""
         self._dtype = dtype
         self._device = device
         self._missing: set[str] = set()
         self._in_parts: set[str] = set()
-        self._open = {}
+        self._open = {}  # by the name that is asked for: file, and the name in it
         for file in weight_files(folder):
             try:
                 handle = safe_open(file, framework="pt")
             except SafetensorError as error:
                 raise UnsupportedModel(f"{file} is damaged: {error}") from error
             for name in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
-                self._open[name] = handle
+                if not names.is_ignored(name):
+                    self._open[names.canonical(name)] = (handle, name)
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         """The tensor in the compute dtype; a missing one is noted, and empty here."""
         wanted = tuple(shape)
-        handle = self._open.get(name)
-        if handle is None:
+        if name not in self._open:
             self._missing.add(name)
             return torch.empty(part_shape(wanted, at), dtype=self._dtype, device=self._device)
-        found = handle.get_slice(name)  # type: ignore[no-untyped-call]
+        handle, its_name = self._open[name]
+        found = handle.get_slice(its_name)  # type: ignore[no-untyped-call]
         if tuple(found.get_shape()) != wanted:
             raise UnsupportedModel(
-                f"tensor {name} has shape {list(found.get_shape())}, expected {list(wanted)}"
+                f"tensor {its_name} has shape {list(found.get_shape())}, expected {list(wanted)}"
             )
         if at:
             self._in_parts.add(name)
             tensor: Tensor = found[at]
         else:
             del self._open[name]
-            tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
+            tensor = handle.get_tensor(its_name)  # type: ignore[no-untyped-call]
         return tensor.to(self._device, self._dtype)
 
     def drop(self, name: str) -> None:
@@ -141,13 +151,7 @@ class Checkpoint:
             raise UnsupportedModel(f"the weights are quantized (GPTQ or AWQ, 4-bit); {QUANTIZED}")
         if self._missing:
             raise UnsupportedModel(f"the checkpoint lacks {_shorten(self._missing)}")
-        # old Llama checkpoints carry the rotary frequencies; they follow from the config
-        rest = [
-            name
-            for name in self._open.keys() - self._in_parts
-            if not name.endswith("rotary_emb.inv_freq")
-        ]
-        if rest:
+        if rest := self._open.keys() - self._in_parts:
             raise UnsupportedModel(f"the checkpoint holds unexpected tensors {_shorten(rest)}")
 
 

@@ -1,6 +1,7 @@
-"""AttentionPlan: one Step's attention on the CPU, planned once and run by every layer."""
+"""Attention on the CPU: planned once per Step for each kind of layer, run by every layer."""
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,90 +10,137 @@ from torch import Tensor
 
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import cpu
+from mainstem.kernels.attention.window import clip_spans
 from mainstem.kernels.memory.cpu import move_pages
-from mainstem.models.rope import turns_by
-from mainstem.models.spec import ModelSpec
+from mainstem.models.rope import rotary_table, turns_by
+from mainstem.models.spec import AttentionSpec, ModelSpec, RopeSpec
+from mainstem.runner.inputs import Inputs
 from mainstem.runner.pages import DevicePages
 
 
-class AttentionPlan:
-    """Rotates, appends and attends; what the decoder calls per layer."""
+class CpuAttention:
+    """What the layers of a decoder have: pages, rotations, sinks."""
 
     def __init__(
         self,
         spec: ModelSpec,
         pages: DevicePages,
-        turns: Tensor,
-        slots: Tensor,
-        spans: Spans,
-        copies: tuple[Tensor, Tensor] | None = None,
-        moves: tuple[Tensor, Tensor, Tensor] | None = None,
-        hidden_rows: Tensor | None = None,
+        max_positions: int,
+        sinks: Sequence[Tensor | None],
     ) -> None:
-        """`turns` [tokens, 1, rotary_dim / 2] rotate the tokens, `slots` are where K and V go,
-        `copies` are slots to copy from and to, `moves` pages to move from and to and the positions
-        to move by, before anything is read. Of the last layer only `hidden_rows` are wanted; None:
-        all."""
-        self._pages = pages
-        self._turns = turns
+        self.spec = spec
+        self.pages = pages
+        self.tables: Mapping[RopeSpec, Tensor] = {
+            rope: rotary_table(rope, max_positions) for rope in spec.ropes
+        }
+        self.kinds = [layer.attention for layer in spec.layers]
+        self.sinks = sinks
+
+    def plan(self, inputs: Inputs, spans: Spans) -> "AttentionPlan":
+        """Prepare a step."""
+        return AttentionPlan(self, inputs, spans)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """What a rotation does to the tokens of a step, and to pages that move."""
+
+    tokens: Tensor  # [tokens, 1, rotary_dim / 2]
+    moves: Tensor | None  # [moves, 1, 1, rotary_dim / 2]
+
+
+class AttentionPlan:
+    """Rotates, appends and attends; what the decoder calls per layer."""
+
+    def __init__(self, layers: CpuAttention, inputs: Inputs, spans: Spans) -> None:
+        """Of the last layer only `inputs.hidden_rows` are computed."""
+        spec, pages = layers.spec, layers.pages
+        tokens, num_turned = len(inputs.write_slots), spec.num_heads + spec.num_kv_heads
+        self._layers = layers
         self._rotary_dim = spec.rotary_dim
-        self._pairs = (len(slots), spec.num_heads + spec.num_kv_heads, spec.rotary_dim // 2, 2)
+        self._pairs = (tokens, num_turned, spec.rotary_dim // 2, 2)
         self._num_heads = spec.num_heads
-        self._num_turned = spec.num_heads + spec.num_kv_heads
+        self._num_turned = num_turned
         self._head_dim = spec.head_dim
-        self._write_rows = pages.write_rows(slots)
+        self._write_rows = pages.write_rows(inputs.write_slots)
         self._copies: tuple[Tensor, Tensor] | None = None
-        if copies is not None:
-            self._copies = (pages.write_rows(copies[0]), pages.write_rows(copies[1]))
-        self._moves: tuple[Tensor, Tensor, Tensor] | None = None
-        if moves is not None:
-            self._moves = (*moves[:2], turns_by(spec.ropes[0], moves[2])[:, None, None])
-        shape = cpu.PageShape(spec.num_heads, spec.num_kv_heads, pages.num_pages, pages.page_size)
-        self._spans = cpu.plan(spans, len(slots), shape, spec.layers[0].attention.scale)
-        self._last_layer = pages.num_layers - 1
-        self._wanted = hidden_rows
+        if inputs.copies is not None:
+            source, target = inputs.copies
+            self._copies = (pages.write_rows(source), pages.write_rows(target))
+        self._moves = inputs.moves
+        self._turns = {rope: _turns(layers, rope, inputs) for rope in layers.tables}
+        self._shape = cpu.PageShape(
+            spec.num_heads, spec.num_kv_heads, pages.num_pages, pages.page_size
+        )
+        clipped: dict[int | None, Spans] = {None: spans}
+        for window in {kind.window for kind in layers.kinds}:
+            if window is not None:
+                positions = inputs.positions.numpy().astype(np.int32)
+                clipped[window] = clip_spans(spans, positions, window, pages.page_size)
+        # layers whose scores are alike share a plan, however they rotate
+        plans: dict[tuple[int | None, float, float | None], cpu.SpanPlan] = {}
+        self._spans: dict[AttentionSpec, cpu.SpanPlan] = {}
+        for kind in layers.kinds:
+            scores = (kind.window, kind.scale, kind.softcap)
+            if scores not in plans:
+                plans[scores] = self._plan(clipped[kind.window], tokens, kind)
+            self._spans[kind] = plans[scores]
+        self._wanted = inputs.hidden_rows
         self._wanted_spans: cpu.SpanPlan | None = None
-        if hidden_rows is not None and len(hidden_rows):
-            wanted = narrow_spans(spans, hidden_rows.numpy(), len(slots))
+        if inputs.hidden_rows is not None and len(inputs.hidden_rows):
+            last = layers.kinds[-1]
+            wanted = narrow_spans(clipped[last.window], inputs.hidden_rows.numpy(), tokens)
             if wanted is None:
                 self._wanted = None
             else:
-                plan = cpu.plan(wanted, len(hidden_rows), shape, spec.layers[0].attention.scale)
-                self._wanted_spans = plan
+                self._wanted_spans = self._plan(wanted, len(inputs.hidden_rows), last)
+
+    def _plan(self, spans: Spans, tokens: int, kind: AttentionSpec) -> cpu.SpanPlan:
+        return cpu.plan(spans, tokens, self._shape, kind.scale, kind.softcap)
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """As Attention.run of the decoder."""
-        tokens = len(qkv)
+        tokens, kind = len(qkv), self._layers.kinds[layer]
         heads = qkv.view(tokens, -1, self._head_dim)
-        self._rotate(heads[:, : self._num_turned])
-        pages = self._pages
+        turns = None if kind.rope is None else self._turns[kind.rope]
+        if turns is not None:
+            self._rotate(heads[:, : self._num_turned], turns.tokens)
+        pages = self._layers.pages
         pages.append(layer, self._write_rows, heads[:, self._num_heads :])
         if self._moves is not None:
-            move_pages(pages.joint(layer), *self._moves)
+            source, target, _ = self._moves
+            move_pages(pages.joint(layer), source, target, None if turns is None else turns.moves)
         if self._copies is not None:
             pages.copy(layer, *self._copies)
-        q = heads[:, : self._num_heads]
-        if layer == self._last_layer and self._wanted is not None:
-            return self._run_wanted(q, pages.slots(layer))
-        return self._spans.run(q, pages.slots(layer)).view(tokens, -1)
+        q, sinks = heads[:, : self._num_heads], self._layers.sinks[layer]
+        if layer == len(self._layers.kinds) - 1 and self._wanted is not None:
+            return self._run_wanted(q, pages.slots(layer), sinks)
+        return self._spans[kind].run(q, pages.slots(layer), sinks).view(tokens, -1)
 
-    def _run_wanted(self, q: Tensor, slots: Tensor) -> Tensor:
+    def _run_wanted(self, q: Tensor, slots: Tensor, sinks: Tensor | None) -> Tensor:
         """Answers all rows in form, the wanted ones in content."""
         out = q.new_empty(len(q), self._num_heads * self._head_dim)
         if self._wanted_spans is not None:
             assert self._wanted is not None
-            found = self._wanted_spans.run(q.index_select(0, self._wanted), slots)
+            found = self._wanted_spans.run(q.index_select(0, self._wanted), slots, sinks)
             out[self._wanted] = found.view(len(found), -1)
         return out
 
-    def _rotate(self, x: Tensor) -> None:
+    def _rotate(self, x: Tensor, turns: Tensor) -> None:
         """In place; the two dims of a pair are adjacent, so a pair is a complex number."""
         part = x if self._rotary_dim == self._head_dim else x[..., : self._rotary_dim]
         if x.dtype == torch.float32:
-            torch.view_as_complex(part.view(self._pairs)).mul_(self._turns)
+            torch.view_as_complex(part.view(self._pairs)).mul_(turns)
             return
         pairs = torch.view_as_complex(part.float().view(self._pairs))
-        part.copy_(torch.view_as_real(pairs * self._turns).flatten(-2))
+        part.copy_(torch.view_as_real(pairs * turns).flatten(-2))
+
+
+def _turns(layers: CpuAttention, rope: RopeSpec, inputs: Inputs) -> _Turns:
+    moves = None
+    if inputs.moves is not None:
+        moves = turns_by(rope, inputs.moves[2])[:, None, None]
+    return _Turns(layers.tables[rope].index_select(0, inputs.positions)[:, None], moves)
 
 
 def narrow_spans(spans: Spans, rows: NDArray[np.int64], num_tokens: int) -> Spans | None:
@@ -114,4 +162,9 @@ def narrow_spans(spans: Spans, rows: NDArray[np.int64], num_tokens: int) -> Span
         return None
     num_kept = np.zeros(len(found) + 1, np.int32)
     np.cumsum(is_kept, out=num_kept[1:])
-    return replace(spans, query_starts=num_kept[spans.query_starts], query_rows=found[is_kept])
+    return replace(
+        spans,
+        query_starts=num_kept[spans.query_starts],
+        query_rows=found[is_kept],
+        first_keys=None if spans.first_keys is None else spans.first_keys[is_kept],
+    )

@@ -106,6 +106,7 @@ def _spans_of(token_rows: Sequence[range], key_tokens: int = UNIT_KEYS) -> Spans
         page_ids=np.arange(num_spans * num_pages, dtype=np.int32),
         key_tokens=np.full(num_spans, key_tokens, dtype=np.int32),
         is_causal=np.zeros(num_spans, dtype=np.bool_),
+        key_positions=np.zeros(num_spans, dtype=np.int32),
     )
 
 

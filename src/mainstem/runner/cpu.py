@@ -8,8 +8,7 @@ from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Step, StepResult
 from mainstem.models.block import Gate, OpenGate
 from mainstem.models.cpu.decoder import Decoder
-from mainstem.models.rope import rotary_table
-from mainstem.runner.attention import AttentionPlan
+from mainstem.runner.attention import CpuAttention
 from mainstem.runner.gates import Loads
 from mainstem.runner.inputs import make_inputs, make_token_ids
 from mainstem.runner.pages import DevicePages
@@ -42,9 +41,9 @@ class CpuRunner:
         self._decoder = decoder
         self._pages = pages
         self._gate = OpenGate() if gate is None else gate
-        self._turns = rotary_table(decoder.spec.ropes[0], max_positions)
+        self._attention = CpuAttention(decoder.spec, pages, max_positions, decoder.sinks)
         self._previous = torch.empty(0, dtype=torch.long)
-        self._single = SingleTokenPass.make(decoder, pages, self._turns)
+        self._single = SingleTokenPass.make(decoder, pages, self._attention.tables)
         self._loads: Loads | None = None
         self.sampler = Sampler()
 
@@ -94,17 +93,7 @@ class CpuRunner:
         if self._single is not None and self._single.can_run(step):
             return self._single.run(step, make_token_ids(step, self._previous), gate)
         inputs = make_inputs(step, self._previous)
-        turns = self._turns.index_select(0, inputs.positions)[:, None]
-        attention = AttentionPlan(
-            self._decoder.spec,
-            self._pages,
-            turns,
-            inputs.write_slots,
-            step.spans,
-            inputs.copies,
-            inputs.moves,
-            inputs.hidden_rows,
-        )
+        attention = self._attention.plan(inputs, step.spans)
         return self._decoder.forward(inputs.token_ids, inputs.hidden_rows, attention, gate)
 
     def _gate_for(self, step: Step) -> Gate:

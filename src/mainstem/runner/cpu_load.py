@@ -5,7 +5,7 @@ import torch
 from mainstem.core.config import CacheConfig, DType, EngineConfig, Quantize
 from mainstem.core.errors import ConfigError
 from mainstem.models.cpu.decoder import make_decoder, pack
-from mainstem.models.cpu.quantize import quantize_decoder
+from mainstem.models.cpu.quantize import check_quantizable, quantize_decoder
 from mainstem.models.weights import compute_dtype
 from mainstem.runner.cpu import LAYOUT, CpuRunner
 from mainstem.runner.facts import RunnerFacts
@@ -35,6 +35,7 @@ def load_cpu_runner(origin: Origin, config: EngineConfig) -> tuple[CpuRunner, Ru
     if model.quantize is Quantize.INT8:
         if model.dtype not in (DType.AUTO, DType.FP32):
             raise ConfigError("quantize=int8 computes in float32; set dtype to auto or float32")
+        check_quantizable(spec)
         dtype = torch.float32
     decoder = make_decoder(origin.open(dtype, torch.device("cpu")), spec)
     if model.quantize is Quantize.INT8:

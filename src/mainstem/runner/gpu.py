@@ -18,20 +18,15 @@ from torch import Tensor
 from mainstem.core.errors import OutOfDeviceMemory
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Spans, Step, StepResult
-from mainstem.kernels.attention.ops import SpanAttention
-from mainstem.kernels.attention.plan import ALL_LAUNCHES, Launches
-from mainstem.kernels.memory.append import rope_append
+from mainstem.kernels.attention.plan import Launches
 from mainstem.kernels.memory.copy import copy_slots
-from mainstem.kernels.memory.rotate import rerotate
 from mainstem.kernels.memory.upload import move_words
 from mainstem.kernels.sampling.sample import argmax
 from mainstem.models.block import Gate, OpenGate
 from mainstem.models.gpu.decoder import GpuDecoder
 from mainstem.models.gpu.linears import Rows
-from mainstem.models.gpu.workspace import Workspace
-from mainstem.models.rope import inverse_frequencies
-from mainstem.models.spec import ModelSpec
 from mainstem.runner.gates import LAYERS_AT_ONCE, Loads
+from mainstem.runner.gpu_attention import GpuAttention
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import StepGraphs
@@ -41,55 +36,6 @@ from mainstem.runner.uploads import Uploads
 _LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
 _PROMPT_LOGPROB_ROWS = 64  # likewise for prompt logprobs, which need fp32
 _NUM_RESULTS = 3  # steps whose ids may be on their way to the host
-
-
-class GpuAttention:
-    """Rotates, appends and attends; what the decoder calls per layer."""
-
-    def __init__(
-        self, spec: ModelSpec, pages: GpuPages, spans: SpanAttention, space: Workspace
-    ) -> None:
-        self._pages = pages
-        self._spans = spans
-        self._mixed = space.mixed
-        self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
-        self._head_dim = spec.head_dim
-        self._frequencies = inverse_frequencies(spec.ropes[0]).to(space.mixed.device)
-        self._inputs: GpuInputs | None = None
-        self._launches = ALL_LAUNCHES
-
-    @property
-    def kinds_of_steps(self) -> tuple[Launches, ...]:
-        """See SpanAttention."""
-        return self._spans.kinds_of_steps
-
-    def plan(self, spans: Spans) -> Launches:
-        """Describe the next step; returns the launches that it needs."""
-        return self._spans.plan(spans)
-
-    def bind(self, inputs: GpuInputs, launches: Launches) -> None:
-        """Where the next step's tokens stand and go, and what to launch for them."""
-        self._inputs, self._launches = inputs, launches
-
-    def run(self, layer: int, qkv: Tensor) -> Tensor:
-        """As Attention.run of the decoder."""
-        assert self._inputs is not None
-        inputs, tokens, heads = self._inputs, len(qkv), self._num_heads
-        parts = qkv.view(tokens, -1, self._head_dim)
-        q = parts[:, :heads]
-        k, v = parts[:, heads : heads + self._num_kv_heads], parts[:, heads + self._num_kv_heads :]
-        k_pages, v_pages = self._pages.keys(layer), self._pages.values(layer)
-        rope_append(
-            q, k, v, k_pages, v_pages, inputs.positions, inputs.write_slots, self._frequencies
-        )
-        if inputs.moves is not None:
-            rerotate(k_pages, v_pages, *inputs.moves, self._frequencies)
-        if inputs.copies is not None:
-            copy_slots(self._pages.joint(layer), *inputs.copies)
-        mixed = self._mixed[:tokens]
-        out = mixed.view(tokens, heads, self._head_dim)
-        self._spans.run(q, k_pages, v_pages, out=out, launches=self._launches)
-        return mixed
 
 
 class GpuStep:
@@ -168,7 +114,7 @@ class GpuRunner:
         hidden_rows = torch.zeros(size, dtype=decoder.dtype, device=self._device)
         for tokens in {max_tokens, min(17, max_tokens), 1}:  # kernels know 1 and multiples of 16
             inputs = self._inputs.views(tokens)
-            attention.plan(_one_key_each(tokens))
+            attention.plan(_one_key_each(tokens), np.zeros(tokens, np.int32))
             for launches in attention.kinds_of_steps:
                 attention.bind(inputs, launches)
                 hidden = decoder.forward(inputs.token_ids, None, attention, self._gate)
@@ -210,7 +156,7 @@ class GpuRunner:
             assert self._loads is not None, "a step waits for loads nobody knows"
             gate = self._loads.gate(step.load_ids)
         size = None if self._graphs is None else self._graphs.size_for(step)
-        launches = self._attention.plan(step.spans)
+        launches = self._attention.plan(step.spans, step.positions)
         begin = self._mark()  # behind the planning, which a device that has nothing to do waits for
         inputs = self._inputs.send(step, self._previous, size or self._padded(step.num_tokens))
         hidden = self._forward(inputs, size, launches, gate)
@@ -342,4 +288,5 @@ def _one_key_each(tokens: int) -> Spans:
         page_ids=np.zeros(tokens, np.int32),
         key_tokens=np.ones(tokens, np.int32),
         is_causal=np.zeros(tokens, np.bool_),
+        key_positions=np.zeros(tokens, np.int32),
     )

@@ -4,12 +4,13 @@ import torch
 
 from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
-from mainstem.kernels.attention.ops import PAGE_SIZES, AttentionLimits, SpanAttention
+from mainstem.kernels.attention.ops import PAGE_SIZES, AttentionLimits
 from mainstem.models.gpu.decoder import load_gpu_decoder
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.facts import RunnerFacts
-from mainstem.runner.gpu import GpuAttention, GpuRunner
+from mainstem.runner.gpu import GpuRunner
+from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import GRAPH_SIZES
 from mainstem.runner.origin import Origin, context_of, make_facts
@@ -48,24 +49,16 @@ def load_gpu_runner(
         is_deterministic=model.deterministic,
     )
     deterministic_keys = DETERMINISTIC_KEYS if model.deterministic else None
-    spans = SpanAttention(
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        page_size=cache.page_size,
-        dtype=dtype,
-        device=device,
-        limits=_limits(max_tokens, context if model.deterministic else None),
-        scale=spec.layers[0].attention.scale,
-        deterministic_keys=deterministic_keys,
-    )
+    limits = _limits(max_tokens, context if model.deterministic else None)
+    settings = SpanSettings(cache.page_size, dtype, device, limits, deterministic_keys)
+    spans = LayerSpans(spec, settings)
     page_bytes = spec.kv_elements_per_token * dtype.itemsize * cache.page_size
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
     num_pages = cache.num_pages(free_bytes, page_bytes)
     if device.type == "cuda":
         cache.check_fits(num_pages * page_bytes, torch.cuda.mem_get_info(device)[0])
     pages = GpuPages(spec, num_pages, cache.page_size, dtype, device)
-    attention = GpuAttention(spec, pages, spans, space)
+    attention = GpuAttention(spec, pages, spans, space, decoder.sinks)
     runner = GpuRunner(decoder, pages, attention, max_tokens, device)
     runner.warm_up(tuple(size for size in GRAPH_SIZES if size <= max_tokens))
     facts = make_facts(origin, config, dtype, context, num_pages, LAYOUT)

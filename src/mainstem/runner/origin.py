@@ -46,7 +46,7 @@ class FolderOrigin:
         return digest.digest()
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return Checkpoint(self.folder, dtype, device)
+        return Checkpoint(self.folder, dtype, device, self.spec.names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import torch
 from mainstem.core.step import Int32s, Spans
 from mainstem.models.block import OpenGate
 from mainstem.models.cpu.decoder import Decoder
-from mainstem.models.rope import rotary_table
-from mainstem.runner.attention import AttentionPlan
+from mainstem.runner.attention import CpuAttention
+from mainstem.runner.inputs import Inputs
 from mainstem.runner.pages import DevicePages
 
 _PAGE_SIZE = 16
@@ -50,12 +50,20 @@ def _window_nll(decoder: Decoder, token_ids: Int32s, skipped: int) -> float:
         page_ids=np.arange(num_pages, dtype=np.int32),
         key_tokens=np.array([count], np.int32),
         is_causal=np.array([True]),
+        key_positions=np.zeros(1, np.int32),
     )
-    turns = rotary_table(decoder.spec.ropes[0], count)[:, None]
-    attention = AttentionPlan(decoder.spec, pages, turns, torch.arange(count), spans)
     ids = torch.from_numpy(token_ids.astype(np.int64))
+    inputs = Inputs(
+        token_ids=ids,
+        positions=torch.arange(count),
+        write_slots=torch.arange(count),
+        copies=None,
+        moves=None,
+        hidden_rows=None,
+    )
+    layers = CpuAttention(decoder.spec, pages, count, decoder.sinks)
     rows = torch.arange(skipped - 1, count - 1)
-    hidden = decoder.forward(ids, rows, attention, OpenGate())
+    hidden = decoder.forward(ids, rows, layers.plan(inputs, spans), OpenGate())
     nll = 0.0
     for start in range(0, len(hidden), _HEAD_ROWS):
         logits = decoder.logits(hidden[start : start + _HEAD_ROWS])

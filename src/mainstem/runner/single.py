@@ -14,7 +14,7 @@ is the same mathematics.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ from mainstem.core.step import Step
 from mainstem.models.block import Gate
 from mainstem.models.cpu.decoder import Decoder, Layer, finish_serial
 from mainstem.models.cpu.layers import DenseLinear, Mlp, RmsNorm
-from mainstem.models.spec import Activation, MlpSpec
+from mainstem.models.spec import Activation, MlpSpec, RopeSpec
 from mainstem.runner.pages import DevicePages
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -81,9 +81,12 @@ class SingleTokenPass:
         self._written = pages.all_slots.numpy()
 
     @classmethod
-    def make(cls, decoder: Decoder, pages: DevicePages, turns: Tensor) -> "SingleTokenPass | None":
+    def make(
+        cls, decoder: Decoder, pages: DevicePages, tables: Mapping[RopeSpec, Tensor]
+    ) -> "SingleTokenPass | None":
         """None where the model has parts this pass has not: other dtypes, quantized or biased
-        products, norms of heads, partial rotation, windows, experts."""
+        products, norms of heads, partial rotation or none, windows, experts. `tables` are those of
+        `rotary_table`."""
         spec = decoder.spec
         layers = [_weights(layer) for layer in decoder.layers]
         is_plain = decoder.dtype == torch.float32 and spec.rotary_dim == spec.head_dim
@@ -94,7 +97,9 @@ class SingleTokenPass:
             return None
         if not isinstance(mlp, MlpSpec) or not mlp.is_gated or mlp.activation != Activation.SILU:
             return None
-        return cls(decoder, [layer for layer in layers if layer is not None], pages, turns)
+        assert attention.rope is not None, "all dims are rotated"
+        found = [layer for layer in layers if layer is not None]
+        return cls(decoder, found, pages, tables[attention.rope])
 
     @staticmethod
     def can_run(step: Step) -> bool:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mainstem.core.ids import SeqSlot
+from mainstem.core.ragged import ragged_arange, starts_of
 from mainstem.core.step import Int32s, Int64s, StartedSequence, Step, StepId
 from mainstem.sched.sharing import SharingTree
-from mainstem.sched.spans import SpanBuilder, ragged_arange, starts_of
+from mainstem.sched.spans import SpanBuilder
 from mainstem.sched.table import SeqTable
 
 NO_ROWS: Int32s = np.empty(0, np.int32)

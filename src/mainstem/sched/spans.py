@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mainstem.core.ragged import ragged_arange, starts_of
 from mainstem.core.step import Bools, Int32s, Spans
 from mainstem.sched.sharing import ROOT, SharingTree
 
@@ -31,6 +32,7 @@ class _Shared:
     page_counts: Int32s
     page_ids: Int32s
     own_first: Int32s  # [seqs] page index
+    key_positions: Int32s  # of the shared spans, then of the own ones
 
 
 class SpanBuilder:
@@ -78,7 +80,10 @@ class SpanBuilder:
         own_pages = page_table[slots.repeat(num_pages), offsets]
         own_rows = np.arange(seq_starts[-1], dtype=np.int32)
         if len(shared.page_counts) == 0:
-            return Spans(seq_starts, own_rows, page_starts, own_pages, num_keys, counts > 1)
+            return Spans(
+                seq_starts, own_rows, page_starts, own_pages, num_keys, counts > 1,
+                key_positions=shared.key_positions,
+            )  # fmt: skip
         shared_keys = shared.page_counts * self.page_size
         is_causal = np.zeros(len(shared_keys) + len(slots), np.bool_)
         is_causal[len(shared_keys) :] = counts > 1
@@ -89,6 +94,7 @@ class SpanBuilder:
             page_ids=np.concatenate([shared.page_ids, own_pages]),
             key_tokens=np.concatenate([shared_keys, num_keys]),
             is_causal=is_causal,
+            key_positions=shared.key_positions,
         )
 
     def _share(
@@ -101,7 +107,7 @@ class SpanBuilder:
         """
         empty = np.empty(0, np.int32)
         own_first = np.zeros(len(slots), np.int32)
-        nothing = _Shared(empty, empty, empty, empty, own_first)
+        nothing = _Shared(empty, empty, empty, empty, own_first, own_first)
         seqs, stems = _ancestry(tree, slots, num_readable)
         if len(stems) == 0:
             return nothing
@@ -135,6 +141,7 @@ class SpanBuilder:
                 [tree.pages(stem, page)[:count] for stem, page, count in bounds]
             ),
             own_first=own_first,
+            key_positions=np.concatenate([begin, own_first]) * np.int32(self.page_size),
         )
 
     def _aligned(self, pages: Int32s) -> Int32s:
@@ -191,16 +198,3 @@ def _num_chosen_above(tree: SharingTree, stems: Int32s, chosen: Bools) -> Int32s
         count[place] += chosen[np.searchsorted(stems, above)]
         above = tree.parent[above]
     return count
-
-
-def starts_of(counts: Int32s) -> Int32s:
-    """Exclusive prefix sums: n + 1 entries."""
-    starts = np.zeros(len(counts) + 1, np.int32)
-    counts.cumsum(out=starts[1:])
-    return starts
-
-
-def ragged_arange(counts: Int32s) -> Int32s:
-    """0..c-1 for each count c, one after the other."""
-    starts = starts_of(counts)
-    return np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], counts)

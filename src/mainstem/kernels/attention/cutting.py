@@ -35,7 +35,6 @@ ROUNDS = np.arange(4.0)  # of large units on a multiprocessor that are looked at
 SMALL_ON = (1.0, 0.9, 0.8, 2.0)
 FINER = 4.0  # so many times shorter are stretches of spans of several tokens that fill up gaps
 STRETCH_KEYS = 32  # stretches of small spans are multiples of it, of pages and of a step's keys
-SMALL_TILE_KEYS = 64  # keys x heads in a step of a small unit
 LEAST_ROWS = LEAST_KEYS = 16  # what a matrix instruction takes
 MOST_SMALL_ROWS = 32
 
@@ -52,9 +51,10 @@ class Shape:
     fixed_stretch: int | None = None  # deterministic: cut at multiples of so many keys
     can_cut: bool = True  # otherwise no span is cut: the fewest Partials there can be
     max_partials: int | None = None  # cuts with more are left out, where there is another
+    has_windows: bool = False  # plans say from which key on each query sees
 
-    # KV heads of a small unit: as many as make a tile of 64 keys x heads from a page, or from the
-    # fewest keys that a matrix instruction takes.
+    # KV heads of a small unit: as many as make a tile of `small_k` keys x heads from a page, or
+    # from the fewest keys that a matrix instruction takes.
     fold: int = field(init=False)
     # Rows of the small tile: those of one token in all heads of a unit, as a power of two, unless
     # the tiles have a number of their own.
@@ -78,7 +78,7 @@ class Shape:
         least_keys = LEAST_KEYS if self.tiles.divides_pages else self.page_size
         fold = 1
         while (
-            fold * 2 * least_keys <= SMALL_TILE_KEYS
+            fold * 2 * least_keys <= self.tiles.small_k
             and self.kv_heads % (fold * 2) == 0
             and fold * 2 * self.group <= most_rows
         ):
@@ -221,7 +221,7 @@ def _cost_less_than_launch(columns: _Columns, is_long: Bools, shape: Shape) -> b
 def unit_us(keys: Floats, is_large: bool, shape: Shape) -> Floats:
     """How long units of so many keys, one at least, take, if they need not share the memory."""
     pace, tiles = shape.tiles.pace, shape.tiles
-    step = tiles.large_k if is_large else SMALL_TILE_KEYS // shape.fold
+    step = tiles.large_k if is_large else tiles.small_k // shape.fold
     per_key = pace.large_key_us if is_large else pace.small_key_us * shape.fold
     us: Floats = np.ceil(keys / step)
     us *= step * per_key
@@ -231,7 +231,7 @@ def unit_us(keys: Floats, is_large: bool, shape: Shape) -> Floats:
 
 def least_stretch(shape: Shape) -> int:
     """Stretches of small spans are multiples of so many keys."""
-    return max(SMALL_TILE_KEYS // shape.fold, shape.page_size, STRETCH_KEYS)
+    return max(shape.tiles.small_k // shape.fold, shape.page_size, STRETCH_KEYS)
 
 
 class _Spans(NamedTuple):

@@ -10,6 +10,11 @@
 The buffers are made once, at the size of the limits, and the launch does not depend on the plan: a
 CUDA graph that captured `run` may be replayed after another `plan`. A step that needs fewer kernels
 saves the others with `run(..., launches=attention.plan(spans))`.
+
+What layers have of their own is chosen at construction, and the kernel with it: one for windows
+(spans come from `window.py: clip_spans`), softcaps and any head dimension, or Hopper's, which have
+none of these. Layers of several kinds have a SpanAttention each and may share the memory for
+Partials (`partial_bytes`), since they run one after the other.
 """
 
 import logging
@@ -36,20 +41,23 @@ from mainstem.kernels.attention.plan import (
     make_plan,
 )
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
+from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
-from mainstem.kernels.attention.tuning import HOPPER, Tiles, choose_tiles
+from mainstem.kernels.attention.tuning import HOPPER, MOST_TUNED_DIM, Tiles, choose_tiles
 from mainstem.kernels.attention.unshare import unshare
 from mainstem.kernels.errors import LayoutError, PlanTooLarge
 from mainstem.kernels.memory.upload import move_words
-from mainstem.kernels.overlap import can_overlap
+from mainstem.kernels.overlap import can_overlap, overlap_options
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HEAD_DIMS = (64, 80, 96, 128)
+HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 NUM_STAGING = 3  # plans that may be on their way to the device
 PROMPT_QUERIES = 16  # of one sequence: more than a decode has
 INTERPRETER_PROGRAMS = 3
 MERGES_PER_SM = 4
+SINK_ROWS = 16  # of a program
+MOST_WIDE_PAGE = 32  # of fp32 heads beyond 128: shared memory holds no more
 
 log = logging.getLogger("mainstem.kernels")
 
@@ -70,6 +78,15 @@ class AttentionLimits:
         return (
             self.max_partials if self.max_partials is not None else max(2 * self.max_tokens, 2048)
         )
+
+
+def partial_bytes(heads: int, head_dim: int, limits: AttentionLimits) -> int:
+    """Memory for Partials that does for every SpanAttention of these limits."""
+    return limits.partials() * heads * 4 * (_padded(head_dim) + 1)
+
+
+def _padded(head_dim: int) -> int:
+    return 1 << (head_dim - 1).bit_length()
 
 
 class _Staging:
@@ -171,21 +188,38 @@ class SpanAttention:
         device: torch.device,
         limits: AttentionLimits,
         scale: float | None = None,
+        has_window: bool = False,
+        softcap: float | None = None,
         deterministic_keys: int | None = None,
         tiles: Tiles | None = None,
+        partials: Tensor | None = None,
     ) -> None:
+        """With `has_window` the spans of plans may have first keys. Scores become
+        softcap * tanh(score / softcap). `partials` is memory that others use, too."""
         if dtype not in DTYPES:
             raise LayoutError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
         if head_dim not in HEAD_DIMS:
             raise LayoutError(f"head_dim must be one of {HEAD_DIMS}, got {head_dim}")
         if page_size not in PAGE_SIZES:
             raise LayoutError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
+        if dtype == torch.float32 and head_dim > MOST_TUNED_DIM and page_size > MOST_WIDE_PAGE:
+            raise LayoutError(
+                f"page_size must be at most {MOST_WIDE_PAGE} for fp32 heads of {head_dim}, since a "
+                f"page's keys are read at once, got {page_size}"
+            )
         if kv_heads < 1 or heads % kv_heads:
             raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+        if softcap is not None and not softcap > 0:
+            raise LayoutError(f"softcap must be positive, got {softcap}")
+        is_plain = deterministic_keys is None and not has_window and softcap is None
         if tiles is None:
-            is_deterministic = deterministic_keys is not None
-            tiles = choose_tiles(device, dtype, head_dim, is_deterministic=is_deterministic)
+            tiles = choose_tiles(device, dtype, head_dim, can_split=is_plain)
         tiles, self._hopper = _with_kernel(tiles, device, page_size)
+        if self._hopper is not None and not is_plain:
+            raise LayoutError(
+                "tiles that are split are for attention without deterministic_keys, window and "
+                "softcap"
+            )
         if deterministic_keys is not None and (
             deterministic_keys < 1 or deterministic_keys % math.lcm(tiles.large_k, page_size)
         ):
@@ -197,7 +231,8 @@ class SpanAttention:
         self._dtype, self._device, self._tiles = dtype, device, tiles
         self._limits = limits
         self._scale = head_dim**-0.5 if scale is None else scale
-        self._dim = 1 << (head_dim - 1).bit_length()
+        self._softcap = 0.0 if softcap is None else softcap
+        self._dim = _padded(head_dim)
         self._is_interpreted = device.type == "cpu"
         if self._is_interpreted:
             num_programs = INTERPRETER_PROGRAMS
@@ -215,13 +250,14 @@ class SpanAttention:
             tiles=tiles,
             fixed_stretch=deterministic_keys,
             max_partials=limits.partials(),
+            has_windows=has_window,
         )
-        self._make_buffers()
+        self._make_buffers(partials)
         self._reusable: ReusablePlan | None = None
         self._needed = Launches(large=False, merge=False)  # by the last plan
         self._descriptors: dict[int, _Descriptors] = {}
 
-    def _make_buffers(self) -> None:
+    def _make_buffers(self, partials: Tensor | None) -> None:
         limits, shape, device = self._limits, self._shape, self._device
         # Uncut, a token is in at most so many pieces of a span, and a span has one at least. Cuts
         # make four large units a program, one or two small ones, and those of the queue that are
@@ -235,7 +271,8 @@ class SpanAttention:
         self._plan_ints = (
             layout.HEADER_INTS + layout.SHARE_INTS * shape.num_programs
             + (layout.PIECE_INTS + unit_ints) * max_pieces
-            + (layout.ENTRY_ROWS + layout.MERGE_ROWS) * limits.entries() + limits.max_pages
+            + (layout.ENTRY_ROWS + shape.has_windows + layout.MERGE_ROWS) * limits.entries()
+            + limits.max_pages
             + layout.PIECE_INTS + 2
         )  # fmt: skip
         self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)
@@ -244,8 +281,17 @@ class SpanAttention:
         # Partials in fp16, with a factor beside the lse.
         self._is_packed = self._hopper is not None
         dtype, scales = (torch.float16, 2) if self._is_packed else (torch.float32, 1)
-        self._partial = torch.empty((rows, self._dim), dtype=dtype, device=device)
-        self._partial_lse = torch.empty((rows, scales), dtype=torch.float32, device=device)
+        lse_bytes, out_bytes = rows * scales * 4, rows * self._dim * dtype.itemsize
+        if partials is None:
+            partials = torch.empty(lse_bytes + out_bytes, dtype=torch.uint8, device=device)
+        elif partials.dtype != torch.uint8 or len(partials) < lse_bytes + out_bytes:
+            raise LayoutError(
+                f"partials must be {lse_bytes + out_bytes} bytes, got {len(partials)} of "
+                f"{partials.dtype}"
+            )
+        self._partial = partials[:out_bytes].view(dtype).view(rows, self._dim)
+        lses = partials[out_bytes : out_bytes + lse_bytes]
+        self._partial_lse = lses.view(torch.float32).view(rows, scales)
         self._tickets = torch.zeros(1, dtype=torch.int32, device=device)  # for units of the queue
         self._staging = [
             _Staging(device) for _ in range(1 if self._is_interpreted else NUM_STAGING)
@@ -320,6 +366,10 @@ class SpanAttention:
             raise LayoutError("a span has more key_tokens than slots in its pages")
         if np.count_nonzero(spans.is_causal & (queries > spans.key_tokens)):
             raise LayoutError("a causal span has more queries than key_tokens")
+        if spans.first_keys is not None and not self._shape.has_windows:
+            raise LayoutError("first_keys are for a SpanAttention that has_window")
+        if spans.first_keys is not None and len(spans.first_keys) != len(spans.query_rows):
+            raise LayoutError("first_keys must have one entry for each of query_rows")
 
     def _send(self, plan: KernelPlan) -> None:
         if plan.num_ints > self._plan_ints:
@@ -343,24 +393,31 @@ class SpanAttention:
         out: Tensor | None = None,
         lse: Tensor | None = None,
         *,
+        sinks: Tensor | None = None,
         launches: Launches = ALL_LAUNCHES,
     ) -> Tensor:
         """Attention of the planned step in one layer; returns `out`, [tokens, heads, head_dim].
 
         `lse`, if given, is [tokens, heads] fp32 and receives the natural log of the sum of
-        exponents. `launches` must have those that `plan` returned.
+        exponents. `sinks`, [heads] fp32, are scores that count in this sum and have no value; they
+        need an `lse`, and rows of tokens in no span then hold anything. `launches` must have those
+        that `plan` returned.
         """
         if out is None:
             out = torch.empty_like(q)
         if self._needed.large > launches.large or self._needed.merge > launches.merge:
             raise LayoutError(f"launches: the plan needs {self._needed}, got {launches}")
         self._check_tensors(q, k_pages, v_pages, out, lse)
+        self._check_sinks(sinks, lse)
         if self._hopper is not None:
             self._attend_on_hopper(self._hopper, q, k_pages, v_pages, out, lse, launches.large)
         else:
             self._attend(q, k_pages, v_pages, out, lse)
         if launches.merge:
             self._merge(out, lse)
+        if sinks is not None:
+            assert lse is not None
+            self._add_sinks(out, lse, sinks)
         return out
 
     def _attend_on_hopper(
@@ -415,8 +472,8 @@ class SpanAttention:
             FOLD=shape.fold, SMALL_Q=shape.small_q, SMALL_STAGES=tiles.small_stages,
             LARGE_Q=tiles.large_q, LARGE_K=tiles.large_k, LARGE_STAGES=tiles.large_stages,
             PER_SM=1 if self._is_interpreted else tiles.programs_per_sm,
-            HAS_LSE=lse is not None, WIDE=k_pages.numel() >= 2**31,
-            UPCAST=self._is_interpreted, OVERLAPS=self._overlaps,
+            HAS_LSE=lse is not None, HAS_WINDOW=shape.has_windows, SOFTCAP=self._softcap,
+            WIDE=k_pages.numel() >= 2**31, UPCAST=self._is_interpreted, OVERLAPS=self._overlaps,
             num_warps=tiles.num_warps, **options,
         )  # fmt: skip
 
@@ -428,8 +485,17 @@ class SpanAttention:
             HEADS=self._heads, HEAD_DIM=self._head_dim, DIM=self._dim,
             IS_ORDERED=self._shape.fixed_stretch is not None,
             HAS_LSE=lse is not None, IS_PACKED=self._is_packed, OVERLAPS=self._overlaps,
-            num_warps=4, **options,
+            num_warps=4 if self._dim <= 128 else 8, **options,
         )  # fmt: skip
+
+    def _add_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+        num_rows = lse.numel()
+        if num_rows:
+            _sinks_kernel[(-(-num_rows // SINK_ROWS),)](
+                out, lse, sinks, num_rows, out.stride(0), out.stride(1),
+                HEADS=self._heads, HEAD_DIM=self._head_dim, DIM=self._dim, TILE_ROWS=SINK_ROWS,
+                num_warps=4, **overlap_options(self._device),
+            )  # fmt: skip
 
     def _views_of(self, pages: Tensor) -> "_Descriptors":
         """Made once per layer, since a model keeps its pages."""
@@ -446,6 +512,18 @@ class SpanAttention:
             )
             self._descriptors[pages.data_ptr()] = found
         return found
+
+    def _check_sinks(self, sinks: Tensor | None, lse: Tensor | None) -> None:
+        if sinks is None:
+            return
+        if lse is None:
+            raise LayoutError("sinks need an lse")
+        if sinks.dtype != torch.float32 or tuple(sinks.shape) != (self._heads,):
+            raise LayoutError(
+                f"sinks must be fp32 [{self._heads}], got {sinks.dtype} {tuple(sinks.shape)}"
+            )
+        if not sinks.is_contiguous():
+            raise LayoutError("sinks must be contiguous")
 
     def _check_tensors(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None

@@ -22,6 +22,7 @@ NO_LIMIT = 1 << 30  # PIECE_FIRST_LIMIT of a plain span
 NO_PIECE = np.zeros((1, layout.PIECE_INTS), np.int32)
 NO_UNIT = np.zeros(1, np.int64)
 NO_PAGE = np.zeros(1, np.int32)  # after the page ids: the kernel fetches one ahead
+NO_FIRST_KEYS = np.empty(0, np.int32)
 KEPT_KEYS = 16  # more in a span than when its units were shared out do not matter
 
 
@@ -289,12 +290,12 @@ def _units(order: Int64s, units: int, first_piece: int, shape: Shape) -> _Units:
 
 class ReusablePlan(NamedTuple):
     """What of a plan holds for the next steps, too, if all of their spans are those of the step it
-    was made for with a few keys more.
+    was made for with a few keys more; or less, where windows have left a page behind.
     """
 
     structure: tuple[bytes, bytes, bytes]  # of the spans: query starts, query rows, is causal
-    keys: Int32s
-    most_keys: Int32s | Int64s  # of each span, up to which it need not be cut anew
+    least_keys: Int32s  # of each span, from which on ...
+    most_keys: Int32s | Int64s  # ... and up to which it need not be cut anew
     header: Int32s
     shares: Int32s
     firsts: list[_First]
@@ -302,29 +303,31 @@ class ReusablePlan(NamedTuple):
     orders: tuple[Int64s, Int64s]
     pieces: _Pieces
     partials: _Partials
+    has_windows: bool
 
     def holds_for(self, spans: Spans) -> bool:
         if _structure(spans) != self.structure:
             return False
         keys = spans.key_tokens
-        return bool(((self.keys <= keys) & (keys <= self.most_keys)).all())
+        return bool(((self.least_keys <= keys) & (keys <= self.most_keys)).all())
 
     def plan(self, spans: Spans) -> KernelPlan:
         """The plan of a step for which this one holds."""
         pieces, shares = self.pieces.table.copy(), self.shares.copy()
         self.pieces.tell_keys(pieces, spans)
-        return self.assemble(pieces, shares, spans.page_ids)
+        return self.assemble(pieces, shares, spans)
 
-    def assemble(self, pieces: Int32s, shares: Int32s, page_ids: Int32s) -> KernelPlan:
+    def assemble(self, pieces: Int32s, shares: Int32s, spans: Spans) -> KernelPlan:
         """The plan with these pieces; shares are told which of them are the first."""
         _tell_first(shares, self.firsts, pieces)
         # A program looks at what would come next before it knows that there is none.
         queue = self.queued.told(pieces) if len(self.queued.pieces) else NO_PIECE
         large_order, small_order = self.orders
+        page_ids, first_keys = spans.page_ids, _first_keys(spans, self.has_windows)
         parts = (
             self.header, shares, queue, large_order,
             small_order if len(small_order) else NO_UNIT,
-            pieces, self.partials.entries, self.partials.merges, page_ids, NO_PAGE,
+            pieces, self.partials.entries, first_keys, self.partials.merges, page_ids, NO_PAGE,
         )  # fmt: skip
         num_slots = self.partials.num_slots
         return KernelPlan(
@@ -347,6 +350,15 @@ def _structure(spans: Spans) -> tuple[bytes, bytes, bytes]:
     return spans.query_starts.tobytes(), spans.query_rows.tobytes(), spans.is_causal.tobytes()
 
 
+def _first_keys(spans: Spans, has_windows: bool) -> Int32s:
+    """The row of entries that only plans with windows have."""
+    if not has_windows:
+        return NO_FIRST_KEYS
+    if spans.first_keys is None:
+        return np.zeros(len(spans.query_rows), np.int32)
+    return spans.first_keys
+
+
 def make_plan(spans: Spans, shape: Shape, pick: Pick = pick_fastest) -> KernelPlan:
     """Cut the spans into units, share them out and place every row's Partials."""
     cut = cut_spans(spans, shape, pick)
@@ -366,6 +378,9 @@ def make_plan(spans: Spans, shape: Shape, pick: Pick = pick_fastest) -> KernelPl
     )
     orders, queued = (large_order, order[: ends[-1]]), order[ends[-1] :]
     shares, firsts = _share_table(ends, orders, pieces, shape)
+    least_keys = spans.key_tokens.copy()
+    if shape.has_windows:
+        least_keys = _least_keys(spans, cut, shape)
     most_keys: Int32s | Int64s = spans.key_tokens + KEPT_KEYS
     if shape.fixed_stretch is not None:
         # All spans are large, so they are in order.
@@ -374,7 +389,7 @@ def make_plan(spans: Spans, shape: Shape, pick: Pick = pick_fastest) -> KernelPl
     header[layout.HEADER_NUM_CLAIMERS] = _num_claimers(shares, cut)
     reusable = ReusablePlan(
         structure=_structure(spans),
-        keys=spans.key_tokens.copy(),
+        least_keys=least_keys,
         most_keys=most_keys,
         header=header,
         shares=shares,
@@ -383,8 +398,17 @@ def make_plan(spans: Spans, shape: Shape, pick: Pick = pick_fastest) -> KernelPl
         orders=orders,
         pieces=pieces,
         partials=partials,
+        has_windows=shape.has_windows,
     )
-    return reusable.assemble(pieces.table, shares, spans.page_ids)
+    return reusable.assemble(pieces.table, shares, spans)
+
+
+def _least_keys(spans: Spans, cut: Cut, shape: Shape) -> Int32s:
+    """Plain spans may lose a page as long as the last of their stretches keeps a key."""
+    needed = np.empty(len(spans), np.int32)
+    needed[cut.spans] = (cut.parts - 1.0) * cut.stretches + 1.0
+    least = np.maximum(spans.key_tokens - shape.page_size, needed)
+    return np.where(spans.is_causal, spans.key_tokens, least)
 
 
 def _num_claimers(shares: Int32s, cut: Cut) -> int:
@@ -410,6 +434,8 @@ def _header(
     small_at = large_at + pieces.num_large * layout.PIECE_INTS
     entries_at = large_at + pieces.table.size
     merges_at = entries_at + partials.entries.size
+    if shape.has_windows:
+        merges_at += partials.entries.shape[1]
     header = np.zeros(layout.HEADER_INTS, np.int32)
     header[layout.HEADER_SMALL_PIECES] = small_at
     header[layout.HEADER_LARGE_PIECES] = large_at

@@ -5,6 +5,7 @@ Nothing here changes its arguments or shares code with a fast kernel.
     q, out             [tokens, heads, dim]
     k_pages, v_pages   [pages, kv_heads, page_size, dim]
     lse                [tokens, heads] fp32, natural log, scale applied; -inf where nothing was seen
+    sinks              [heads] fp32: each a score that takes weight and gives no value
 
 Query head h reads KV head h // (heads / kv_heads).
 """
@@ -16,9 +17,19 @@ from mainstem.core.step import Int32s, Spans
 
 
 def span_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, spans: Spans, scale: float
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    spans: Spans,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every token over all spans it lies in; zeros where it lies in none."""
+    """Attention of every token over all spans it lies in; zeros where it lies in none.
+
+    With a softcap scores become softcap * tanh(score / softcap).
+    """
     tokens, heads, _ = q.shape
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full((tokens, heads), float("-inf"), device=q.device)
@@ -33,9 +44,13 @@ def span_attention(
             _gather(k_pages, pages, num_keys),
             _gather(v_pages, pages, num_keys),
             scale,
-            _visible(len(rows), num_keys).to(q.device) if spans.is_causal[index] else None,
+            softcap,
+            _visible(spans, index).to(q.device),
         )
         out[rows], lse[rows] = merge(out[rows], lse[rows], part_out, part_lse)
+    if sinks is not None:
+        nothing = torch.zeros_like(out)
+        out, lse = merge(out, lse, nothing, sinks.float().expand(tokens, heads))
     return out.to(q.dtype), lse
 
 
@@ -51,21 +66,30 @@ def _gather(pages: Tensor, page_ids: Tensor, num_keys: int) -> Tensor:
     return run[:, :num_keys].float()
 
 
-def _visible(num_queries: int, num_keys: int) -> Tensor:
-    """[queries, keys]: of n queries the j-th sees the keys up to number keys - n + j."""
-    last = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
-    return torch.arange(num_keys)[None, :] <= last
+def _visible(spans: Spans, index: int) -> Tensor:
+    """[queries, keys] of a span: from each query's first key on; in a causal one the j-th of n
+    queries sees the keys up to number keys - n + j."""
+    begin, end = spans.query_starts[index], spans.query_starts[index + 1]
+    num_queries, num_keys = int(end - begin), int(spans.key_tokens[index])
+    keys = torch.arange(num_keys)
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    if spans.is_causal[index]:
+        visible &= keys <= torch.arange(num_queries)[:, None] + (num_keys - num_queries)
+    if spans.first_keys is not None:
+        visible &= keys >= torch.from_numpy(spans.first_keys[begin:end].astype("int64"))[:, None]
+    return visible
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, visible: Tensor
 ) -> tuple[Tensor, Tensor]:
     """q [queries, heads, dim] over k, v [kv_heads, keys, dim]."""
     group = q.shape[1] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = torch.einsum("qhd,hkd->qhk", q, k) * scale
-    if visible is not None:
-        scores = scores.masked_fill(~visible[:, None, :], float("-inf"))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, None, :], float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
     return torch.einsum("qhk,hkd->qhd", weights, v), lse

@@ -6,7 +6,7 @@ record. Hopper has a kernel of its own for each kind (`hopper/`).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,6 +40,7 @@ class Tiles:
     max_registers: int | None = None
     pace: Pace = Pace()
     small_q: int | None = None  # rows of the small tile; None: as many as a token needs
+    small_k: int = 64  # keys x KV heads per step of its loop, or those of one page if that has more
     # Large units run ahead and take whole multiprocessors; small ones follow as these end.
     is_split: bool = False
     queued_share: float = 0.0  # of small units, that are given to no program (`work_queue.py`)
@@ -59,29 +60,42 @@ HOPPER_SPLIT = Tiles(
     ),
 )  # fmt: skip
 SPLIT_HEAD_DIMS = (64, 128)
+MOST_TUNED_DIM = 128
 # Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.
 FALLBACK = Tiles(
     small_stages=2, large_q=64, large_k=32, large_stages=2, num_warps=4, programs_per_sm=1
+)
+# Head dimensions beyond 128: K and V of the same keys take twice the room. On Hopper two stages of
+# 64 keys are 128 KB, beside 32 KB of queries.
+HOPPER_WIDE_HEADS = Tiles(
+    small_stages=2, large_q=64, large_k=64, large_stages=2, num_warps=8, programs_per_sm=1
+)
+FALLBACK_WIDE_HEADS = Tiles(
+    small_stages=1, large_q=32, large_k=32, large_stages=1, num_warps=8, programs_per_sm=1
 )
 # fp32 is for checking: plain arithmetic units, so small tiles.
 WIDE_ELEMENTS = Tiles(
     small_stages=1, large_q=16, large_k=32, large_stages=1, num_warps=4, programs_per_sm=1
 )
+WIDE_ELEMENTS_WIDE_HEADS = replace(WIDE_ELEMENTS, num_warps=8, small_k=16)
 INTERPRETER = Tiles(
     small_stages=1, large_q=32, large_k=32, large_stages=1, num_warps=4, programs_per_sm=1
 )
 
 
 def choose_tiles(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, is_deterministic: bool
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, can_split: bool
 ) -> Tiles:
-    """The tuned record of a card, or one that fits any. Deterministic rows have one tile shape, so
+    """The tuned record of a card, or one that fits any. `can_split` is false for what Hopper's own
+    kernels do not do: windows, softcaps, and deterministic rows. These have one tile shape, so
     decodes, which would waste most of a tile of 128 rows, decide it.
     """
     if device.type == "cpu":
         return INTERPRETER
     if dtype == torch.float32:
-        return WIDE_ELEMENTS
+        return WIDE_ELEMENTS if head_dim <= MOST_TUNED_DIM else WIDE_ELEMENTS_WIDE_HEADS
     if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
-        return HOPPER_SPLIT if head_dim in SPLIT_HEAD_DIMS and not is_deterministic else HOPPER
-    return FALLBACK
+        if head_dim > MOST_TUNED_DIM:
+            return HOPPER_WIDE_HEADS
+        return HOPPER_SPLIT if head_dim in SPLIT_HEAD_DIMS and can_split else HOPPER
+    return FALLBACK if head_dim <= MOST_TUNED_DIM else FALLBACK_WIDE_HEADS

@@ -7,13 +7,14 @@ the spans above a sequence's own one are put before it:
     causal rows 0 1        pages C        ->   causal rows 0 1    pages A B C
     causal rows 2 3        pages D             causal rows 2 3    pages A B D
 
-Keys of a plain span are seen by all its rows, so their order does not matter; but each run before
-the last must fill its pages.
+Runs are joined in the order of their positions, and each before the last must fill its pages. With
+windows the rows' first keys are those of the first run: a row that sees some of it sees all that
+follows.
 """
 
 import numpy as np
 
-from mainstem.core.step import Spans
+from mainstem.core.step import Int32s, Spans
 
 
 def unshare(spans: Spans, page_size: int, least_queries: int) -> Spans:
@@ -23,7 +24,7 @@ def unshare(spans: Spans, page_size: int, least_queries: int) -> Spans:
     """
     starts = spans.query_starts.tolist()
     span_of = np.repeat(np.arange(len(spans)), np.diff(spans.query_starts))
-    by_token = np.argsort(spans.query_rows, kind="stable")
+    by_token = np.lexsort((spans.key_positions[span_of], spans.query_rows))
     tokens = spans.query_rows[by_token]
     begins = np.flatnonzero(np.r_[True, tokens[1:] != tokens[:-1]]) if len(tokens) else tokens
     above = {
@@ -50,7 +51,7 @@ def unshare(spans: Spans, page_size: int, least_queries: int) -> Spans:
 
 def _rebuilt(spans: Spans, joined: dict[int, tuple[int, ...]], is_left: np.ndarray) -> Spans:
     """Spans with the rows that are left and their own runs, and the joined ones."""
-    rows, pages, keys, is_causal = [], [], [], []
+    rows, pages, keys, is_causal, positions, first_keys = [], [], [], [], [], []
     for span in range(len(spans)):
         chosen = slice(spans.query_starts[span], spans.query_starts[span + 1])
         queries, runs = spans.query_rows[chosen], joined.get(span)
@@ -62,6 +63,8 @@ def _rebuilt(spans: Spans, joined: dict[int, tuple[int, ...]], is_left: np.ndarr
         pages += [spans.page_ids[spans.page_starts[r] : spans.page_starts[r + 1]] for r in runs]
         keys.append((sum(map(len, pages[-len(runs) :])), int(spans.key_tokens[list(runs)].sum())))
         is_causal.append(bool(spans.is_causal[span]))
+        positions.append(spans.key_positions[runs[0]])
+        first_keys.append(_first_keys(spans, runs[0], queries))
     counts = np.array(keys, np.int32).reshape(-1, 2)
     return Spans(
         query_starts=np.cumsum([0, *map(len, rows)]).astype(np.int32),
@@ -70,4 +73,18 @@ def _rebuilt(spans: Spans, joined: dict[int, tuple[int, ...]], is_left: np.ndarr
         page_ids=np.concatenate(pages) if pages else spans.page_ids,
         key_tokens=counts[:, 1].copy(),
         is_causal=np.array(is_causal, np.bool_),
+        key_positions=np.array(positions, np.int32),
+        first_keys=None
+        if spans.first_keys is None
+        else np.concatenate([*first_keys, spans.first_keys[:0]]),
     )
+
+
+def _first_keys(spans: Spans, span: int, rows: Int32s) -> Int32s:
+    """Of some of the rows of a span."""
+    if spans.first_keys is None:
+        return rows[:0]
+    chosen = slice(spans.query_starts[span], spans.query_starts[span + 1])
+    order = np.argsort(spans.query_rows[chosen])
+    places = np.searchsorted(spans.query_rows[chosen], rows, sorter=order)
+    return spans.first_keys[chosen][order[places]]

@@ -87,7 +87,11 @@ def normed(
 @triton.jit
 def _constant(ptr, lanes, is_lane):
     """A gain or a bias; None where there is none."""
-    return None if ptr is None else tl.load(ptr + lanes, mask=is_lane, other=0.0)
+    if ptr is None:  # noqa: SIM108 - Triton 3.6 knows None in a statement only
+        found = None
+    else:
+        found = tl.load(ptr + lanes, mask=is_lane, other=0.0)
+    return found
 
 
 @triton.jit
@@ -105,8 +109,10 @@ def _norm_kernel(
     element = x_ptr.dtype.element_ty
     after_gain = _constant(after_gain_ptr, lanes, is_lane)
     after_bias = _constant(after_bias_ptr, lanes, is_lane)
-    gain, bias = _constant(gain_ptr, lanes, is_lane), _constant(bias_ptr, lanes, is_lane)
-    gain_2, bias_2 = _constant(gain_2_ptr, lanes, is_lane), _constant(bias_2_ptr, lanes, is_lane)
+    gain = _constant(gain_ptr, lanes, is_lane)
+    bias = _constant(bias_ptr, lanes, is_lane)
+    gain_2 = _constant(gain_2_ptr, lanes, is_lane)
+    bias_2 = _constant(bias_2_ptr, lanes, is_lane)
     wait_for_ahead(OVERLAPS)
     x_ptrs = x_ptr + token * stride_x + lanes
     if rows_ptr is None:

@@ -4,15 +4,16 @@ import torch
 from torch import Tensor
 
 
-def move_pages(joint: Tensor, source: Tensor, target: Tensor, turns: Tensor) -> None:
+def move_pages(joint: Tensor, source: Tensor, target: Tensor, turns: Tensor | None) -> None:
     """Write the pages `source` to the pages `target`, their keys turned; V goes along.
 
     joint: [2, pages, kv_heads, page_size, dim], K first, the two dims of a rotary pair adjacent;
-    turns: [moves, 1, 1, rotary_dim / 2] complex. Pages are read before any is written.
+    turns: [moves, 1, 1, rotary_dim / 2] complex, None where keys have no rotation. Pages are read
+    before any is written.
     """
     moved = joint.index_select(1, source)
-    rotary_dim = 2 * turns.shape[-1]
-    part = moved[0, ..., :rotary_dim]
-    pairs = torch.view_as_complex(part.float().reshape(*part.shape[:-1], -1, 2))
-    part.copy_(torch.view_as_real(pairs * turns).flatten(-2))
+    if turns is not None:
+        part = moved[0, ..., : 2 * turns.shape[-1]]
+        pairs = torch.view_as_complex(part.float().reshape(*part.shape[:-1], -1, 2))
+        part.copy_(torch.view_as_real(pairs * turns).flatten(-2))
     joint.index_copy_(1, target, moved)

@@ -150,7 +150,7 @@ class Decoder:
 
 def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     """Read a checkpoint; UnsupportedModel names tensors that are missing or out of place."""
-    return make_decoder(Checkpoint(folder, dtype), spec)
+    return make_decoder(Checkpoint(folder, dtype, names=spec.names), spec)
 
 
 def make_decoder(checkpoint: WeightSource, spec: ModelSpec) -> Decoder:

@@ -34,7 +34,7 @@ from mainstem.models.block import OpenGate
 from mainstem.models.cpu.decoder import Decoder, Layer
 from mainstem.models.cpu.layers import DenseLinear, Linear, Mlp, Norm, RmsNorm
 from mainstem.models.rope import rotary_table
-from mainstem.models.spec import ModelSpec
+from mainstem.models.spec import ExpertsSpec, ModelSpec
 
 _ENGINE = "onednn"
 _MAX = 127.0
@@ -96,10 +96,19 @@ def _require_engine() -> None:
         torch.backends.quantized.engine = _ENGINE
 
 
+def check_quantizable(spec: ModelSpec) -> None:
+    """Raise ConfigError for a model that has no int8 form, before its weights are loaded."""
+    if any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
+        raise ConfigError(
+            f"quantize=int8: {spec.architecture} is a mixture of experts, whose products have no "
+            "int8 form on CPUs yet; load it without --quantize"
+        )
+
+
 @torch.inference_mode()
 def quantize_decoder(decoder: Decoder) -> Decoder:
-    """A copy with int8 linears, the LM head included; embedding and norms stay as they are.
-    ConfigError for a mixture of experts."""
+    """A copy with int8 linears, the LM head included; embedding and norms stay as they are. Not for
+    mixtures of experts: see `check_quantizable`."""
     heard, hidden = _listen(decoder)
     layers = [
         _quantize_layer(layer, inputs) for layer, inputs in zip(decoder.layers, heard, strict=True)
@@ -120,8 +129,7 @@ def _quantize_layer(layer: Layer, inputs: "_Heard") -> Layer:
 
 
 def _dense_mlp(layer: Layer) -> Mlp:
-    if not isinstance(layer.mlp, Mlp):
-        raise ConfigError("quantize=int8: mixtures of experts are not quantized yet")
+    assert isinstance(layer.mlp, Mlp)
     return layer.mlp
 
 

@@ -18,17 +18,22 @@ from mainstem.models.config_file import (
 )
 from mainstem.models.families import (
     falcon,
+    gemma,
+    gpt_oss,
     granite,
     llama,
     mistral,
+    mixtral,
     olmo2,
     phi,
     phi3,
     qwen,
+    qwen_moe,
     smollm3,
     stablelm,
 )
 from mainstem.models.families.common import Family
+from mainstem.models.families.multimodal import text_part, without_vision
 from mainstem.models.spec import ModelSpec
 
 FAMILIES: tuple[Family, ...] = (
@@ -36,14 +41,48 @@ FAMILIES: tuple[Family, ...] = (
     granite.FAMILY,
     llama.FAMILY,
     mistral.FAMILY,
+    gemma.GEMMA2,
+    gemma.GEMMA3,
+    gemma.GEMMA3_WITH_VISION,
+    gpt_oss.FAMILY,
+    mistral.WITH_VISION,
+    mixtral.FAMILY,
     olmo2.FAMILY,
     phi.FAMILY,
     phi3.FAMILY,
     qwen.QWEN2,
     qwen.QWEN3,
+    qwen_moe.QWEN2,
+    qwen_moe.QWEN3,
     smollm3.FAMILY,
     stablelm.FAMILY,
 )
+# known by name, so that the refusal says why
+_LINEAR_ATTENTION, _MAMBA = "layers of linear attention", "Mamba layers"
+_HYBRIDS = {
+    "Qwen3NextForCausalLM": _LINEAR_ATTENTION,
+    "Qwen3_5ForCausalLM": _LINEAR_ATTENTION,
+    "Qwen3_5ForConditionalGeneration": _LINEAR_ATTENTION,
+    "Qwen3_5MoeForCausalLM": _LINEAR_ATTENTION,
+    "Qwen3_5MoeForConditionalGeneration": _LINEAR_ATTENTION,
+    "KimiLinearForCausalLM": _LINEAR_ATTENTION,
+    "MiniMaxText01ForCausalLM": _LINEAR_ATTENTION,
+    "MiniMaxM1ForCausalLM": _LINEAR_ATTENTION,
+    "OlmoHybridForCausalLM": _LINEAR_ATTENTION,
+    "Lfm2ForCausalLM": "short convolutions",
+    "Lfm2MoeForCausalLM": "short convolutions",
+    "RecurrentGemmaForCausalLM": "recurrent layers",
+    "BambaForCausalLM": _MAMBA,
+    "FalconH1ForCausalLM": _MAMBA,
+    "FalconMambaForCausalLM": _MAMBA,
+    "GraniteMoeHybridForCausalLM": _MAMBA,
+    "JambaForCausalLM": _MAMBA,
+    "Mamba2ForCausalLM": _MAMBA,
+    "MambaForCausalLM": _MAMBA,
+    "NemotronHForCausalLM": _MAMBA,
+    "Zamba2ForCausalLM": _MAMBA,
+    "ZambaForCausalLM": _MAMBA,
+}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 
 
@@ -66,7 +105,12 @@ def spec_from_config(table: Mapping[str, object], ignored: Collection[str] = ())
     config = Config(table)
     refuse_quantized(config)
     architecture = _architecture(config)
-    spec = _BY_ARCHITECTURE[architecture].read(config)
+    family = _BY_ARCHITECTURE[architecture]
+    if family.is_part:
+        config = text_part(config)
+    spec = family.read(config)
+    if family.is_part:
+        spec = without_vision(spec)
     unknown = check_unread(config, architecture, ignored)
     return replace(spec, architecture=architecture, ignored_fields=unknown)
 
@@ -76,6 +120,11 @@ def _architecture(config: Config) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise UnsupportedModel(f"config names no single architecture: architectures={names!r}")
     if names[0] not in _BY_ARCHITECTURE:
+        if reason := _HYBRIDS.get(names[0]):
+            raise UnsupportedModel(
+                f"architecture {names[0]} is not supported yet: it has {reason}, whose state is "
+                "not pages of keys and values"
+            )
         known = ", ".join(sorted(_BY_ARCHITECTURE))
         raise UnsupportedModel(f"architecture {names[0]} is not supported; known: {known}")
     return names[0]

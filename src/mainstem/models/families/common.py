@@ -42,6 +42,7 @@ class Family:
     architectures: tuple[str, ...]  # in config.json
     read: Callable[[Config], ModelSpec]
     notes: str = ""  # what is special about it, in a line
+    is_part: bool = False  # of a multimodal checkpoint (families/multimodal.py)
 
 
 @dataclass(frozen=True, slots=True)

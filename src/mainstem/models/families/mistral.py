@@ -22,3 +22,10 @@ def _read(config: Config) -> ModelSpec:
 
 
 FAMILY = Family("Mistral", ("MistralForCausalLM",), _read, notes="windows in version 0.1")
+WITH_VISION = Family(
+    "Mistral Small 3 with vision",
+    ("Mistral3ForConditionalGeneration",),
+    _read,
+    notes="its text part",
+    is_part=True,
+)

@@ -6,6 +6,7 @@ Spans become *parts*, and parts of like shape become *buckets*, one kernel call 
     span, causal, n > 1    q x past keys | triangle     two parts: every query sees all the past
     ... and n >= 256       the same for each 128 q      the kernel would compute the whole square
     span, causal, n = 1    q x keys                     one part: a lone query sees everything
+    with a window          q x keys, masked             one part, where a query sees not all keys
 
     bucket   [parts, heads, queries, dim] x [parts, kv_heads, keys, dim]
 
@@ -19,13 +20,16 @@ what lies behind a part's last key is masked and set to zero: a slot nobody wrot
 and 0 * NaN is NaN.
 
 torch's fused CPU attention answers with the log-sum-exp beside the output. A token that lies in
-several parts gets their outputs weighted by softmax over these, in fp32 (RelayAttention Eq. 11).
+several parts gets their outputs weighted by softmax over these, in fp32 (RelayAttention Eq. 11). A
+sink takes part in this softmax. That kernel has no softcap; scores with one are computed in
+softcap.py.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.core.step import Spans
@@ -33,8 +37,17 @@ from mainstem.kernels.attention.cpu.keys import Keys, Longs, PageShape, Part, fi
 from mainstem.kernels.attention.cpu.merge import Merge, Partial
 from mainstem.kernels.attention.cpu.parts import cut_parts, folds, group_parts
 from mainstem.kernels.attention.cpu.queries import Queries, find_queries
+from mainstem.kernels.attention.cpu.softcap import attend_capped
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """What products of queries and keys are made into."""
+
+    scale: float
+    softcap: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +56,30 @@ class _Bucket:
 
     queries: Queries
     keys: Keys
-    mask: Tensor | None  # [parts, 1, 1, keys] additive
+    mask: Tensor | None  # additive: [parts, 1, 1, keys], with windows [parts, 1, queries, keys]
     is_triangle: bool
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: _Scores) -> Partial:
         """q [tokens, heads, dim] over collected k and v."""
-        q = self.queries.read(q)
-        if not self.is_triangle and folds(q.shape[1], q.shape[2] // k.shape[1]):
+        q, scale = self.queries.read(q), scores.scale
+        if scores.softcap is not None:
+            found = attend_capped(q, k, v, self._whole_mask(q), scale, scores.softcap)
+            return Partial(*found)
+        has_mask_of_rows = self.mask is not None and self.mask.shape[2] > 1
+        can_fold = not self.is_triangle and not has_mask_of_rows
+        if can_fold and folds(q.shape[1], q.shape[2] // k.shape[1]):
             return self._attend_folded(q, k, v, scale)
         q = q.transpose(1, 2)
         return Partial(
             *_flash_attention(q, k, v, 0.0, self.is_triangle, attn_mask=self.mask, scale=scale)
         )
+
+    def _whole_mask(self, q: Tensor) -> Tensor | None:
+        """The mask, that of a triangle written out."""
+        if not self.is_triangle:
+            return self.mask
+        count = q.shape[1]
+        return torch.full((count, count), float("-inf"), dtype=q.dtype).triu(1)[None, None]
 
     def _attend_folded(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
         """q [parts, queries, heads, dim]; the heads of one KV head become rows of one matrix."""
@@ -74,10 +99,10 @@ class _Bucket:
 class SpanPlan:
     """A step's attention, ready to run on every layer."""
 
-    def __init__(self, buckets: list[_Bucket], merge: Merge, scale: float) -> None:
+    def __init__(self, buckets: list[_Bucket], merge: Merge, scores: _Scores) -> None:
         self._buckets = buckets
         self._merge = merge
-        self._scale = scale
+        self._scores = scores
         self._scratch: Tensor | None = None  # for gathered K and V, bucket after bucket
 
     @property
@@ -85,15 +110,15 @@ class SpanPlan:
         """K and V rows that are copied together before they are read, all heads counted."""
         return sum(bucket.keys.room for bucket in self._buckets)
 
-    def run(self, q: Tensor, kv: Tensor) -> Tensor:
-        """q [tokens, heads, dim] -> [tokens, heads, dim]; kv as drawn above, contiguous."""
+    def run(self, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q [tokens, heads, dim] -> [tokens, heads, dim]; kv as drawn above, contiguous; `sinks`
+        [heads] are scores that take weight and give no value."""
         scratch = self._room(kv)
-        return self._merge.run(
-            [
-                bucket.attend(q, *bucket.keys.read(kv, scratch), self._scale)
-                for bucket in self._buckets
-            ]
-        )
+        partials = [
+            bucket.attend(q, *bucket.keys.read(kv, scratch), self._scores)
+            for bucket in self._buckets
+        ]
+        return self._merge.run(partials, sinks)
 
     def _room(self, kv: Tensor) -> Tensor:
         """Kept between layers: fresh memory would cost more in page faults than the copy."""
@@ -103,8 +128,15 @@ class SpanPlan:
         return self._scratch
 
 
-def plan(spans: Spans, num_tokens: int, shape: PageShape, scale: float) -> SpanPlan:
-    """Prepare a step's attention. Every token must lie in a span that has keys."""
+def plan(
+    spans: Spans,
+    num_tokens: int,
+    shape: PageShape,
+    scale: float,
+    softcap: float | None = None,
+) -> SpanPlan:
+    """Prepare a step's attention. Every token must lie in a span that has keys, and see one of each
+    span that it lies in. Scores become softcap * tanh(score / softcap)."""
     parts = list(cut_parts(spans, shape.page_size))
     buckets = []
     owners = []
@@ -112,7 +144,7 @@ def plan(spans: Spans, num_tokens: int, shape: PageShape, scale: float) -> SpanP
         bucket, bucket_owners = _make_bucket(members, num_tokens, shape)
         buckets.append(bucket)
         owners.append(bucket_owners)
-    return SpanPlan(buckets, Merge(owners, num_tokens), scale)
+    return SpanPlan(buckets, Merge(owners, num_tokens), _Scores(scale, softcap))
 
 
 def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[_Bucket, Longs]:
@@ -120,7 +152,6 @@ def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[
     padding)."""
     is_triangle = parts[0].is_triangle
     num_queries = max(len(part.rows) for part in parts)
-    num_keys = max(part.num_keys for part in parts)
     owners = np.full((len(parts), num_queries), num_tokens, dtype=np.int64)
     rows = np.empty((len(parts), num_queries), dtype=np.int64)
     for index, part in enumerate(parts):
@@ -129,10 +160,10 @@ def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[
         rows[index, :count] = part.rows
         rows[index, count:] = part.rows[0]
     lengths = np.array([part.num_keys for part in parts])
+    hidden = _hidden_keys(parts, lengths)
     mask = None
-    if not is_triangle and lengths.min() < num_keys:
-        hidden = np.arange(num_keys) >= lengths[:, None]
-        mask = torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32))[:, None, None]
+    if hidden is not None:
+        mask = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0.0)))[:, None]
     bucket = _Bucket(
         queries=find_queries(rows),
         keys=find_windows(parts, shape) or gather(parts, lengths, shape),
@@ -140,3 +171,17 @@ def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[
         is_triangle=is_triangle,
     )
     return bucket, owners
+
+
+def _hidden_keys(parts: list[Part], lengths: Longs) -> NDArray[np.bool_] | None:
+    """Which keys the rows of each part do not see, [parts, rows or 1, keys]; None: they see all, or
+    those of a triangle."""
+    num_keys = int(lengths.max())
+    keys = np.arange(num_keys)
+    seen = [part.seen for part in parts if part.seen is not None]
+    if seen:
+        bounds = np.stack(seen)[..., None]
+        return (keys < bounds[:, :, 0]) | (keys >= bounds[:, :, 1])
+    if parts[0].is_triangle or lengths.min() == num_keys:
+        return None
+    return keys >= lengths[:, None, None]

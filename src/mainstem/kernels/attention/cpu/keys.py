@@ -30,6 +30,7 @@ class Part:
     first: int
     num_keys: int
     is_triangle: bool
+    seen: Longs | None = None  # [rows, 2]: the keys [from, to) that each row sees; None: all
 
 
 class Keys(Protocol):

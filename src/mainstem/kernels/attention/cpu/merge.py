@@ -69,14 +69,15 @@ class Merge:
         entry[order] = tokens * self._width + np.arange(len(order)) - starts[tokens]
         self._entry = torch.from_numpy(entry)
 
-    def run(self, parts: list[Partial]) -> Tensor:
-        """[tokens, heads, dim]"""
+    def run(self, parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
+        """[tokens, heads, dim]. A head's sink is one more output row of each token, of zeros."""
         heads, dim = parts[0].out.shape[1], parts[0].out.shape[3]
         # the kernel lays its output out as [parts, queries, heads, dim]
         outs = [part.out.transpose(1, 2).reshape(-1, heads, dim).float() for part in parts]
         weights = None
-        if self._width > 1:
-            weights = self._weights([part.lse.transpose(1, 2).reshape(-1, heads) for part in parts])
+        if self._width > 1 or sinks is not None:
+            lses = [part.lse.transpose(1, 2).reshape(-1, heads) for part in parts]
+            weights = self._weights(lses, sinks)
         result = None if self._is_covered else outs[0].new_zeros(self._num_tokens, heads, dim)
         for place in self._places:
             out = outs[place.bucket][place.rows]
@@ -93,14 +94,17 @@ class Merge:
         assert result is not None
         return result.to(parts[0].out.dtype)
 
-    def _weights(self, lses: list[Tensor]) -> list[Tensor]:
+    def _weights(self, lses: list[Tensor], sinks: Tensor | None) -> list[Tensor]:
         """Of each output row and head, in fp32: softmax over the rows of a token."""
         lse = lses[0] if len(lses) == 1 else torch.cat(lses)
         heads = lse.shape[1]
         lse = lse.index_select(0, self._table).view(-1, self._width, heads)
         if self._bias is not None:
             lse += self._bias
-        weights = torch.softmax(lse, dim=1).view(-1, heads)
+        if sinks is not None:
+            sink_rows = sinks.to(lse.dtype).expand(self._num_tokens, 1, heads)
+            lse = torch.cat((lse, sink_rows), dim=1)
+        weights = torch.softmax(lse, dim=1)[:, : self._width].reshape(-1, heads)
         return list(
             torch.split_with_sizes(weights.index_select(0, self._entry)[..., None], self._sizes)
         )

@@ -18,7 +18,8 @@ _MIN_SPLIT_WORK = 1 << 16  # queries x keys below which nothing is worth splitti
 
 
 def cut_parts(spans: Spans, page_size: int) -> Iterator[Part]:
-    """Cut causal spans into past and triangle; leave out what has no keys or queries."""
+    """Cut causal spans into past and triangle, unless some query does not see the first key; leave
+    out what has no keys or queries."""
     query_starts = spans.query_starts.tolist()
     page_starts = spans.page_starts.tolist()
     query_rows = spans.query_rows.astype(np.int64)
@@ -31,6 +32,13 @@ def cut_parts(spans: Spans, page_size: int) -> Iterator[Part]:
         num_queries = len(rows)
         if num_queries == 0 or num_keys == 0:
             continue
+        if spans.first_keys is not None:
+            firsts = spans.first_keys[query_starts[index] : query_starts[index + 1]]
+            if firsts.any():
+                hidden = np.arange(num_queries)[::-1] if is_causal else np.zeros(num_queries, int)
+                seen = np.stack((firsts, num_keys - hidden), axis=1).astype(np.int64)
+                yield Part(rows, pages, 0, num_keys, False, seen)
+                continue
         if not is_causal or num_queries == 1:
             yield Part(rows, pages, 0, num_keys, False)
             continue
@@ -53,19 +61,32 @@ def _pieces(rows: Longs, past: int) -> list[Longs]:
 
 def group_parts(parts: list[Part], shape: PageShape) -> Iterator[list[Part]]:
     """Group parts that run well together: same kind, same queries, keys of like number."""
-    groups: dict[tuple[bool, int, int], list[Part]] = {}
+    groups: dict[tuple[bool, bool, int, int], list[Part]] = {}
     for part in parts:
         num_queries = len(part.rows)
         is_padded = part.is_triangle or num_queries < _MAX_PADDED_QUERIES
         key = (
             part.is_triangle,
+            part.seen is not None,
             0 if part.is_triangle else num_queries,
             0 if is_padded else part.num_keys,
         )
         groups.setdefault(key, []).append(part)
     for group in groups.values():
         for bucket in _in_place(group, shape) or _of_like_length(group, shape):
-            yield from _split(bucket, shape)
+            if group[0].seen is None:
+                yield from _split(bucket, shape)
+            else:
+                yield from _few_at_once(bucket)
+
+
+def _few_at_once(bucket: list[Part]) -> Iterator[list[Part]]:
+    """As many parts as have a mask of bounded size together; it has a cell for every query and
+    key."""
+    cells = len(bucket[0].rows) * bucket[0].num_keys  # of the longest
+    count = max(1, _MAX_BUCKET_ELEMENTS // cells)
+    for first in range(0, len(bucket), count):
+        yield bucket[first : first + count]
 
 
 def _in_place(group: list[Part], shape: PageShape) -> list[list[Part]]:

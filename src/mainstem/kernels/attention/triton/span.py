@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from mainstem.kernels.attention.triton.layout import (
+    ENTRY_FIRST_KEY,
     ENTRY_SLOT,
     HEADER_ENTRIES,
     HEADER_INTS,
@@ -56,6 +57,18 @@ from mainstem.kernels.attention.triton.layout import (
     SHARE_SMALL_END,
 )
 from mainstem.kernels.attention.triton.rows import normalised, write_rows
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _capped(scores, scale, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(score / SOFTCAP) in base-2 units, as scores are once scaled.
+
+    By exponents, which every target has: too large ones give inf and a tanh of 1.
+    """
+    doubled = tl.exp2(scores * (scale * (2.0 / SOFTCAP)))
+    return (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
 
 
 @triton.jit
@@ -126,9 +139,11 @@ def _finish_rows(
 def _small_queries(
     q_ptr, entries_ptr, num_entries, entry, num_rows, first_kv_head, stride_q_token, stride_q_head,
     GROUP: tl.constexpr, FOLD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    TILE_Q: tl.constexpr,
+    TILE_Q: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a small unit: [FOLD KV heads, TILE_Q // FOLD], the span's rows in each."""
+    """The rows of a small unit: [FOLD KV heads, TILE_Q // FOLD], the span's rows in each. What they
+    are, where they go and, with windows, from which key on they see.
+    """
     rows = tl.arange(0, TILE_Q)
     row = rows % (TILE_Q // FOLD)
     is_row = row < num_rows
@@ -139,16 +154,24 @@ def _small_queries(
     q = _load_tile(
         q_ptr, token * stride_q_token + head * stride_q_head, is_row, HEAD_DIM, DIM, True
     )
-    return q, token, slot
+    first_key = slot
+    if HAS_WINDOW:
+        first_key = tl.load(entry_ptr + ENTRY_FIRST_KEY * num_entries, mask=is_row, other=0)
+    return q, token, slot, first_key
 
 
 @triton.jit
-def _small_step(q, k, v, is_seen, max_score, weight, acc, scale, UPCAST: tl.constexpr):
+def _small_step(
+    q, k, v, is_seen, max_score, weight, acc, scale, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr
+):
     """One step of the online softmax. The weights stay a tile: summing them is left to the end."""
     if UPCAST:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SOFTCAP > 0:
+        scores = _capped(scores, scale, SOFTCAP)
+        scale = 1.0
     scores = tl.where(is_seen, scores, float("-inf"))
     new_max = tl.maximum(max_score, tl.max(scores, 1) * scale)
     # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
@@ -168,7 +191,8 @@ def _small_units(
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    TILE_Q: tl.constexpr, STAGES: tl.constexpr, HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
+    TILE_Q: tl.constexpr, STAGES: tl.constexpr, HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The small units of a program, one after the other; queries are fetched a unit ahead.
 
@@ -197,9 +221,9 @@ def _small_units(
     first_limit = tl.load(piece_ptr + PIECE_FIRST_LIMIT)
     stretch = tl.load(piece_ptr + PIECE_STRETCH)
     page = tl.load(piece_ptr + PIECE_FIRST_PAGE)
-    q, token, slot = _small_queries(
+    q, token, slot, first_key = _small_queries(
         q_ptr, entries_ptr, num_entries, entry, num_rows, kv_head,
-        stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM, DIM, TILE_Q,
+        stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM, DIM, TILE_Q, HAS_WINDOW,
     )  # fmt: skip
     next_unit = tl.load(share_ptr + SHARE_SECOND_SMALL)
     for index in range(begin, end):
@@ -217,9 +241,9 @@ def _small_units(
         # Not from the piece, where it stands, too: Triton 3.6 does not carry `key_begin` on where
         # an inner loop begins with it and nothing else needs it.
         next_first_page = tl.load(page_ids_ptr + next_page_at + next_key_begin // PAGE_SIZE)
-        next_q, next_token, next_slot = _small_queries(
+        next_q, next_token, next_slot, next_first_key = _small_queries(
             q_ptr, entries_ptr, num_entries, next_entry, next_num_rows, next_kv_head,
-            stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM, DIM, TILE_Q,
+            stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM, DIM, TILE_Q, HAS_WINDOW,
         )  # fmt: skip
 
         pages_ptr = page_ids_ptr + page_at + 1
@@ -237,8 +261,10 @@ def _small_units(
             k = k_rows.load([place, 0])
             v = v_rows.load([place, 0])
             is_seen = is_same_head & ((start + key_of_lane)[None, :] <= limit[:, None])
+            if HAS_WINDOW:
+                is_seen = is_seen & ((start + key_of_lane)[None, :] >= first_key[:, None])
             max_score, weight, acc = _small_step(
-                q, k, v, is_seen, max_score, weight, acc, scale, UPCAST
+                q, k, v, is_seen, max_score, weight, acc, scale, SOFTCAP, UPCAST
             )
             page = next_page
         # A loop of one step at most, since a loop reads K and V at once.
@@ -249,8 +275,10 @@ def _small_units(
             # Slots past the end hold anything; zero weight times NaN would still be NaN.
             v = tl.where((start + key_of_lane < key_end)[:, None], v, 0.0).to(v.dtype)
             is_seen = is_same_head & ((start + key_of_lane)[None, :] <= limit[:, None])
+            if HAS_WINDOW:
+                is_seen = is_seen & ((start + key_of_lane)[None, :] >= first_key[:, None])
             max_score, weight, acc = _small_step(
-                q, k, v, is_seen, max_score, weight, acc, scale, UPCAST
+                q, k, v, is_seen, max_score, weight, acc, scale, SOFTCAP, UPCAST
             )
         _finish_rows(
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, token, slot, stretch,
@@ -269,15 +297,18 @@ def _small_units(
         page = next_first_page
         token = next_token
         slot = next_slot
+        if HAS_WINDOW:
+            first_key = next_first_key
         q = next_q
 
 
 @triton.jit
 def _large_step(
-    q, k_ptr, v_ptr, page, start, key_end, limit, max_score, weight, acc,
+    q, k_ptr, v_ptr, page, start, key_end, first_key, limit, max_score, weight, acc,
     scale, stride_page, head_offset,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_K: tl.constexpr,
-    IS_MASKED: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the keys [start, start + TILE_K), on the given pages."""
     keys = start + tl.arange(0, TILE_K)
@@ -289,8 +320,13 @@ def _large_step(
         k = k.to(tl.float32)
         v = v.to(tl.float32)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SOFTCAP > 0:
+        scores = _capped(scores, scale, SOFTCAP)
+        scale = 1.0
     if IS_MASKED:
         scores = tl.where(keys[None, :] <= limit[:, None], scores, float("-inf"))
+        if HAS_WINDOW:
+            scores = tl.where(keys[None, :] >= first_key[:, None], scores, float("-inf"))
         new_max = tl.maximum(max_score, tl.max(scores, 1) * scale)
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
     else:
@@ -312,9 +348,10 @@ def _large_unit(
     scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr,
-    HAS_LSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One unit of many rows."""
+    """One unit of many rows. With windows the keys that none of them sees are left out."""
     entry = tl.load(piece_ptr + PIECE_ENTRY)
     row_begin = tl.load(piece_ptr + PIECE_ROW_BEGIN)
     row_end = tl.load(piece_ptr + PIECE_ROW_END)
@@ -325,7 +362,8 @@ def _large_unit(
     stretch = tl.load(piece_ptr + PIECE_STRETCH)
 
     # Page ids are fetched one step ahead; two would keep the compiler from pipelining the loop.
-    page = _page_of(pages_ptr, key_begin, key_end, PAGE_SIZE, TILE_K)
+    if not HAS_WINDOW:
+        page = _page_of(pages_ptr, key_begin, key_end, PAGE_SIZE, TILE_K)
     rows = row_begin + tl.arange(0, TILE_Q)
     is_row = rows < row_end
     query = rows // GROUP
@@ -338,26 +376,49 @@ def _large_unit(
         q = q.to(tl.float32)
     limit = tl.minimum(first_limit + query, key_end - 1)
     head_offset = kv_head * stride_kv_head
+    first_key = token
+    if HAS_WINDOW:
+        first_key_ptr = entry_ptr + ENTRY_FIRST_KEY * num_entries
+        first_key = tl.load(first_key_ptr, mask=is_row, other=key_end)
+        lowest = tl.min(first_key, 0)
+        key_begin += tl.maximum(lowest - key_begin, 0) // TILE_K * TILE_K
+        first_key = tl.where(is_row, first_key, 0)
 
     max_score = tl.full([TILE_Q], float("-inf"), tl.float32)
     weight = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, DIM], tl.float32)
+    if HAS_WINDOW:
+        # Up to the first key that every row sees, or to the end.
+        hidden_end = tl.minimum(tl.max(first_key, 0), key_end)
+        head_end = key_begin + tl.cdiv(tl.maximum(hidden_end - key_begin, 0), TILE_K) * TILE_K
+        page = _page_of(pages_ptr, key_begin, key_end, PAGE_SIZE, TILE_K)
+        for start in tl.range(key_begin, head_end, TILE_K, num_stages=1):
+            max_score, weight, acc = _large_step(
+                q, k_ptr, v_ptr, page, start, key_end, first_key, limit, max_score, weight, acc,
+                scale, stride_page, head_offset, HEAD_DIM, DIM, PAGE_SIZE, TILE_K,
+                True, True, SOFTCAP, WIDE, UPCAST,
+            )  # fmt: skip
+            page = _page_of(pages_ptr, start + TILE_K, key_end, PAGE_SIZE, TILE_K)
+        key_begin = head_end
+        page = _page_of(pages_ptr, key_begin, key_end, PAGE_SIZE, TILE_K)
     # Keys that every row sees need no mask.
     seen_by_all = tl.minimum(key_end, first_limit + row_begin // GROUP + 1)
     clear_end = key_begin + tl.maximum(seen_by_all - key_begin, 0) // TILE_K * TILE_K
     for start in tl.range(key_begin, clear_end, TILE_K, num_stages=STAGES):
         next_page = _page_of(pages_ptr, start + TILE_K, key_end, PAGE_SIZE, TILE_K)
         max_score, weight, acc = _large_step(
-            q, k_ptr, v_ptr, page, start, key_end, limit, max_score, weight, acc,
-            scale, stride_page, head_offset, HEAD_DIM, DIM, PAGE_SIZE, TILE_K, False, WIDE, UPCAST,
+            q, k_ptr, v_ptr, page, start, key_end, first_key, limit, max_score, weight, acc,
+            scale, stride_page, head_offset, HEAD_DIM, DIM, PAGE_SIZE, TILE_K,
+            False, False, SOFTCAP, WIDE, UPCAST,
         )  # fmt: skip
         page = next_page
     # Asked for anew: carrying the ids out of the loop above would double its loads.
     page = _page_of(pages_ptr, clear_end, key_end, PAGE_SIZE, TILE_K)
     for start in tl.range(clear_end, key_end, TILE_K, num_stages=1):
         max_score, weight, acc = _large_step(
-            q, k_ptr, v_ptr, page, start, key_end, limit, max_score, weight, acc,
-            scale, stride_page, head_offset, HEAD_DIM, DIM, PAGE_SIZE, TILE_K, True, WIDE, UPCAST,
+            q, k_ptr, v_ptr, page, start, key_end, first_key, limit, max_score, weight, acc,
+            scale, stride_page, head_offset, HEAD_DIM, DIM, PAGE_SIZE, TILE_K,
+            True, False, SOFTCAP, WIDE, UPCAST,
         )  # fmt: skip
         page = _page_of(pages_ptr, start + TILE_K, key_end, PAGE_SIZE, TILE_K)
     slot = tl.load(entry_ptr + ENTRY_SLOT * num_entries, mask=is_row, other=0)
@@ -378,10 +439,12 @@ def _span_kernel(
     PAGE_SIZE: tl.constexpr,
     FOLD: tl.constexpr, SMALL_Q: tl.constexpr, SMALL_STAGES: tl.constexpr,
     LARGE_Q: tl.constexpr, LARGE_K: tl.constexpr, LARGE_STAGES: tl.constexpr,
-    PER_SM: tl.constexpr, HAS_LSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    PER_SM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the units of this program. `scale` includes log2(e)."""
+    """Attend to the units of this program. `scale` includes log2(e). SOFTCAP is in natural units, 0
+    for none.
+    """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -415,7 +478,7 @@ def _span_kernel(
             stride_q_token, stride_q_head, stride_out_token, stride_out_head,
             stride_page, stride_kv_head, scale,
             HEADS, GROUP, HEAD_DIM, DIM, PAGE_SIZE, LARGE_Q, LARGE_K, LARGE_STAGES,
-            HAS_LSE, WIDE, UPCAST,
+            HAS_LSE, HAS_WINDOW, SOFTCAP, WIDE, UPCAST,
         )  # fmt: skip
         piece_ptr = large_ptr + (next_unit // KV_HEADS) * PIECE_INTS
         kv_head = next_unit % KV_HEADS
@@ -426,5 +489,5 @@ def _span_kernel(
             share_ptr, small_order_ptr, small_begin, small_end,
             stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
             KV_HEADS, GROUP, FOLD, HEAD_DIM, DIM, PAGE_SIZE, SMALL_Q, SMALL_STAGES,
-            HAS_LSE, UPCAST,
+            HAS_LSE, HAS_WINDOW, SOFTCAP, UPCAST,
         )  # fmt: skip

@@ -1,0 +1,135 @@
+"""The tokenizer in a GGUF file -> tokenizer.json and tokenizer_config.json."""
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from mainstem.checkpoints.gguf_fields import Fields
+from mainstem.core.errors import ModelNotFound
+
+# llama.cpp's token types; 1 is an ordinary token
+_CONTROL, _USER_DEFINED = 3, 4
+_SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def tokenizer_files(fields: Fields) -> tuple[str, dict[str, object]]:
+    """The text of tokenizer.json, and what tokenizer_config.json says."""
+    kind = (fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre"))
+    tokens = [str(token) for token in fields.items("tokenizer.ggml.tokens")]
+    if kind == ("gpt2", "smollm"):
+        # digits one by one before the usual byte-level split
+        tokenizer = _byte_level(fields, tokens)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    elif kind == ("gpt2", "qwen2"):
+        tokenizer = _byte_level(fields, tokens)
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    elif kind == ("llama", "default"):
+        tokenizer = _sentence_pieces(fields, tokens)
+    else:
+        raise ModelNotFound(f"the GGUF's tokenizer {kind} is not one this conversion knows")
+    types = fields.items("tokenizer.ggml.token_type")
+    by_type = {
+        wanted: [token for token, found in zip(tokens, types, strict=True) if found == wanted]
+        for wanted in (_CONTROL, _USER_DEFINED)
+    }
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in by_type[_CONTROL]]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=True, special=False) for token in by_type[_USER_DEFINED]]
+    )
+    return tokenizer.to_str(), _settings(fields, tokens)
+
+
+def _byte_level(fields: Fields, tokens: list[str]) -> Tokenizer:
+    pairs = [str(merge).split(" ") for merge in fields.items("tokenizer.ggml.merges")]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(left, right) for left, right in pairs]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_pieces(fields: Fields, tokens: list[str]) -> Tokenizer:
+    """BPE of SentencePiece without a space before the text; it has scores in place of merges."""
+    if fields.text("tokenizer.ggml.add_space_prefix") != "False":
+        raise ModelNotFound("the GGUF's tokenizer puts a space before texts; not converted yet")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    scores = [float(str(score)) for score in fields.items("tokenizer.ggml.scores")]
+    unknown = tokens[fields.whole("tokenizer.ggml.unknown_token_id")]
+    model = models.BPE(
+        vocab=vocab,
+        merges=_merges(vocab, scores),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    if fields.text("tokenizer.ggml.add_bos_token") == "True":
+        bos_id = fields.whole("tokenizer.ggml.bos_token_id")
+        bos = tokens[bos_id]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos}:0 $A:0",
+            pair=f"{bos}:0 $A:0 {bos}:1 $B:1",
+            special_tokens=[(bos, bos_id)],
+        )
+    return tokenizer
+
+
+def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, those with the best score first."""
+    found = [
+        (-scores[index], index, token[:cut], token[cut:])
+        for token, index in vocab.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    return [(left, right) for _, _, left, right in sorted(found)]
+
+
+def _settings(fields: Fields, tokens: list[str]) -> dict[str, object]:
+    architecture = fields.text("general.architecture")
+
+    def named(role: str) -> str | None:
+        field = f"tokenizer.ggml.{role}_token_id"
+        return tokens[fields.whole(field)] if fields.has(field) else None
+
+    settings: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json as it stands
+        "add_bos_token": fields.text("tokenizer.ggml.add_bos_token") == "True",
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": named("bos"),
+        "eos_token": named("eos"),
+        "unk_token": named("unknown"),
+        "pad_token": named("padding"),
+        "model_max_length": fields.whole(f"{architecture}.context_length"),
+    }
+    if fields.has("tokenizer.chat_template"):
+        settings["chat_template"] = fields.text("tokenizer.chat_template")
+    return settings

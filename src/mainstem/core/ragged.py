@@ -1,0 +1,19 @@
+"""Lists of lists as arrays: where each begins, and places within each."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+
+
+def starts_of(counts: Int32s) -> Int32s:
+    """Exclusive prefix sums: n + 1 entries."""
+    starts = np.zeros(len(counts) + 1, np.int32)
+    counts.cumsum(out=starts[1:])
+    return starts
+
+
+def ragged_arange(counts: Int32s) -> Int32s:
+    """0..c-1 for each count c, one after the other."""
+    starts = starts_of(counts)
+    return np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], counts)

@@ -1,0 +1,53 @@
+"""The text part of a multimodal checkpoint.
+
+config.json holds the decoder's fields in `text_config`, and fields of images beside it. Tensors of
+the decoder have a prefix, which differs between versions of transformers.
+"""
+
+from dataclasses import replace
+
+from mainstem.models.config_file import Config
+from mainstem.models.spec import ModelSpec
+
+# fields that say nothing of the decoder
+_BESIDE = (
+    "architectures",
+    "text_config",
+    "vision_config",
+    "vision_feature_layer",
+    "mm_tokens_per_image",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
+    "boi_token_index",
+    "boi_token_id",
+    "eoi_token_index",
+    "eoi_token_id",
+    "image_token_index",
+    "image_token_id",
+)
+_RENAMED = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+_VISION = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+
+
+def text_part(config: Config) -> Config:
+    """The decoder's fields; what the file says beside them wins, but for what images need."""
+    text = config.table("text_config").merged(config)
+    for name in _BESIDE:
+        text.get(name)
+    return text
+
+
+def without_vision(spec: ModelSpec) -> ModelSpec:
+    """The recipe for a checkpoint that has more than the decoder it tells of."""
+    names = replace(spec.names, renamed_beginnings=_RENAMED, ignored_beginnings=_VISION)
+    return replace(spec, names=names, dropped=("its vision tower and projector: it reads text",))

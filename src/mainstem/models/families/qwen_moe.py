@@ -1,0 +1,66 @@
+"""Qwen 2 and 3 with experts, in some layers or all: Qwen 2 has a shared one besides."""
+
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.config_file import Config
+from mainstem.models.families.common import (
+    Family,
+    Sizes,
+    full_attention,
+    gated_mlp,
+    make_spec,
+    read_activation,
+    read_rope,
+    read_sizes,
+    rms_norm,
+)
+from mainstem.models.spec import ExpertsSpec, LayerSpec, ModelSpec, QkNorm
+
+
+def _read_qwen2(config: Config) -> ModelSpec:
+    sizes = read_sizes(config)
+    shared_size = config.whole("shared_expert_intermediate_size", 5632)
+    layers = _read_layers(config, sizes, shared_size)
+    has_bias = config.flag("qkv_bias", True)
+    return make_spec(config, sizes, layers, rms_norm(config), has_qkv_bias=has_bias)
+
+
+def _read_qwen3(config: Config) -> ModelSpec:
+    sizes = read_sizes(config)
+    has_bias = config.flag("attention_bias")
+    return make_spec(
+        config,
+        sizes,
+        _read_layers(config, sizes, None),
+        rms_norm(config),
+        qk_norm=QkNorm.HEADS,
+        has_qkv_bias=has_bias,
+        has_out_bias=has_bias,
+    )
+
+
+def _read_layers(config: Config, sizes: Sizes, shared_size: int | None) -> list[LayerSpec]:
+    """Experts in each `decoder_sparse_step`-th layer that is not named in `mlp_only_layers`."""
+    config.get("sliding_window")  # counts with use_sliding_window only, which is refused
+    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
+    mlp = gated_mlp(config)
+    older_first = "num_experts" if config.has("num_experts") else "num_local_experts"
+    experts = ExpertsSpec(
+        num_experts=config.whole(older_first),
+        top_k=config.whole("num_experts_per_tok"),
+        size=config.whole("moe_intermediate_size"),
+        activation=read_activation(config),
+        is_normalized=config.flag("norm_topk_prob"),
+        shared_size=shared_size,
+        has_shared_gate=shared_size is not None,
+    )
+    step, dense = config.whole("decoder_sparse_step", 1), config.items("mlp_only_layers") or []
+    if not all(isinstance(index, int) for index in dense):
+        raise UnsupportedModel(f"config field mlp_only_layers={dense!r} must be numbers of layers")
+    return [
+        LayerSpec(attention, mlp if index in dense or (index + 1) % step else experts)
+        for index in range(sizes.layers)
+    ]
+
+
+QWEN2 = Family("Qwen 2 MoE", ("Qwen2MoeForCausalLM",), _read_qwen2, notes="experts, a shared one")
+QWEN3 = Family("Qwen 3 MoE", ("Qwen3MoeForCausalLM",), _read_qwen3, notes="experts")
