@@ -28,8 +28,8 @@ def longrope(original: int, num_pairs: int, **more: object) -> dict[str, Any]:
     return {**SMALL, "original_max_position_embeddings": original, "rope_parameters": rope}
 
 
-def test_phi_3_with_plain_rope(tmp_path: Path) -> None:
-    check_family(Phi3Config(**SMALL), tmp_path)
+def test_phi_3_with_plain_rope_and_a_window(tmp_path: Path) -> None:
+    check_family(Phi3Config(**SMALL, sliding_window=PREFIX_TOKENS // 2), tmp_path)
 
 
 def test_short_factors_within_the_original_context(tmp_path: Path) -> None:
