@@ -44,6 +44,12 @@ SMALL: dict[str, Any] = {  # fields that most configs of transformers have
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+# Falcon calls some of them otherwise
+SMALL_FALCON = {
+    name: value
+    for name, value in SMALL.items()
+    if name not in {"intermediate_size", "num_key_value_heads"}
+}
 
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "llama": (LlamaConfig, {}),
