@@ -72,10 +72,10 @@ def some_rows(tokens: int, hidden: int, dtype: torch.dtype = torch.float32) -> T
     return torch.randn((tokens, hidden), generator=generator).to(dtype)
 
 
-def on_device(tensors: ExpertTensors, device: str) -> ExpertTensors:
+def in_dtype(tensors: ExpertTensors, dtype: torch.dtype) -> ExpertTensors:
     values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    moved = {name: value.to(device) for name, value in values.items() if value is not None}
-    return replace(tensors, **moved)
+    found = {name: value.to(dtype) for name, value in values.items() if value is not None}
+    return replace(tensors, **found)
 
 
 def right_answer(x: Tensor, tensors: ExpertTensors, spec: ExpertsSpec) -> Tensor:

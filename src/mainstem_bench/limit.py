@@ -39,10 +39,16 @@ class ModelCost:
     heads: Heads  # of one layer
     num_layers: int
     gemm_flops_per_s: float | None = None  # None: the card's own; weights may be in a faster form
+    num_expert_params: int = 0  # of a token, among size.num_params
+    expert_flops_per_s: float | None = None  # of their grouped products; None: as the others
 
     @classmethod
     def of(
-        cls, shape: ModelSpec, element_bytes: int, gemm_flops_per_s: float | None = None
+        cls,
+        shape: ModelSpec,
+        element_bytes: int,
+        gemm_flops_per_s: float | None = None,
+        expert_flops_per_s: float | None = None,
     ) -> "ModelCost":
         """Of a shape computed in elements of `element_bytes`."""
         heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, element_bytes)
@@ -56,7 +62,14 @@ class ModelCost:
             * shape.hidden_size
             * element_bytes,
         )
-        return cls(size, heads, shape.num_layers, gemm_flops_per_s)
+        return cls(
+            size,
+            heads,
+            shape.num_layers,
+            gemm_flops_per_s,
+            shape.num_expert_params,
+            expert_flops_per_s,
+        )
 
 
 def job_floor(card: Card, model: ModelCost, job: OfflineJob, kv_tokens: int) -> Floor:
@@ -64,10 +77,12 @@ def job_floor(card: Card, model: ModelCost, job: OfflineJob, kv_tokens: int) -> 
     sizes = job.group_sizes()
     num_requests, num_groups = sum(sizes), len(sizes)
     computed = num_groups * job.prefix + num_requests * (job.distinct + job.output)
-    flops = 2 * model.size.num_params * computed
+    flops = 2 * (model.size.num_params - model.num_expert_params) * computed
     flops += 2 * model.size.num_head_params * num_requests * job.output
+    flops_per_s = model.gemm_flops_per_s or card.flops_per_s
+    expert_s = 2 * model.num_expert_params * computed / (model.expert_flops_per_s or flops_per_s)
     return Floor(
-        gemm_s=flops / (model.gemm_flops_per_s or card.flops_per_s),
+        gemm_s=flops / flops_per_s + expert_s,
         prompt_attention_s=_prompt_pairs(job, num_groups, num_requests) * _pair_s(card, model),
         decode_attention_s=_decode_attention_s(card, model, job, kv_tokens),
         elementwise_s=computed * model.size.elementwise_bytes_per_token / card.bytes_per_s,

@@ -22,6 +22,7 @@ from mainstem.engine.engine import Engine
 from mainstem.models.shapes import SHAPES
 from mainstem_bench.arrivals import run_arrivals
 from mainstem_bench.feed import JobRun, Order, run_job, submit_all
+from mainstem_bench.grouped_rate import grouped_flops_per_s
 from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.machine import Machine
 from mainstem_bench.profile import ProfileWindow
@@ -174,19 +175,29 @@ def _against_limit(run: JobRun, job: OfflineJob, config: EngineConfig) -> dict[s
     card = machine.card
     if card is None:
         return {"share_of_limit": None, "limit_requests_per_s": None}
-    limit_s = job_floor(card, model_cost(config, machine.has_gpu), job, job.kv_tokens).total_s
+    spec = SHAPES[job.model_shape].at_context(job.prefix + job.distinct + job.output)
+    if any(kind.window is not None for kind in spec.attention_kinds):
+        # the limit counts attention over whole contexts
+        return {"share_of_limit": None, "limit_requests_per_s": None}
+    grouped = grouped_flops_per_s(spec)
+    model = model_cost(config, machine.has_gpu, grouped)
+    limit_s = job_floor(card, model, job, job.kv_tokens).total_s
     return {
+        "grouped_tflops": None if grouped is None else round(grouped / 1e12, 1),
         "share_of_limit": round(limit_s / run.seconds, 4),
         "limit_requests_per_s": round(len(run.answers) / limit_s, 2),
     }
 
 
-def model_cost(config: EngineConfig, has_gpu: bool) -> ModelCost:
+def model_cost(
+    config: EngineConfig, has_gpu: bool, expert_flops_per_s: float | None = None
+) -> ModelCost:
     """What the limit counts for a config whose `model` is the name of a shape."""
     model = config.model
     is_fp32 = model.dtype is DType.FP32 or (model.dtype is DType.AUTO and not has_gpu)
     gemm_flops_per_s = FP8_FLOPS_PER_S if model.quantize is Quantize.FP8 else None
-    return ModelCost.of(SHAPES[model.model], 4 if is_fp32 else 2, gemm_flops_per_s)
+    element_bytes = 4 if is_fp32 else 2
+    return ModelCost.of(SHAPES[model.model], element_bytes, gemm_flops_per_s, expert_flops_per_s)
 
 
 def check_sharing(job: OfflineJob, config: EngineConfig) -> None:

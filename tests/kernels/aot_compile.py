@@ -39,14 +39,7 @@ from mainstem.kernels.dense.norms import _norm_kernel
 from mainstem.kernels.dense.rows import _quantize_kernel
 from mainstem.kernels.experts.activate import _gated_rows_kernel
 from mainstem.kernels.experts.combine import _combine_kernel
-from mainstem.kernels.experts.products import (
-    FEW,
-    FULL_PRECISION,
-    MANY,
-    SOME,
-    _down_kernel,
-    _gate_up_kernel,
-)
+from mainstem.kernels.experts.products import FEW, MANY, _down_kernel, _gate_up_kernel
 from mainstem.kernels.experts.products import Tiles as ExpertTiles
 from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router_kernel
 from mainstem.kernels.memory.append import _rope_append_kernel
@@ -238,39 +231,38 @@ def _other_jobs(target: str) -> Iterator[Job]:
 
 def _expert_jobs(target: str) -> Iterator[Job]:
     overlaps = {"OVERLAPS": target == "sm_90"}
-    sizes = {"EXPERTS": 128, "LANES": 128, "TOP_K": 8, "BLOCK": 16}
+    sizes = {"EXPERTS": 128, "LANES": 128, "TOP_K": 8, "BLOCK": 16, **overlaps}
     wide, positions = {"logits_ptr": "*fp32"}, {"positions_ptr": "*i32"}
-    router = {"SPLITS_HERE": 8, "TILE": 64, "UPCAST": False}
-    yield Job(_router_kernel, router | overlaps, wide, {"num_warps": 4, "num_stages": 3})
-    for is_whole in (False, True):
-        own = {"NUM_PARTS": 8 if is_whole else 1, "SLOTS": 8, "WIDTH": 129, "HAS_BIAS": True,
-               "HAS_GATE": True, "IS_NORMALIZED": is_whole, "IS_WHOLE": is_whole}  # fmt: skip
-        yield Job(_route_kernel, sizes | own | overlaps, wide | positions)
-    own = {"CELLS": 128, "CHUNK": 64}
-    yield Job(_place_kernel, sizes | own | overlaps, positions, {"num_warps": 8})
-    own = {"TOP_K": 8, "BLOCK": 1024, "HAS_BIAS": True, "HAS_SHARED": True, "HAS_GATE": True}
-    yield Job(_combine_kernel, own | overlaps, positions)
-    own = {"ACTIVATION": "gelu", "HAS_BIAS": True, "BLOCK": 1024}
-    yield Job(_gated_rows_kernel, own | overlaps)
-    for tiles in (FEW, SOME, MANY, FULL_PRECISION):
+    router = {"SPLITS_HERE": 8, "TILE": 64, "UPCAST": False, **overlaps}
+    yield Job(_router_kernel, router, wide, {"num_warps": 4, "num_stages": 3})
+    for is_whole in (False, True) if target == "sm_90" else (False,):
+        parts = {"NUM_PARTS": 8 if is_whole else 1, "SLOTS": 8, "WIDTH": 129, "HAS_BIAS": True,
+                 "HAS_GATE": True, "IS_NORMALIZED": is_whole, "IS_WHOLE": is_whole}  # fmt: skip
+        yield Job(_route_kernel, {**sizes, **parts}, wide | positions)
+    yield Job(_place_kernel, {**sizes, "CELLS": 128, "CHUNK": 64}, positions, {"num_warps": 8})
+    block = {"BLOCK": 1024, "HAS_BIAS": True, **overlaps}
+    shared = {"TOP_K": 8, "HAS_SHARED": True, "HAS_GATE": True}
+    yield Job(_combine_kernel, {**block, **shared}, positions)
+    yield Job(_gated_rows_kernel, {**block, "ACTIVATION": "gelu"})
+    for tiles in (FEW, MANY) if target == "sm_90" else (FEW,):
         yield from _grouped_jobs(tiles, target, overlaps)
 
 
 def _grouped_jobs(tiles: ExpertTiles, target: str, overlaps: dict[str, bool]) -> Iterator[Job]:
-    element = "fp32" if tiles is FULL_PRECISION else "bf16"
+    has_boxes = target == "sm_90"
     for tile, kernel in ((tiles.gate_up, _gate_up_kernel), (tiles.down, _down_kernel)):
         constants: dict[str, object] = {
             "TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns, "TILE_K": tile.k, "GROUP": 8,
-            "UPCAST": False, **overlaps,
+            "IS_EVEN": True, "HAS_BOXES": has_boxes, "UPCAST": False, **overlaps,
         }  # fmt: skip
-        types = {"weights": f"tensordesc<{element}[{tile.columns}, {tile.k}]>"}
+        types = {"weights_ptr": "*bf16"}
+        if has_boxes:
+            types["weights_ptr"] = f"tensordesc<bf16[{tile.columns}, {tile.k}]>"
         if kernel is _gate_up_kernel:
-            constants |= {"ACTIVATION": "clamped", "HAS_BIAS": True, "IS_EVEN": True}
-            types |= dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{element}")
-        else:
-            types["act"] = f"tensordesc<{element}[{tile.rows}, {tile.k}]>"
-            types["out_ptr"] = f"*{element}"
-        stages = tile.stages if target == "sm_90" else 2
+            constants |= {"ACTIVATION": "clamped", "HAS_BIAS": True}
+        elif has_boxes:
+            types["act_ptr"] = f"tensordesc<bf16[{tile.rows}, {tile.k}]>"
+        stages = tile.stages if has_boxes else 2
         yield Job(kernel, constants, types, {"num_warps": tile.warps, "num_stages": stages})
 
 
@@ -299,7 +291,9 @@ def compile_all(target: str) -> None:
             attrs={
                 (i,): [["tt.divisibility", 16]]
                 for i, n in enumerate(names)
-                if n.endswith("_ptr") or n.startswith("stride_")
+                if (n.endswith("_ptr") and "tensordesc" not in job.types.get(n, ""))
+                or n.startswith("stride_")
+                or n in ("size", "hidden", "num_in", "split_in")
             },
         )
         compiled = triton.compile(source, target=TARGETS[target], options=job.options)

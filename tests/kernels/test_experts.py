@@ -14,7 +14,7 @@ from torch import Tensor  # noqa: E402
 
 from mainstem.kernels import LayoutError, PlanTooLarge  # noqa: E402
 from mainstem.kernels.dense.invariant import Tile  # noqa: E402
-from mainstem.kernels.experts import reference  # noqa: E402
+from mainstem.kernels.experts import products, reference  # noqa: E402
 from mainstem.kernels.experts import route as route_module  # noqa: E402
 from mainstem.kernels.experts.activate import ACTIVATIONS, gated_rows  # noqa: E402
 from mainstem.kernels.experts.products import (  # noqa: E402
@@ -109,6 +109,13 @@ def test_all_tiles_and_the_library_answer_alike(tiles: Tiles) -> None:
     case = case_of("everything")
     tensors, x = some_tensors(case), some_rows(5, case.hidden)
     assert_right(run(a_layer(case, tensors, 5, tiles), x), x, tensors, case.spec)
+
+
+def test_devices_without_boxes_answer_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "has_boxes", lambda device: False)
+    case = case_of("everything")
+    tensors, x = some_tensors(case), some_rows(5, case.hidden)
+    assert_right(run(a_layer(case, tensors, 5, SMALL), x), x, tensors, case.spec)
 
 
 def test_bf16() -> None:

@@ -13,7 +13,7 @@ MODULES = [
     "test_span.py", "test_span_kinds.py", "test_merge.py", "test_merge_partials.py",
     "test_append.py", "test_rotate.py", "test_norms.py", "test_activations.py", "test_sample.py",
     "test_invariant.py",
-    "test_transfer.py", "test_upload.py",
+    "test_transfer.py", "test_upload.py", "test_experts.py",
 ]  # fmt: skip
 
 

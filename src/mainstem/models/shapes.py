@@ -39,10 +39,11 @@ def _like(config: Mapping[str, object], architecture: str, **changes: object) ->
     return {**config, "architectures": [architecture], **changes}
 
 
-_QWEN3_MOE = _llama(2048, 6144, 48, 32, 4, 128, 151_936, 1e6)
-_GEMMA3 = {"query_pre_attn_scalar": 256, "sliding_window": 1024, "sliding_window_pattern": 6,
-           "rope_local_base_freq": 10_000.0, "hidden_activation": "gelu_pytorch_tanh",
-           "rope_scaling": {"rope_type": "linear", "factor": 8.0}}  # fmt: skip
+_GEMMA3 = {
+    "query_pre_attn_scalar": 256, "sliding_window": 1024, "sliding_window_pattern": 6,
+    "rope_local_base_freq": 10_000.0, "hidden_activation": "gelu_pytorch_tanh",
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "tie_word_embeddings": True,
+}  # fmt: skip
 _CONFIGS: dict[str, dict[str, object]] = {
     "llama31-8b": _llama(4096, 14336, 32, 32, 8, 128, 128_256, 500_000.0),
     "llama32-1b": _llama(2048, 8192, 16, 32, 8, 64, 128_256, 500_000.0),
@@ -60,6 +61,38 @@ _CONFIGS: dict[str, dict[str, object]] = {
     "qwen25-14b": _like(
         _llama(5120, 13824, 48, 40, 8, 128, 152_064, 1e6), "Qwen2ForCausalLM"
     ),
+    "qwen3-30b-a3b": _like(
+        _llama(2048, 6144, 48, 32, 4, 128, 151_936, 1e6),
+        "Qwen3MoeForCausalLM",
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[],
+    ),
+    "gemma3-12b": _like(
+        _llama(3840, 15360, 48, 16, 8, 256, 262_208, 1e6), "Gemma3ForCausalLM", **_GEMMA3
+    ),
+    "gemma3-27b": _like(
+        _llama(5376, 21504, 62, 32, 16, 128, 262_208, 1e6),
+        "Gemma3ForCausalLM",
+        **_GEMMA3 | {"query_pre_attn_scalar": 168},
+    ),
+    "gpt-oss-20b": _like(
+        _llama(2880, 2880, 24, 64, 8, 64, 201_088, 150_000.0),
+        "GptOssForCausalLM",
+        num_local_experts=32, num_experts_per_tok=4, sliding_window=128, attention_bias=True,
+        swiglu_limit=7.0,
+        layer_types=["sliding_attention", "full_attention"] * 12,
+        rope_scaling={
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
+    ),
+    # its positions, 2,048, are a few short of the workloads'
+    "phi-2": {
+        "architectures": ["PhiForCausalLM"], "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 51_200,
+        "max_position_embeddings": 4096, "partial_rotary_factor": 0.4, "layer_norm_eps": 1e-5,
+        "hidden_act": "gelu_new", "dtype": "bfloat16",
+    },
     "tiny": _llama(128, 256, 2, 4, 2, 64, 512, 10_000.0) | {"max_position_embeddings": 4096},
 }  # fmt: skip
 

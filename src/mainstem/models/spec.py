@@ -190,6 +190,11 @@ class ModelSpec:
                 raise UnsupportedModel(
                     f"{rope.rotary_dim} rotary dims do not fit a head of {self.head_dim}"
                 )
+            is_partial = rope.rotary_dim < self.head_dim
+            if is_partial and rope.score_factor != 1.0 and self.qk_norm is not QkNorm.NONE:
+                raise UnsupportedModel(
+                    f"rope_type {rope.scaling.value} that rotates a part of heads that are normed"
+                )
         if len({rope.rotary_dim for rope in self.ropes}) > 1:
             raise UnsupportedModel("layers that rotate different numbers of dims")
 

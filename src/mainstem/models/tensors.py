@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.names import QkvOrder
-from mainstem.models.spec import MlpSpec, ModelSpec, NormPlace, QkNorm, Residual
+from mainstem.models.spec import MlpSpec, ModelSpec, NormPlace, QkNorm, Residual, RopeSpec
 from mainstem.models.weights import WeightSource
 
 
@@ -87,7 +87,7 @@ class TensorReader:
             sinks = self._take(prefix + names.sinks, spec.num_heads).float()
         return LayerTensors(
             attention_norm=self._norm(prefix + names.attention_norm) if has_before else None,
-            qkv=self._qkv(prefix),
+            qkv=self._qkv(prefix, spec.layers[index].attention.rope),
             q_norm=q_norm,
             k_norm=k_norm,
             out=self._product(
@@ -114,7 +114,8 @@ class TensorReader:
         norm = self._norm(names.final_norm)
         if spec.has_tied_embeddings:
             source.drop(f"{names.head}.weight")
-            head = Product(embedding)
+            bias = self._take(f"{names.head}.bias", spec.vocab_size) if spec.has_head_bias else None
+            head = Product(embedding, bias)
         else:
             rows = [spec.vocab_size]
             head = self._product([names.head], rows, spec.hidden_size, spec.has_head_bias)
@@ -156,7 +157,7 @@ class TensorReader:
             bias = _joined(biases)
         return Product(_joined(weights), bias)
 
-    def _qkv(self, prefix: str) -> Product:
+    def _qkv(self, prefix: str, rope: RopeSpec | None) -> Product:
         spec, names = self._spec, self._names
         dim, kv_rows = spec.head_dim, spec.num_kv_heads * spec.head_dim
         rows = [spec.num_heads * dim, kv_rows, kv_rows]
@@ -164,11 +165,13 @@ class TensorReader:
             rows = [sum(rows)]
         found = [prefix + name for name in names.qkv]
         product = self._product(found, rows, spec.hidden_size, spec.has_qkv_bias)
-        if names.qkv_order is QkvOrder.PARTS:
+        if names.qkv_order is QkvOrder.GROUPS:
+            order = _parts_of_groups(spec).to(product.weight.device)
+            bias = product.bias
+            product = Product(product.weight[order], None if bias is None else bias[order])
+        if rope is None or rope.score_factor == 1.0 or rope.rotary_dim == dim:
             return product
-        order = _parts_of_groups(spec).to(product.weight.device)
-        bias = product.bias
-        return Product(product.weight[order], None if bias is None else bias[order])
+        return _scaled(product, _unrotated_factors(spec, rope).to(product.weight.device))
 
     def _mlp(self, prefix: str, mlp: MlpSpec) -> MlpTensors:
         names, hidden = self._names, self._spec.hidden_size
@@ -184,6 +187,23 @@ class TensorReader:
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _scaled(product: Product, factors: Tensor) -> Product:
+    """Rows times these factors, rounded once."""
+    weight, bias = product.weight, product.bias
+    return Product(
+        (weight * factors[:, None]).to(weight.dtype),
+        None if bias is None else (bias * factors).to(bias.dtype),
+    )
+
+
+def _unrotated_factors(spec: ModelSpec, rope: RopeSpec) -> Tensor:
+    """For each row of queries, keys and values. A rope's score factor is of the dims it rotates,
+    but a part of the scale of all: the other dims of the queries are divided by it."""
+    heads = torch.ones(spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+    heads[: spec.num_heads, rope.rotary_dim :] = rope.score_factor**-2
+    return heads.reshape(-1)
 
 
 def _parts_of_groups(spec: ModelSpec) -> Tensor:

@@ -84,7 +84,7 @@ def make_facts(
         page_size=config.cache.page_size,
         vocab_size=spec.vocab_size,
         max_model_len=context,
-        identity=_identity(origin, dtype, config.model.quantize, layout),
+        identity=_identity(origin, context, dtype, config.model.quantize, layout),
         num_params=spec.num_layer_params,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -104,8 +104,13 @@ def context_of(spec: ModelSpec, max_model_len: int | None) -> int:
     return context
 
 
-def _identity(origin: Origin, dtype: torch.dtype, quantize: Quantize, layout: bytes) -> bytes:
+def _identity(
+    origin: Origin, context: int, dtype: torch.dtype, quantize: Quantize, layout: bytes
+) -> bytes:
     """Equal for two loads exactly when one may read the pages of the other."""
     digest = hashlib.sha256(origin.digest())
     digest.update(f"{dtype}:{quantize.value}:".encode() + layout)
+    ropes = origin.spec.at_context(context).ropes
+    if ropes != origin.spec.ropes:  # LongRoPE turns keys otherwise in long contexts
+        digest.update(repr(ropes).encode())
     return digest.digest()

@@ -14,12 +14,13 @@ Every output is one sum over K, in steps of tile.k from first to last. Tiles of 
 use the same matrix instruction, so a row has the same bits in all of them, whatever rows are beside
 it; smaller tiles, for decode steps, use another one (see dense/invariant.py).
 
-Weights are read through tensor descriptors: by the copy engine from Hopper on, by plain loads
-elsewhere.
+From Hopper on weights and sorted rows are read in boxes by the copy engine, elsewhere by plain
+loads.
 """
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
 import torch
 import triton
@@ -91,15 +92,30 @@ def _tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _load_box(
+    source, row, start, num_rows, width, ROWS: tl.constexpr, TILE_K: tl.constexpr,
+    HAS_BOXES: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, TILE_K] of source [num_rows, width]; zeros past the width, anything past the rows."""
+    if HAS_BOXES:
+        box = source.load([row, start])
+    else:
+        rows = tl.minimum(row + tl.arange(0, ROWS), num_rows - 1).to(tl.int64)
+        ks = start + tl.arange(0, TILE_K)
+        ptrs = source + rows[:, None] * width + ks[None, :]
+        box = tl.load(ptrs) if IS_EVEN else tl.load(ptrs, mask=(ks < width)[None, :], other=0.0)
+    return box
+
+
+@triton.jit(do_not_specialize=("row_tiles",))
 def _gate_up_kernel(
-    x_ptr, sorted_ptr, weights, bias_ptr, out_ptr, tile_experts_ptr, tile_starts_ptr, ends_ptr,
-    row_tiles, size, hidden, stride_x, stride_out,
+    x_ptr, sorted_ptr, weights_ptr, bias_ptr, out_ptr, tile_experts_ptr, tile_starts_ptr, ends_ptr,
+    row_tiles, num_weights, size, hidden, stride_x, stride_out,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, IS_EVEN: tl.constexpr,
-    UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_BOXES: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of the output. weights: [experts * 2 * size, hidden] in boxes of
-    TILE_COLUMNS x TILE_K."""
+    """One program per tile of the output. weights: [num_weights = experts * 2 * size, hidden]."""
     wait_for_ahead(OVERLAPS)
     column_tiles = tl.cdiv(size, TILE_COLUMNS)
     row_tile, column_tile = _tile_of(tl.program_id(0), row_tiles, column_tiles, GROUP)
@@ -119,8 +135,13 @@ def _gate_up_kernel(
             x = tl.load(x_ptrs, mask=is_row[:, None], other=0.0)
         else:
             x = tl.load(x_ptrs, mask=is_row[:, None] & (start + ks < hidden)[None, :], other=0.0)
-        gate_weight = weights.load([first, start])
-        up_weight = weights.load([first + size, start])
+        gate_weight = _load_box(
+            weights_ptr, first, start, num_weights, hidden, TILE_COLUMNS, TILE_K, HAS_BOXES, IS_EVEN
+        )
+        up_weight = _load_box(
+            weights_ptr, first + size, start, num_weights, hidden, TILE_COLUMNS, TILE_K, HAS_BOXES,
+            IS_EVEN,
+        )  # fmt: skip
         if UPCAST:
             x = x.to(tl.float32)
             gate_weight, up_weight = gate_weight.to(tl.float32), up_weight.to(tl.float32)
@@ -140,15 +161,16 @@ def _gate_up_kernel(
     tl.store(out_ptrs, act.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("row_tiles", "num_rows"))
 def _down_kernel(
-    act, weights, out_ptr, tile_experts_ptr, tile_starts_ptr, ends_ptr,
-    row_tiles, size, hidden, stride_out,
+    act_ptr, weights_ptr, out_ptr, tile_experts_ptr, tile_starts_ptr, ends_ptr,
+    row_tiles, num_rows, num_weights, size, hidden, stride_out,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_K: tl.constexpr,
-    GROUP: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
+    GROUP: tl.constexpr, IS_EVEN: tl.constexpr, HAS_BOXES: tl.constexpr, UPCAST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of the output. act: [rows, size] in boxes of TILE_ROWS x TILE_K;
-    weights: [experts * hidden, size] in boxes of TILE_COLUMNS x TILE_K."""
+    """One program per tile of the output. act: [num_rows, size]; weights: [num_weights = experts *
+    hidden, size]."""
     wait_for_ahead(OVERLAPS)
     column_tiles = tl.cdiv(hidden, TILE_COLUMNS)
     row_tile, column_tile = _tile_of(tl.program_id(0), row_tiles, column_tiles, GROUP)
@@ -159,10 +181,13 @@ def _down_kernel(
     first_column = column_tile * TILE_COLUMNS
     out = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for start in range(0, size, TILE_K):
-        x, weight = (
-            act.load([first_row, start]),
-            weights.load([expert * hidden + first_column, start]),
+        x = _load_box(
+            act_ptr, first_row, start, num_rows, size, TILE_ROWS, TILE_K, HAS_BOXES, IS_EVEN
         )
+        weight = _load_box(
+            weights_ptr, expert * hidden + first_column, start, num_weights, size, TILE_COLUMNS,
+            TILE_K, HAS_BOXES, IS_EVEN,
+        )  # fmt: skip
         if UPCAST:
             x, weight = x.to(tl.float32), weight.to(tl.float32)
         out = tl.dot(x, weight.T, out, input_precision="ieee")
@@ -194,11 +219,11 @@ def gate_up(
     check_activation(activation)
     row_tiles = _row_tiles(out, experts, tile)
     if row_tiles:
-        boxes = TensorDescriptor.from_tensor(weights.view(-1, hidden), [tile.columns, tile.k])
+        rows = weights.view(-1, hidden)
         _gate_up_kernel[(row_tiles * triton.cdiv(size, tile.columns),)](
-            x, routing.sorted_tokens, boxes, x if bias is None else bias, out,
-            routing.tile_experts, routing.tile_starts, routing.ends, row_tiles, size, hidden,
-            x.stride(0), out.stride(0),
+            x, routing.sorted_tokens, _boxes(rows, tile.columns, tile), x if bias is None else bias,
+            out, routing.tile_experts, routing.tile_starts, routing.ends, row_tiles, len(rows),
+            size, hidden, x.stride(0), out.stride(0),
             ACTIVATION=activation, HAS_BIAS=bias is not None, IS_EVEN=hidden % tile.k == 0,
             **_tile_options(tile, x.device),
         )  # fmt: skip
@@ -210,14 +235,17 @@ def down(act: Tensor, routing: Routing, weights: Tensor, tile: Tile, out: Tensor
     experts, hidden, size = weights.shape
     _check_rows("act", act, size)
     _check_rows("out", out, hidden)
+    if len(act) != len(out) or not act.is_contiguous():
+        raise LayoutError(f"act must be contiguous [{len(out)}, {size}], got {tuple(act.shape)}")
     _check_weights("down", weights, act.dtype)
     row_tiles = _row_tiles(out, experts, tile)
     if row_tiles:
+        rows = weights.view(-1, size)
         _down_kernel[(row_tiles * triton.cdiv(hidden, tile.columns),)](
-            TensorDescriptor.from_tensor(act, [tile.rows, tile.k]),
-            TensorDescriptor.from_tensor(weights.view(-1, size), [tile.columns, tile.k]),
-            out, routing.tile_experts, routing.tile_starts, routing.ends,
-            row_tiles, size, hidden, out.stride(0), **_tile_options(tile, act.device),
+            _boxes(act, tile.rows, tile), _boxes(rows, tile.columns, tile), out,
+            routing.tile_experts, routing.tile_starts, routing.ends,
+            row_tiles, len(act), len(rows), size, hidden, out.stride(0),
+            IS_EVEN=size % tile.k == 0, **_tile_options(tile, act.device),
         )  # fmt: skip
     return out
 
@@ -232,10 +260,24 @@ def _row_tiles(out: Tensor, experts: int, tile: Tile) -> int:
     return most_tiles(len(out), experts, tile.rows)
 
 
+@cache
+def has_boxes(device: torch.device) -> bool:
+    """Whether the device has a copy engine for boxes of a tensor; the interpreter has."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _boxes(source: Tensor, rows: int, tile: Tile) -> Tensor | TensorDescriptor:
+    if not has_boxes(source.device):
+        return source
+    return TensorDescriptor.from_tensor(source, [rows, tile.k])
+
+
 def _tile_options(tile: Tile, device: torch.device) -> dict[str, int | bool]:
     return {
         "TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns, "TILE_K": tile.k,
-        "GROUP": _GROUP_ROWS, "UPCAST": device.type != "cuda",
+        "GROUP": _GROUP_ROWS, "HAS_BOXES": has_boxes(device), "UPCAST": device.type != "cuda",
         "num_warps": tile.warps, "num_stages": tile.stages, **overlap_options(device),
     }  # fmt: skip
 

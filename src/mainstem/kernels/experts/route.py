@@ -20,7 +20,8 @@ A token's logits do not depend on the tokens beside it. The sum over the hidden 
 SPLITS parts that are added in order, whether one program has all parts or each has its own (few
 tokens: more programs share the reading).
 
-Nothing is allocated and nothing waits for the device: safe in a CUDA graph.
+Nothing is allocated and nothing waits for the device: safe in a CUDA graph. No kernel is compiled
+anew for a number of tokens (`do_not_specialize`).
 """
 
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
     return (num_rows + in_use * (tile_rows - 1)) // tile_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens", "stride_split"))
 def _router_kernel(
     x_ptr, router_ptr, logits_ptr, tokens, num_out, num_in, split_in, stride_x, stride_router,
     stride_split,
@@ -178,7 +179,7 @@ def _write_tiles(
         tl.store(tile_starts_ptr + tile, start + tile * tile_rows, mask=is_tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens", "stride_split", "num_tiles", "tile_rows"))
 def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, positions_ptr, counts_ptr, shared_weights_ptr,
     sorted_ptr, sorted_experts_ptr, ends_ptr, tile_experts_ptr, tile_starts_ptr,
@@ -253,7 +254,7 @@ def _route_kernel(
         tl.store(sorted_experts_ptr + positions, ids, mask=is_place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens", "num_blocks", "blocks_each", "num_tiles", "tile_rows"))
 def _place_kernel(
     ids_ptr, positions_ptr, counts_ptr, sorted_ptr, sorted_experts_ptr, ends_ptr,
     tile_experts_ptr, tile_starts_ptr, tokens, num_blocks, blocks_each, num_tiles, tile_rows,

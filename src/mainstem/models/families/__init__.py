@@ -17,31 +17,45 @@ from mainstem.models.config_file import (
     refuse_quantized,
 )
 from mainstem.models.families import (
+    falcon,
     gemma,
     gpt_oss,
+    granite,
     llama,
     mistral,
     mixtral,
+    olmo2,
+    phi,
+    phi3,
     qwen,
     qwen_moe,
+    smollm3,
+    stablelm,
 )
 from mainstem.models.families.common import Family
 from mainstem.models.families.multimodal import text_part, without_vision
 from mainstem.models.spec import ModelSpec
 
 FAMILIES: tuple[Family, ...] = (
+    falcon.FAMILY,
+    granite.FAMILY,
     llama.FAMILY,
     mistral.FAMILY,
-    mistral.WITH_VISION,
-    qwen.QWEN2,
-    qwen.QWEN3,
     gemma.GEMMA2,
     gemma.GEMMA3,
     gemma.GEMMA3_WITH_VISION,
+    gpt_oss.FAMILY,
+    mistral.WITH_VISION,
     mixtral.FAMILY,
+    olmo2.FAMILY,
+    phi.FAMILY,
+    phi3.FAMILY,
+    qwen.QWEN2,
+    qwen.QWEN3,
     qwen_moe.QWEN2,
     qwen_moe.QWEN3,
-    gpt_oss.FAMILY,
+    smollm3.FAMILY,
+    stablelm.FAMILY,
 )
 # known by name, so that the refusal says why
 _LINEAR_ATTENTION, _MAMBA = "layers of linear attention", "Mamba layers"

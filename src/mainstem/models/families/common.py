@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
 
 from mainstem.core.errors import UnsupportedModel
@@ -122,6 +122,11 @@ def rms_norm(config: Config, default_eps: float = 1e-6, gain_offset: float = 0.0
     return NormSpec(NormKind.RMS, eps, gain_offset=gain_offset)
 
 
+def layer_norm(config: Config, field: str = "layer_norm_eps", eps: float = 1e-5) -> NormSpec:
+    """With biases; `eps` holds where the file has none."""
+    return NormSpec(NormKind.LAYER, config.number(field, eps), has_bias=True)
+
+
 def read_activation(config: Config, field: str = "hidden_act", default: str = "silu") -> Activation:
     name = config.text(field, default)
     if name not in _ACTIVATIONS:
@@ -144,6 +149,13 @@ def full_attention(head_dim: int, rope: RopeSpec | None) -> AttentionSpec:
 def default_scale(head_dim: int, rope: RopeSpec | None) -> float:
     """1 / sqrt(head_dim), and what a rope puts upon query and key each."""
     return float(head_dim**-0.5 * (1.0 if rope is None else rope.score_factor**2))
+
+
+def with_window(config: Config, attention: AttentionSpec) -> AttentionSpec:
+    """Of `sliding_window` tokens, where the file has that."""
+    if config.get("sliding_window") is None:
+        return attention
+    return replace(attention, window=config.whole("sliding_window"))
 
 
 def read_layer_types(config: Config, count: int) -> list[str] | None:

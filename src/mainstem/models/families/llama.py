@@ -34,4 +34,8 @@ def _positions(config: Config) -> str:
     return older if config.has(older) and not config.has(usual) else usual
 
 
-FAMILY = Family("Llama 1-3, SmolLM2 and others in its layout", ("LlamaForCausalLM",), _read)
+FAMILY = Family(
+    "Llama 1-3, SmolLM2 and others in its layout",
+    ("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second is in the oldest files
+    _read,
+)

@@ -1,7 +1,5 @@
 """Mistral: Llama's block; version 0.1 of the 7B has a window in every layer."""
 
-from dataclasses import replace
-
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
     Family,
@@ -11,15 +9,14 @@ from mainstem.models.families.common import (
     read_rope,
     read_sizes,
     rms_norm,
+    with_window,
 )
 from mainstem.models.spec import ModelSpec, same_layers
 
 
 def _read(config: Config) -> ModelSpec:
     sizes = read_sizes(config)
-    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
-    if config.get("sliding_window") is not None:
-        attention = replace(attention, window=config.whole("sliding_window"))
+    attention = with_window(config, full_attention(sizes.head_dim, read_rope(config, sizes)))
     layers = same_layers(attention, gated_mlp(config), sizes.layers)
     return make_spec(config, sizes, layers, rms_norm(config))
 

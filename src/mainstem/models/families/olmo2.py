@@ -1,0 +1,32 @@
+"""OLMo 2: what attention and MLP answer is normed, and all heads of a query or key together."""
+
+from mainstem.models.config_file import Config
+from mainstem.models.families.common import (
+    Family,
+    full_attention,
+    gated_mlp,
+    make_spec,
+    read_rope,
+    read_sizes,
+    rms_norm,
+)
+from mainstem.models.spec import ModelSpec, NormPlace, QkNorm, same_layers
+
+
+def _read(config: Config) -> ModelSpec:
+    sizes = read_sizes(config)
+    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
+    has_bias = config.flag("attention_bias")
+    return make_spec(
+        config,
+        sizes,
+        same_layers(attention, gated_mlp(config), sizes.layers),
+        rms_norm(config, 1e-5),
+        norm_place=NormPlace.AFTER,
+        qk_norm=QkNorm.ROWS,
+        has_qkv_bias=has_bias,
+        has_out_bias=has_bias,
+    )
+
+
+FAMILY = Family("OLMo 2", ("Olmo2ForCausalLM",), _read, notes="norms behind attention and MLP")

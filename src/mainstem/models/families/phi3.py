@@ -1,0 +1,36 @@
+"""Phi 3, 3.5 and 4: Llama's block with fused products, and LongRoPE in those of 128k tokens."""
+
+from mainstem.models.config_file import Config
+from mainstem.models.families.common import (
+    Family,
+    full_attention,
+    gated_mlp,
+    make_spec,
+    read_rope,
+    read_sizes,
+    rms_norm,
+    with_window,
+)
+from mainstem.models.names import Names
+from mainstem.models.spec import ModelSpec, same_layers
+
+_NAMES = Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+
+
+def _read(config: Config) -> ModelSpec:
+    sizes = read_sizes(config)
+    config.get("original_max_position_embeddings")  # says something to LongRoPE alone
+    for field in ("full_attn_mod", "interpolate_factor"):  # of Phi-4-mini's file
+        config.only(field, 1)
+    rope = read_rope(config, sizes, rotary_share=1.0)
+    attention = with_window(config, full_attention(sizes.head_dim, rope))
+    layers = same_layers(attention, gated_mlp(config), sizes.layers)
+    return make_spec(config, sizes, layers, rms_norm(config, 1e-5), names=_NAMES)
+
+
+FAMILY = Family(
+    "Phi 3, 3.5, 4",
+    ("Phi3ForCausalLM",),
+    _read,
+    notes="LongRoPE: max_model_len chooses between the short and the long factors",
+)

@@ -1,0 +1,60 @@
+"""Phi 3 and 4: fused products, LongRoPE by the engine's context, a part of heads rotated."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Phi3Config
+
+from mainstem.core.config import CacheConfig, EngineConfig, SchedConfig
+from mainstem.runner.cpu_load import load_cpu_runner
+from mainstem.runner.origin import folder_origin
+from tests.families.equality import CONTEXT, PREFIX_TOKENS, check_family
+from tests.models.checkpoints import SMALL, write_checkpoint
+
+ORIGINAL = 16  # tokens: all prompts of the check are longer
+
+
+def longrope(original: int, num_pairs: int, **more: object) -> dict[str, Any]:
+    """Fields of a config with LongRoPE."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.1 * pair for pair in range(num_pairs)],
+        "long_factor": [1.5 + 0.7 * pair for pair in range(num_pairs)],
+        "original_max_position_embeddings": original,
+        **more,
+    }
+    return {**SMALL, "original_max_position_embeddings": original, "rope_parameters": rope}
+
+
+def test_phi_3_with_plain_rope(tmp_path: Path) -> None:
+    check_family(Phi3Config(**SMALL), tmp_path)
+
+
+def test_short_factors_within_the_original_context(tmp_path: Path) -> None:
+    config = Phi3Config(**longrope(CONTEXT, num_pairs=4))
+    check_family(config, tmp_path, max_model_len=CONTEXT)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.75])
+def test_long_factors_beyond_it(share: float, tmp_path: Path) -> None:
+    """Phi-4-mini rotates three quarters of a head: what LongRoPE multiplies scores with is theirs
+    alone."""
+    assert PREFIX_TOKENS > ORIGINAL
+    sizes = {"hidden_size": 96, "num_attention_heads": 6}  # heads of 16
+    fields = longrope(ORIGINAL, num_pairs=int(8 * share), partial_rotary_factor=share)
+    check_family(Phi3Config(**fields | sizes), tmp_path)
+
+
+def test_pages_of_short_and_long_factors_are_told_apart(tmp_path: Path) -> None:
+    write_checkpoint(Phi3Config(**longrope(ORIGINAL, num_pairs=4)), tmp_path)
+
+    def identity(max_model_len: int) -> bytes:
+        sched = SchedConfig(max_model_len=max_model_len)
+        config = EngineConfig(cache=CacheConfig(kv_tokens=64), sched=sched)
+        return load_cpu_runner(folder_origin(tmp_path), config)[1].identity
+
+    assert identity(ORIGINAL - 1) == identity(ORIGINAL)
+    assert identity(ORIGINAL + 1) == identity(ORIGINAL + 2)
+    assert identity(ORIGINAL) != identity(ORIGINAL + 1)

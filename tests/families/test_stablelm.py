@@ -1,0 +1,36 @@
+"""StableLM."""
+
+from pathlib import Path
+
+import pytest
+from transformers import StableLmConfig
+
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.families import spec_from_config
+from tests.families.equality import check_family
+from tests.families.published import PUBLISHED
+from tests.models.checkpoints import SMALL
+
+HEADS_OF_16 = SMALL | {"hidden_size": 96}  # of which 4 dims are rotated
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_stablelm(is_parallel: bool, tmp_path: Path) -> None:
+    config = StableLmConfig(
+        **HEADS_OF_16, use_qkv_bias=not is_parallel, use_parallel_residual=is_parallel
+    )
+    check_family(config, tmp_path)
+
+
+def test_norms_of_heads_are_refused_by_name() -> None:
+    published = PUBLISHED["stabilityai/stablelm-2-1_6b"]
+    assert spec_from_config(published).rotary_dim == 16
+    with pytest.raises(UnsupportedModel, match="qk_layernorm"):
+        spec_from_config({**published, "qk_layernorm": True})
+
+
+def test_the_page_about_adding_a_model_shows_this_family() -> None:
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs/add-a-model.md").read_text()
+    family = root / "src/mainstem/models/families/stablelm.py"
+    assert f"```python\n{family.read_text()}```" in page
