@@ -14,8 +14,9 @@ from mainstem.core.step import InFlight, Int32s, Step
 from mainstem.engine.engine import Engine
 from mainstem.kv.bytes.disk import DiskTier
 from mainstem.kv.bytes.segments import SegmentFiles
-from mainstem.kv.policy import PolicyKind
+from mainstem.kv.ranking import PolicyKind
 from mainstem.kv.store import KVStore
+from mainstem.kv.tier import LowerTier
 from mainstem.kv.tiers import LowerTiers
 from mainstem.kv.transfer import LoadId
 from mainstem.sched.fetching import Fetching, StepTimes
@@ -191,11 +192,12 @@ def a_tiered_engine(  # noqa: PLR0917
     runner = TieredRunner(num_pages, page_size, can_overlap)
     copier = FakeCopier(runner, num_slots)
     runner.copier = copier
-    disk = None
+    below = list[LowerTier]()
     if disk_dir is not None:
         record_bytes = files(disk_dir, copier.page_bytes).record_bytes
-        disk = DiskTier(disk_dir, copier.page_bytes, num_records * record_bytes, "fake", files)
-    tiers = LowerTiers(copier, policy, ttl_s, disk, bus)
+        room = num_records * record_bytes
+        below.append(DiskTier(disk_dir, copier.page_bytes, room, "fake", files))
+    tiers = LowerTiers(copier, policy, ttl_s, below, bus)
     store = KVStore(num_pages, page_size, b"fake", bus, tiers)
     config = StoreConfig(host_gb=1.0, fetch=Fetch.ALWAYS, preload=preload)
     fetching = Fetching(config, tiers, page_size, StepTimes(token_s=1e-3))

@@ -7,8 +7,9 @@ from mainstem.core.events import EventBus
 from mainstem.core.step import Runner
 from mainstem.kv.bytes.disk import DiskTier
 from mainstem.kv.bytes.ledger import ledger_of
-from mainstem.kv.policy import PolicyKind
+from mainstem.kv.ranking import PolicyKind
 from mainstem.kv.store import KVStore
+from mainstem.kv.tier import LowerTier
 from mainstem.kv.tiers import LowerTiers
 from mainstem.plan.cost import Card, ModelSize, step_s
 from mainstem.runner.transfer import connect
@@ -25,7 +26,7 @@ def make_tiers(
     if config.host_bytes == 0:
         return None
     copier = connect(runner, config.host_bytes)
-    disk = None
+    below: list[LowerTier] = []
     if config.disk_dir is not None:
         folder = store_folder(Path(config.disk_dir), identity)
         disk = DiskTier(
@@ -36,8 +37,9 @@ def make_tiers(
             model=name,
             ledger=ledger_of(folder),
         )
+        below.append(disk)
     kind = PolicyKind(config.policy.value)
-    return LowerTiers(copier, kind, config.ttl_s, disk, bus)
+    return LowerTiers(copier, kind, config.ttl_s, below, bus)
 
 
 def store_folder(root: Path, identity: bytes) -> Path:

@@ -276,7 +276,7 @@ class KVStore:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a load waits for the disk."""
+        """Whether a load waits for a tier below host memory."""
         return self._traffic is not None and self._traffic.tiers.is_reading
 
     def stored(self, keys: Sequence[PageKey]) -> Stored:
@@ -320,12 +320,12 @@ class KVStore:
             self._traffic.tiers.expect(place, chain.keys)
 
     def prefetch(self) -> None:
-        """Bring from disk to host memory what those that wait need next."""
+        """Bring to host memory what those that wait need next."""
         if self._traffic is not None:
             self._traffic.tiers.prefetch()
 
     def dismiss(self, place: int) -> None:
-        """Who stood there waits no longer, or not for stored pages."""
+        """The request at this place left the queue, or does not wait for stored pages."""
         if self._traffic is not None:
             self._traffic.tiers.dismiss(place)
 

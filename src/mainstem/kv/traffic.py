@@ -24,7 +24,7 @@ from mainstem.kv.transfer import LoadId
 
 WRITE_BUFFER = 2  # one device page in so many may be under a save
 SAVE_PIECE = 64  # pages that were put off are looked at again when there are slots for so many
-DISK_PIECE = 32  # pages read from disk together go on to the device together
+READ_PIECE = 32  # pages read from a lower tier together go on to the device together
 
 
 class Traffic:
@@ -148,7 +148,7 @@ class Traffic:
         keys = chain.keys[first : first + len(pages)]
         try:
             while place < len(pages):
-                size = self.tiers.run_length(keys[place:], DISK_PIECE)
+                size = self.tiers.run_length(keys[place:], READ_PIECE)
                 piece = pages[place : place + size]
                 started = self._start(chain, first + place, piece, start_layers)
                 place += started

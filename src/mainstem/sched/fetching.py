@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mainstem.core.config import Fetch, StoreConfig
+from mainstem.kv.policy import HOST
 from mainstem.kv.tiers import LowerTiers, Stored
 from mainstem.kv.transfer import Link
 
@@ -69,7 +70,7 @@ class Fetching:
         passes = list(self._passes(stored))
         slowest_s = max(pass_s for _, pass_s in passes)
         num_held_up = min(num_waiting, HELD_UP, compute_s / slowest_s)
-        # from disk through host memory: the slower way decides, the other adds its own part
+        # from below through host memory: the slower way decides, the other adds its own part
         queue_s = max(link.expect_s(0) + num_held_up * pass_s for link, pass_s in passes)
         load_s = queue_s + sum(pass_s for _, pass_s in passes)
         return load_s < tokens_ahead * token_s + (1 + num_held_up) * compute_s
@@ -81,7 +82,7 @@ class Fetching:
     def is_busy(self, stored: Stored) -> bool:
         """Whether the way has enough to do until somebody looks again, a step later. What is begun
         then can still be given to somebody more urgent, and does not hold up the step at hand."""
-        if stored.num_on_disk and self.tiers.is_crowded(stored.num_on_disk):
+        if stored.num_below and self.tiers.is_crowded(stored.num_below):
             return True
         enough_s = BUSY_S + self.steps.interval_s
         return any(link.expect_s(0) > enough_s for link, _ in self._passes(stored))
@@ -98,7 +99,7 @@ class Fetching:
             return num_layers
         if self.config.preload != "auto":
             return min(int(self.config.preload), num_layers)
-        load_s = self.tiers.host_link.pass_s(stored.num_pages * self.tiers.page_bytes)
+        load_s = self.tiers.links[HOST].pass_s(stored.num_pages * self.tiers.page_bytes)
         prompt_s = self.steps.expect_s(new_tokens)
         if load_s <= prompt_s:
             return 1
@@ -113,8 +114,8 @@ class Fetching:
 
     def _passes(self, stored: Stored) -> Iterator[tuple[Link, float]]:
         """The links on the way of what is stored, and the seconds it takes on each."""
-        host_s = self.tiers.host_link.pass_s(stored.num_pages * self.tiers.page_bytes)
-        yield self.tiers.host_link, host_s
-        if stored.num_on_disk:
-            disk_s = self.tiers.disk_link.pass_s(stored.num_on_disk * self.tiers.page_bytes)
-            yield self.tiers.disk_link, disk_s
+        host, *below = self.tiers.links
+        yield host, host.pass_s(stored.num_pages * self.tiers.page_bytes)
+        for link, num_pages in zip(below, stored.below, strict=False):
+            if num_pages:
+                yield link, link.pass_s(num_pages * self.tiers.page_bytes)

@@ -152,7 +152,7 @@ class Loader:
                 num_tokens = found.num_known - len(match.pages) * self._page_size
                 if must_wait:
                     self._put_off[sequence] = found
-                    if not match.stored.num_on_disk:
+                    if not match.stored.num_below:
                         return  # nobody comes up but from host memory
                 elif self.load(found, tokens_ahead) is not None:
                     num_tokens -= match.stored.num_pages * self._page_size
