@@ -16,8 +16,8 @@ from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
 from mainstem.kv import tiers as tiers_module
 from mainstem.kv.ranking import PolicyKind
-from mainstem.kv.tier import Read, ReadJob, StoredPage, WriteJob, Written
-from mainstem.kv.tiers import Load, LowerTiers
+from mainstem.kv.tier import Answer, Emptied, Read, ReadJob, StoredPage, WriteJob, Written
+from mainstem.kv.tiers import LowerTiers
 from mainstem.kv.transfer import LoadId, SharedLink
 
 TOKENS = b"tokens"
@@ -69,6 +69,8 @@ class _Lower:
 
     def __init__(self, rng: Random, name: str, num_places: int) -> None:
         self.name = name
+        self.is_shared = name == "remote"
+        self.is_open = self.can_write = True
         self.num_places = num_places
         self.link = SharedLink(1e9)
         self.num_writes_pending = 0
@@ -77,7 +79,7 @@ class _Lower:
         self._num_slack = 2
         self._taken: set[PageKey] = set()
         self._there: set[PageKey] = set()
-        self._under_way: list[WriteJob | ReadJob] = []
+        self._under_way: list[WriteJob | ReadJob | Sequence[PageKey] | Emptied] = []
 
     def recover(self) -> Sequence[StoredPage]:
         return []
@@ -92,7 +94,8 @@ class _Lower:
         return True
 
     def delete(self, key: PageKey) -> None:
-        assert key not in {job.key for job in self._under_way}, "a page under way is deleted"
+        jobs = [job for job in self._under_way if isinstance(job, WriteJob | ReadJob)]
+        assert key not in {job.key for job in jobs}, "a page under way is deleted"
         self._taken.remove(key)
         self._there.discard(key)
 
@@ -108,12 +111,27 @@ class _Lower:
         assert self._there.issuperset(job.key for job in jobs), "what is read is not there"
         self._under_way += jobs
 
+    def ask(self, keys: Sequence[PageKey]) -> None:
+        self._under_way.append(keys)
+
+    def fail(self) -> None:
+        """A server that was lost, and may be empty now."""
+        self._under_way.append(Emptied())
+
     def flush(self) -> None:
         """All that was written is told by the next `poll`."""
 
-    def poll(self) -> Iterator[Written | Read]:
+    def poll(self) -> Iterator[Written | Read | Answer | Emptied]:
         while self._under_way and self._rng.random() < 0.7:
             job = self._under_way.pop(0)
+            if isinstance(job, Emptied):
+                yield job
+                continue
+            if not isinstance(job, WriteJob | ReadJob):
+                found = job[: self._rng.randint(0, len(job))]
+                self._there.update(found)
+                yield Answer(job[-1], found)
+                continue
             problem = "EIO" if self._rng.random() < 0.1 else None
             if isinstance(job, WriteJob):
                 self.num_writes_pending -= 1
@@ -124,12 +142,12 @@ class _Lower:
 
 
 class _Driver:
-    def __init__(self, seed: int, num_below: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, seed: int, stack: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = rng = Random(seed)
         self.now_s = 0.0
         for name in ("monotonic", "time", "perf_counter"):
             monkeypatch.setattr(tiers_module, name, lambda: self.now_s)
-        names = ["disk", "remote"][:num_below]
+        names = [[], ["disk"], ["remote"], ["disk", "remote"]][stack]
         self.below = [_Lower(rng, name, rng.randint(2, 14)) for name in names]
         kind = rng.choice([PolicyKind.LOOKAHEAD, PolicyKind.LOOKAHEAD, PolicyKind.LRU])
         copier = _Copier(rng, rng.randint(2, 10))
@@ -140,12 +158,12 @@ class _Driver:
         ]
         self.tickets: list[int] = []
         self.load_ids, self.new_tickets = map(LoadId, count()), count()
-        self.loads: list[Load] = []
+        self.awaited: set[PageKey] = set()
 
     def act(self) -> None:
         tiers, rng = self.tiers, self.rng
         keys = rng.choice(self.chains)[: rng.randint(1, CHAIN_PAGES)]
-        match rng.randrange(9):
+        match rng.randrange(11):
             case 0 | 1:
                 missing = [number for number, key in enumerate(keys) if not tiers.has(key)]
                 new = missing[: tiers.make_room(len(missing))]
@@ -166,6 +184,13 @@ class _Driver:
                 tiers.prefetch()
             case 6 if self.below:
                 rng.choice(self.below).is_full = rng.random() < 0.5
+            case 9 if self.below:
+                asked = tiers.ask(keys)
+                assert asked is None or tiers.is_asked(asked)
+                if asked is not None and tiers.awaits(asked, 3.0):
+                    self.awaited.add(asked)
+            case 10 if rng.random() < 0.2 and self.below and self.below[-1].is_shared:
+                self.below[-1].fail()
             case 7 if rng.random() < 0.2:
                 self.now_s += TTL_S / 2
             case 8 if rng.random() < 0.1:
@@ -173,21 +198,22 @@ class _Driver:
             case _:
                 tiers.note_use(keys)
         self.now_s += 1.0
-        tiers.poll()
+        self.awaited.difference_update(tiers.poll().answered)
         tiers.check()
 
 
-@pytest.mark.parametrize("num_below", [0, 1, 2])
+@pytest.mark.parametrize("stack", range(4), ids=["host", "disk", "remote", "both"])
 @pytest.mark.parametrize("seed", range(30))
 def test_bytes_and_policy_never_part(
-    seed: int, num_below: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, stack: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = _Driver(seed, num_below, monkeypatch)
+    driver = _Driver(seed, stack, monkeypatch)
     for _ in range(150):
         driver.act()
     driver.tiers.flush()
     for _ in range(100):
-        driver.tiers.poll()
+        driver.awaited.difference_update(driver.tiers.poll().answered)
+    assert not driver.awaited, "somebody waits for an answer for ever"
     driver.tiers.check()
     assert driver.tiers.num_copies == 0
     driver.tiers.clear()

@@ -133,6 +133,8 @@ class VirtualDisk:
     none."""
 
     name = "disk"
+    is_shared = False
+    is_open = can_write = True
 
     def __init__(self, clock: VirtualClock, num_records: int, bytes_per_s: float) -> None:
         self.num_places = max(1, num_records - 1 - num_records // 64)
@@ -159,6 +161,9 @@ class VirtualDisk:
         pass
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
+        pass
+
+    def ask(self, keys: Sequence[PageKey]) -> None:
         pass
 
     def write(self, job: WriteJob) -> None:

@@ -283,6 +283,19 @@ class KVStore:
         """How many of these pages, the leading ones, lower tiers have."""
         return NOTHING_STORED if self._traffic is None else self._traffic.find(keys)
 
+    def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
+        """Ask tiers that other processes fill for pages that nobody here has; returns the key that
+        the answer goes by, which `poll` tells. None: nobody is to be asked."""
+        return None if self._traffic is None else self._traffic.tiers.ask(keys)
+
+    def is_asked(self, key: PageKey) -> bool:
+        """Whether an answer is still to come."""
+        return self._traffic is not None and self._traffic.tiers.is_asked(key)
+
+    def awaits(self, key: PageKey, most_s: float) -> bool:
+        """Whether an answer should be waited for, up to `most_s` after the question."""
+        return self._traffic is not None and self._traffic.tiers.awaits(key, most_s)
+
     def load(self, run: StoredRun, kept: Int32s, start_layers: int) -> PageKey | None:
         """Bring up a run of pages that lower tiers have, giving up none of `kept` for it.
 

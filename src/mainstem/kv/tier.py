@@ -2,7 +2,8 @@
 
     host memory    the first: its other side is the device (kv/host.py)
     disk           kv/bytes/disk.py
-    ...            each is slower than the one before it, and reached through host memory
+    a server       kv/bytes/remote.py; other processes put pages there, too
+                   each is slower than the one before it, and reached through host memory
 
 A tier knows where its pages lie and moves their bytes; which pages it is given is decided
 elsewhere. It is owned by one thread, and nothing here waits except `flush` and `close`.
@@ -48,6 +49,20 @@ class Read:
     began_s: float
     ended_s: float
     problem: str | None = None
+    token_ids: bytes | None = None  # of the page, where the tier knows them
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a shared tier has of the pages it was asked for: the leading ones."""
+
+    asked: PageKey  # the last of them
+    keys: Sequence[PageKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Emptied:
+    """A tier may have lost everything that was not written since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +112,21 @@ class LowerTier(Tier, Protocol):
     def link(self) -> SharedLink: ...
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other processes put pages there: then it is asked what it has."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether questions have a chance at present."""
+        ...
+
+    @property
+    def can_write(self) -> bool:
+        """Whether writes have a chance at present."""
+        ...
+
+    @property
     def num_writes_pending(self) -> int:
         """Pages given to `write` whose outcome `poll` has not told."""
         ...
@@ -123,6 +153,11 @@ class LowerTier(Tier, Protocol):
         """Keep for others, and for the next start, when pages were last used."""
         ...
 
-    def poll(self) -> Iterator[Written | Read]:
+    def ask(self, keys: Sequence[PageKey]) -> None:
+        """Ask a shared tier which of `keys`, the leading ones, it has: an Answer of `poll`. Where
+        it cannot be asked it has none."""
+        ...
+
+    def poll(self) -> Iterator[Written | Read | Answer | Emptied]:
         """What was done since the last call."""
         ...

@@ -39,13 +39,15 @@ from mainstem.core.step import Int32s
 from mainstem.kv.host import HostTier
 from mainstem.kv.policy import HOST, Moves, PolicyConfig, TierPolicy
 from mainstem.kv.ranking import PolicyKind
-from mainstem.kv.tier import LowerTier, Read, ReadJob, Tier, WriteJob, Written
+from mainstem.kv.tier import Answer, Emptied, LowerTier, Read, ReadJob, Tier, WriteJob, Written
 from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
 
 SLACK = 16  # 1/16 of the slots is reserved for copies in flight
 READ_AHEAD_S = 0.02  # reading ahead gives a tier so much to do: loads must not queue behind it
+MAX_ASKED = 4096  # pages of one question to shared tiers
 CHORE_S = 0.5  # between looks at what has expired
 IN_HOST = 1 << HOST
+SURE = 1.5  # an answer is waited for where there is time for this many round trips
 NO_PAGES = np.empty(0, np.int32)
 
 
@@ -62,6 +64,16 @@ class _Entry:
     is_lost: bool = False
     skips_load: bool = False  # a load that began with it failed: whoever asks next computes it
     is_recovered: bool = False  # from an earlier process: its parent is not known
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """Pages that shared tiers were asked for."""
+
+    asked_s: float
+    num_open: int  # tiers that have not answered
+    give_up_s: float = float("inf")  # when whoever waits for the answer does so no longer
+    is_late: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +100,7 @@ class Arrivals:
     failed: list[Load] = field(default_factory=list)
     startable: list[Load] = field(default_factory=list)  # not there yet, but soon enough
     saved: list[Int32s] = field(default_factory=list)  # device pages that were copied
+    answered: list[PageKey] = field(default_factory=list)  # see `ask`; or not waited for any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +141,12 @@ class LowerTiers:
         self._entries: dict[PageKey, _Entry] = {}
         self._loads: list[Load] = []
         self._arrivals = Arrivals()  # that nobody was told of yet
-        self._to_back_up: list[deque[PageKey]] = [deque() for _ in self._tiers]
-        self._max_pending_writes = max(1, host.num_places // 2)
+        # the oldest are forgotten where a tier cannot keep up: they have left host memory
+        self._to_back_up = [deque[PageKey](maxlen=host.num_places) for _ in self._tiers]
+        self._shared = [(number, tier) for number, tier in self._below if tier.is_shared]
+        self._untold = {tier.name for _, tier in self._shared}  # events do not tell of these
+        self._in_shared = sum(1 << number for number, _ in self._shared)
+        self._questions: dict[PageKey, _Question] = {}  # by the first page asked for
         self._used: set[PageKey] = set()  # used since lower tiers were told
         self._next_chore_s = 0.0
         for number, tier in self._below:
@@ -163,8 +180,9 @@ class LowerTiers:
         return self._host.num_pages_saving
 
     def has(self, key: PageKey) -> bool:
-        """Whether a page is stored or being saved."""
-        return key in self._entries
+        """Whether a page is stored or being saved; what only others may have kept is not."""
+        entry = self._entries.get(key)
+        return entry is not None and (entry.holds > 0 or bool(entry.full & ~self._in_shared))
 
     def find(self, keys: Iterable[PageKey]) -> Stored:
         """How many of `keys`, the leading ones, could be loaded."""
@@ -185,11 +203,12 @@ class LowerTiers:
         return Stored(num_pages, tuple(counts[HOST + 1 :]))
 
     def stored_keys(self) -> dict[str, set[PageKey]]:
-        """The pages that could be loaded, by tier."""
+        """The pages that could be loaded, by tier; shared tiers are not ours to tell of."""
         entries = self._entries.values()
         return {
             tier.name: {entry.key for entry in entries if entry.full >> number & 1}
             for number, tier in enumerate(self._tiers)
+            if not self._in_shared >> number & 1
         }
 
     # --- the queue ------------------------------------------------------------------------------
@@ -208,6 +227,72 @@ class LowerTiers:
         self._policy.note_use(keys, monotonic())
         if self._below:
             self._used.update(keys)
+
+    # --- what other processes have ---------------------------------------------------------------
+
+    def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
+        """Ask shared tiers for the pages of a chain that are not known yet, from the first of them
+        on; returns the key that `awaits` and the answer go by, the last of them. None: nobody is to
+        be asked."""
+        tiers = [tier for _, tier in self._shared if tier.is_open]
+        if not tiers:
+            return None
+        num_known = self.find(keys).num_pages
+        rest = keys[num_known : num_known + MAX_ASKED]
+        if not rest:
+            return None
+        if rest[-1] not in self._questions:
+            self._questions[rest[-1]] = _Question(monotonic(), len(tiers))
+            for tier in tiers:
+                tier.ask(rest)
+        return rest[-1]
+
+    def is_asked(self, key: PageKey) -> bool:
+        """Whether the answer to a question is still to come, late or not."""
+        return key in self._questions
+
+    def awaits(self, key: PageKey, most_s: float) -> bool:
+        """Whether somebody who waits at most `most_s` for an answer should: it is expected before.
+        The wait ends with the answer, or when that time is over."""
+        question = self._questions.get(key)
+        if question is None or question.is_late:
+            return False
+        expected_s = max(tier.link.round_trip_s for _, tier in self._shared)
+        if SURE * expected_s > most_s:
+            return False
+        question.give_up_s = min(question.give_up_s, question.asked_s + most_s)
+        return True
+
+    def _take_answer(self, number: int, tier: LowerTier, answer: Answer) -> None:
+        """Pages that others have put into a tier, or that we did before it was lost."""
+        question = self._questions[answer.asked]
+        question.num_open -= 1
+        if not question.num_open:
+            del self._questions[answer.asked]
+            self._arrivals.answered.append(answer.asked)
+        bit = 1 << number
+        entries: list[_Entry] = []
+        for key in answer.keys:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = _Entry(key, b"", None, is_recovered=True)
+            if not entry.taken & bit and tier.take(key):
+                entry.taken |= bit
+                entry.full |= bit
+                entries.append(entry)
+        # the head of a chain goes last
+        moves = self._policy.recover(number, [e.key for e in reversed(entries)], monotonic())
+        self._carry_out(moves, "room")
+        for key in answer.keys:
+            if (entry := self._entries.get(key)) is not None:
+                self._settle(entry)
+
+    def _empty(self, number: int) -> None:
+        """What a tier was known to have is not counted on any more."""
+        there = [entry for entry in self._entries.values() if entry.taken >> number & 1]
+        self._policy.drop_from(number, [entry.key for entry in there])
+        for entry in there:
+            self._settle(entry)
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -240,19 +325,26 @@ class LowerTiers:
         """Start copying device pages to host memory; returns those that are being copied.
 
         `keys` are in chain order where pages belong to one chain, each comes `after` another or is
-        the first; none is stored yet. No step depends on a save: one that fails is told as skipped,
-        and may be tried again.
+        the first; none is stored yet, unless in a shared tier. No step depends on a save: one that
+        fails is told as skipped, and may be tried again.
         """
         self._carry_out(self._policy.admit(keys, monotonic(), after), "room")
         kept: list[int] = []
         entries: list[_Entry] = []
         refused = 0
         for index, key in enumerate(keys):
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = _Entry(key, token_ids[index], after[index])
+            elif not self._policy.places(key) & ~entry.taken:
+                continue  # a shared tier has it, and no other wants it
             if key not in self._policy or not self._host.take(key):
                 self._policy.drop([key])
+                self._settle(entry)
                 refused += 1
                 continue
-            entry = _Entry(key, token_ids[index], after[index], taken=IN_HOST, holds=1)
+            entry.taken |= IN_HOST
+            entry.holds += 1
             self._entries[key] = entry
             entries.append(entry)
             kept.append(index)
@@ -344,7 +436,10 @@ class LowerTiers:
             entry = self._entries.get(key)
             if entry is None or not entry.full:
                 return False
-            if entry.token_ids != token_ids[index * width : (index + 1) * width]:
+            wanted = token_ids[index * width : (index + 1) * width]
+            if not entry.token_ids:  # a shared tier goes by the name, which stands for the tokens
+                entry.token_ids = wanted
+            if entry.token_ids != wanted:
                 slowest = self._tiers[entry.full.bit_length() - 1]
                 self._bus.publish(PagesLost(1, slowest.name, "tokens"))
                 self._policy.drop([key])
@@ -364,6 +459,10 @@ class LowerTiers:
             left_s = self._poll_load(load, left_s)
         self._back_up()
         now_s = monotonic()
+        for key, question in self._questions.items():
+            if not question.is_late and now_s >= question.give_up_s:
+                question.is_late = True
+                self._arrivals.answered.append(key)
         if now_s >= self._next_chore_s:
             self._next_chore_s = now_s + CHORE_S
             self._expire(now_s)
@@ -469,7 +568,9 @@ class LowerTiers:
 
     def _lose(self, entry: _Entry, tier: Tier, reason: str) -> None:
         """A tier did not give back what it was given: the page is a miss from here on."""
-        self._bus.publish(PagesLost(1, tier.name, reason))
+        is_gone = reason == "missing" and tier.name in self._untold  # a server makes room by itself
+        lost = PagesEvicted(1, "room", tier.name) if is_gone else PagesLost(1, tier.name, reason)
+        self._bus.publish(lost)
         self._policy.drop([entry.key])
         entry.is_lost = True
         self._free(entry, entry.taken)
@@ -506,14 +607,14 @@ class LowerTiers:
                 self._bus.publish(PagesEvicted(count, reason, tier.name))
 
     def _tell_stored(self, tier: str, entries: Sequence[_Entry]) -> None:
-        if entries and self._bus.has_listeners(PagesStored):
+        if entries and tier not in self._untold and self._bus.has_listeners(PagesStored):
             keys = [entry.key for entry in entries]
             token_ids = [b"" if entry.is_recovered else entry.token_ids for entry in entries]
             parents = [entry.parent for entry in entries]
             self._bus.publish(PagesStored(tier, keys, parents, token_ids))
 
     def _tell_removed(self, tier: str, entry: _Entry) -> None:
-        if self._bus.has_listeners(PagesRemoved):
+        if tier not in self._untold and self._bus.has_listeners(PagesRemoved):
             self._bus.publish(PagesRemoved(tier, [entry.key]))
 
     def _place(self, entry: _Entry) -> None:
@@ -541,7 +642,7 @@ class LowerTiers:
         """Give a page in a slot, which `after` waits for, to a lower tier."""
         key = entry.key
         has_place = tier.take(key)
-        if not has_place:
+        if not has_place and tier.can_write:
             self._carry_out(self._policy.choose_victims(number, 1), "room")
             has_place = tier.take(key)
         if not has_place or not self._policy.places(key) >> number & 1:
@@ -563,7 +664,11 @@ class LowerTiers:
         """Have what is in host memory in lower tiers too, so that it outlives the process."""
         for number, tier in self._below:
             waiting = self._to_back_up[number]
-            while waiting and (room := self._max_pending_writes - tier.num_writes_pending) > 0:
+            if not tier.can_write:
+                waiting.clear()
+            # what is sent has a slot until it is there: a slow server must not have them all
+            most = max(1, self._host.num_places // (8 if tier.is_shared else 2))
+            while waiting and (room := most - tier.num_writes_pending) > 0:
                 keys = [waiting.popleft() for _ in range(min(room, len(waiting)))]
                 self._carry_out(self._policy.back_up(number, keys), "room")
 
@@ -588,6 +693,12 @@ class LowerTiers:
         for number, tier in self._below:
             num_written = 0
             for done in tier.poll():
+                if isinstance(done, Answer):
+                    self._take_answer(number, tier, done)
+                    continue
+                if isinstance(done, Emptied):
+                    self._empty(number)
+                    continue
                 entry = self._entries.get(done.key)
                 assert entry is not None, "a page under way is not forgotten"
                 if isinstance(done, Written):
@@ -619,6 +730,8 @@ class LowerTiers:
             return False
         tier.link.finish_between(done.num_bytes, done.began_s, done.ended_s)
         entry.full |= IN_HOST
+        if done.token_ids is not None:
+            entry.token_ids = done.token_ids
         self._tell_stored("host", [entry])
         if self._policy.places(entry.key) & ~entry.taken:  # it is on its way to another tier
             self._place(entry)

@@ -174,6 +174,7 @@ class Traffic:
         arrivals = self.tiers.poll(lead_s)
         for pages in arrivals.saved:
             self._let_go(pages)
+        self._news += arrivals.answered
         for load in arrivals.startable:
             self._news += load.keys
         for load in arrivals.loaded:

@@ -13,6 +13,8 @@ BUSY_S = 0.03  # of work on a link, beyond what it does until somebody looks aga
 LEARNING = 0.3  # weight of the latest step in what steps are known to take
 SURPRISE = 2.0  # a step that takes longer than so many times what was expected is an accident
 CAUTION = 0.8  # of a step that runs, so much is counted on: a step that waits holds up everybody
+ANSWER_SHARE = 0.05  # of what a prompt takes to compute, it may wait to hear what others have
+ALWAYS_PATIENCE_S = 1.0  # the same where stored pages are always loaded
 HELD_UP = 4.0  # of those that wait, so many count at most: the others may take the other way
 
 
@@ -74,6 +76,18 @@ class Fetching:
         queue_s = max(link.expect_s(0) + num_held_up * pass_s for link, pass_s in passes)
         load_s = queue_s + sum(pass_s for _, pass_s in passes)
         return load_s < tokens_ahead * token_s + (1 + num_held_up) * compute_s
+
+    def patience_s(self, num_tokens: int) -> float:
+        """Seconds that a prompt with so many tokens to compute may wait for the answer of a tier
+        that other processes fill: a small part of what computing takes."""
+        if self.config.fetch is Fetch.ALWAYS:
+            return ALWAYS_PATIENCE_S
+        return ANSWER_SHARE * num_tokens * self.steps.token_s
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether anything would be loaded at all."""
+        return self.config.fetch is not Fetch.NEVER
 
     def is_open(self, stored: Stored) -> bool:
         """Whether what is not worth it now may be later, when a way is free."""

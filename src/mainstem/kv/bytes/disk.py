@@ -87,6 +87,8 @@ class DiskTier:
     """Owned by one thread, which makes the calls; see the module for who does the work."""
 
     name = "disk"
+    is_shared = False
+    is_open = can_write = True
 
     def __init__(
         self,
@@ -205,6 +207,9 @@ class DiskTier:
         """Forget a page; its record may be taken again at once."""
         self._orders.put(_Delete(key))
         self._give_back(key)
+
+    def ask(self, keys: Sequence[PageKey]) -> None:
+        """Nobody else writes here: what there is, is known."""
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
         """Keep for the next start when pages were last used (seconds since 1970)."""
