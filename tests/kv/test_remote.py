@@ -105,7 +105,7 @@ def exchange(address: Address) -> None:
     tier.ask([key(number) for number in range(30)])
     assert wait(tier, 1) == [Answer(key(29), [key(number) for number in range(20)])]
     buffers = [memoryview(bytearray(PAGE)) for _ in range(20)]
-    tier.read([ReadJob(key(number), buffers[number]) for number in range(20)])
+    tier.read([ReadJob(key(number), buffers[number]) for number in range(20)], 10.0)
     for done in wait(tier, 20):
         assert isinstance(done, Read)
         assert done.problem is None
@@ -341,11 +341,8 @@ def test_a_restarted_server_costs_hits(server: RedisServer) -> None:
     tiered.engine.close()
 
 
-def test_a_server_that_hangs_holds_nobody_up(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_hangs_holds_nobody_up(server: RedisServer) -> None:
     store_prompt(server.url)
-    monkeypatch.setattr(remote_module, "MIN_LIMIT_S", 0.05)
     tiered = a_tiered_engine(remote=Address(server.url), fetch=Fetch.AUTO)
     asked = tiered.tiers.ask(tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys)
     assert asked is not None

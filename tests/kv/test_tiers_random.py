@@ -107,7 +107,7 @@ class _Lower:
         self.num_writes_pending += 1
         self._under_way.append(job)
 
-    def read(self, jobs: Sequence[ReadJob]) -> None:
+    def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
         assert self._there.issuperset(job.key for job in jobs), "what is read is not there"
         self._under_way += jobs
 

@@ -171,7 +171,7 @@ class VirtualDisk:
         self._writes.append(job)
         self.num_writes_pending += 1
 
-    def read(self, jobs: Sequence[ReadJob]) -> None:
+    def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
         self._pass_time()
         self._reads.extend(
             jobs[begin : begin + READ_RUN] for begin in range(0, len(jobs), READ_RUN)

@@ -16,7 +16,7 @@ from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, root_key
 from mainstem.kv.page_logprobs import MAX_TOP
 from mainstem.kv.pool import PagePool
-from mainstem.kv.tiers import NOTHING_STORED, LowerTiers, Stored
+from mainstem.kv.tiers import NOTHING_STORED, READ_LIMIT_S, LowerTiers, Stored
 from mainstem.kv.traffic import Traffic
 
 EVICT_SHARE = 64  # of all pages one in so many is given up at a time
@@ -50,6 +50,7 @@ class StoredRun:
     chain: PageChain
     first: int
     num_pages: int
+    limit_s: float = READ_LIMIT_S  # whoever wants them would rather compute them after that
 
     @property
     def keys(self) -> tuple[PageKey, ...]:
@@ -309,7 +310,7 @@ class KVStore:
         finally:
             self.release(kept)
         self._index.touch(kept)
-        return self._traffic.load(run.chain, run.first, pages, start_layers)
+        return self._traffic.load(run.chain, run.first, pages, start_layers, run.limit_s)
 
     def launched(self, step_id: StepId) -> None:
         """What was committed since the last step is filled by this one."""

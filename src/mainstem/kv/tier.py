@@ -144,9 +144,9 @@ class LowerTier(Tier, Protocol):
         outcome."""
         ...
 
-    def read(self, jobs: Sequence[ReadJob]) -> None:
-        """Read pages into their buffers, which belong to the tier until `poll` tells the
-        outcome."""
+    def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
+        """Read pages into their buffers, which belong to the tier until `poll` tells the outcome.
+        After `limit_s` nobody wants them: a tier that can gives them up then."""
         ...
 
     def touch(self, used_at: dict[PageKey, float]) -> None:

@@ -43,6 +43,7 @@ from mainstem.kv.tier import Answer, Emptied, LowerTier, Read, ReadJob, Tier, Wr
 from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
 
 SLACK = 16  # 1/16 of the slots is reserved for copies in flight
+READ_LIMIT_S = 5.0  # for what nobody waits for in particular
 READ_AHEAD_S = 0.02  # reading ahead gives a tier so much to do: loads must not queue behind it
 MAX_ASKED = 4096  # pages of one question to shared tiers
 CHORE_S = 0.5  # between looks at what has expired
@@ -373,10 +374,16 @@ class LowerTiers:
     # --- loading --------------------------------------------------------------------------------
 
     def load(
-        self, load_id: LoadId, keys: Sequence[PageKey], pages: Int32s, start_layers: int
+        self,
+        load_id: LoadId,
+        keys: Sequence[PageKey],
+        pages: Int32s,
+        start_layers: int,
+        limit_s: float = READ_LIMIT_S,
     ) -> Load | None:
         """Start bringing stored pages to the device, the leading ones that there are slots to read
-        into; None: there is not one, or copying fails."""
+        into; None: there is not one, or copying fails. Reads that take longer than `limit_s` are
+        given up where a tier can."""
         entries = [self._entries[key] for key in keys]
         if entries[0].skips_load:
             entries[0].skips_load = False
@@ -394,7 +401,7 @@ class LowerTiers:
         keys, pages, entries = keys[:count], pages[:count], entries[:count]
         below = [_fastest(entry.full) for entry in entries if not entry.full & IN_HOST]
         num_below = {tier.name: below.count(number) for number, tier in self._below}
-        self._read([entry for entry in entries if not entry.taken & IN_HOST])
+        self._read([entry for entry in entries if not entry.taken & IN_HOST], limit_s)
         load = Load(load_id, keys, pages, entries, start_layers, perf_counter(), num_below)
         self._host.link.start(len(pages) * self.page_bytes)
         self._loads.append(load)
@@ -672,7 +679,7 @@ class LowerTiers:
                 keys = [waiting.popleft() for _ in range(min(room, len(waiting)))]
                 self._carry_out(self._policy.back_up(number, keys), "room")
 
-    def _read(self, entries: Sequence[_Entry]) -> None:
+    def _read(self, entries: Sequence[_Entry], limit_s: float = READ_LIMIT_S) -> None:
         """Bring pages into slots, of which there are enough, each from the fastest tier it is
         in."""
         jobs: dict[int, list[ReadJob]] = {}
@@ -686,7 +693,7 @@ class LowerTiers:
         for number, tier in self._below:
             if number in jobs:
                 tier.link.start(sum(len(job.buffer) for job in jobs[number]))
-                tier.read(jobs[number])
+                tier.read(jobs[number], limit_s)
 
     def _poll_below(self) -> None:
         num_read = 0

@@ -137,7 +137,7 @@ class Traffic:
         return self.tiers.find(keys)
 
     def load(
-        self, chain: PageChain, first: int, pages: Int32s, start_layers: int
+        self, chain: PageChain, first: int, pages: Int32s, start_layers: int, limit_s: float
     ) -> PageKey | None:
         """Fill `pages`, just taken, with the chain's stored pages from number `first` on.
 
@@ -150,7 +150,7 @@ class Traffic:
             while place < len(pages):
                 size = self.tiers.run_length(keys[place:], READ_PIECE)
                 piece = pages[place : place + size]
-                started = self._start(chain, first + place, piece, start_layers)
+                started = self._start(chain, first + place, piece, start_layers, limit_s)
                 place += started
                 if started < size:
                     break
@@ -211,7 +211,9 @@ class Traffic:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _start(self, chain: PageChain, first: int, pages: Int32s, start_layers: int) -> int:
+    def _start(
+        self, chain: PageChain, first: int, pages: Int32s, start_layers: int, limit_s: float
+    ) -> int:
         """Start to load the chain's pages from number `first` on; returns how many, 0: none can."""
         size = chain.page_size
         keys = chain.keys[first : first + len(pages)]
@@ -219,7 +221,7 @@ class Traffic:
         if not self.tiers.has_all(keys, token_ids):  # some may be gone to make room for others
             return 0
         load_id = LoadId(next(self._load_ids))
-        load = self.tiers.load(load_id, keys, pages, start_layers)
+        load = self.tiers.load(load_id, keys, pages, start_layers, limit_s)
         if load is None:
             return 0
         self._copying[load.pages] += 1  # the taker's hold is the copy's from here on

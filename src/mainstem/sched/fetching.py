@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from mainstem.core.config import Fetch, StoreConfig
 from mainstem.kv.policy import HOST
-from mainstem.kv.tiers import LowerTiers, Stored
+from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers, Stored
 from mainstem.kv.transfer import Link
 
 BUSY_S = 0.03  # of work on a link, beyond what it does until somebody looks again
 LEARNING = 0.3  # weight of the latest step in what steps are known to take
 SURPRISE = 2.0  # a step that takes longer than so many times what was expected is an accident
 CAUTION = 0.8  # of a step that runs, so much is counted on: a step that waits holds up everybody
+MIN_LIMIT_S = 0.1  # that reading stored pages may take, however quickly they are computed
 ANSWER_SHARE = 0.05  # of what a prompt takes to compute, it may wait to hear what others have
 ALWAYS_PATIENCE_S = 1.0  # the same where stored pages are always loaded
 HELD_UP = 4.0  # of those that wait, so many count at most: the others may take the other way
@@ -83,6 +84,13 @@ class Fetching:
         if self.config.fetch is Fetch.ALWAYS:
             return ALWAYS_PATIENCE_S
         return ANSWER_SHARE * num_tokens * self.steps.token_s
+
+    def limit_s(self, stored: Stored) -> float:
+        """Seconds after which a load is given up where a tier can do that: computing it would have
+        taken no longer."""
+        if self.config.fetch is Fetch.ALWAYS:
+            return READ_LIMIT_S
+        return max(MIN_LIMIT_S, stored.num_pages * self.page_size * self.steps.token_s)
 
     @property
     def may_ask(self) -> bool:

@@ -1,7 +1,7 @@
 """Pages of waiting sequences: what is there of them, and what is brought up from lower tiers."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -255,8 +255,9 @@ class Loader:
             kept = np.append(kept, np.int32(match.similar_page))
         awaited: PageKey | None = None
         try:
+            limit_s = fetching.limit_s(stored)
             for run in runs:
-                awaited = self._store.load(run, kept, layers) or awaited
+                awaited = self._store.load(replace(run, limit_s=limit_s), kept, layers) or awaited
         except OutOfPages:  # the pages it has itself were counted on
             pass
         if awaited is not None:

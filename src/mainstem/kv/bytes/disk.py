@@ -187,10 +187,10 @@ class DiskTier:
         self._num_pending += 1
         self._orders.put(_RecordWrite(job, self._records[job.key]))
 
-    def read(self, jobs: Sequence[ReadJob]) -> None:
+    def read(self, jobs: Sequence[ReadJob], limit_s: float = float("inf")) -> None:
         """Read pages into their buffers, which belong to the tier until `poll` tells the outcome.
 
-        Neighbours on the disk are read in one go."""
+        Neighbours on the disk are read in one go. A read that has begun cannot be given up."""
         run: list[_RecordRead] = []
         for job in jobs:
             record = self._records[job.key]

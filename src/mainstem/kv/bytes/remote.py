@@ -50,8 +50,6 @@ TAG_BYTES = 32
 NUM_READERS = 4
 WRITE_BATCH = 8  # pages that are sent together
 FIRST_RATE = 250e6  # bytes a second, until reads were seen
-MIN_LIMIT_S = 0.1  # that a call may always take, beside ...
-LATE = 3.0  # ... this many times what is expected of it
 WRITE_LIMIT_S = 10.0  # nobody waits for writes
 ASK_LIMIT_S = 1.0
 PAUSE_S = 1.0  # a server that failed is left alone for so long, twice as long each time ...
@@ -82,7 +80,7 @@ class _Question:
 @dataclass(frozen=True, slots=True)
 class _Reads:
     jobs: deque[ReadJob]  # that are not told yet
-    limit_s: float
+    due_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +235,13 @@ class RemoteTier:
         self._num_pending += 1
         self._writer.put(_Writes(deque([job])))
 
-    def read(self, jobs: Sequence[ReadJob]) -> None:
-        """Fetch pages into their buffers, which belong to the tier until `poll` tells."""
-        num_bytes = sum(len(job.buffer) for job in jobs)
-        expected_s = self.link.round_trip_s + self.link.expect_s(num_bytes)
+    def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
+        """Fetch pages into their buffers, which belong to the tier until `poll` tells; what is not
+        there in `limit_s` is given up."""
         self._num_reads += len(jobs)
         reader = self._readers[self._next_reader]
         self._next_reader = (self._next_reader + 1) % len(self._readers)
-        reader.put(_Reads(deque(jobs), MIN_LIMIT_S + LATE * expected_s))
+        reader.put(_Reads(deque(jobs), monotonic() + limit_s))
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
         """Pages that are used do not expire."""
@@ -410,7 +407,7 @@ class RemoteTier:
         jobs = order.jobs
         began_s = perf_counter()
         commands: list[Command] = [("GET", self._name(job.key)) for job in jobs]
-        for reply in line.call(commands, order.limit_s):
+        for reply in line.call(commands, order.due_s - monotonic()):
             job = jobs[0]
             token_ids, problem = self._take(job, reply)
             ended_s = perf_counter()
