@@ -27,7 +27,8 @@ from mainstem.cli.trace_flags import (
 )
 from mainstem.core.errors import ConfigError
 from mainstem.core.tables import table
-from mainstem.kv.policy import HEADROOM, PolicyKind
+from mainstem.kv.policy import HEADROOM
+from mainstem.kv.ranking import PolicyKind
 from mainstem.simulate.plots import plot_reports, require_matplotlib
 from mainstem.simulate.service import Prices, ServiceRates
 from mainstem.simulate.simulator import Queue, Report, SimulationConfig, simulate
