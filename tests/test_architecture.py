@@ -28,13 +28,14 @@ MAY_IMPORT = {
     "core": "",
     "kernels": "core",
     "plan": "core",
+    "route": "core",
     "kv": "core",
     "checkpoints": "core",
     "models": "core kernels",
     "sched": "core kv plan",
     "runner": "core kernels models kv plan",
     "engine": "core kv plan sched runner",
-    "simulate": "core kv",
+    "simulate": "core kv route",
     "text": "core engine",
     "wire": "core text",
     "batch": "core plan text wire",
@@ -42,7 +43,7 @@ MAY_IMPORT = {
     "llm": "core plan engine text checkpoints",
     "async_llm": "core text llm",
     "ray": "core plan checkpoints text wire batch llm",
-    "cli": "core plan kv checkpoints simulate text wire batch server llm runner ray",
+    "cli": "core plan route kv checkpoints simulate text wire batch server llm runner ray",
 }
 MAIN = {"__init__", "__main__"}  # join the packages; `mainstem.LLM` is imported when asked for
 TORCH_OK = ("kernels/", "models/", "runner/")  # everything else runs without torch
