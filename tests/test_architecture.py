@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "server": "core plan engine text wire batch",
     "llm": "core plan engine text checkpoints",
     "async_llm": "core text llm",
-    "ray": "core plan checkpoints text wire batch llm",
+    "ray": "core plan route checkpoints text wire batch server llm",
     "cli": "core plan route kv checkpoints simulate text wire batch server llm runner ray",
 }
 MAIN = {"__init__", "__main__"}  # join the packages; `mainstem.LLM` is imported when asked for

@@ -38,7 +38,7 @@ from mainstem.simulate.trace_records import Trace
 from mainstem.simulate.traces import read_trace
 
 DEVICE_TOKENS = 1_000_000
-SHARED_GB_PER_S = 5.0
+SHARED_GB_PER_S = 10.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -139,8 +139,10 @@ def _reports(
     trace: PagedTrace, configs: Sequence[FleetConfig], args: argparse.Namespace
 ) -> Iterator[FleetReport]:
     """Each with every router, and with every shared tier."""
+    work = 1.0  # pace times replicas: much the same for all of them
     for config in configs:
-        reference = find_reference(trace, config)
+        reference = find_reference(trace, config, work / config.num_replicas)
+        work = reference.pace * config.num_replicas
         for router in args.router:
             for shared_gb in args.shared_gb:
                 chosen = replace(config, router=router, shared_gb=shared_gb)

@@ -22,7 +22,7 @@ class Holdings:
     """The leading pages of prompts, by replica. Never more than the bounds of all together."""
 
     def __init__(self, num_replicas: int, pages_per_replica: int) -> None:
-        self._most = pages_per_replica
+        self._most = [pages_per_replica] * num_replicas
         self._in_order: list[OrderedDict[PageHash, None]] = [
             OrderedDict() for _ in range(num_replicas)
         ]
@@ -56,14 +56,23 @@ class Holdings:
             else:
                 in_order[key] = None
                 who_holds[key] = who_holds.get(key, 0) | bit
-        for _ in range(len(in_order) - self._most):
-            self._drop(in_order.popitem(last=False)[0], bit)
+        self._shrink(replica)
+
+    def bound(self, replica: int, num_pages: int) -> None:
+        """A replica holds no more than this."""
+        self._most[replica] = num_pages
+        self._shrink(replica)
 
     def forget(self, replica: int) -> None:
         """A replica has lost what it held."""
         for key in self._in_order[replica]:
             self._drop(key, 1 << replica)
         self._in_order[replica].clear()
+
+    def _shrink(self, replica: int) -> None:
+        in_order = self._in_order[replica]
+        while len(in_order) > self._most[replica]:
+            self._drop(in_order.popitem(last=False)[0], 1 << replica)
 
     def _drop(self, key: PageHash, bit: int) -> None:
         left = self._who_holds[key] & ~bit
@@ -76,7 +85,7 @@ class Holdings:
         """Raise if the two views differ, or a bound is exceeded."""
         seen: dict[PageHash, int] = {}
         for replica, in_order in enumerate(self._in_order):
-            assert len(in_order) <= self._most, "more pages than the bound"
+            assert len(in_order) <= self._most[replica], "more pages than the bound"
             for key in in_order:
                 seen[key] = seen.get(key, 0) | 1 << replica
         assert seen == self._who_holds, "the two views differ"

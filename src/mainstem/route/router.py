@@ -1,22 +1,21 @@
 """The router of many replicas: prefix-affine, with bounded loads.
 
-A request goes where it is answered soonest: where the work that is open already and what would
-have to be computed of its prompt are least together. So a prompt goes to the replica that holds
-most of it, until the wait there costs more than computing it elsewhere, which then holds it, too.
-Affinity has a price and is never switched off: under load every replica has a queue, and what a
-replica holds counts as before.
+A request goes where it costs least: where the work that is open already and what would have to be
+computed of its prompt are least together. So a prompt goes to the replica that holds most of it,
+until waiting there costs more than computing it elsewhere; that replica then holds it, too.
 
-    cost[i] = open work + new tokens of the prompt + recent work / SPREAD         (tokens)
+    cost[i] = open work + NEW_COST * new tokens of the prompt + recent work / SPREAD      (tokens)
 
 - Work is counted in prompt tokens; a token of an answer costs as much as `output_cost` of them.
-- Replicas whose work would exceed LOAD_BOUND times the mean are not asked (the mean of all that are
-  up, and the request itself). One always is below: no replica becomes hot.
+- Bounded load: a replica is not asked if its open work would exceed LOAD_BOUND times the mean and
+  FREE_REQUESTS requests like this one. The least loaded replica is always below, so no replica
+  becomes hot. What a replica holds counts under any load: affinity is never switched off.
 - Recent work, which fades, decides between replicas that are equal otherwise: new prompts spread
   over all memories, not over the first idle one.
-- A session stays where it is as long as that replica is up and below the bound.
-- Draining replicas get nothing new; a replica that was down has forgotten everything.
+- A session stays at its replica as long as that is up and below the bound.
+- Draining replicas get nothing new. A replica that was down has forgotten everything.
 
-Memory is bounded: pages of each replica, sessions, and counters of what is open.
+Memory is bounded: pages of each replica, sessions, and what is open.
 """
 
 from collections import OrderedDict
@@ -31,11 +30,10 @@ from numpy.typing import NDArray
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.route.holdings import Holdings, PageHash
 
-LOAD_BOUND = 1.25  # of a replica's open work over the mean
-SPREAD = 16.0  # recent work counts this much less than open work
-NEW = 1.0
-SLACK = 1.0
-HOME = True
+LOAD_BOUND = 1.25
+FREE_REQUESTS = 2.0
+NEW_COST = 1.5  # computing again what another replica holds delays everybody who comes after
+SPREAD = 64.0
 RECENT_REQUESTS = 64.0  # of each replica: how many requests recent work goes back
 FIRST_OUTPUT_TOKENS = 256.0  # of an answer, until some have ended
 OUTPUT_MEMORY = 0.01  # weight of one more answer in the mean length
@@ -142,6 +140,11 @@ class Router:
             raise ConfigError(f"app {app}: there are replicas 0 to {self.num_replicas - 1}")
         self._apps[app] = frozenset(replicas)
 
+    def set_capacity(self, replica: int, num_tokens: int) -> None:
+        """A replica holds this many tokens; `pages_per_replica` remains the most."""
+        num_pages = max(1, num_tokens // self._config.page_tokens)
+        self._holdings.bound(replica, min(num_pages, self._config.pages_per_replica))
+
     def open_work(self, replica: int) -> float:
         """Estimated work that a replica has to do, in prompt tokens."""
         return float(self._open[replica])
@@ -221,12 +224,12 @@ class Router:
         held = self._holdings.num_leading(request.pages)[places] * self._config.page_tokens
         new = np.maximum(0, request.prompt_tokens - held)
         loads, output_work = self._open[places], self._output_work()
-        most = LOAD_BOUND * loads.mean() + SLACK * (request.prompt_tokens + output_work)
-        costs = loads + NEW * new + self._recent[places] / SPREAD
+        most = LOAD_BOUND * loads.mean() + FREE_REQUESTS * (request.prompt_tokens + output_work)
+        costs = loads + NEW_COST * new + self._recent[places] / SPREAD
         costs[loads + new + output_work > most] = np.inf
         best = int(costs.argmin())
         home = None if request.session is None else self._sessions.get(request.session)
-        if HOME and home in able and costs[able.index(home)] < np.inf:
+        if home in able and costs[able.index(home)] < np.inf:
             best = able.index(home)
         return able[best], int(request.prompt_tokens - new[best])
 

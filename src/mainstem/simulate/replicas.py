@@ -39,7 +39,7 @@ class FleetConfig:
     device_tokens: int  # of each
     router: RouterKind = RouterKind.AFFINE
     shared_gb: float = 0.0  # a store that all replicas read and write
-    shared_gb_per_s: float = 5.0  # to each replica
+    shared_gb_per_s: float = 10.0  # to each replica
     kv_bytes_per_token: float = 131_072.0
     busy: float = 0.7
     warmup: int = 0
@@ -96,11 +96,11 @@ class FleetReport:
     seconds: float = 0.0
 
 
-def find_reference(trace: PagedTrace, config: FleetConfig) -> Reference:
-    """Devices with one memory, at the pace that makes them busy as `config` says."""
+def find_reference(trace: PagedTrace, config: FleetConfig, pace: float = 1.0) -> Reference:
+    """Devices with one memory, at the pace that makes them busy as `config` says; `pace` is where
+    the search begins."""
     total = config.num_replicas * config.device_tokens
     memory = replace(config, device_tokens=total, shared_gb=0.0)
-    pace = 1.0
     for _ in range(PACES_TRIED):
         fleet = _Fleet(trace, memory, pace, has_one_memory=True)
         report = fleet.run()
