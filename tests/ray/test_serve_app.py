@@ -215,4 +215,4 @@ def test_a_killed_replica_costs_its_streams_and_nothing_else(fleet: Fleet) -> No
     assert [answered[0] for answered in answers] == [other], "it was sent again"  # type: ignore[index]
     assert {fleet.ask(f"{n} and now?")[0] for n in range(4)} == {other}
     until(lambda: fleet.states() == UP, within_s=120)
-    assert {fleet.ask(f"{n} again " * 40)[0] for n in range(8)} == {0, 1}
+    assert place in {fleet.ask(f"{n} again " * 40)[0] for n in range(8)}, "it serves again"

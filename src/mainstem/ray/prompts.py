@@ -38,10 +38,12 @@ def read_request(body: Body, key: bytes) -> RouteRequest:
     for piece in _pieces(body):
         num_bytes += len(piece)
         rest += piece
-        while len(rest) >= PAGE_BYTES and len(pages) < MAX_PAGES:
-            previous = blake2b(previous + rest[:PAGE_BYTES], digest_size=HASH_BYTES).digest()
+        num_new = min(len(rest) // PAGE_BYTES, MAX_PAGES - len(pages))
+        for start in range(0, num_new * PAGE_BYTES, PAGE_BYTES):
+            text = previous + rest[start : start + PAGE_BYTES]
+            previous = blake2b(text, digest_size=HASH_BYTES).digest()
             pages.append(int.from_bytes(previous, "little"))
-            rest = rest[PAGE_BYTES:]
+        rest = rest[num_new * PAGE_BYTES :] if len(pages) < MAX_PAGES else b""
     return RouteRequest(pages, num_bytes // BYTES_PER_TOKEN, session, app)
 
 

@@ -104,7 +104,7 @@ def find_reference(trace: PagedTrace, config: FleetConfig, pace: float = 1.0) ->
     for _ in range(PACES_TRIED):
         fleet = _Fleet(trace, memory, pace, has_one_memory=True)
         report = fleet.run()
-        if abs(report.busy - config.busy) <= BUSY_ERROR * config.busy:
+        if not report.busy or abs(report.busy / config.busy - 1) <= BUSY_ERROR:
             break
         pace *= report.busy / config.busy
     return Reference(pace, report.hit_rate, report.p99_ttft_s, report.busy)
@@ -112,8 +112,6 @@ def find_reference(trace: PagedTrace, config: FleetConfig, pace: float = 1.0) ->
 
 def simulate_fleet(trace: PagedTrace, config: FleetConfig, reference: Reference) -> FleetReport:
     """Serve the whole trace; `seconds` of the report is what that took here."""
-    if config.warmup >= len(trace.requests):
-        raise ConfigError(f"a warm-up of {config.warmup} leaves none of {len(trace.requests)}")
     report = _Fleet(trace, config, reference.pace).run()
     report.hit_rate_reference = reference.hit_rate
     report.p99_ttft_reference_s = reference.p99_ttft_s
@@ -154,6 +152,8 @@ class _Fleet:
     def __init__(
         self, trace: PagedTrace, config: FleetConfig, pace: float, has_one_memory: bool = False
     ) -> None:
+        if config.warmup >= len(trace.requests):
+            raise ConfigError(f"a warm-up of {config.warmup} leaves none of {len(trace.requests)}")
         self._trace, self._config, self._pace = trace, config, pace
         self._has_one_memory = has_one_memory
         pages = config.device_tokens // trace.page_tokens
