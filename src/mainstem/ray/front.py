@@ -14,14 +14,16 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 from uuid import uuid4
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from mainstem.core.errors import MainstemError
 from mainstem.ray.prompts import PAGE_TOKENS, read_request, session_of
@@ -51,6 +53,9 @@ REPLICA_HEADER = "x-mainstem-replica"  # who has answered
 STREAM_TYPE = b"text/event-stream"
 MAX_DEPTH = ServerLimits().max_depth
 NOT_OVER_REPLICAS = ("/v1/files", "/v1/batches")
+OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
+EVENT = b"data: "
+FAULT = "server_error"
 FIRST_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,128})"')
 
 log = logging.getLogger("mainstem.server")
@@ -67,6 +72,10 @@ class FrontSettings:
 
 class ReplicaLost(MainstemError):
     """A replica has gone, or takes nothing; the message says how."""
+
+
+class ReplicaFailed(MainstemError):
+    """A replica is there and could not answer this request: no other one would."""
 
 
 class Front:
@@ -103,9 +112,12 @@ class Front:
             return error_response(error, request.scope)
         except NoReplica as error:
             return error_response(unavailable(str(error)), request.scope)
+        except ReplicaFailed as error:
+            log.error("a replica failed", extra={"facts": {"reason": str(error)}})
+            return error_response(ApiError(500, "internal error", kind=FAULT), request.scope)
 
     async def _answer(self, request: Request) -> Response:
-        path = request.url.path
+        path = _path(request)
         if path in ("/health", "/ready"):
             return self._health()
         if path.startswith(NOT_OVER_REPLICAS):
@@ -163,33 +175,20 @@ class Front:
                 session = session_of("previous_response_id", name, _key(call))
                 self._router.settle(session, ticket.replica)
         if reply.is_stream:
-            response: Response = StreamingResponse(self._stream(reply, ticket, call))
-            response.raw_headers = list(reply.head.headers)
+            response: Response = _Stream(reply, call.path, lambda found: self._end(ticket, found))
+            self._router.start(ticket)
         else:
-            self._router.finish(ticket, None)
+            self._router.finish(ticket, _output_tokens(reply.first))
             response = reply.whole()
         response.headers[REPLICA_HEADER] = str(ticket.replica)
         return response
 
-    async def _stream(
-        self, reply: "_Reply", ticket: Ticket, call: HttpCall
-    ) -> AsyncGenerator[bytes, None]:
-        num_events = 0
-        self._router.start(ticket)
-        try:
-            yield reply.first
-            async for piece in reply.rest():
-                num_events += piece.count(b"data: ")
-                yield piece
-            self._router.finish(ticket, num_events)
-        except ReplicaLost as error:
-            self._lose(ticket, error)
-            yield _last_words(call.path, f"the replica was lost while it answered: {error}")
-        except BaseException:  # the client has left
-            self._router.finish(ticket, None)
-            raise
-        finally:
-            reply.cancel()
+    def _end(self, ticket: Ticket, found: int | ReplicaLost | None) -> None:
+        """A stream has ended: its events, how its replica was lost, or None: otherwise."""
+        if isinstance(found, ReplicaLost):
+            self._lose(ticket, found)
+        else:
+            self._router.finish(ticket, found)
 
     # --- several replicas -----------------------------------------------------------------------
 
@@ -238,9 +237,7 @@ class Front:
         reply = _Reply(self._replicas[replica], call)
         await reply.begin()
         if reply.is_stream:  # a stored response that is told again
-            response = StreamingResponse(_told_again(reply, call))
-            response.raw_headers = list(reply.head.headers)
-            return response
+            return _Stream(reply, call.path, lambda _: None)
         return reply.whole()
 
     def _places(self, path: str) -> list[int]:
@@ -338,7 +335,7 @@ class Front:
         client = request.client
         return HttpCall(
             request.method,
-            request.url.path,
+            _path(request),
             request.scope.get("query_string", b""),
             request.headers.raw,
             bytes(body),
@@ -399,26 +396,58 @@ class _Reply:
 
     async def _next(self) -> Piece | None:
         from ray import exceptions  # noqa: PLC0415  # an extra
+        from ray.serve.exceptions import RayServeException  # noqa: PLC0415
 
         try:
             piece: Piece = await anext(self._pieces)
         except StopAsyncIteration:
             return None
-        except (exceptions.RayError, RuntimeError) as error:
+        except exceptions.RayTaskError as error:  # raised by the replica's own code
+            raise ReplicaFailed(_last_line(error)) from None
+        except (exceptions.RayError, RayServeException) as error:
             raise ReplicaLost(_last_line(error)) from None
         return piece
 
 
-async def _told_again(reply: _Reply, call: HttpCall) -> AsyncGenerator[bytes, None]:
-    """A stream that no ticket stands for."""
-    try:
-        yield reply.first
-        async for piece in reply.rest():
-            yield piece
-    except ReplicaLost as error:
-        yield _last_words(call.path, f"the replica was lost while it answered: {error}")
-    finally:
-        reply.cancel()
+class _Stream(Response):
+    """The stream of a replica, passed on. `on_end` is told how it ended, in any case."""
+
+    def __init__(
+        self, reply: _Reply, path: str, on_end: Callable[[int | ReplicaLost | None], None]
+    ) -> None:
+        super().__init__(status_code=reply.head.status)
+        self.raw_headers = list(reply.head.headers)
+        self._reply, self._path, self._on_end = reply, path, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found: int | ReplicaLost | None = None
+        try:
+            status = self.status_code
+            await send(
+                {"type": "http.response.start", "status": status, "headers": self.raw_headers}
+            )
+            try:
+                found = await self._pass_on(send)
+            except (ReplicaLost, ReplicaFailed) as error:
+                found = error if isinstance(error, ReplicaLost) else None
+                await _send(send, _last_words(self._path, error))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:  # also when the client has left
+            self._reply.cancel()
+            self._on_end(found)
+
+    async def _pass_on(self, send: Send) -> int:
+        """The number of events: about that of tokens."""
+        num_events = self._reply.first.count(EVENT)
+        await _send(send, self._reply.first)
+        async for piece in self._reply.rest():
+            num_events += piece.count(EVENT)
+            await _send(send, piece)
+        return num_events
+
+
+async def _send(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 def _routed(call: HttpCall) -> RouteRequest:
@@ -430,13 +459,26 @@ def _routed(call: HttpCall) -> RouteRequest:
     return RouteRequest((), 0)
 
 
+def _path(request: Request) -> str:
+    """Without the prefix that the application may have."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", "").rstrip("/"))
+
+
 def _key(call: HttpCall) -> bytes:
-    return shown_key(list(call.headers))
+    """Tells callers apart; the key itself is not kept."""
+    return sha256(shown_key(list(call.headers))).digest()
 
 
-def _last_words(path: str, message: str) -> bytes:
-    """The event that ends a stream whose replica is gone."""
-    error = unavailable(message)
+def _output_tokens(body: bytes) -> int | None:
+    """Of a whole reply, if it says so."""
+    found = OUTPUT_TOKENS.search(body)
+    return None if found is None else int(found[1])
+
+
+def _last_words(path: str, reason: ReplicaLost | ReplicaFailed) -> bytes:
+    """The event that ends a stream which nobody can go on with."""
+    error = unavailable(f"the replica was lost while it answered: {reason}")
     if is_messages_path(path):
         body = messages_error(error, uuid4().hex)
         return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"

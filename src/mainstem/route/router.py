@@ -32,7 +32,7 @@ from mainstem.route.holdings import Holdings, PageHash
 
 LOAD_BOUND = 1.25
 FREE_REQUESTS = 2.0
-NEW_COST = 1.5  # computing again what another replica holds delays everybody who comes after
+NEW_COST = 6.0  # computing again what another replica holds delays everybody who comes after
 SPREAD = 64.0
 RECENT_REQUESTS = 64.0  # of each replica: how many requests recent work goes back
 FIRST_OUTPUT_TOKENS = 256.0  # of an answer, until some have ended

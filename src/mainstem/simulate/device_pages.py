@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mainstem.core.step import Int64s
-from mainstem.simulate.trace_records import Trace, TraceRequest
+from mainstem.simulate.trace_records import Trace, TraceFormat, TraceRequest
 
 LEAST_PAGE_TOKENS = 512  # smaller pages are taken together: what is lost is half of one a prompt
 
@@ -21,6 +21,7 @@ class PagedTrace:
     kept: list[Int64s]  # of each request: pages that stay afterwards
     prompts: list[Int64s]  # the first of these: whole pages of the prompt
     names: list[list[int]]  # the same, for the router
+    has_sessions: bool  # the trace names them; guessed ones are not shown to the router
 
     @classmethod
     def of(cls, trace: Trace) -> "PagedTrace":
@@ -34,7 +35,15 @@ class PagedTrace:
             for pages, request in zip(kept, trace.requests, strict=True)
         ]
         names = [pages.tolist() for pages in prompts]
-        return cls(trace.page_tokens * step, len(known), trace.requests, kept, prompts, names)
+        return cls(
+            page_tokens=trace.page_tokens * step,
+            num_pages=len(known),
+            requests=trace.requests,
+            kept=kept,
+            prompts=prompts,
+            names=names,
+            has_sessions=trace.format is not TraceFormat.MOONCAKE,
+        )
 
 
 class DevicePages:

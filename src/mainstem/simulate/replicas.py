@@ -217,7 +217,8 @@ class _Fleet:
     def _arrive(self, index: int) -> None:
         request = self._trace.requests[index]
         pages = () if self._has_one_memory else self._trace.names[index]
-        ticket = self._router.choose(RouteRequest(pages, request.input_tokens, request.session))
+        session = request.session if self._trace.has_sessions else None
+        ticket = self._router.choose(RouteRequest(pages, request.input_tokens, session))
         visit = _Visit(index, request, self._devices[ticket.replica], ticket, self._now)
         self._at(self._load(visit), self._queue, visit)
 

@@ -1,7 +1,7 @@
 """Two replicas under Ray Serve, asked by the stock `openai` client; skipped by name without Ray.
 
 Ray opens ports on all interfaces: run these in a network namespace of their own,
-`unshare -n bash -c 'ip link set lo up; exec "$@"' _ python -m pytest tests/ray`.
+`unshare -n bash -c 'ip link set lo up; exec "$@"' _ python -m pytest tests/ray_serve`.
 """
 
 import json
@@ -144,7 +144,8 @@ def test_a_prefix_stays_where_it_is(fleet: Fleet) -> None:
 
 
 def test_a_session_sticks(fleet: Fleet) -> None:
-    text, places = "", set()
+    text = ""
+    places: set[int] = set()
     for turn in range(6):
         text += f"turn {turn}. "
         place, said = fleet.ask(text, session_id="talk")
@@ -177,6 +178,21 @@ def test_a_draining_replica_gets_nothing_new(fleet: Fleet) -> None:
     finally:
         fleet.post("/admin/replicas/0/resume", key=ADMIN)
     assert fleet.states() == UP
+
+
+def test_a_client_that_leaves_frees_its_place(fleet: Fleet) -> None:
+    def num_open() -> int:
+        listed = fleet.get("/admin/replicas").json()["replicas"]
+        return sum(int(replica["open_requests"]) for replica in listed)
+
+    body: Any = {"ignore_eos": True}
+    stream = fleet.client.completions.create(
+        model="tiny", prompt="leaving", max_tokens=LONG, stream=True, extra_body=body
+    )
+    next(iter(stream))
+    assert num_open() == 1
+    stream.close()
+    until(lambda: num_open() == 0, within_s=10)
 
 
 def replica_pid(place: int) -> int:
