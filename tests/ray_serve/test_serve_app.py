@@ -168,6 +168,10 @@ def test_a_stored_response_is_found(fleet: Fleet) -> None:
     ]
     for response in asked:
         assert fleet.client.responses.retrieve(response.id).id == response.id
+        more = fleet.client.responses.create(
+            model="tiny", input="more", max_output_tokens=4, previous_response_id=response.id
+        )
+        assert more.previous_response_id == response.id
 
 
 def test_a_draining_replica_gets_nothing_new(fleet: Fleet) -> None:

@@ -92,6 +92,16 @@ def test_a_session_leaves_a_replica_that_is_down_or_draining() -> None:
         assert serve(router, [1, 2, 3], session="talk") == moved
 
 
+def test_a_session_that_must_stay_does() -> None:
+    router = a_router()
+    home = serve(router, [1], session="talk")
+    router.set_state(home, ReplicaState.DRAINING)
+    tickets = [router.choose(RouteRequest([n], 10_000, "talk", None, True)) for n in range(20)]
+    assert {ticket.replica for ticket in tickets} == {home}, "whatever it has to do"
+    router.set_state(home, ReplicaState.DOWN)
+    assert router.choose(RouteRequest([1], 10, "talk", None, True)).replica != home
+
+
 def test_sessions_are_bounded() -> None:
     router = a_router(max_sessions=10)
     for n in range(100):

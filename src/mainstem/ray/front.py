@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mainstem.core.errors import MainstemError
-from mainstem.ray.prompts import PAGE_TOKENS, read_request, session_of
+from mainstem.ray.prompts import PAGE_TOKENS, PREVIOUS, read_request, session_of
 from mainstem.ray.replica import ACCEPTED, Head, HttpCall, Piece, ReplicaStatus
 from mainstem.route.router import (
     NoReplica,
@@ -54,6 +54,7 @@ STREAM_TYPE = b"text/event-stream"
 MAX_DEPTH = ServerLimits().max_depth
 NOT_OVER_REPLICAS = ("/v1/files", "/v1/batches")
 OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
+UNKNOWN_ID = b'"previous_response_not_found"'  # here; another replica may have it
 EVENT = b"data: "
 FAULT = "server_error"
 FIRST_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,128})"')
@@ -140,6 +141,7 @@ class Front:
         """The reply of the replica that the router chooses, or of another one if it fails."""
         failed: set[int] = set()
         refusal: Response | None = None
+        is_lost = routed.must_stay and self._router.home(routed.session) is None
         while True:
             try:
                 ticket = self._router.choose(routed, frozenset(failed))
@@ -156,7 +158,8 @@ class Front:
                 self._router.finish(ticket, None)
                 raise
             else:
-                if reply.head.status != UNAVAILABLE:
+                is_refused = reply.head.status == UNAVAILABLE
+                if not is_refused and not (is_lost and UNKNOWN_ID in reply.first):
                     return self._passed_on(reply, ticket, call)
                 self._router.finish(ticket, None)
                 refusal = reply.whole()
@@ -172,7 +175,7 @@ class Front:
             found = FIRST_ID.search(reply.first)
             if found is not None:
                 name = found[1].decode()
-                session = session_of("previous_response_id", name, _key(call))
+                session = session_of(PREVIOUS, name, _key(call))
                 self._router.settle(session, ticket.replica)
         if reply.is_stream:
             response: Response = _Stream(reply, call.path, lambda found: self._end(ticket, found))
@@ -195,7 +198,7 @@ class Front:
     async def _ask_home(self, call: HttpCall) -> Response:
         """What is kept under an id: of the replica that has it, or of the first that knows it."""
         kind, name = call.path.removeprefix("/v1/").split("/")[:2]
-        field = "session_id" if kind == "sessions" else "previous_response_id"
+        field = "session_id" if kind == "sessions" else PREVIOUS
         home = self._router.home(session_of(field, name, _key(call)))
         places = self._up()
         places.sort(key=lambda place: place != home)

@@ -20,6 +20,7 @@ MAX_PAGES = 4096  # of a prompt; what follows is not looked at
 FIRST_FIELDS = ("tools", "system", "instructions")  # of a body, in the order of the prompt
 PROMPT_FIELDS = ("messages", "input", "prompt", "query", "text_1")
 HASH_BYTES = 8
+PREVIOUS = "previous_response_id"
 
 Body = Mapping[str, object]
 
@@ -28,7 +29,7 @@ def read_request(body: Body, key: bytes) -> RouteRequest:
     """What a router may know of a body; `key` tells whose it is: tenants share no pages."""
     app = app_of(body)
     session = None
-    for name in ("session_id", "previous_response_id"):
+    for name in ("session_id", PREVIOUS):  # what a response goes on from is at its replica only
         if isinstance(body.get(name), str):
             session = session_of(name, str(body[name]), key)
     root = blake2b(msgspec.json.encode([key.hex(), app, _text(body.get("cache_salt"))]))
@@ -44,7 +45,9 @@ def read_request(body: Body, key: bytes) -> RouteRequest:
             previous = blake2b(text, digest_size=HASH_BYTES).digest()
             pages.append(int.from_bytes(previous, "little"))
         rest = rest[num_new * PAGE_BYTES :] if len(pages) < MAX_PAGES else b""
-    return RouteRequest(pages, num_bytes // BYTES_PER_TOKEN, session, app)
+    num_tokens = num_bytes // BYTES_PER_TOKEN
+    must_stay = session is not None and session[0] == PREVIOUS
+    return RouteRequest(pages, num_tokens, session, app, must_stay)
 
 
 def session_of(kind: str, name: str, key: bytes) -> tuple[str, str, bytes]:

@@ -12,8 +12,9 @@ until waiting there costs more than computing it elsewhere; that replica then ho
   becomes hot. What a replica holds counts under any load: affinity is never switched off.
 - Recent work, which fades, decides between replicas that are equal otherwise: new prompts spread
   over all memories, not over the first idle one.
-- A session stays at its replica as long as that is up and below the bound.
-- Draining replicas get nothing new. A replica that was down has forgotten everything.
+- A session stays at its replica as long as that is up and below the bound; one that must stay, as
+  long as it is not down.
+- Draining replicas get nothing else. A replica that was down has forgotten everything.
 
 Memory is bounded: pages of each replica, sessions, and what is open.
 """
@@ -84,6 +85,7 @@ class RouteRequest:
     prompt_tokens: int
     session: Hashable | None = None
     app: str | None = None
+    must_stay: bool = False  # only the session's replica has what it goes on from
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +165,10 @@ class Router:
 
         Those in `excluded` have failed it already. Raises NoReplica.
         """
+        home = self._sessions.get(request.session) if request.must_stay else None
+        is_there = home is not None and self._states[home] is not ReplicaState.DOWN
+        if home is not None and is_there and home not in excluded:
+            return self._open_at(home, request, 0)
         able = self._able(request, excluded)
         match self._config.kind:
             case RouterKind.AFFINE:
