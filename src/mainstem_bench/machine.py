@@ -2,14 +2,12 @@
 
 import resource
 from dataclasses import dataclass
-from pathlib import Path
 
+import psutil
 import torch
 
 from mainstem.core.config import Device, EngineConfig
 from mainstem.plan.cost import Card, measured_card
-
-OS_PAGE_BYTES = resource.getpagesize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +42,4 @@ class Machine:
 
 def process_bytes() -> int:
     """Memory that this process holds at the moment."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * OS_PAGE_BYTES
+    return psutil.Process().memory_info().rss

@@ -37,6 +37,7 @@ from mainstem.batch.files import (
     unpacker,
 )
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.files import remove_leftovers, replacing
 
 SYNC_S = 5.0
 COPY_BYTES = 1 << 16  # written at once where lines are copied
@@ -208,26 +209,18 @@ class AnswerFile:
 
     def _copy(self, is_kept: Callable[[bytes], bool]) -> None:
         """Copy whole lines to a fresh file, and put it in this one's place."""
-        target = os.path.realpath(self.name)  # a link stays a link
-        fresh_name = f"{target}.part"
-        fresh = io.FileIO(fresh_name, "wb")
-        _lock(fresh)
-        old, self._raw, self._end = self._raw, fresh, 0
-        self._pack = new_pack(self.name)
-        try:
-            os.fchmod(fresh.fileno(), os.fstat(old.fileno()).st_mode)
-            with io.FileIO(self.name, "rb") as packed:
-                stream = buffered(packed, unpacker(self.name))
-                lines = (line for _, line in _whole_lines(stream) if is_kept(line))
-                for data in _in_chunks(lines):
-                    self._write(data if self._pack is None else self._pack.line(data))
-            os.fsync(fresh.fileno())
-            os.replace(fresh_name, target)
-        except BaseException:
-            os.unlink(fresh_name)
-            raise
-        finally:
-            old.close()
+        target = Path(self.name).resolve()  # a link stays a link
+        remove_leftovers(target)
+        # the old file is closed last, since other runs are kept out by a lock on it
+        with self._raw as old, io.FileIO(self.name, "rb") as packed, replacing(target) as file:
+            os.fchmod(file.fileno(), os.fstat(old.fileno()).st_mode)
+            self._raw, self._end = io.FileIO(os.dup(file.fileno()), "wb"), 0  # stays open
+            _lock(self._raw)
+            self._pack = new_pack(self.name)
+            stream = buffered(packed, unpacker(self.name))
+            lines = (line for _, line in _whole_lines(stream) if is_kept(line))
+            for data in _in_chunks(lines):
+                self._write(data if self._pack is None else self._pack.line(data))
         self._is_copied = True
 
 

@@ -1,9 +1,7 @@
 """A GGUF file of the llama architecture -> the six files of the Hugging Face layout."""
 
-import json
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -37,9 +35,11 @@ TOKEN_TYPE_CONTROL = 3  # llama.cpp's token types; 1 is an ordinary token
 class Files(Protocol):
     """A folder that files are written to."""
 
-    def write(self, name: str, parts: Iterable[bytes]) -> None: ...
+    def write(self, name: str, text: str) -> None: ...
 
     def write_json(self, name: str, value: object) -> None: ...
+
+    def write_tensors(self, name: str, tensors: dict[str, Floats]) -> None: ...
 
 
 class _Tensor(Protocol):
@@ -76,9 +76,9 @@ def convert(reader: _Reader, dequantize: _Dequantize, out: Files, progress: Prog
     is_tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
     out.write_json("config.json", _model_config(fields, is_tied))
     tokenizer, tokenizer_config = _tokenizer_files(fields)
-    out.write("tokenizer.json", [tokenizer.encode()])
+    out.write("tokenizer.json", tokenizer)
     out.write_json("tokenizer_config.json", tokenizer_config)
-    out.write("chat_template.jinja", [fields.text("tokenizer.chat_template").encode()])
+    out.write("chat_template.jinja", fields.text("tokenizer.chat_template"))
     ids = {key: fields.whole(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos")}
     pad_id = fields.whole("tokenizer.ggml.padding_token_id")
     out.write_json(
@@ -102,7 +102,11 @@ def convert(reader: _Reader, dequantize: _Dequantize, out: Files, progress: Prog
         part = _tensor_name(tensor.name).split(".")[-2]
         return _halves(values, heads[part]) if part in heads else values
 
-    out.write("model.safetensors", _safetensors_parts(reader.tensors, load, progress))
+    tensors: dict[str, Floats] = {}
+    for index, tensor in enumerate(reader.tensors):
+        tensors[_tensor_name(tensor.name)] = load(tensor)
+        progress("convert", (index + 1) / len(reader.tensors))
+    out.write_tensors("model.safetensors", tensors)
 
 
 class _Fields:
@@ -221,23 +225,3 @@ def _halves(values: Floats, num_heads: int) -> Floats:
     rows, columns = values.shape
     pairs = values.reshape(num_heads, rows // num_heads // 2, 2, columns)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, columns)
-
-
-def _safetensors_parts(
-    tensors: Sequence[_Tensor], load: Callable[[_Tensor], Floats], progress: Progress
-) -> Iterator[bytes]:
-    """The bytes of a safetensors file, one tensor in memory at a time."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for tensor in tensors:
-        shape = [int(size) for size in reversed(tensor.shape)]
-        end = start + 4 * math.prod(shape)
-        entry = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-        header[_tensor_name(tensor.name)] = entry
-        start = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
-    yield len(text).to_bytes(8, "little") + text
-    for index, tensor in enumerate(tensors):
-        yield load(tensor).tobytes()
-        progress("convert", (index + 1) / len(tensors))

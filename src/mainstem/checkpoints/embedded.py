@@ -1,7 +1,7 @@
 """The embedded default model: travels as a GGUF file inside a package, is converted once.
 
     cache_dir()/models/
-      smollm2.lock               held (flock) by the one process that builds
+      smollm2.lock               held by the one process that builds
       .smollm2.<random>.tmp/     being built; whoever holds the lock may delete old ones
       smollm2/                   complete, since it appears by rename
         manifest.json            size and sha256 of every other file; written last
@@ -9,7 +9,6 @@
 A kill at any moment leaves either no `smollm2/` or a complete one.
 """
 
-import fcntl
 import hashlib
 import importlib
 import json
@@ -19,14 +18,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
-from mainstem.checkpoints.conversion import convert
+from filelock import FileLock, Timeout
+from safetensors.numpy import save_file
+
+from mainstem.checkpoints.conversion import Floats, convert
 from mainstem.checkpoints.progress import Progress, unseen
 from mainstem.core.errors import ModelNotFound
 
@@ -134,12 +136,13 @@ def find_damage(folder: Path, model: EmbeddedModel, check: Check = Check.SIZES) 
 @contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
     """Hold a lock that the system drops when its holder dies; waiting for it is told."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("wait", 0.0)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    lock = FileLock(path)
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        progress("wait", 0.0)
+        held = lock.acquire()
+    with held:
         yield
 
 
@@ -163,7 +166,7 @@ def _build(model: EmbeddedModel, target: Path, fetch: Fetch, progress: Progress)
         if target.exists():  # damaged; a kill between the two renames leaves it absent
             target.rename(work / "damaged")
         (work / "folder").rename(target)
-        _sync_folder(target.parent)
+        _sync(target.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     progress("publish", 1.0)
@@ -208,8 +211,9 @@ def _file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Bring a file, or a folder's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -223,19 +227,22 @@ class _StagedFolder:
         self._path = path
         self._files: dict[str, dict[str, int | str]] = {}
 
-    def write(self, name: str, parts: Iterable[bytes]) -> None:
-        """Write a file, one part after the other, through to the disk."""
-        digest, num_bytes = hashlib.sha256(), 0
-        with (self._path / name).open("wb") as file:
-            for part in parts:
-                digest.update(part)
-                num_bytes += file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        self._files[name] = {"bytes": num_bytes, "sha256": digest.hexdigest()}
+    def write(self, name: str, text: str) -> None:
+        (self._path / name).write_text(text, encoding="utf-8", newline="")
+        self._note(name)
 
     def write_json(self, name: str, value: object) -> None:
-        self.write(name, [(json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()])
+        self.write(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+    def write_tensors(self, name: str, tensors: dict[str, Floats]) -> None:
+        save_file(tensors, self._path / name, {"format": "pt"})
+        self._note(name)
+
+    def _note(self, name: str) -> None:
+        """Bring a file to the disk and take it into the manifest."""
+        path = self._path / name
+        _sync(path)
+        self._files[name] = {"bytes": path.stat().st_size, "sha256": _file_sha256(path)}
 
     def seal(self, model: EmbeddedModel) -> None:
         """Write the manifest: from here on the folder is complete."""
@@ -247,4 +254,4 @@ class _StagedFolder:
             "files": files,
         }
         self.write_json(MANIFEST, manifest)
-        _sync_folder(self._path)
+        _sync(self._path)

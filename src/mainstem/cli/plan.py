@@ -6,9 +6,7 @@ in the planned order (those left out come last).
 """
 
 import argparse
-import gzip
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -21,12 +19,13 @@ import numpy as np
 
 from mainstem.batch.bar import PhaseLine, read_so_far
 from mainstem.batch.done import Done
-from mainstem.batch.files import LINES_PER_LOOK, InputFile, Line
+from mainstem.batch.files import LINES_PER_LOOK, InputFile, Line, new_pack
 from mainstem.batch.ordering import output_limits
 from mainstem.batch.windows import Failure, RowReader, RowSource, WindowReader
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.cli.app_flag import add_app_flag, apps_by_name
 from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.files import replacing
 from mainstem.core.plan import Int64s, Plan, Prompts
 from mainstem.core.tables import table
 from mainstem.plan.cut import Cut, cut_plan
@@ -268,11 +267,14 @@ def _write_lines(name: str, lines: Iterable[bytes]) -> None:
         sys.stdout.buffer.writelines(lines)
         sys.stdout.buffer.flush()
         return
-    part = f"{name}.part"
+    pack = new_pack(name)
     try:
-        with gzip.open(part, "wb") if name.endswith(".gz") else open(part, "wb") as target:
-            target.writelines(lines)
-        os.replace(part, name)
+        with replacing(Path(name)) as target:
+            if pack is None:
+                target.writelines(lines)
+            else:
+                target.writelines(map(pack.line, lines))
+                target.write(pack.end())
     except OSError as error:
         raise InvalidRequest(name, error.strerror or str(error)) from None
 

@@ -306,7 +306,7 @@ def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:
         flag = "--disk-dir" if given is None else "--data-dir"
         raise ConfigError(f"{flag} {folder}: {error.strerror}") from None
     if given is not None:
-        lock_folder(given).close()  # for good once the model is there; this one fails sooner
+        lock_folder(given).release()  # for good once the model is there; this one fails sooner
     return folder
 
 

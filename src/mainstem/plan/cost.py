@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mainstem.core.config import cache_dir
 from mainstem.core.errors import ConfigError
+from mainstem.core.files import replacing
 from mainstem.core.step import Bools, Spans
 
 Floats = NDArray[np.float64]
@@ -82,9 +83,9 @@ def save_card(card: Card) -> Path:
     path = cards_path()
     cards = {**_read_cards(path), card.name: card}
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps({name: asdict(card) for name, card in cards.items()}, indent=1))
-    draft.replace(path)
+    text = json.dumps({name: asdict(card) for name, card in cards.items()}, indent=1)
+    with replacing(path) as file:
+        file.write(text.encode())
     return path
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.server.file_store import write_whole
+from mainstem.core.files import remove_leftovers, write_whole
 from mainstem.text.encoding import App
 from mainstem.wire.calls import Call
 from mainstem.wire.errors import WireError
@@ -22,8 +22,7 @@ class AppFile:
 
     def load(self) -> dict[str, App]:
         """None if there is no file; raises ConfigError if it cannot be understood."""
-        for leftover in self._path.parent.glob(f"{self._path.name}.*.fresh"):  # of a kill
-            leftover.unlink(missing_ok=True)
+        remove_leftovers(self._path)
         try:
             record = json.loads(self._path.read_bytes())
             if record["version"] != VERSION:

@@ -7,7 +7,8 @@ from pathlib import Path
 from secrets import token_hex
 from time import time
 
-from mainstem.server.file_store import remove_fresh, write_whole
+from mainstem.core.files import write_whole
+from mainstem.server.file_store import remove_fresh
 
 WINDOW = "24h"  # the only completion window there is
 WINDOW_S = 24 * 3600

@@ -6,8 +6,6 @@
 Owners and ids are names made here, so no path leads out of the folder.
 """
 
-import fcntl
-import io
 import json
 import os
 import re
@@ -19,7 +17,10 @@ from pathlib import Path
 from secrets import token_hex
 from time import time
 
+from filelock import BaseFileLock, FileLock, Timeout
+
 from mainstem.core.errors import ConfigError
+from mainstem.core.files import FRESH, write_whole
 
 FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 
@@ -131,35 +132,19 @@ def _read(path: Path) -> StoredFile | None:
         return None
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file at once: a kill leaves the old one or the new one. Nobody else may read it."""
-    fresh = path.with_name(f"{path.name}.{token_hex(4)}.fresh")
-    try:
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
-
-
 def remove_fresh(folder: Path) -> None:
     """Remove what a kill in `write_whole` left in the folders of owners."""
-    for leftover in folder.glob("*/*.fresh"):
+    for leftover in folder.glob(f"*/*{FRESH}"):
         leftover.unlink(missing_ok=True)
 
 
-def lock_folder(folder: Path) -> io.FileIO:
-    """Keep other processes out of a folder for as long as the result is open."""
+def lock_folder(folder: Path) -> BaseFileLock:
+    """Keep other processes out of a folder until the result is released, on any thread."""
+    lock = FileLock(folder / "lock", timeout=0, thread_local=False)
     try:
-        lock = io.FileIO(folder / "lock", "w")
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(f"another server is using the folder {folder}") from None
     except OSError as error:
         raise ConfigError(f"cannot write to the folder {folder}: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise ConfigError(f"another server is using the folder {folder}") from None
     return lock

@@ -1,7 +1,6 @@
 """From an HTTP request's body to its answers: everything between the routes and the engine."""
 
 import asyncio
-import io
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from time import monotonic, time
 from typing import TypeVar
 
 import numpy as np
+from filelock import BaseFileLock
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -117,7 +117,7 @@ class Gateway:
         engine.on_recovered = self._refill
         self.recorder: Recorder | None = None  # keeps what is asked, for a benchmark
         self._savers: list[Saver[Session] | Saver[Kept]] = []
-        self._folder_lock: io.FileIO | None = None  # held until `close`
+        self._folder_lock: BaseFileLock | None = None  # held until `close`
         self._refilling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -143,7 +143,7 @@ class Gateway:
         for saver in self._savers:
             await saver.close()
         if self._folder_lock is not None:
-            self._folder_lock.close()
+            self._folder_lock.release()
         if self.recorder is not None:
             self.recorder.close()
 
