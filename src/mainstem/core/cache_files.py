@@ -1,6 +1,7 @@
 """Notes about files elsewhere, in the user's cache folder: a small file for each path.
 
-Nothing depends on them: if one is missing, damaged or cannot be written, the program goes on without it.
+Nothing depends on them: where one is missing, damaged or cannot be written, the program does
+without it.
 """
 
 from contextlib import suppress
