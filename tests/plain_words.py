@@ -29,11 +29,11 @@ NOT_CHECKED = (
 )
 HAVE_THEM_AS_DATA = ("tests/plain_words.py", "tests/test_plain_words.py")
 # after these, and in a question, "who" is right
-PEOPLE = """
-    anybody anyone authors browsers caller callers client clients developer developers everybody
-    everyone nobody operator people person reader readers reviewer somebody someone speaker tenant
-    tenants those user users
-""".split()
+PEOPLE = (
+    *("anybody", "anyone", "authors", "caller", "callers", "client", "clients", "everybody"),
+    *("nobody", "operator", "people", "person", "reader", "readers", "reviewer", "somebody"),
+    *("someone", "tenant", "tenants", "those", "user", "users"),
+)
 PHRASES = {
     re.compile(r"\bso many\b", re.I): 'name the number, or write "up to N"',
     re.compile(r"\bwho(m)?ever\b", re.I): "name what it is",

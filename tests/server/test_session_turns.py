@@ -279,7 +279,7 @@ def test_a_conversation_comes_back_from_disk_with_its_pages(
         usage = turn(second)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         assert cached >= before["total_tokens"] // 16 * 16 - 16
-        assert 'mainstem:loaded_pages_total{model_name="smollm2",engine="0",tier="disk"}' in (
+        assert 'mainstem:loaded_pages_total{engine="0",model_name="smollm2",tier="disk"}' in (
             second.request("GET", "/metrics").text
         )
         assert second.stop() == 0

@@ -523,7 +523,7 @@ def test_metrics_count_requests_and_responses(server: Running) -> None:
     server.complete("counted", max_tokens=2)
     response = server.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
-    assert 'mainstem:http_responses_total{model_name="fake",engine="0",code="200"}' in response.text
+    assert 'mainstem:http_responses_total{code="200",engine="0",model_name="fake"}' in response.text
     assert "vllm:time_to_first_token_seconds_count" in response.text
 
 
