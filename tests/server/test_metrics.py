@@ -104,7 +104,7 @@ EXPORTED = {
 
 
 def test_names_and_labels_are_those_that_dashboards_know() -> None:
-    """Written out, so that whoever renames a series sees what depends on it."""
+    """Written out, so that a renamed series shows what depends on it."""
     bus = EventBus()
     metrics = ServerMetrics(bus)
     for event in (

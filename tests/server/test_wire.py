@@ -417,7 +417,7 @@ def test_each_chunk_has_the_usage_so_far_when_asked(server: Running) -> None:
             own = [c["usage"] for c in chunks if c["choices"][0]["index"] == index]
             counts = [usage["completion_tokens"] for usage in own]
             assert counts == sorted(counts)
-            first = 0 if "chat" in path else 1  # a chat opens with who speaks
+            first = 0 if "chat" in path else 1  # a chat opens with the role
             assert (counts[0], counts[-1]) == (first, 4)
             assert {usage["prompt_tokens"] for usage in own} == {last["usage"]["prompt_tokens"]}
 

@@ -1,4 +1,4 @@
-"""The apps of a server: named system prompts, computed before anybody asks."""
+"""The apps of a server: named system prompts, computed before the first request."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -45,8 +45,8 @@ class AppFile:
 class AppRegistry:
     """The apps of a server, by name. Changed by one caller at a time; any thread may look.
 
-    Those that are added while it runs are kept in a file, if there is one. At the next start the
-    apps that are given then go before those of the same name.
+    Apps added while it runs are kept in a file, if there is one. At the next start, apps given by
+    flags replace those of the same name.
     """
 
     def __init__(self, given: Sequence[App], file: AppFile | None = None) -> None:
@@ -67,8 +67,8 @@ class AppRegistry:
         return self._apps.get(name)
 
     def add(self, app: App) -> None:
-        """Put an app in, instead of one of the same name if there is one. Raises InvalidRequest if
-        there are too many, OSError if it cannot be kept: nothing is changed then."""
+        """Add an app, or replace the one of the same name. Raises InvalidRequest if there are too
+        many, OSError if it cannot be saved; then nothing changes."""
         if app.name not in self._apps and len(self._apps) >= MAX_APPS:
             raise InvalidRequest("name", f"there are {MAX_APPS} apps already")
         self._keep(self._kept | {app.name: app})

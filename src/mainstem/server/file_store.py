@@ -1,7 +1,7 @@
-"""Files that clients leave here: uploads, and what batches answer.
+"""Files of clients: uploads, and the answers of batches.
 
     FOLDER/OWNER/file-ID.data    the bytes, complete before the next line exists
-    FOLDER/OWNER/file-ID.json    what it is; a file is there if this is
+    FOLDER/OWNER/file-ID.json    what it is; a file exists if this does
 
 Owners and ids are names made here, so no path leads out of the folder.
 """
@@ -49,7 +49,7 @@ class StoredFile:
 
 
 class FileStore:
-    """The files of all owners. Methods block: call them on a thread. Any number of threads may."""
+    """The files of all owners. Methods block and are thread-safe: call them on a thread."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class FileStore:
 
     @contextmanager
     def writing(self, owner: str, name: str | None = None) -> Iterator[tuple[str, Path]]:
-        """The id of a file to be, and where its bytes go; without `put` they go again.
+        """The id of a new file, and where its bytes go; without `put` they are removed.
 
         The same `name` gives the same id; without one it is a new one.
         """
@@ -76,7 +76,7 @@ class FileStore:
                 path.unlink(missing_ok=True)
 
     def put(self, owner: str, file_id: str, filename: str, purpose: str) -> StoredFile:
-        """The bytes of a file are written: from now on it is there."""
+        """The bytes of a file are written: from now on it exists."""
         path = self._path(owner, file_id, ".data")
         with path.open("rb") as data:
             os.fsync(data.fileno())
@@ -85,13 +85,13 @@ class FileStore:
         return stored
 
     def find(self, owner: str, file_id: str) -> StoredFile | None:
-        """A file of this owner; None for any name that is none."""
+        """A file of this owner; None if there is none."""
         if not FILE_ID.fullmatch(file_id):
             return None
         return _read(self._path(owner, file_id, ".json"))
 
     def path(self, owner: str, file_id: str) -> Path:
-        """Where the bytes of a file that was found are."""
+        """Where the bytes of an existing file are."""
         assert FILE_ID.fullmatch(file_id)
         return self._path(owner, file_id, ".data")
 

@@ -1,4 +1,4 @@
-"""What the server counts, as Prometheus text; docs/metrics.md tells what each series means.
+"""What the server counts, as Prometheus text; docs/metrics.md says what each series means.
 
 Events come from the engine, timings and snapshots from the server, `render` from any
 thread. Names are vLLM's where the meaning is the same, so that its dashboards and the routers that
@@ -79,14 +79,14 @@ COUNTERS = {
     "mainstem:prefetched_pages": "Pages read from disk into host memory for waiting requests.",
     "mainstem:truncated_prompts": "Prompts that were longer than the context window.",
     "mainstem:dropped_tokens": "Tokens that truncated prompts lost.",
-    "mainstem:moved_pages": "Pages that outlived a truncation and were turned to new positions.",
+    "mainstem:moved_pages": "Pages kept through a truncation and rotated to new positions.",
     "mainstem:engine_restarts": "Times that the engine's process ended and was started again.",
     "mainstem:host_seconds": "Seconds of scheduling and input building.",
     "mainstem:device_seconds": "Seconds from a step's launch to its result.",
 }
 LABELLED_COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "vllm:request_success": (("finished_reason",), "Finished answers."),
-    "mainstem:evicted_pages": (("reason", "tier"), "Cached pages given up."),
+    "mainstem:evicted_pages": (("reason", "tier"), "Cached pages that were evicted."),
     "mainstem:loaded_pages": (
         ("tier",),
         "Pages that requests waited for, by where they came from.",
@@ -161,8 +161,8 @@ class ServerMetrics(Collector):
     """What happened since it was attached to a bus. Every method may be called on any thread.
 
     Totals are `counters`; labels and distributions, which they do not keep, are counted here.
-    One lock guards all values, so a rendered page is of one moment. Listeners only add numbers:
-    what counts never waits for text to be written.
+    One lock guards all values, so a rendered page shows one moment. Listeners only add numbers and
+    never wait for text to be rendered.
     """
 
     def __init__(self, bus: EventBus, model_name: str = "mainstem") -> None:
