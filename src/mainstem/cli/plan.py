@@ -59,7 +59,7 @@ class ReadPrompts:
 
 
 class KeptLines:
-    """An input whose lines are put aside as they are read, by number."""
+    """An input that keeps its lines, by number, as they are read."""
 
     def __init__(self, source: InputFile) -> None:
         self._source = source
@@ -77,7 +77,7 @@ class KeptLines:
 
 
 class WatchedLines:
-    """An input that says how far it was read."""
+    """An input that reports how far it was read."""
 
     def __init__(self, source: RowSource, line: PhaseLine) -> None:
         self._source = source
@@ -120,8 +120,8 @@ class GroupSizes:
 
     num_members: int
     prefix: int
-    computed: int  # what the members share, once
-    saved: int  # what they share, as often as it need not be computed again
+    computed: int  # tokens that members share, counted once
+    saved: int  # tokens that members share, counted for each time they are not computed again
     own: int
 
 
@@ -192,7 +192,7 @@ def _report(read: ReadPrompts, plan: Plan, savings: Savings, plan_s: float, lru:
 
 
 def _cut_report(cut: Cut, cut_s: float) -> str:
-    """The shares of workers, how even they are, and what they cost."""
+    """The shares of workers, their balance, and what the cut costs."""
     saving, lost = 100 * cut.saving, 100 * cut.lost_saving
     rows = np.bincount(cut.workers, cut.ends - cut.begins, cut.num_workers).astype(int)
     bundles = np.bincount(cut.workers, minlength=cut.num_workers)
@@ -204,7 +204,7 @@ def _cut_report(cut: Cut, cut_s: float) -> str:
     return "\n".join(
         [
             f"cut for {cut.num_workers:,} workers in {cut_s:.3f} s: {len(cut.begins):,} bundles",
-            f"balance {cut.balance:.3f} (longest share over mean); the dearest row alone takes "
+            f"balance {cut.balance:.3f} (longest share over mean); the costliest row alone takes "
             f"{cut.dearest_s / mean_s:.3f} of a mean share",
             f"saving {saving - lost:.2f} %, {lost:.2f} points lost to the cut",
             "",
@@ -293,7 +293,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--chat-template",
         metavar="FILE.jinja",
-        help="what chats go through instead of the model's own",
+        help="used for chats instead of the model's own",
     )
     add_app_flag(made)
     made.add_argument(
@@ -311,13 +311,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--page-size", type=int, default=16, metavar="N", help="of that cache (16)")
     made.add_argument(
         "--workers", type=int, metavar="N",
-        help="also cut the plan for so many workers: balance, and saving lost",
+        help="also cut the plan for N workers: shows balance, and saving lost",
     )  # fmt: skip
     made.add_argument("--json", action="store_true", help="print one JSON object")
     made.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the biggest groups")
     made.add_argument("--emit-order", metavar="OUT", help="write the lines in planned order, - too")
     made.add_argument("--emit-plan", metavar="OUT", help="write the plan as JSON lines, - too")
-    made.add_argument("--no-progress", action="store_true", help="say nothing while it works")
+    made.add_argument("--no-progress", action="store_true", help="show no progress")
     return made
 
 
@@ -330,7 +330,7 @@ def load_tokenizer(model: str, template: str | None) -> Tokenizer:
 
 
 def main(args: list[str], load: Load = load_tokenizer) -> int:
-    """Exit status 0; what is wrong with the call or the file is raised as a MainstemError."""
+    """Exit status 0; errors in the call or the file are raised as MainstemError."""
     flags = parser().parse_args(args)
     config = PlanConfig(levels=flags.levels, group_tokens=flags.group_tokens)
     if flags.lru_tokens < 0 or flags.page_size < 1:
