@@ -1,4 +1,4 @@
-"""LLM and `mainstem chat` without a model: calls from several threads, and files that cannot be used."""
+"""LLM and `mainstem chat` without a model: calls from several threads, and unusable files."""
 
 import inspect
 import signal

@@ -17,7 +17,7 @@ import numpy as np
 from mainstem.core.snapshot import StemView
 from mainstem.core.step import Float32s, Int32s
 
-ROOT = 0  # no pages, held by everybody
+ROOT = 0  # no pages, held by all sequences
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class SharingTree:
         self.version = version  # changes with every attach and detach
 
     def attach(self, slot: int, pages: Int32s) -> None:
-        """`slot` holds `pages`, from its first on; only full pages, which nobody writes again."""
+        """`slot` holds `pages`, from its first on; full pages only, which never change again."""
         self.version += 1
         node = ROOT
         done = 0
