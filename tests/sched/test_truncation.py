@@ -1,4 +1,4 @@
-"""Conversations that outgrow the window: what is kept, where its KV comes from, which requests may use it."""
+"""Conversations that outgrow the window: what is kept, where its KV comes from, and its use."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -12,11 +12,11 @@ from platform import node
 from mainstem.core.config import cache_dir
 from mainstem.core.files import write_whole
 
-MOST_FILES = 512  # of a kind; the oldest go
+MOST_FILES = 512  # of a kind; the oldest are removed
 
 
 def cache_file(kind: str, path: Path) -> Path:
-    """Where notes of one kind about `path` on this machine lie; not created here."""
+    """The file of notes of one kind about `path` on this machine; not created here."""
     place = f"{node()}\0{path.resolve()}".encode("utf-8", "surrogateescape")
     return cache_dir() / kind / sha256(place).hexdigest()[:32]
 

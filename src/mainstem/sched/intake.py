@@ -87,7 +87,7 @@ class Intake:
         """Seed and arrival number of an answer; a given seed makes it depend on nothing else."""
         arrival, seed = next(self._arrivals), request.sampling.seed
         if seed is None:
-            seed = _mix(_mix(self._seed, -1), arrival)  # -1: the index of no answer to a seeded request
+            seed = _mix(_mix(self._seed, -1), arrival)  # no answer has index -1
         return _mix(seed, index) if index else seed, arrival
 
     def _names(
