@@ -184,7 +184,7 @@ class Chats:
         self._num_asked = 0
 
     def batches(self, turn: int, before: Sequence[Asked]) -> Iterator[Todo]:
-        """What the sessions that have this turn ask, so many at once; the others are away."""
+        """The questions of the sessions that have this turn, in batches; the others are idle."""
         past = {each.session: each for each in before}
         todo = []
         for session, chat in enumerate(self._chats):
@@ -235,7 +235,7 @@ class Chats:
 
 
 def _choose(work: ChatWork) -> list[Conversation]:
-    """So many from all files in turn, with questions for every turn."""
+    """Conversations from all files in turn, with questions for every turn."""
     files = [
         [chat for chat in from_file(Path(file)) if len(chat.questions) >= work.turns]
         for file in work.files

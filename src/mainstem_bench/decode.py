@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 
 def _num_outputs(args: argparse.Namespace, seqs: int) -> int:
-    """Enough that who is prefilled first still decodes when the last step is timed."""
+    """Enough that the first prefilled sequence still decodes when the last step is timed."""
     num_prompt_tokens = seqs * (args.prefix + args.own)
     return int(args.steps) + 2 * WARM_STEPS + int(num_prompt_tokens) // LEAST_CHUNK
 

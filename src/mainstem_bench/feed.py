@@ -26,7 +26,7 @@ from mainstem.plan.planner import plan_prompts
 
 
 def submit_all(engine: Engine, name: str, prompts: list[list[int]], outputs: list[int]) -> None:
-    """Greedy requests of so many tokens each, at once and in this order."""
+    """Greedy requests with a fixed number of tokens each, at once and in this order."""
     for index, (ids, output) in enumerate(zip(prompts, outputs, strict=True)):
         engine.submit(
             Request(

@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of whom, and how fast."""
+    """The load: what is asked of which server, and how fast."""
 
     endpoint: Endpoint
     model: str

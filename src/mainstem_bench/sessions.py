@@ -46,7 +46,7 @@ Ids = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Who comes back when, and with how much."""
+    """Which sessions come back when, and with how much."""
 
     model_shape: str = "llama31-8b"
     sessions: int = 72
