@@ -29,8 +29,8 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     `remove_leftovers`. If the block raises, `path` is unchanged. `mode` is subject to the umask.
     """
     fresh = path.with_name(f"{path.name}.{token_hex(4)}{FRESH}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
