@@ -1,4 +1,4 @@
-"""Drives an engine through prompts that are all known: planned, announced, fed a little ahead."""
+"""Drives an engine through known prompts: planned, announced, submitted a little ahead."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +103,7 @@ class Feed:
         return self._num_submitted == len(self._order)
 
     def top_up(self) -> None:
-        """Submit what should be there before the next step."""
+        """Submit what should be queued before the next step."""
         self._supply.begin_step()
         while not self.is_empty and self._supply.has_room(self._engine.num_waiting):
             self._submit_next()

@@ -26,7 +26,7 @@ class Machine:
 
     @property
     def card(self) -> Card | None:
-        """Its rates; None for a GPU nobody has measured (`mainstem calibrate` does)."""
+        """Its rates; None for a GPU that was not calibrated (`mainstem calibrate`)."""
         return measured_card(self.name)
 
     def peak_bytes(self) -> int:

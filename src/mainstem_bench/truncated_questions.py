@@ -26,7 +26,7 @@ from mainstem_bench.ways import WatchedRunner, Way, way_config
 
 ANSWER_TOKENS = 16
 SPARE_TOKENS = 8  # of the window that reading leaves: any question then makes it overflow
-QUESTION_TOKENS = 64  # about what question, answer and what is said between them take
+QUESTION_TOKENS = 64  # approximate length of question, answer and the template between them
 READ = {"role": "assistant", "content": "I have read it. What do you want to know?"}
 ARTICLES = {"a", "an", "the"}
 
@@ -73,7 +73,7 @@ class Difference:
 
 
 def read_documents(path: Path) -> list[Document]:
-    """Raises InvalidRequest, naming the line, where a row has not the form."""
+    """Raises InvalidRequest, naming the line, for a row of another form."""
     documents: list[Document] = []
     for number, row in enumerate(read_plain_or_gzip(path).splitlines(), start=1):
         try:

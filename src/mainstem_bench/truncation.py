@@ -3,9 +3,9 @@
 A text is fed as one long conversation, a few tokens a turn. Whenever it fills the window, half of
 it is dropped. Perplexity is that of every token after the first cut:
 
-    recompute   the kept tokens are computed afresh
+    recompute   the kept tokens are computed again
     kv          their KV is moved to the new positions; the first page is kept as sink
-    no sink     likewise, without the sink
+    no sink     the same without the sink
     naive       as kv, but keys keep the rotation of their old positions
 
 With --questions FILE, documents are read at the end of a window that other text has filled. The cut
