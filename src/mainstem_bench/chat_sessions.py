@@ -222,7 +222,7 @@ class Chats:
         ]
 
     def _prompt(self, chat: Conversation, turn: int, before: Asked | None) -> Ids:
-        """The conversation so far, with its own ids, and the next question in the model's format."""
+        """The conversation so far, its own ids, and the next question in the model's format."""
         question = {"role": "user", "content": chat.questions[turn - 1]}
         if before is None:
             return self._tokenizer.encode_chat([*chat.opening, question])

@@ -1,6 +1,6 @@
 """Where the device's time goes: a trace of some steps, and shares by kind of kernel.
 
-The trace is torch.profiler's (open it in chrome://tracing or Perfetto). Kinds are recognized by kernel
+The trace is torch.profiler's (open it in chrome://tracing or Perfetto). Kinds are found by kernel
 names; a name that matches none is `other`, and the table lists the largest kernels by name.
 """
 

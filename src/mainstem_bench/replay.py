@@ -32,7 +32,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("record", type=Path, help="what `mainstem serve --record` has written")
     made.add_argument(
-        "--pause-s", type=positive, default=1.2, metavar="S", help="a pause that separates two parts (%(default)s)"
+        "--pause-s",
+        type=positive,
+        default=1.2,
+        metavar="S",
+        help="a pause that separates two parts (%(default)s)",
     )
     add_engine_flags(made)
     return made
