@@ -154,8 +154,8 @@ class StepStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """One forward pass. `key_tokens_read` counts keys read, `key_tokens_seen` what it would be if
-    every sequence read its own context."""
+    """One forward pass. `key_tokens_read` counts keys read, `key_tokens_seen` those that would be
+    read if every sequence read its own context."""
 
     num_tokens: int
     num_prompt_tokens: int
@@ -169,7 +169,7 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """A step of `num_seqs` sequences failed. What ran waits again, and the cache is empty."""
+    """A step of `num_seqs` sequences failed. Its sequences wait again, and the cache is empty."""
 
     fault: str
     num_seqs: int
@@ -210,7 +210,7 @@ class PagesStored:
     """Pages can be found in `tier` (`device`, `host`, `disk`) from here on.
 
     A page has a parent, the page before it, or none if it is the first of a prompt. Of pages that
-    an earlier process left on disk neither parent nor tokens are told: None and empty.
+    an earlier process left on disk neither parent nor tokens are known: None and empty.
     """
 
     tier: str

@@ -145,7 +145,7 @@ class SharingTree:
                 assert node.end == self.end[child], "an end is out of date"
                 assert int(node.pages[0]) == first_page, "a child is filed under another page"
             if number != ROOT:
-                assert self._holders[number] > 0, "a stem nobody holds"
+                assert self._holders[number] > 0, "a stem without holders"
                 assert len(stem.pages) > 0, "a stem without pages"
 
     def _stem(self, number: int) -> _Stem:

@@ -5,7 +5,7 @@
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
 (on one line). `analysis` is reasoning; a message to a function is a call; `final`, and `commentary`
-to nobody, are text. The first message's `<|start|>assistant` is in the prompt.
+without a recipient, are text. The first message's `<|start|>assistant` is in the prompt.
 """
 
 import json
