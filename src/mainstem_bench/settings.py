@@ -33,8 +33,8 @@ def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) ->
 
 
 def check_room(shape: ModelShape, kv_tokens: int, free_bytes: int, smaller: str) -> None:
-    """Refuse a shape that does not fit the memory of a machine without a GPU; `smaller` says what
-    to use instead."""
+    """Refuse a shape that a machine without a GPU has no memory for, before it begins to swap;
+    `smaller` is what to ask for instead."""
     kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * kv_tokens
     values = shape.layer_params + 2 * shape.head_params + kv_values
     if FP32_BYTES * values > free_bytes:
