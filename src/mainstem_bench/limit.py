@@ -44,7 +44,7 @@ class ModelCost:
     def of(
         cls, shape: ModelShape, element_bytes: int, gemm_flops_per_s: float | None = None
     ) -> "ModelCost":
-        """Of a shape computed in elements of `element_bytes`."""
+        """Of a shape computed in elements of so many bytes."""
         heads = Heads(shape.heads, shape.kv_heads, shape.head_dim, element_bytes)
         size = ModelSize(
             num_params=shape.layer_params,
