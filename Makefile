@@ -42,11 +42,12 @@ sanitize:    ## small attention cases under compute-sanitizer, on a CUDA device
 	  compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu \
 	  tests/gpu/test_span_gpu.py -k "deterministic_setting and (depth or prefill)"
 
-lint: setup  ## ruff, mypy, typos
+lint: setup  ## ruff, mypy, typos, plain words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/typos
+	$(BIN)/python -m tests.plain_words
 
 bench: setup  ## CPU benchmarks, ours and the rivals that are installed
 	$(BIN)/mainstem bench host --json

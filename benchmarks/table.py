@@ -1,10 +1,12 @@
-"""Write the README's results table: `python benchmarks/table.py [--check]`.
+"""Write the tables of results: `python benchmarks/table.py [--check]`.
 
-Each row of the table names a file of results and picks its latest matching line.
+docs/results.md gets every row, README.md the ratios of those that have a headline. Each row names a
+file of results and picks its latest matching line.
 """
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,13 +33,15 @@ class Row:
     rival_text: str | None = None  # where it is not in the file
     hardware: str = "2 Neoverse-N1 cores"
     command: str = ""
+    headline: str | None = None  # what it is called in the README; None: not there
+    is_rate: bool = False  # more is better; else it is a time
 
 
 def _is(**wanted: object) -> Callable[[Line], bool]:
     return lambda line: all(line.get(name) == value for name, value in wanted.items())
 
 
-def _case(name: str, what: str) -> Row:
+def _case(name: str, what: str, headline: str | None = None) -> Row:
     """A line of the kernel benchmark beside the best rival measured on the same card."""
     return Row(
         what=f"decode attention, {what}",
@@ -49,10 +53,11 @@ def _case(name: str, what: str) -> Row:
         rival_name="best of FlashInfer and FlashAttention-3",
         hardware="H200",
         command="mainstem bench kernel",
+        headline=headline,
     )
 
 
-def _job(workload: str, what: str, rival: float) -> Row:
+def _job(workload: str, what: str, rival: float, headline: str | None = None) -> Row:
     """A whole job; rivals ran the same one on the same card."""
     return Row(
         what=f"{what}, requests/s",
@@ -62,10 +67,12 @@ def _job(workload: str, what: str, rival: float) -> Row:
         rival_text=f"{rival} (vLLM 0.24, its best setting)",
         hardware="H200",
         command=f"mainstem bench offline --workload {workload}",
+        headline=headline,
+        is_rate=True,
     )
 
 
-def _turn(number: int) -> Row:
+def _turn(number: int, headline: str | None = None) -> Row:
     """Sessions that come back, their history in host memory."""
     return Row(
         what=f"8B, 24 sessions of 2,000 tokens come back at once, first token in turn {number}",
@@ -75,6 +82,7 @@ def _turn(number: int) -> Row:
         rival_text="275 ms (vLLM 0.24 with CPU offload)",
         hardware="H200",
         command="mainstem bench sessions",
+        headline=headline,
     )
 
 
@@ -98,12 +106,32 @@ def _is_fp8(line: Line) -> bool:
 
 
 ROWS = [
-    _job("b2000-sd16", "8B, 1,600 requests, 16 to each 2,000-token document", 61.0),
-    _job("industry", "8B, 3 requests to each 1,570-token document", 46.4),
+    _job(
+        "b2000-sd16",
+        "8B, 1,600 requests, 16 to each 2,000-token document",
+        61.0,
+        "a job of an 8B model, 16 requests to each document of 2,000 tokens",
+    ),
+    _job(
+        "industry",
+        "8B, 3 requests to each 1,570-token document",
+        46.4,
+        "the same with 3 requests to each document of 1,570 tokens",
+    ),
     _job("b16000-sd4", "8B, 4 requests to each 16,000-token document", 5.77),
     _job("b2000-1000-sd4", "8B, 2,000 shared and 1,000 own tokens, 4 to a document", 20.3),
-    _job("noshare-512", "8B, nothing shared", 46.2),
-    _job("relay-2048", "7B, one system prompt of 2,048", 93.0),
+    _job(
+        "noshare-512",
+        "8B, nothing shared",
+        46.2,
+        "the same with nothing shared: prompts of 512 tokens",
+    ),
+    _job(
+        "relay-2048",
+        "7B, one system prompt of 2,048",
+        93.0,
+        "a 7B model, one system prompt of 2,048 tokens for all",
+    ),
     _job("relay-64", "7B, one system prompt of 64", 103.0),
     _served("between tokens", "{itl_ms_mean:.1f} ms", "7.5 ms"),
     _served("first token", "{ttft_ms_mean:.0f} ms", "61 ms"),
@@ -115,7 +143,7 @@ ROWS = [
         hardware="H200",
         command="mainstem bench score",
     ),
-    _turn(2),
+    _turn(2, "24 conversations of 2,000 tokens come back at once, time to the first token"),
     _turn(3),
     Row(
         what="102 real conversations come back, first token in turns 2 to 5",
@@ -165,7 +193,11 @@ ROWS = [
         command="mainstem bench host",
     ),
     _case("gqa32/8 B256 16x16000+300", "256 sequences over 16 prefixes of 16,000"),
-    _case("gqa32/8 B1024 64x2000+250", "1,024 sequences over 64 prefixes of 2,000"),
+    _case(
+        "gqa32/8 B1024 64x2000+250",
+        "1,024 sequences over 64 prefixes of 2,000",
+        "decode attention alone, 1,024 sequences over 64 prefixes of 2,000 tokens",
+    ),
     _case("gqa32/8 B64 1x32768+256", "64 sequences over one prefix of 32,768"),
     _case("gqa32/8 B256 64x512+512", "256 sequences over 64 prefixes of 512"),
     _case("mha32 B32 1x256+128", "32 sequences over one prefix of 256, MHA"),
@@ -181,38 +213,64 @@ def latest(file: str, matches: Callable[[Line], bool]) -> Line | None:
     return found[-1] if found else None
 
 
+def _measured(row: Row) -> tuple[str, str] | None:
+    """Our value and the rival's as they are shown; None if ours is not in the results."""
+    ours = latest(row.file, row.ours)
+    if ours is None:
+        return None
+    rival = latest(row.file, row.rival) if row.rival else None
+    value = row.rival_value or row.value
+    shown = f"{value.format(**rival)} ({row.rival_name})" if rival else row.rival_text or "-"
+    return row.value.format(**ours), shown
+
+
 def table() -> str:
+    """Every row with its values and the command that measured it."""
     lines = [
         "| what | mainstem | rival | machine | command |",
         "| --- | --- | --- | --- | --- |",
     ]
     for row in ROWS:
-        ours = latest(row.file, row.ours)
-        if ours is None:
-            continue
-        rival = latest(row.file, row.rival) if row.rival else None
-        value = row.rival_value or row.value
-        shown = f"{value.format(**rival)} ({row.rival_name})" if rival else row.rival_text or "-"
-        ours_shown = row.value.format(**ours)
-        lines.append(
-            f"| {row.what} | **{ours_shown}** | {shown} | {row.hardware} | `{row.command}` |"
-        )
+        if (measured := _measured(row)) is not None:
+            ours, rival = measured
+            lines.append(
+                f"| {row.what} | **{ours}** | {rival} | {row.hardware} | `{row.command}` |"
+            )
     return "\n".join(lines)
 
 
+def headlines() -> str:
+    """The rows with a headline, as ratios."""
+    lines = ["| on one H200 | speedup | over |", "| --- | --- | --- |"]
+    for row in ROWS:
+        if row.headline is not None and (measured := _measured(row)) is not None:
+            assert row.hardware == "H200", "the head of the table names the card"
+            ours, rival = map(_number, measured)
+            ratio = ours / rival if row.is_rate else rival / ours
+            name = re.findall(r"\((.*)\)", measured[1])[0]
+            lines.append(f"| {row.headline} | **{ratio:.1f}x** | {name} |")
+    return "\n".join(lines)
+
+
+def _number(shown: str) -> float:
+    return float(shown.split(maxsplit=1)[0])
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the README's results table.")
-    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    parser = argparse.ArgumentParser(description="Write the tables of results.")
+    parser.add_argument("--check", action="store_true", help="only check that they are up to date")
     is_check = parser.parse_args().check
-    path = ROOT / "README.md"
-    text = path.read_text()
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    fresh = f"{head}{BEGIN}\n{table()}\n{END}{tail}"
-    if is_check:
-        return 0 if fresh == text else 1
-    path.write_text(fresh)
-    return 0
+    is_fresh = True
+    for name, made in (("README.md", headlines()), ("docs/results.md", table())):
+        path = ROOT / name
+        text = path.read_text()
+        head, rest = text.split(BEGIN)
+        _, tail = rest.split(END)
+        fresh = f"{head}{BEGIN}\n{made}\n{END}{tail}"
+        is_fresh = is_fresh and fresh == text
+        if not is_check:
+            path.write_text(fresh)
+    return 1 if is_check and not is_fresh else 0
 
 
 if __name__ == "__main__":

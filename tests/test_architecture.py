@@ -148,6 +148,20 @@ def test_files_named_in_the_docs_exist(path: Path) -> None:
         assert (ROOT / target).exists(), f"{path.name} names {target}"
 
 
+@pytest.mark.parametrize(
+    "path",
+    [ROOT / "docs" / "log.md", *sorted((ROOT / "docs" / "log").glob("*.md"))],
+    ids=lambda path: path.name,
+)
+def test_every_entry_of_the_log_opens_with_its_conclusion(path: Path) -> None:
+    for entry in re.split(r"^## ", path.read_text(), flags=re.MULTILINE)[1:]:
+        title, _, body = entry.partition("\n\n")
+        opening = body.partition("\n\n")[0]
+        assert opening.startswith("Conclusion: "), f"{path.name}: {title}"
+        assert opening.count("\n") < 3, f"{path.name}: {title}: more than three lines"
+        assert re.match(r"\d{4}-\d\d-\d\d: ", title), f"{path.name}: {title}: no date"
+
+
 def test_every_setting_is_in_the_docs_with_its_flag_and_default() -> None:
     found = re.findall(
         r"^\| `(\w+)` \| (?:`(--[\w-]+)`)? *\| (?:`([^`]+)`)?",
@@ -173,4 +187,4 @@ def test_every_setting_is_in_the_docs_with_its_flag_and_default() -> None:
 def test_the_results_table_is_made_from_the_results() -> None:
     script = ROOT / "benchmarks" / "table.py"
     done = subprocess.run([sys.executable, str(script), "--check"], check=False)
-    assert done.returncode == 0, "README is out of date: python benchmarks/table.py"
+    assert done.returncode == 0, "tables are out of date: python benchmarks/table.py"

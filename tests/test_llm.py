@@ -188,7 +188,7 @@ def test_a_slip_of_a_chats_command_is_not_sent_to_the_model(
     monkeypatch.setattr(llm, "close", lambda: None)
     assert chat.main(["--stats"]) == 0
     out = capsys.readouterr().out
-    assert "there is no /clear" in out
+    assert "unknown command /clear" in out
     assert "tokens/s" not in out
 
 

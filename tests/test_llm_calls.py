@@ -1,4 +1,4 @@
-"""LLM and `mainstem chat` without a model: who may call when, and files that are of no use."""
+"""LLM and `mainstem chat` without a model: calls from several threads, and unusable files."""
 
 import inspect
 import signal
@@ -160,7 +160,7 @@ def test_a_template_may_leave_out_what_was_said(template: str, common: int) -> N
 
 
 def test_arguments_of_llm_are_the_settings_and_their_defaults() -> None:
-    """They are written out for who reads them, and for editors."""
+    """They are written out for readers and for editors."""
     made = dict(inspect.signature(LLM.__init__).parameters)
     del made["self"], made["choose_kept"], made["others"]
     hints = get_type_hints(LLM.__init__)

@@ -79,7 +79,7 @@ def test_a_stream_has_logprobs_and_several_answers(llm: LLM) -> None:
     assert len(told) == 3
 
 
-def test_whoever_stops_reading_ends_the_answer(llm: LLM, engines: FakeEngines) -> None:
+def test_to_stop_reading_ends_the_answer(llm: LLM, engines: FakeEngines) -> None:
     for piece in llm.stream("one", LONG):
         assert piece.text
         break

@@ -1,4 +1,4 @@
-"""`make`, as somebody meets it who has just cloned the repository."""
+"""`make` in a fresh clone of the repository."""
 
 import os
 import shutil

@@ -49,10 +49,9 @@ class AsyncLLM(LoadedModel):
     ) -> AsyncGenerator[AnswerPiece, None]:
         """The answer to one prompt, or to a list of messages, piece by piece as it is made.
 
-        Whoever stops reading, or is cancelled, ends the answer. `session` and `overflow` as in
-        LLM.generate. Raises InvalidRequest for what cannot be answered and after `close`,
-        AnswerFailed if steps failed over it again and again, EngineLost if they fail whatever is
-        in them.
+        To stop reading, or to cancel the task, ends the answer. `session` and `overflow` as in
+        LLM.generate. Raises InvalidRequest for a prompt that cannot be answered and after `close`,
+        AnswerFailed if steps failed on it repeatedly, EngineLost if every step fails.
         """
         args = (prompt, sampling_params, session, overflow)
         turn = await self._prepared(args, Delivery.EACH_STEP)
@@ -81,7 +80,7 @@ class AsyncLLM(LoadedModel):
         return result
 
     async def score(self, context: Context, choices: Iterable[str]) -> ScoreOutput:
-        """How likely each choice is as what follows one context; else as LLM.score."""
+        """How likely each choice is to follow one context; else as LLM.score."""
         self._check_open()
         (read,), _ = listed_contexts([context])
         (texts,) = listed_choices([list(choices)], 1)
@@ -130,7 +129,7 @@ class AsyncLLM(LoadedModel):
                 yield piece_of(news, self.tokenizer)
 
     async def _news(self, request: Request) -> AsyncGenerator[TextOutput, None]:
-        """What the engine says to a request, which is aborted if nobody reads to the end."""
+        """The news of a request, which is aborted if the caller stops reading."""
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         num_open = request.sampling.n
         self._listeners[request.request_id] = listener
@@ -158,7 +157,7 @@ class AsyncLLM(LoadedModel):
         for loop, items in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put, items)
-            except RuntimeError:  # the loop is closed, and nobody is left to read
+            except RuntimeError:  # the loop is closed, so no coroutine is left to read
                 for _, each in items:
                     self._listeners.pop(each.request_id, None)
                     self._thread.abort(each.request_id)

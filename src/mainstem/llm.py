@@ -113,8 +113,8 @@ class LoadedModel:
         **others: object,
     ) -> None:
         """Settings mean what the flags of the same names mean (docs/settings.md); `choose_kept`
-        names pages that a truncation should spare (docs/design/truncation.md). `others` are
-        arguments of vLLM: taken where they mean the same, else refused (core/vllm_names.py)."""
+        names pages that a truncation should keep (docs/design/truncation.md). `others` are
+        arguments of vLLM: accepted where they mean the same, else refused (core/vllm_names.py)."""
         given = dict(locals())  # all arguments, which are settings but for these
         del given["self"], given["choose_kept"], given["others"]
         config = with_arguments(EngineConfig(), own_arguments(given, others), "LLM")
@@ -158,16 +158,16 @@ class LoadedModel:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where none are given: as the model's generation_config.json advises."""
+        """The defaults of sampling: those of the model's generation_config.json."""
         try:
             return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
         except InvalidRequest as error:
             raise ConfigError(f"{GENERATION_FILE}: {error}; SamplingParams do without it") from None
 
     def encode_turn(self, session: str | None, text: str) -> list[int]:
-        """Ids of a conversation, given as `Tokenizer.chat_text`: where it goes on from what
-        `session` has said, those ids and the new ones. Encoding an answer again could give others,
-        whose pages are not cached."""
+        """Ids of a conversation, given as `Tokenizer.chat_text`. Where it continues `session`, the
+        ids of the session are kept: encoding an answer again could give other ids, whose pages are
+        not cached."""
         with self._sessions_lock:
             known = None if session is None else self._sessions.find("", session)
         before = said_before(known, text, self.tokenizer)
@@ -274,7 +274,7 @@ class Turn:
 
     request: Request
     text: str | None  # a chat's with marks (text/control_tokens.py); None: it was given as ids
-    session: str | None  # that remembers it when it has ended
+    session: str | None  # remembers it after it has ended
     prompt_ids: list[int]
 
 
@@ -285,17 +285,17 @@ class LLM(LoadedModel):
         for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
             print(answer.outputs[0].text)
 
-    Prompts that begin alike share what they have in common: it is computed once, stored once and
-    read once per step. Calls from several threads wait for each other; prompts of one call do not,
-    nor do streams, which take turns step by step.
+    Prompts with a common prefix share it: it is computed once, stored once and read once per step.
+    Calls from several threads wait for each other. Prompts of one call run together, and so do
+    streams, which take turns step by step.
     """
 
     def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
         super()._connect(config, choose_kept)
         self._lock = RLock()  # held while answers are made; a signal handler may close the LLM
         self._is_called = False
-        self._streams: dict[str, deque[TextOutput]] = {}  # what nobody has read yet, by request
-        self._abandoned: deque[str] = deque()  # streams that nobody reads any more
+        self._streams: dict[str, deque[TextOutput]] = {}  # news not read yet, by request
+        self._abandoned: deque[str] = deque()  # streams that were closed early
 
     def generate(
         self,
@@ -310,12 +310,12 @@ class LLM(LoadedModel):
         """Answer prompts, given as text, token ids, {"prompt": text} or {"prompt_token_ids": ids};
         results in the order of the prompts.
 
-        Without `sampling_params`, `get_default_sampling_params` has its say. `sessions` names the
-        conversation each prompt continues. `overflow` says what becomes of a
-        prompt longer than the context window: "kv" (the default in sessions), "recompute" or
+        Without `sampling_params`, those of `get_default_sampling_params` hold. `sessions` names the
+        conversation each prompt continues. `overflow` says what happens to a prompt longer than the
+        context window: "kv" (the default in sessions), "recompute" or
         "error". Raises InvalidRequest, which names the prompt, before anything runs if one of them
-        cannot be answered, and AnswerFailed after everything ran if steps failed over one again and
-        again. With errors="return" it raises neither: such a prompt's result has an `error`.
+        cannot be answered, and AnswerFailed after everything ran if steps failed repeatedly on one.
+        With errors="return" it raises neither: such a prompt's result has an `error`.
         """
         listed, refusals = listed_prompts(prompts, errors)
         texts = [prompt for prompt in listed if isinstance(prompt, str)]
@@ -373,7 +373,7 @@ class LLM(LoadedModel):
         *,
         errors: OnError | str = OnError.RAISE,
     ) -> list[ScoreOutput]:
-        """How likely each choice is as what follows a context: text, token ids or messages.
+        """How likely each choice is to follow a context: text, token ids or messages.
 
         `choices`: texts for all contexts, or a list of them for each. A context is computed once
         for all its choices, and of these only what their logprobs need. `errors` as in `generate`.
@@ -411,8 +411,8 @@ class LLM(LoadedModel):
         """The answer to one prompt, or to a list of messages, piece by piece as it is made.
 
         The prompt is queued when the first piece is asked for, and steps run while a piece is
-        waited for; streams that are read in turn share them. Whoever stops reading (`break`) ends
-        the answer. Raises as `generate` does.
+        waited for; streams that are read in turn share them. To stop reading (`break`) ends the
+        answer. Raises as `generate` does.
         """
         with self._call():
             turn = self._turn(prompt, sampling_params, session, overflow)
@@ -444,8 +444,8 @@ class LLM(LoadedModel):
             self._leave(request.request_id)
 
     def _leave(self, request_id: str) -> None:
-        """A stream was read to its end, or nobody wants the rest. May come at any time and on any
-        thread, since Python closes what is no longer used: whoever runs a step sees to it."""
+        """A stream was read to its end, or was closed early. May be called at any time and on any
+        thread, since Python closes unused generators; the next step does the work."""
         self._abandoned.append(request_id)
         if not self._lock.acquire(blocking=False):
             return
@@ -474,7 +474,7 @@ class LLM(LoadedModel):
             self.text_engine.abort(request_id)
 
     def _settle(self) -> None:
-        """Let the engine come to rest, unless there are streams, which go on."""
+        """Run the engine until it is idle, unless there are streams, which go on."""
         self._end_abandoned()
         while self.text_engine.has_work and not self._streams:
             self._step()
@@ -485,19 +485,19 @@ class LLM(LoadedModel):
         return listed_params(self.get_default_sampling_params() if given is None else given, number)
 
     def close(self) -> None:
-        """Stop whatever runs: a call on another thread ends after its step, with an error, and so
-        do streams. The memory goes with the last reference to the LLM."""
+        """Stop everything: a call on another thread ends after its step, with an error, and so do
+        streams. The memory is freed with the last reference to the LLM."""
         if self.text_engine.engine.is_forked:
-            return  # its threads, and who holds the lock, are in the other process
+            return  # its threads, and the lock's holder, are in the other process
         self._is_closed = True
         with self._lock, guarded_interrupts():
             self.text_engine.engine.close()
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """One call at a time; one from within another (by a callback) would take its answers.
-        Ctrl-C waits for a change of the engine's books. In a forked child it raises ForkedProcess:
-        the lock may be held by a thread that is not there."""
+        """One call at a time; a nested one (from a callback) would take its answers. Ctrl-C waits
+        for a change of the engine's state. In a forked child it raises ForkedProcess: the lock may
+        be held by a thread that does not exist there."""
         self.text_engine.engine.check_process()
         with self._lock, guarded_interrupts():
             if self._is_called:
@@ -554,7 +554,7 @@ class LLM(LoadedModel):
     def _run_scorings(
         self, scorings: Mapping[int, ContextScoring], refusals: Refusals, use_tqdm: bool
     ) -> dict[int, str]:
-        """Have all choices weighed; returns what failed, by context."""
+        """Score all choices; returns the failures by context."""
         asked: list[tuple[int, int, Request]] = []  # context, place among its prompts
         for index, scoring in scorings.items():
             requests = enumerate(self._score_requests(scoring))
@@ -608,7 +608,7 @@ class LLM(LoadedModel):
         self.text_engine.submit(request)
 
     def _order(self, ids: Mapping[int, Int32s]) -> list[tuple[int, int | None]]:
-        """Prompts in the order to run, with their places in it: what shares a prefix together."""
+        """Prompts in the order to run, with their places in it; common prefixes are neighbours."""
         if not self._shares or len(ids) < 2:
             return [(index, None) for index in ids]
         starts = np.zeros(len(ids) + 1, np.int64)
@@ -635,7 +635,7 @@ class LLM(LoadedModel):
                 for output in self._step():
                     result = results.get(output.request_id)
                     if result is None:
-                        continue  # the last word of a call that was interrupted
+                        continue  # the last news of a call that was interrupted
                     add_piece(result, piece_of(output, self.tokenizer))
                     if output.fault is not None:
                         faults[output.request_id] = output.fault
@@ -667,7 +667,7 @@ class _GivenPrompts:
 
 
 def _overflow(given: Overflow | str | None) -> Overflow | None:
-    """What becomes of prompts that are longer than the context window."""
+    """What happens to prompts that are longer than the context window."""
     if not isinstance(given, str):
         return given
     known = [policy.value for policy in Overflow]

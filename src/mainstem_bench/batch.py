@@ -3,7 +3,7 @@
 --input takes one JSON object a line, also .gz: {"doc": text, "items": [{"q": question}, ...]}; the
 documents of `mainstem demo` by default. Greedy, a fixed number of tokens out. Both runs answer the
 same file in one process, each with a fresh engine; loading is outside the clock, reading and
-tokenising are inside. Answers are compared before a speed is told.
+tokenising are inside. Answers are compared before a speed is reported.
 """
 
 import argparse
@@ -32,7 +32,7 @@ class Run:
 
     name: str
     seconds: float
-    cpu_seconds: float  # of all threads, loading included: less shaken by other work
+    cpu_seconds: float  # of all threads, loading included: less affected by other work
     requests_per_s: float
     computed_prompt_tokens: int
     saving_ratio: float
@@ -115,8 +115,8 @@ def rows(prompts: list[str], output_tokens: int) -> list[dict[str, object]]:
 def engine_flags(args: argparse.Namespace) -> list[str]:
     """The engine's flags as they were given, for the runs."""
     if args.share is not None:
-        raise InvalidRequest("--share", "one run has all of it, the other none")
-    flags = ["--generation-config", "none"]  # nothing is drawn, and nothing penalised
+        raise InvalidRequest("--share", "one run shares everything, the other nothing")
+    flags = ["--generation-config", "none"]  # no sampling and no penalties
     given = given_settings(args) | ({} if args.config is None else {"config": args.config})
     for name, value in given.items():
         flags.append(f"--{name.replace('_', '-')}")

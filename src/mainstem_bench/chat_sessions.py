@@ -83,7 +83,7 @@ def measure_chats(work: ChatWork, config: EngineConfig) -> Iterator[dict[str, ob
     """A line a turn as soon as it is there: its time to the first token with a store and without;
     then one over all turns but the first."""
     later: list[tuple[Asked, Asked]] = []
-    _choose(work)  # what is wrong with the files is said here, not by a process that ends
+    _choose(work)  # errors in the files are reported here, not by a child process
     with TemporaryDirectory(prefix="mainstem-chats-") as folder:
         store = replace(config.store, disk_dir=config.store.disk_dir or folder)
         before: list[Asked] = []
@@ -131,7 +131,7 @@ def _in_process(
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_ask_stage, args=(work, stage, config, before, sender))
     child.start()
-    sender.close()  # the child has its own: when it is gone, so is the pipe
+    sender.close()  # the child has its own copy: the pipe closes when the child ends
     num_told = 0
     try:
         while True:
@@ -147,7 +147,7 @@ def _in_process(
 def _ask_stage(
     work: ChatWork, stage: Stage, config: EngineConfig, before: list[Asked], sender: Connection
 ) -> None:
-    """On the process of its own."""
+    """In the child process."""
     sys.setswitchinterval(SWITCH_S)
     stored = Chats(work, config)
     plain = Chats(work, replace(config, store=StoreConfig()))
@@ -157,7 +157,7 @@ def _ask_stage(
         pairs: list[tuple[Asked, Asked]] = []
         for batch in stored.batches(turn, before):
             asked = stored.ask(batch)
-            stored.engine.flush()  # nothing of it goes on while the other is timed
+            stored.engine.flush()  # so that none of it runs while the other is timed
             plain.engine.clear_cache()
             pairs += zip(asked, plain.ask(batch), strict=True)
         before = [asked for asked, _ in pairs]
@@ -184,7 +184,7 @@ class Chats:
         self._num_asked = 0
 
     def batches(self, turn: int, before: Sequence[Asked]) -> Iterator[Todo]:
-        """What the sessions that have this turn ask, so many at once; the others are away."""
+        """The questions of the sessions that have this turn, in batches; the others are idle."""
         past = {each.session: each for each in before}
         todo = []
         for session, chat in enumerate(self._chats):
@@ -194,7 +194,7 @@ class Chats:
             yield todo[first : first + self._work.at_once]
 
     def warm_up(self) -> None:
-        """What a process does for the first time is not to be timed."""
+        """Run once what a process does for the first time, so that it is not timed."""
         words = [{"role": "user", "content": "Tell me about the tides of the sea. " * 4}]
         self.ask([(0, 0, self._tokenizer.encode_chat(words))])
 
@@ -222,7 +222,7 @@ class Chats:
         ]
 
     def _prompt(self, chat: Conversation, turn: int, before: Asked | None) -> Ids:
-        """What was said, ids as they were, and the next question in the model's own form."""
+        """The conversation so far, its own ids, and the next question in the model's format."""
         question = {"role": "user", "content": chat.questions[turn - 1]}
         if before is None:
             return self._tokenizer.encode_chat([*chat.opening, question])
@@ -235,7 +235,7 @@ class Chats:
 
 
 def _choose(work: ChatWork) -> list[Conversation]:
-    """So many from all files in turn, with questions for every turn."""
+    """Conversations from all files in turn, with questions for every turn."""
     files = [
         [chat for chat in from_file(Path(file)) if len(chat.questions) >= work.turns]
         for file in work.files

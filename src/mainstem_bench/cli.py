@@ -7,13 +7,13 @@ from mainstem.core.spelling import did_you_mean
 
 BENCHES = {
     "host": ("mainstem_bench.host", "scheduler time per step at 1,000 sequences"),
-    "cpu": ("mainstem_bench.cpu", "64 requests over one prefix, beside installed rivals"),
+    "cpu": ("mainstem_bench.cpu", "64 requests over one prefix, also with installed rivals"),
     "attention": ("mainstem_bench.attention", "CPU decode attention over a shared prefix"),
     "batch": ("mainstem_bench.batch", "a batch over shared documents, planned and not"),
     "plan": ("mainstem_bench.plan", "seconds and memory of planning up to 1M prompts"),
     "shares": ("mainstem_bench.shares", "a plan of 10M rows cut for 1,000 workers"),
     "serve": ("mainstem_bench.serve", "load on any OpenAI-compatible server"),
-    "replay": ("mainstem_bench.replay", "what a server was asked, to the engine alone"),
+    "replay": ("mainstem_bench.replay", "recorded requests of a server, on the engine alone"),
     "valleys": ("mainstem_bench.valleys", "tokens per step over a job, planner off and on"),
     "offline": ("mainstem_bench.offline", "a whole job on random weights against the limit"),
     "score": ("mainstem_bench.score", "choices after shared contexts, on random weights"),
@@ -28,7 +28,7 @@ BENCHES = {
         "reading on after a conversation was cut to the window",
     ),
     "kernel": ("mainstem_bench.kernel", "span attention on a GPU against its floor"),
-    "cuts": ("mainstem_bench.cuts", "random steps of attention, cut in all ways there are"),
+    "cuts": ("mainstem_bench.cuts", "random steps of attention, cut in all possible ways"),
 }
 
 

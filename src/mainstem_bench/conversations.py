@@ -1,6 +1,5 @@
 """What a load test asks: conversations read from a file, or made up around shared prefixes."""
 
-import gzip
 import json
 import random
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from itertools import cycle
 from pathlib import Path
 
 from mainstem.core.errors import ConfigError
+from mainstem.core.files import UNREADABLE, read_plain_or_gzip
 
 Message = dict[str, str]
 
@@ -72,9 +72,8 @@ def from_file(path: Path) -> list[Conversation]:
     of a line that is none of these.
     """
     try:
-        data = path.read_bytes()
-        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_plain_or_gzip(path).splitlines()
+    except UNREADABLE as error:
         raise ConfigError(f"{path}: {error}") from None
     found = []
     for number, line in enumerate(lines, 1):

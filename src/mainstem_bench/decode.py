@@ -1,7 +1,7 @@
 """Milliseconds of a decode step on random weights: some sequences, perhaps over common prefixes.
 
 All sequences are prefilled first; then steps are timed in which each gets a token. Twice, and the
-faster one counts: what another process does to the host is not the engine's.
+faster run counts, since other processes may slow one down.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from mainstem_bench.workloads import shared
 
 NUM_RUNS = 2
 WARM_STEPS = 20  # that decode all sequences, before the clock starts
-LEAST_CHUNK = 128  # prompt tokens that a step computes at least, where there are as many
+LEAST_CHUNK = 128  # least prompt tokens of a step, if there are that many
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 
 def _num_outputs(args: argparse.Namespace, seqs: int) -> int:
-    """Enough that who is prefilled first still decodes when the last step is timed."""
+    """Enough that the first prefilled sequence still decodes when the last step is timed."""
     num_prompt_tokens = seqs * (args.prefix + args.own)
     return int(args.steps) + 2 * WARM_STEPS + int(num_prompt_tokens) // LEAST_CHUNK
 

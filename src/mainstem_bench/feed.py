@@ -1,4 +1,4 @@
-"""Drives an engine through prompts that are all known: planned, announced, fed a little ahead."""
+"""Drives an engine through known prompts: planned, announced, submitted a little ahead."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from mainstem.plan.planner import plan_prompts
 
 
 def submit_all(engine: Engine, name: str, prompts: list[list[int]], outputs: list[int]) -> None:
-    """Greedy requests of so many tokens each, at once and in this order."""
+    """Greedy requests with a fixed number of tokens each, at once and in this order."""
     for index, (ids, output) in enumerate(zip(prompts, outputs, strict=True)):
         engine.submit(
             Request(
@@ -103,7 +103,7 @@ class Feed:
         return self._num_submitted == len(self._order)
 
     def top_up(self) -> None:
-        """Submit what should be there before the next step."""
+        """Submit what should be queued before the next step."""
         self._supply.begin_step()
         while not self.is_empty and self._supply.has_room(self._engine.num_waiting):
             self._submit_next()

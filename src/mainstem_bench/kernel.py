@@ -120,7 +120,7 @@ class Bench:
             self.pages_of(case, count)
 
     def pages_of(self, case: AttentionCase, count: int) -> tuple[Tensor, Tensor]:
-        """K and V for a case of so many pages."""
+        """K and V for a case of `count` pages."""
         key = (case.kv_heads, case.page_size, case.head_dim)
         if key not in self._pages or len(self._pages[key][0]) < count:
             self._pages.pop(key, None)

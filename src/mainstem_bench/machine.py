@@ -2,14 +2,12 @@
 
 import resource
 from dataclasses import dataclass
-from pathlib import Path
 
+import psutil
 import torch
 
 from mainstem.core.config import Device, EngineConfig
 from mainstem.plan.cost import Card, measured_card
-
-OS_PAGE_BYTES = resource.getpagesize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class Machine:
 
     @property
     def card(self) -> Card | None:
-        """Its rates; None for a GPU nobody has measured (`mainstem calibrate` does)."""
+        """Its rates; None for a GPU that was not calibrated (`mainstem calibrate`)."""
         return measured_card(self.name)
 
     def peak_bytes(self) -> int:
@@ -44,4 +42,4 @@ class Machine:
 
 def process_bytes() -> int:
     """Memory that this process holds at the moment."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * OS_PAGE_BYTES
+    return psutil.Process().memory_info().rss

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="b2000-sd16")
     made.add_argument("--model-shape", choices=list(SHAPES), help="(the workload's own)")
     made.add_argument("--groups", type=positive_count, metavar="N", help="(the workload's own)")
-    made.add_argument("--requests", type=positive_count, metavar="N", help="only the first so many")
+    made.add_argument("--requests", type=positive_count, metavar="N", help="only the first N")
     made.add_argument(
         "--output", type=positive_count, metavar="N", help="tokens out (the workload's own)"
     )
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--no-plan", action="store_true", help="run prompts in the order given")
     made.add_argument(
         "--arrivals", type=float, metavar="RATE",
-        help="requests arrive one by one, so many per second (Poisson): latencies",
+        help="requests arrive one by one, at this rate per second (Poisson): latencies",
     )  # fmt: skip
     made.add_argument(
         "--profile", type=Path, metavar="FILE.json",

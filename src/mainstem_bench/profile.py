@@ -1,7 +1,7 @@
 """Where the device's time goes: a trace of some steps, and shares by kind of kernel.
 
-The trace is torch.profiler's (open it in chrome://tracing or Perfetto). Kinds are told by kernel
-names; a name that fits none is `other`, and the table lists the largest kernels by name.
+The trace is torch.profiler's (open it in chrome://tracing or Perfetto). Kinds are found by kernel
+names; a name that matches none is `other`, and the table lists the largest kernels by name.
 """
 
 import json

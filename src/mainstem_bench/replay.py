@@ -1,4 +1,4 @@
-"""What a server was asked (`mainstem serve --record FILE`), given to the engine alone.
+"""Recorded requests of a server (`mainstem serve --record FILE`), run on the engine alone.
 
 The same token ids at the same moments, in one process, without HTTP, tokens to text, or JSON: what
 a client sees beyond these times is the server's own. A pause in the record begins a new part.
@@ -32,7 +32,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("record", type=Path, help="what `mainstem serve --record` has written")
     made.add_argument(
-        "--pause-s", type=positive, default=1.2, metavar="S", help="parts two parts (%(default)s)"
+        "--pause-s",
+        type=positive,
+        default=1.2,
+        metavar="S",
+        help="a pause that separates two parts (%(default)s)",
     )
     add_engine_flags(made)
     return made

@@ -1,6 +1,7 @@
 """What every benchmark line carries: where and on what it was measured."""
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -34,8 +35,8 @@ def line(name: str, values: Mapping[str, object]) -> str:
 def load_average() -> float | None:
     """Other work on this machine in the last minute; a benchmark wants it near 0 at its start."""
     try:
-        return round(float(Path("/proc/loadavg").read_text().split()[0]), 2)
-    except (OSError, ValueError):
+        return round(os.getloadavg()[0], 2)
+    except OSError:
         return None
 
 

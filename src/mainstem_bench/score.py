@@ -1,4 +1,4 @@
-"""Contexts per second whose choices are scored, on random weights; beside that, of one token
+"""Contexts per second whose choices are scored, on random weights; for comparison, with one token
 generated after each choice.
 
 A context is computed once for all its choices, and of a choice all but its last token.
@@ -116,7 +116,7 @@ def measure(job: ScoreJob, model_shape: str, config: EngineConfig) -> dict[str, 
 
 
 def score(engine: Engine, job: ScoreJob, prompts: np.ndarray) -> JobRun:
-    """Weigh every choice; all but its last token is computed."""
+    """Score every choice; all but its last token is computed."""
     scorings = [Scoring(job.context_tokens, (int(row[-1]),)) for row in prompts]
     heads = Prompts.from_lists(list(prompts[:, :-1]))
     run = run_job(engine, heads, 1, is_planned=True, scorings=scorings)

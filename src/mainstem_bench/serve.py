@@ -1,4 +1,4 @@
-"""Load on any OpenAI-compatible chat server, as its clients feel it.
+"""Load on any OpenAI-compatible chat server, as its clients see it.
 
 Requests arrive at random at a given rate (--rate, Poisson: the server's slowness does not slow the
 arrivals) or are kept at a number in flight (--concurrency). What is asked comes from a file or is
@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of whom, and how fast."""
+    """The load: what is asked of which server, and how fast."""
 
     endpoint: Endpoint
     model: str
@@ -211,7 +211,7 @@ async def _worker(
 async def _arrive(
     load: Load, rate: float, conversations: Sequence[Conversation], on_answer: Callable[[], object]
 ) -> list[list[StreamedAnswer]]:
-    """Begin each conversation at its own moment, whatever became of the others."""
+    """Begin each conversation at its own time, independent of the others."""
     rng = random.Random(load.seed)
     began_s = perf_counter()
     due_s = 0.0

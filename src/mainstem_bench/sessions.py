@@ -47,7 +47,7 @@ Ids = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Who comes back when, and with how much."""
+    """Which sessions come back when, and with how much."""
 
     model_shape: str = "llama31-8b"
     sessions: int = 72
@@ -156,7 +156,7 @@ def _measure(
 
 
 def _by_tier(parts: Sequence[str], tiers: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """What is measured of one engine: turns in every tier, all else with host memory."""
+    """What is measured with one engine: turns in every tier, other parts with host memory."""
     rest = [part for part in parts if part != "turns"]
     turns = ["turns"] if "turns" in parts else []
     found = {tier: list(turns) for tier in tiers} if turns else {}
@@ -192,7 +192,7 @@ def _told(error: Exception, part: str, tier: str) -> dict[str, object]:
 
 
 class InTier:
-    """The config that keeps histories in one tier; a folder made for it goes afterwards."""
+    """The config that keeps histories in one tier; a folder made for it is removed afterwards."""
 
     def __init__(self, config: EngineConfig, work: Sessions, tier: str) -> None:
         self._config, self._work, self._tier = config, work, tier
@@ -271,7 +271,7 @@ class Bench:
         return turn
 
     def warm_up(self) -> None:
-        """Steps as they will come, on prompts of their own; then everything is forgotten."""
+        """Run steps like the measured ones on other prompts; then forget everything."""
         rng, work = Random(99), self.work
         prompts = [self.random_ids(rng, work.history) for _ in range(min(4, work.at_once))]
         for _ in range(2):
@@ -284,7 +284,7 @@ class Bench:
         self.engine.clear_cache()
 
     def push_out(self) -> None:
-        """As if others had filled the device meanwhile: lower tiers alone have what was said."""
+        """Evict everything from the device, as other requests would: only lower tiers have it."""
         self.engine.flush()
         self.engine.clear_device()
 

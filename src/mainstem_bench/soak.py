@@ -29,11 +29,11 @@ from mainstem_bench.machine import Machine, process_bytes
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
 
-KV_TOKENS = 8192  # far less than what is open at once would like
+KV_TOKENS = 8192  # far less than open requests need
 MAX_OPEN = 256  # requests
 HEAD_TOKENS = (0, 16, 40)  # shared beginnings
 MAX_OWN_TOKENS = 32
-OUTPUT_TOKENS = (400, 8, 8, 8)  # at most, by turns: what was learned of lengths is wrong
+OUTPUT_TOKENS = (400, 8, 8, 8)  # at most, in turn: expectations of lengths are wrong
 TURN_REQUESTS = 128
 ABORTED = 0.15  # of the requests
 LATEST_ABORT = 40  # steps after it was submitted
@@ -137,7 +137,7 @@ class RandomRequests:
         )
 
     def abort_after(self) -> int | None:
-        """Steps after which the caller gives up; None: it waits."""
+        """Steps after which the caller aborts; None: it waits."""
         rng = self._rng
         return rng.randint(0, LATEST_ABORT) if rng.random() < ABORTED else None
 
@@ -161,7 +161,7 @@ class RandomRequests:
 
 @dataclass(slots=True)
 class Crowd:
-    """Callers of one engine: they submit, wait or give up, and account for what they hear."""
+    """Callers of one engine: they submit, wait or give up, and account for every output."""
 
     engine: Engine
     requests: RandomRequests

@@ -150,7 +150,7 @@ def _take_event(answer: StreamedAnswer, event: object, now_s: float) -> None:
 async def _exchange(
     endpoint: Endpoint, method: str, path: str, payload: bytes
 ) -> AsyncIterator[AsyncIterator[bytes]]:
-    """Send a request; lends its body, piece by piece as it comes, and hangs up afterwards.
+    """Send a request; yields its body piece by piece, and closes the connection afterwards.
 
     Raises ServerRefused, with what the server says, unless the status is 200.
     """
@@ -203,7 +203,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
 async def _body(
     reader: asyncio.StreamReader, headers: Mapping[str, str]
 ) -> AsyncGenerator[bytes, None]:
-    """The body as it comes, in whichever of HTTP's three ways its end is told."""
+    """The body as it comes, in any of HTTP's three framings."""
     if headers.get("transfer-encoding") == "chunked":
         while size := int((await reader.readline()).split(b";")[0] or b"0", 16):
             yield (await reader.readexactly(size + 2))[:-2]

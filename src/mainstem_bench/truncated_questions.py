@@ -1,6 +1,5 @@
 """Questions on a document after the text before it was cut away (AttentionStore, Table 2)."""
 
-import gzip
 import json
 import math
 import string
@@ -15,6 +14,7 @@ import numpy as np
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import EventBus
+from mainstem.core.files import read_plain_or_gzip
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
@@ -26,7 +26,7 @@ from mainstem_bench.ways import WatchedRunner, Way, way_config
 
 ANSWER_TOKENS = 16
 SPARE_TOKENS = 8  # of the window that reading leaves: any question then makes it overflow
-QUESTION_TOKENS = 64  # about what question, answer and what is said between them take
+QUESTION_TOKENS = 64  # approximate length of question, answer and the template between them
 READ = {"role": "assistant", "content": "I have read it. What do you want to know?"}
 ARTICLES = {"a", "an", "the"}
 
@@ -73,11 +73,9 @@ class Difference:
 
 
 def read_documents(path: Path) -> list[Document]:
-    """Raises InvalidRequest, naming the line, where a row has not the form."""
-    raw = path.read_bytes()
-    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    """Raises InvalidRequest, naming the line, for a row of another form."""
     documents: list[Document] = []
-    for number, row in enumerate(text.splitlines(), start=1):
+    for number, row in enumerate(read_plain_or_gzip(path).splitlines(), start=1):
         try:
             found = json.loads(row)
             items = tuple((_bare(str(item["q"])), str(item["a"])) for item in found["items"])

@@ -3,9 +3,9 @@
 A text is fed as one long conversation, a few tokens a turn. Whenever it fills the window, half of
 it is dropped. Perplexity is that of every token after the first cut:
 
-    recompute   the kept tokens are computed afresh
+    recompute   the kept tokens are computed again
     kv          their KV is moved to the new positions; the first page is kept as sink
-    no sink     likewise, without the sink
+    no sink     the same without the sink
     naive       as kv, but keys keep the rotation of their old positions
 
 With --questions FILE, documents are read at the end of a window that other text has filled. The cut
@@ -14,7 +14,6 @@ way is compared with the first, question by question.
 """
 
 import argparse
-import gzip
 import json
 import math
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from mainstem.cli.flags import add_engine_flags, engine_config
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
+from mainstem.core.files import read_plain_or_gzip
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
@@ -193,8 +193,7 @@ def read_text(path: Path | None) -> str:
     if path is None:
         rows = (files("mainstem") / "data" / "demo_docs.jsonl").read_text(encoding="utf-8")
         return "\n\n".join(json.loads(row)["doc"] for row in rows.splitlines())
-    raw = path.read_bytes()
-    return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    return read_plain_or_gzip(path)
 
 
 def _cell(value: object) -> str:

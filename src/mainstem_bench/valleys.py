@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--spread", type=float, default=0.5, metavar="X",
-        help="outputs are shorter or longer by up to so much of the mean (%(default)s)",
+        help="outputs are shorter or longer by up to this share of the mean (%(default)s)",
     )  # fmt: skip
     made.add_argument("--kv-tokens", type=positive_count, metavar="N", help="(the workload's own)")
     made.add_argument("--chunk-tokens", type=int, default=4096)

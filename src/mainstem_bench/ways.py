@@ -40,7 +40,7 @@ class WatchedRunner:
         self._text_ids = text_ids
         self._first = first
         self._is_naive = is_naive
-        self._shift = (0, 0)  # positions from this on are so many tokens further in the text
+        self._shift = (0, 0)  # from this position on, the text is this many tokens further
         self.logprobs: dict[int, float] = {}  # by token number, the first time it was predicted
 
     def attach(self, bus: EventBus, sink_tokens: int) -> None:

@@ -45,7 +45,7 @@ class OfflineJob:
     prefix: int
     distinct: int
     output: int
-    num_requests: int | None = None  # None: all; otherwise the first so many, in whole groups first
+    num_requests: int | None = None  # None: all; otherwise the first ones, in whole groups first
 
     def group_sizes(self) -> list[int]:
         """Prompts of each group; only the last may be smaller than the others."""

@@ -610,7 +610,7 @@ def test_rows_that_changed_are_counted_and_redone_when_asked(
     assert (summary["redone"], summary["answered"], summary["changed"]) == (2, 2, 0)
     assert folder.run_with_summary("--resume=changed")["answered"] == 0
     check_exactly_once(folder, rows)
-    assert not list(folder.path.glob("*.part"))
+    assert not list(folder.path.glob("*.fresh"))
 
 
 def test_answers_of_another_model_are_counted_and_redone_when_asked(

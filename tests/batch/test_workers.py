@@ -1,4 +1,4 @@
-"""`mainstem batch --workers`: servers answer as one engine does, and each row once whoever dies."""
+"""`mainstem batch --workers`: servers answer as one engine does, each row once after kills."""
 
 import json
 import random
@@ -60,7 +60,7 @@ def answer(source: Path, output: Path, *flags: str) -> int:
 
 
 def answers(path: Path) -> list[str]:
-    """As a sorted list, without the clock, what was cached, and who answered."""
+    """As a sorted list, without times, cached tokens and the worker's name."""
     found = []
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -146,12 +146,12 @@ def test_keys_come_from_a_file_and_who_refuses_is_set_aside(
         at_locked = ["--workers", locked.url]
         assert answer(source, output, *at_locked) == 1
         shown = capsys.readouterr().err
-        assert f"{locked.url} is set aside: HTTP 401" in shown
+        assert f"{locked.url} is no longer used: HTTP 401" in shown
         assert "no worker is left" in shown
         assert output.read_text() == ""
         both = ["--workers", f"{locked.url},{servers[0].url}", "--resume"]
         assert answer(source, output, *both) == 0, "the other answers them"
-        assert "is set aside" in capsys.readouterr().err
+        assert "is no longer used" in capsys.readouterr().err
         output.unlink()
         assert answer(source, output, *at_locked, "--worker-key-file", str(key)) == 0
     assert len(answers(output)) == 11

@@ -203,7 +203,7 @@ def test_emitted_order_holds_every_line_once_group_by_group(tmp_path: Path) -> N
         assert {row["custom_id"] for row in emitted} == {row["custom_id"] for row in rows}
         assert len(emitted) == len(rows)
         assert [row["prompt"][0] for row in emitted] == [7, 7, 7, 8, 8, 8, 9, 9, 9]
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob("*.fresh"))
 
 
 def test_order_on_standard_output_leaves_the_report_to_standard_error(

@@ -85,7 +85,7 @@ def test_the_ids_of_a_prompt_are_copied_once() -> None:
     whole = np.array([1, 2, 3], np.int32)
     view = whole[:2]
     view.setflags(write=False)
-    assert id_array(view) is not view, "whoever has the whole may change it"
+    assert id_array(view) is not view, "the owner of the whole may change it"
 
 
 def test_the_least_top_p_leaves_the_likeliest_token() -> None:

@@ -90,7 +90,7 @@ def test_an_emptied_store_is_told_once_and_every_store_has_a_name(
         "used. 0 are left; what is lost is computed again"
     ]
     cache.clear(store)
-    assert run() == [], "who clears it knows"
+    assert run() == [], "a cleared store is no loss"
     (store / "0000.pages").unlink()
     assert len(run()) == 1
     assert run() == []

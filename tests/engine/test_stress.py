@@ -314,7 +314,7 @@ class _Stress:
         assert self.store.num_held() == 0
 
     def compare_mirror(self) -> None:
-        """Whoever reads KV events knows what can be found, and where."""
+        """A reader of KV events knows which pages can be found, and where."""
         if (payload := self.recorder.take()) is not None:
             self.mirror.apply(payload)
         stored = self.store.stored_keys()

@@ -126,7 +126,7 @@ def test_greedy_tokens_equal_hugging_face(
             assert behind < TIE, f"token {place} is {behind} behind the oracle's choice"
     print(f"{num_ties} ties", file=sys.stderr)
     assert num_ties <= len(asked.prompts) // 8, (
-        "ties are rare; so many mean less precision than fp32"
+        "ties are rare; more of them mean less precision than fp32"
     )
 
 

@@ -64,7 +64,7 @@ def test_shares_cost_what_their_different_prefixes_cost(
 def test_rows_that_share_nothing_are_dealt_as_evenly_as_the_longest_allows(
     lengths: list[int], num_workers: int
 ) -> None:
-    """Whoever gets the last range of the longest share had the least to do."""
+    """The worker that gets the last range of the longest share had the least to do."""
     prompts = [[1000 * row + place for place in range(size)] for row, size in enumerate(lengths)]
     cut, _ = cut_of(prompts, num_workers, TOKENS_ONLY)
     mean = sum(lengths) / num_workers  # small rows are dealt together, up to a sixteenth of it

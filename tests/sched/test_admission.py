@@ -26,7 +26,7 @@ def test_a_forecast_admits_what_memory_will_hold() -> None:
 def test_a_forecast_is_never_short_and_a_page_each_too_much_at_most(
     remaining: Int32s, free_tokens: Int32s, own: Int32s
 ) -> None:
-    """Step by step: everybody grows by a token, and whoever ends gives its pages back."""
+    """Step by step: all grow by a token, and those that end give their pages back."""
     needs = []
     for now in np.unique(remaining):
         is_alive = remaining >= now

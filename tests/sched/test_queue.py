@@ -1,4 +1,4 @@
-"""Who is next of those that wait."""
+"""Which waiting sequence is next."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""SharingTree and spans against a brute-force look at who holds which page."""
+"""SharingTree and spans against a brute-force search for the holders of each page."""
 
 import numpy as np
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Conversations that outgrow the window: what is kept, where its KV comes from, who may use it."""
+"""Conversations that outgrow the window: what is kept, where its KV comes from, and its use."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -359,7 +359,7 @@ def test_sessions_that_overlap_over_small_tiers_are_right(seed: int, tmp_path: P
     engine.close()
 
 
-# --- who may use it -------------------------------------------------------------------------------
+# --- which requests may use it --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

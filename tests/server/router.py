@@ -9,7 +9,7 @@ from tests.kv.mirror import Mirror
 
 TOPIC = "kv@pod@model"
 END = b"\xff" * 8
-FEW_BYTES = 1 << 16  # that the system holds for it: who does not read is soon seen
+FEW_BYTES = 1 << 16  # buffered by the system: a client that does not read is soon noticed
 
 Apply = Callable[[Mirror, bytes], None]
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from mainstem.core.files import write_whole
 from mainstem.server import batch_runner, batch_store
 from mainstem.server.batch_store import Batch, BatchStatus, BatchStore
-from mainstem.server.file_store import FileStore, write_whole
+from mainstem.server.file_store import FileStore
 from tests.server.running import Running, a_server, until
 from tests.server.test_batches import ENDED, a_client, a_row, answers, lines
 

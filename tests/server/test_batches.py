@@ -441,7 +441,7 @@ def test_answers_of_batches_count_as_files(tmp_path: Path, row: Json) -> None:
     with a_server(data_dir=tmp_path, limits=limits) as running, a_client(running) as client:
         batch = run(client, rows)
         assert batch.status == "failed"
-        assert "exceed what the files of a key may have" in str(batch.errors)
+        assert "exceed the storage limit of this key" in str(batch.errors)
         kept = answers(client, batch.output_file_id or batch.error_file_id)
         assert 0 < len(kept) < 300
         stored = sum(item.bytes for item in client.files.list())

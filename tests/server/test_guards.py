@@ -397,7 +397,7 @@ def test_a_stream_hears_of_the_failure() -> None:
         engines.at_launch = fail
         body = {"prompt": "stream", "max_tokens": 50, "stream": True, "ignore_eos": True}
         text = running.post("/v1/completions", body).text
-        assert "steps failed over this request: RuntimeError: poison" in text.split("\n\n")[-2]
+        assert "steps failed on this request: RuntimeError: poison" in text.split("\n\n")[-2]
         assert "[DONE]" not in text
         running.settle()
 

@@ -84,9 +84,9 @@ def test_a_long_step_is_told_while_it_runs() -> None:
         second.start()
         until(lambda: live()["waiting"] == 1)  # the engine has not heard of it yet
         text = running.get("/metrics").text
-        assert 'mainstem:step_tokens{model_name="fake",engine="0"} 64' in text
-        assert 'mainstem:unfinished_prompt_tokens{model_name="fake",engine="0"} 64' in text
-        assert 'vllm:num_requests_waiting{model_name="fake",engine="0"} 1' in text
+        assert 'mainstem:step_tokens{engine="0",model_name="fake"} 64.0' in text
+        assert 'mainstem:unfinished_prompt_tokens{engine="0",model_name="fake"} 64.0' in text
+        assert 'vllm:num_requests_waiting{engine="0",model_name="fake"} 1.0' in text
         engines.at_launch = None
         go.set()
         asking.join()

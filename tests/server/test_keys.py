@@ -1,4 +1,4 @@
-"""Keys: who gets in, and that tenants share nothing."""
+"""Keys: which requests are let in, and that tenants share nothing."""
 
 from pathlib import Path
 

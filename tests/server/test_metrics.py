@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
-import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from mainstem.core.events import (
     E,
@@ -31,6 +31,7 @@ from mainstem.core.ids import RequestId
 from mainstem.core.request import FinishReason, Overflow
 from mainstem.core.snapshot import EngineSnapshot, StemView
 from mainstem.server.metrics import (
+    COMMON_LABELS,
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
@@ -39,8 +40,6 @@ from mainstem.server.metrics import (
     ServerMetrics,
 )
 
-parser = pytest.importorskip("prometheus_client.parser")
-
 ROOT = Path(__file__).resolve().parents[2]
 ID = RequestId("a")
 
@@ -48,10 +47,10 @@ ID = RequestId("a")
 def read(metrics: ServerMetrics) -> dict[str, float]:
     """Every sample, named like `name` or `name{label}` where a label beside the common two is."""
     values: dict[str, float] = {}
-    for family in parser.text_string_to_metric_families(metrics.render()):
+    for family in text_string_to_metric_families(metrics.render()):
         for sample in family.samples:
-            assert {"model_name", "engine"} <= sample.labels.keys()
-            own = [v for k, v in sample.labels.items() if k not in ("model_name", "engine")]
+            assert set(COMMON_LABELS) <= sample.labels.keys()
+            own = [v for k, v in sample.labels.items() if k not in COMMON_LABELS]
             values[sample.name + (f"{{{','.join(own)}}}" if own else "")] = sample.value
     return values
 
@@ -105,7 +104,7 @@ EXPORTED = {
 
 
 def test_names_and_labels_are_those_that_dashboards_know() -> None:
-    """Written out, so that whoever renames a series sees what depends on it."""
+    """Written out, so that a renamed series shows what depends on it."""
     bus = EventBus()
     metrics = ServerMetrics(bus)
     for event in (
@@ -120,8 +119,9 @@ def test_names_and_labels_are_those_that_dashboards_know() -> None:
     found: dict[str, set[tuple[str, ...]]] = {}
     for name, labels in re.findall(r"^([\w:]+)\{(.*)\} ", metrics.render(), re.MULTILINE):
         own = re.findall(r'(\w+)="', labels)
-        assert own[:2] == ["model_name", "engine"]
-        found.setdefault(name, set()).add(tuple(own[2:]))
+        assert set(COMMON_LABELS) <= set(own)
+        further = tuple(label for label in own if label not in COMMON_LABELS)
+        found.setdefault(name, set()).add(further)
     wanted = {name: {labels} for labels, names in EXPORTED.items() for name in names.split()}
     for name in HISTOGRAMS:
         wanted |= {f"{name}_sum": {()}, f"{name}_count": {()}}
@@ -270,7 +270,7 @@ def test_a_snapshot_sets_the_gauges() -> None:
 def test_names_in_labels_are_escaped() -> None:
     name = 'a "quoted" \\ name\nof two lines'
     text = ServerMetrics(EventBus(), model_name=name).render()
-    family = next(iter(parser.text_string_to_metric_families(text)))
+    family = next(iter(text_string_to_metric_families(text)))
     assert family.samples[0].labels["model_name"] == name
 
 

@@ -69,8 +69,11 @@ def test_a_value_out_of_range_is_refused_with_the_name_of_its_flag(
 
 
 def test_a_data_folder_in_use_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
-    with lock_folder(tmp_path), pytest.raises(ConfigError, match="another server is using"):
+    lock = lock_folder(tmp_path)
+    with pytest.raises(ConfigError, match="another server is using"):
         main(["--port", "0", "--data-dir", str(tmp_path)], no_engine)
+    lock.release()
+    lock_folder(tmp_path).release()
 
 
 def test_a_data_folder_that_takes_no_file_is_found_before_the_model_is_loaded(

@@ -95,7 +95,7 @@ def test_sessions_belong_to_their_key(locked: Running) -> None:
     own = Talk(locked, ALICE, session_id="secret")
     own.say("What alice has to say is nobody's business, over several pages.")
     tokens = listed(locked, ALICE)[0]["tokens"]
-    assert listed(locked, BOB) == []
+    assert "secret" not in [session["id"] for session in listed(locked, BOB)]
     assert locked.send("DELETE", "/v1/sessions/secret", None, BOB).status_code == 404
     guess = Talk(locked, BOB, session_id="secret")
     guess.say("What alice has to say is nobody's business, over several pages.")
@@ -279,7 +279,7 @@ def test_a_conversation_comes_back_from_disk_with_its_pages(
         usage = turn(second)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         assert cached >= before["total_tokens"] // 16 * 16 - 16
-        assert 'mainstem:loaded_pages_total{model_name="smollm2",engine="0",tier="disk"}' in (
+        assert 'mainstem:loaded_pages_total{engine="0",model_name="smollm2",tier="disk"}' in (
             second.request("GET", "/metrics").text
         )
         assert second.stop() == 0

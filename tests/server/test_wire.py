@@ -417,7 +417,7 @@ def test_each_chunk_has_the_usage_so_far_when_asked(server: Running) -> None:
             own = [c["usage"] for c in chunks if c["choices"][0]["index"] == index]
             counts = [usage["completion_tokens"] for usage in own]
             assert counts == sorted(counts)
-            first = 0 if "chat" in path else 1  # a chat opens with who speaks
+            first = 0 if "chat" in path else 1  # a chat opens with the role
             assert (counts[0], counts[-1]) == (first, 4)
             assert {usage["prompt_tokens"] for usage in own} == {last["usage"]["prompt_tokens"]}
 
@@ -523,7 +523,7 @@ def test_metrics_count_requests_and_responses(server: Running) -> None:
     server.complete("counted", max_tokens=2)
     response = server.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
-    assert 'mainstem:http_responses_total{model_name="fake",engine="0",code="200"}' in response.text
+    assert 'mainstem:http_responses_total{code="200",engine="0",model_name="fake"}' in response.text
     assert "vllm:time_to_first_token_seconds_count" in response.text
 
 

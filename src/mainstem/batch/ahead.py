@@ -1,4 +1,4 @@
-"""Work done ahead: the next item is made in a thread while the caller works on this one."""
+"""Read-ahead: a thread makes the next item while the caller works on this one."""
 
 from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, Queue
@@ -22,7 +22,7 @@ class Ahead(Generic[T]):
         self._may_make = Semaphore(1)
         self._is_closed = False
         self.is_ended = False
-        self.fault: BaseException | None = None  # why it ended, if not with the items
+        self.fault: BaseException | None = None  # why it ended before the last item
         self._thread = Thread(target=self._make, args=(iter(items),), daemon=True)
         self._thread.start()
 
@@ -31,7 +31,7 @@ class Ahead(Generic[T]):
         return self._take(None)
 
     def wait(self, should_stop: Callable[[], bool]) -> T | None:
-        """The next item as soon as it is ready; None if `is_ended` or told to stop."""
+        """The next item as soon as it is ready; None if `is_ended`, or `should_stop` says so."""
         while not self.is_ended and not should_stop():
             item = self._take(POLL_S)
             if item is not None:

@@ -6,8 +6,8 @@ Nothing but the file itself says what is done:
     {"custom_id": "b", "response": null, "error": {"line": 7}} refused: line 7
     {"custom_id": "c", "respo                                  torn by a kill: cut off on resume
 
-A line also says which row and which model it is of (marks.py), so that a later run can tell stale
-answers; `forget` takes those out, by way of a copy that replaces the file when it is complete.
+A line also says which row and which model it is of (marks.py), so that a later run recognizes stale
+answers; `forget` removes those, by a copy that replaces the file when it is complete.
 
 A line goes to the operating system in one piece as soon as it is known, which a kill of this
 process cannot undo. It goes to the disk (fsync) every few seconds and at the end: after a power
@@ -37,6 +37,7 @@ from mainstem.batch.files import (
     unpacker,
 )
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.files import remove_leftovers, replacing
 
 SYNC_S = 5.0
 COPY_BYTES = 1 << 16  # written at once where lines are copied
@@ -85,7 +86,7 @@ class AnswerFile:
             if os.fstat(raw.fileno()).st_size > 0:
                 if existing is Existing.REFUSE:
                     raise InvalidRequest(
-                        self.name, "holds answers already; say --resume or --overwrite"
+                        self.name, "holds answers already; use --resume or --overwrite"
                     )
                 if existing is Existing.RESUME:
                     self.done = _read_done(self.name)
@@ -95,7 +96,7 @@ class AnswerFile:
         return raw
 
     def forget(self, is_stale: Callable[[Entry], bool]) -> int:
-        """Take entries out, so that their rows are answered again; returns how many there were.
+        """Remove entries, so that their rows are answered again; returns their number.
 
         The file is replaced when its copy is complete: a kill leaves the old one or the new one.
         """
@@ -118,15 +119,15 @@ class AnswerFile:
         return num_stale
 
     def start(self) -> None:
-        """Make the file ready for appending: torn ends are cut, what is to be replaced goes."""
+        """Make the file ready for appending: cut a torn end, or empty a file to be overwritten."""
         self._is_started, self._is_ours = True, False
         if self.name == STANDARD or not _is_regular(self._raw):
-            return  # a pipe or a device takes what comes
+            return  # a pipe or a device cannot be truncated
         if self._is_copied:
             return
         try:
             if self._pack is not None and self.done.num_bytes:
-                self._copy(lambda line: True)  # a compressed stream that was cut cannot go on
+                self._copy(lambda line: True)  # a torn compressed stream cannot be continued
             else:
                 self._end = self.done.num_bytes
                 self._raw.truncate(self._end)
@@ -142,7 +143,7 @@ class AnswerFile:
             self.sync()
 
     def sync(self) -> None:
-        """Bring everything to the disk."""
+        """Sync everything to the disk."""
         self._synced_s = monotonic()
         try:
             os.fsync(self._raw.fileno())
@@ -151,7 +152,7 @@ class AnswerFile:
                 raise self._fault(error) from None
 
     def finish(self) -> None:
-        """End the file properly and bring it to the disk; nothing to do after a fault."""
+        """End the file properly and sync it; nothing to do after a fault."""
         if not self._is_started:
             return
         self._is_started = False
@@ -160,7 +161,7 @@ class AnswerFile:
         self.sync()
 
     def close(self) -> None:
-        """Let go of the file as it is; one that was made here and never started goes again."""
+        """Close the file as it is; one that was made here and never started is removed."""
         self._raw.close()
         if self._is_ours:
             Path(self.name).unlink(missing_ok=True)
@@ -191,7 +192,7 @@ class AnswerFile:
         self._end += len(data)
 
     def _cut(self) -> None:
-        """Take back a line that was written in part, where that is possible."""
+        """Remove a partly written line, if possible."""
         if self.name != STANDARD and _is_regular(self._raw):
             try:
                 self._raw.truncate(self._end)
@@ -208,26 +209,18 @@ class AnswerFile:
 
     def _copy(self, is_kept: Callable[[bytes], bool]) -> None:
         """Copy whole lines to a fresh file, and put it in this one's place."""
-        target = os.path.realpath(self.name)  # a link stays a link
-        fresh_name = f"{target}.part"
-        fresh = io.FileIO(fresh_name, "wb")
-        _lock(fresh)
-        old, self._raw, self._end = self._raw, fresh, 0
-        self._pack = new_pack(self.name)
-        try:
-            os.fchmod(fresh.fileno(), os.fstat(old.fileno()).st_mode)
-            with io.FileIO(self.name, "rb") as packed:
-                stream = buffered(packed, unpacker(self.name))
-                lines = (line for _, line in _whole_lines(stream) if is_kept(line))
-                for data in _in_chunks(lines):
-                    self._write(data if self._pack is None else self._pack.line(data))
-            os.fsync(fresh.fileno())
-            os.replace(fresh_name, target)
-        except BaseException:
-            os.unlink(fresh_name)
-            raise
-        finally:
-            old.close()
+        target = Path(self.name).resolve()  # a link stays a link
+        remove_leftovers(target)
+        # the old file is closed last: the lock on it keeps other runs out
+        with self._raw as old, io.FileIO(self.name, "rb") as packed, replacing(target) as file:
+            os.fchmod(file.fileno(), os.fstat(old.fileno()).st_mode)
+            self._raw, self._end = io.FileIO(os.dup(file.fileno()), "wb"), 0  # stays open
+            _lock(self._raw)
+            self._pack = new_pack(self.name)
+            stream = buffered(packed, unpacker(self.name))
+            lines = (line for _, line in _whole_lines(stream) if is_kept(line))
+            for data in _in_chunks(lines):
+                self._write(data if self._pack is None else self._pack.line(data))
         self._is_copied = True
 
 
@@ -241,7 +234,7 @@ def _lock(raw: io.FileIO) -> None:
     except BlockingIOError:
         raise InvalidRequest(str(raw.name), "another run is writing to it") from None
     except OSError:
-        return  # a file system without locks; two runs at once are then the user's to avoid
+        return  # a file system without locks; users must avoid two runs at once there
 
 
 def _in_chunks(lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -257,7 +250,7 @@ def _in_chunks(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _read_done(name: str) -> Done:
-    """What the whole lines of an output say; an end that a kill tore off is left out."""
+    """What the whole lines of an output say; a torn end is left out."""
     done = Done()
     with io.FileIO(name, "rb") as raw:
         stream, number = buffered(raw, unpacker(name)), 0
@@ -266,7 +259,7 @@ def _read_done(name: str) -> Done:
                 try:
                     done.note(read_entry(line), len(line))
                 except ValueError:
-                    reason = f"line {number} is not of a batch output; cannot resume"
+                    reason = f"line {number} is not a line of a batch output; cannot resume"
                     raise InvalidRequest(name, reason) from None
         except (OSError, unpack_error(name)) as error:
             raise InvalidRequest(name, f"cannot be read after line {number}: {error}") from None

@@ -12,7 +12,7 @@ from mainstem.batch.summary import Summary
 from mainstem.batch.windows import Window
 from mainstem.batch.work import Work
 
-LOG_INTERVAL_S = 30.0  # where nobody watches
+LOG_INTERVAL_S = 30.0  # where standard error is not a terminal
 PREPARING = "{desc} [{elapsed}]"
 RUNNING = (
     "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} prompt tokens"
@@ -24,9 +24,8 @@ class JobBar:
     """What the job does (reading, planning, running) and how far it is.
 
     While rows run: prompt tokens done and time left, rows done, requests/s, tokens/s and saving so
-    far. `preparing` says what the thread does that reads ahead. Totals are unknown at first; as
-    windows are read they are guessed from the bytes of the input, and they are exact once all was
-    read.
+    far. `preparing` says what the reading thread does. Totals are unknown at first, then estimated
+    from the bytes of the input, and exact once everything was read.
     """
 
     def __init__(self, summary: Summary, preparing: Callable[[], str], is_shown: bool) -> None:
@@ -107,7 +106,7 @@ class JobBar:
         trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
-            if self._began_s is not None:  # it may have looked for more rows last
+            if self._began_s is not None:  # its last text may be about reading
                 self._bar.set_description_str("running", refresh=False)
             self._show(monotonic())
             if error is None and self._summary.is_complete:
@@ -116,7 +115,7 @@ class JobBar:
 
 
 def read_so_far(num_rows: int, progress: float | None) -> str:
-    """Words for how far the reading of an input has come."""
+    """How far the reading of an input has come, as text."""
     share = "" if progress is None else f", {progress:.0%}"
     return f" {num_rows:,} rows{share}"
 
@@ -124,7 +123,7 @@ def read_so_far(num_rows: int, progress: float | None) -> str:
 class PhaseLine:
     """One line about work in phases: rewritten on a terminal, elsewhere written now and then.
 
-    Work that is done at once is not mentioned where nobody watches.
+    Where it is not a terminal, work that ends quickly is not mentioned.
     """
 
     QUIET_S = 2.0  # before the first line, where it is not a terminal

@@ -1,8 +1,8 @@
 """What is left of a job that many workers answer: bundles of rows, by share.
 
 share 0   | bundle | bundle | bundle | ...     its worker takes from the front
-share 1   | bundle | bundle | ... | bundle |   another, when its own share is empty, from the end
-returned  | rows of a worker that was lost     anybody's, before all others
+share 1   | bundle | bundle | ... | bundle |   idle workers steal from the end
+returned  | rows of a worker that was lost     for any worker, before all others
 """
 
 from collections import deque
@@ -43,7 +43,7 @@ class Bundle:
 
 
 class Bundles:
-    """Who answers what next. Used by one thread."""
+    """Which worker answers what next (work stealing). Used by one thread."""
 
     def __init__(self, num_workers: int) -> None:
         self._shares: list[deque[Bundle]] = [deque() for _ in range(num_workers)]
@@ -54,7 +54,7 @@ class Bundles:
         return bool(self._returned) or any(self._shares)
 
     def add(self, worker: int, bundle: Bundle) -> None:
-        """At the end of a share."""
+        """Append to a worker's share."""
         self._shares[worker].append(bundle)
         self._seconds[worker] += bundle.seconds
 
@@ -64,7 +64,7 @@ class Bundles:
             self._returned.append(Bundle(tasks, 0.0))
 
     def take(self, worker: int) -> Bundle | None:
-        """The next bundle of a worker's own share, or one that another has lost."""
+        """Rows of a lost worker, or the next bundle of the worker's own share."""
         if self._returned:
             return self._returned.popleft()
         if not self._shares[worker]:
@@ -74,7 +74,7 @@ class Bundles:
         return bundle
 
     def take_from_others(self) -> Bundle | None:
-        """The last bundle of the share that has most left."""
+        """Steal the last bundle of the share that has most left."""
         places = [place for place, share in enumerate(self._shares) if share]
         if not places:
             return None
@@ -90,7 +90,7 @@ def cut_window(
     num_workers: int,
     estimate: LengthEstimate,
 ) -> list[tuple[int, Bundle]]:
-    """The bundles of a window, each with its worker; `lines` gives away those it has of them."""
+    """The bundles of a window, each with its worker; their lines are removed from `lines`."""
     rows, found = planned.window.rows, []
     parts = [_in_input_order(planned)] if planned.parts is None else planned.parts
     for part in parts:
@@ -113,7 +113,7 @@ def cut_window(
 
 
 def _in_input_order(planned: PlannedWindow) -> PlannedRows:
-    """The plan of those who want none: rows as they came, nothing shared."""
+    """The plan where none is wanted: rows in input order, nothing shared."""
     indices: Int64s = np.array(list(planned.copies), dtype=np.int64)
     rows = [planned.window.rows[index] for index in indices.tolist()]
     zero, none = np.zeros(1, dtype=np.int64), np.zeros(len(indices), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What an earlier run has written to an output, in little memory, and what of it is stale."""
+"""What an earlier run has written to an output, in little memory, and which of it is stale."""
 
 import json
 from collections import Counter
@@ -16,13 +16,13 @@ ENGINE_FAILED = "engine_failed"
 FORM_LIMIT = "form_limit_reached"
 MISSING_PACKAGE = "missing_package"
 APP_NOT_FOUND = "app_not_found"
-# not about the row, but about this machine or this call: tried again
+# errors of this machine or this call, not of the row: tried again
 MACHINE_FAULTS = frozenset([ENGINE_FAILED, MISSING_PACKAGE, APP_NOT_FOUND])
-OLD_MISSING_PACKAGE = "needs the package"  # how it was told before it had a code
+OLD_MISSING_PACKAGE = "needs the package"  # its message before it had a code
 
 
 class State(Enum):
-    """What an output line of an earlier run is to this one."""
+    """How an output line of an earlier run relates to this run."""
 
     FRESH = "fresh"
     UNKNOWN = "unknown"  # it has no mark: an older version wrote it
@@ -97,11 +97,11 @@ class Done:
             self._marks.add(f"{entry.model_digest} {entry.row_digest} {entry.name}")
 
     def answer_state(self, custom_id: str, row_digest: str, model: str) -> State:
-        """What the answer to this id is to a row that is read now."""
+        """How the answer to this id relates to the row as it is now."""
         return self._state(_answer_name(custom_id), row_digest, model)
 
     def error_state(self, line: int, row_digest: str, model: str) -> State:
-        """What the error of this line is to what stands there now."""
+        """How the error of this line relates to the line as it is now."""
         return self._state(_error_name(line), row_digest, model)
 
     def _state(self, name: str, row_digest: str, model: str) -> State:
@@ -116,7 +116,7 @@ class Done:
 
 @dataclass(slots=True)
 class Stale:
-    """Entries of an output that are to be made again."""
+    """Entries of an output that must be made again."""
 
     names: IdSet = field(default_factory=IdSet)
     counts: Counter[State] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""A job that many workers answer: one reads, plans, cuts and writes; they pull bundles.
+"""A job for many workers: the driver reads, plans, cuts and writes; workers pull bundles.
 
     input -> windows -> plan -> cut -> Bundles <--take-- worker 0 --rows--> server or actor
                                           ^    <--take-- worker 1
@@ -27,13 +27,13 @@ from mainstem.batch.windows import Failure
 from mainstem.wire.errors import WireError
 
 POLL_S = 0.02
-MOST_LOSSES = 5  # workers that may fail over a row before it is an error row
+MOST_LOSSES = 5  # workers that may fail on a row before it becomes an error row
 
 Json = Mapping[str, object]
 
 
 class WorkerLost(Exception):
-    """A worker is of no use to the job any more; the message says why."""
+    """A worker that the job cannot use any more; the message says why."""
 
 
 class Desk:
@@ -44,7 +44,7 @@ class Desk:
         self._worker = worker
 
     def take(self, is_idle: bool) -> Sequence[Task]:
-        """The next rows of the worker's share; who is idle takes from others. Empty: none now."""
+        """The next rows of the worker's share; an idle worker steals. Empty: none now."""
         return self._driver.take(self._worker, is_idle)
 
     def check_model(self, name: str) -> None:
@@ -56,15 +56,15 @@ class Desk:
         self._driver.answer(task, body)
 
     def fail(self, task: Task, error: WireError) -> None:
-        """A row cannot be answered, by nobody."""
+        """A row that no worker can answer."""
         self._driver.fail(task, error)
 
     def give_back(self, tasks: Sequence[Task]) -> None:
-        """Rows that were not begun, for others."""
+        """Rows that were not begun, for other workers."""
         self._driver.give_back(tasks)
 
     def lose(self, tasks: Sequence[Task], reason: str) -> None:
-        """Rows whose worker failed, maybe over one of them."""
+        """Rows whose worker failed, perhaps because of one of them."""
         self._driver.lose(tasks, reason)
 
 
@@ -80,7 +80,7 @@ class Worker(Protocol):
 
 
 class KeptLines:
-    """An input whose lines are kept until they were answered, by number."""
+    """An input that keeps its lines, by number, until they are answered."""
 
     def __init__(self, source: InputFile) -> None:
         self._source = source
@@ -97,7 +97,7 @@ class KeptLines:
 
 
 class Driver:
-    """Deals rows to workers and writes what they bring."""
+    """Gives rows to workers and writes their answers."""
 
     def __init__(
         self,
@@ -152,15 +152,15 @@ class Driver:
         self._summary.is_complete = True
 
     def _set_aside(self, at_work: dict["asyncio.Task[None]", Worker]) -> None:
-        """Workers that gave up are named; without any the job cannot go on."""
+        """Report workers that gave up; without any the job cannot go on."""
         for task in [task for task in at_work if task.done()]:
             worker = at_work.pop(task)
             try:
                 task.result()
             except WorkerLost as error:
-                self._bar.write(f"mainstem batch: {worker.name} is set aside: {error}")
+                self._bar.write(f"mainstem batch: {worker.name} is no longer used: {error}")
         if not at_work:
-            raise FileFault("no worker is left; run it again with --resume when there are some")
+            raise FileFault("no worker is left; start workers and run the job again with --resume")
 
     # --- windows in -----------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Driver:
             self._bundles.add(worker, bundle)
             self._num_open += len(bundle.tasks)
         last = max((row.line for row in window.rows), default=0)
-        for number in list(self._lines):  # the reading thread adds to it
+        for number in list(self._lines):  # a copy, since the reading thread adds to it
             if number <= last:
                 del self._lines[number]  # of a row that failed or was done before
 
@@ -206,8 +206,8 @@ class Driver:
             if task.num_losses < MOST_LOSSES:
                 kept.append(task)
             else:
-                times = f"workers failed over this row {task.num_losses} times"
-                self.fail(task, WireError(ENGINE_FAILED, f"{times}, at last: {reason}"))
+                times = f"workers failed on this row {task.num_losses} times"
+                self.fail(task, WireError(ENGINE_FAILED, f"{times}; the last error: {reason}"))
         self.give_back(kept)
 
     def answer(self, task: Task, body: Json) -> None:
@@ -259,7 +259,7 @@ class Driver:
 
 
 def _usage(body: Json) -> dict[str, int]:
-    """Token counts of an answer; 0 where a server does not tell."""
+    """Token counts of an answer; 0 where a server does not report them."""
     usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     details = usage.get("prompt_tokens_details") or {}

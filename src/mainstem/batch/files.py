@@ -1,7 +1,7 @@
 """JSON lines as bytes: plain, .gz and .zst by their name, standard input and output as -.
 
-Compressed output is one stream that is flushed after every line, so that whatever was written can
-be read back, up to the last whole line, after a kill.
+Compressed output is one stream that is flushed after every line, so that after a kill it can be
+read back up to the last whole line.
 """
 
 import io
@@ -21,7 +21,7 @@ MAX_LINE_BYTES = 1 << 26  # far above any context window
 RAW_BYTES = 1 << 14  # read at once from a compressed file
 GZIP_WINDOW = 31  # zlib: the largest window, in gzip's format
 STANDARD = "-"
-LINES_PER_LOOK = 64  # after which an input looks how far it has come
+LINES_PER_LOOK = 64  # between two updates of an input's progress
 
 
 class FileFault(MainstemError):
@@ -71,7 +71,7 @@ class InputFile:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        new_unpack = unpacker(name)  # what is missing should be known before anything is opened
+        new_unpack = unpacker(name)  # a missing package is reported before anything is opened
         try:
             if name == STANDARD:
                 self._raw = io.FileIO(0, "rb", closefd=False)
@@ -114,7 +114,7 @@ class InputFile:
             raise FileFault(f"cannot read {self.name} after line {number}: {reason}") from None
 
     def close(self) -> None:
-        """Let go of the file; a thread that is reading it gets an error."""
+        """Close the file; a thread that is reading it gets an error."""
         self._raw.close()
 
     def _check_size(self) -> None:
@@ -198,7 +198,7 @@ def new_pack(name: str) -> Pack | None:
 
 
 def unpacker(name: str) -> Callable[[], Unpack] | None:
-    """What makes decompressors for a file of this name; None for plain files."""
+    """A factory of decompressors for a file of this name; None for plain files."""
     if name.endswith(".gz"):
         return lambda: zlib.decompressobj(wbits=GZIP_WINDOW)
     if name.endswith(".zst"):
@@ -208,7 +208,7 @@ def unpacker(name: str) -> Callable[[], Unpack] | None:
 
 
 def unpack_error(name: str) -> type[Exception]:
-    """What a decompressor raises over bytes that are not its format."""
+    """What a decompressor raises for bytes that are not of its format."""
     if name.endswith(".zst"):
         error: type[Exception] = _zstandard().ZstdError
         return error

@@ -1,8 +1,8 @@
 """A worker that is a server: rows go to /v1/chat/completions and /v1/completions, many at once.
 
-Rows are sent in the plan's order, each on a connection of its own, so what they share reaches the
-server while it is there. A connection that breaks means that the server is gone: what it had is
-given back, and the server is asked every second whether it is back.
+Rows are sent in the plan's order, each on its own connection, so rows with a common prefix reach
+the server while it is cached. A broken connection means that the server is gone: its rows are given
+back, and the server is asked every second whether it is back.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from mainstem.wire.errors import WireError
 
 PATIENCE_S = 60.0  # for a server that cannot be reached
 RETRY_S = 1.0
-BUSY_S = 0.5  # before rows are sent again to a server that has too many
+BUSY_S = 0.5  # before rows are sent again to a server that refused them as too many
 CONNECT_S = 10.0
 MAX_HEADERS = 100
 MAX_BODY_BYTES = 1 << 30
@@ -65,7 +65,7 @@ class Endpoint:
 
 
 def read_key(path: Path) -> str:
-    """The key in a file, which has one line; keys do not belong on command lines."""
+    """The key in a file of one line; command lines are visible to others, so keys are not there."""
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -93,7 +93,7 @@ class HttpWorker:
         self._num_rows = num_rows
         self._fill = fill
         self._tls = ssl.create_default_context() if endpoint.is_tls else None
-        self._room = float(num_rows)  # less where the server has refused more
+        self._room = float(num_rows)  # fewer after the server has refused some
         self._waiting: deque[Task] = deque()
         self._running: dict[asyncio.Task[_Reply], Task] = {}
         self._not_before_s = 0.0  # when to send again
@@ -110,7 +110,7 @@ class HttpWorker:
                 try:
                     while True:
                         await self._step(desk)
-                except (OSError, EOFError, ValueError) as error:  # the connection, or what came
+                except (OSError, EOFError, ValueError) as error:  # broken connection, bad reply
                     reason = str(error) or type(error).__name__
                     desk.lose(await self._hang_up(), reason)
                     desk.give_back(self._leave())
@@ -118,7 +118,7 @@ class HttpWorker:
             desk.give_back([*await self._hang_up(), *self._leave()])
 
     async def _hang_up(self) -> list[Task]:
-        """Let go of the rows that were sent."""
+        """Cancel the rows that were sent; returns them."""
         running, self._running = self._running, {}
         for sent in running:
             sent.cancel()
@@ -126,13 +126,13 @@ class HttpWorker:
         return list(running.values())
 
     def _leave(self) -> list[Task]:
-        """Let go of the rows that were not sent."""
+        """Drop the rows that were not sent; returns them."""
         waiting = list(self._waiting)
         self._waiting.clear()
         return waiting
 
     async def _step(self, desk: Desk) -> None:
-        """Send what there is room for, and hear what is answered."""
+        """Send rows while there is room, and take in answers."""
         if monotonic() >= self._not_before_s:
             while len(self._running) + 1 <= self._room:
                 if not self._waiting:
@@ -141,7 +141,7 @@ class HttpWorker:
                     break
                 task = self._waiting.popleft()
                 if task.row.choices:
-                    reason = "choices: are not scored by --workers; run without, or with --ray"
+                    reason = "choices: --workers cannot score them; run without it, or with --ray"
                     desk.fail(task, WireError("not_supported", reason, "choices"))
                     continue
                 self._running[asyncio.create_task(self._ask(task))] = task
@@ -194,11 +194,11 @@ class HttpWorker:
             except (OSError, EOFError, ValueError) as error:
                 reason = str(error) or type(error).__name__
             if monotonic() > deadline_s:
-                raise WorkerLost(f"not to be reached for {self._patience_s:.0f} s ({reason})")
+                raise WorkerLost(f"unreachable for {self._patience_s:.0f} s ({reason})")
             await asyncio.sleep(RETRY_S)
 
     async def _ask_model(self, desk: Desk) -> None:
-        """What it serves must be what the others serve."""
+        """Check that it serves the same model as the others."""
         reply = await self._request("GET", "/v1/models", None)
         if reply.status != OK:
             raise WorkerLost(f"HTTP {reply.status}: {_error(reply).message}")
@@ -244,7 +244,7 @@ class HttpWorker:
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Find out within two minutes that a machine is gone, however long an answer takes."""
+    """Detect within two minutes that a machine is gone, however long an answer takes."""
     raw = writer.get_extra_info("socket")
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
@@ -255,7 +255,7 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
 async def _read_reply(reader: asyncio.StreamReader) -> _Reply:
     words = (await reader.readline()).split()
     if not words:
-        raise EOFError("the server hung up")
+        raise EOFError("the server closed the connection")
     if len(words) < 2 or not words[0].startswith(b"HTTP/"):
         raise ValueError("this is not an HTTP server")
     headers: dict[str, str] = {}
@@ -293,7 +293,7 @@ def _check_size(num_bytes: int) -> int:
 
 
 def _error(reply: _Reply) -> WireError:
-    """What a server says is wrong, as an error row has it."""
+    """A server's error in the form of an error row."""
     said = reply.body.get("error")
     said = said if isinstance(said, dict) else {}
     code = said.get("code") or (ENGINE_FAILED if reply.status >= FAILED else "invalid_value")

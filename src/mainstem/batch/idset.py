@@ -9,10 +9,10 @@ RECENT = 1 << 16  # names kept in a plain set before they are packed
 
 
 class IdSet:
-    """A set of strings that can be added to and asked, at 16 bytes each.
+    """A set of strings that supports `add` and `in`, at 16 bytes each.
 
     Names are kept as 128-bit hashes, so that two of a billion names collide with a chance of 1e-21.
-    Runs of hashes are sorted, and merged when two are of a size, as in a log-structured store.
+    Hashes are in sorted runs, which are merged when two have similar sizes, as in an LSM tree.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class IdSet:
         return self._has(_digest(name))
 
     def add(self, name: str) -> bool:
-        """Put a name in; False if it was there."""
+        """Add a name; False if it was there."""
         digest = _digest(name)
         if self._has(digest):
             return False

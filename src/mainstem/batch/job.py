@@ -38,8 +38,8 @@ class RowSink(Protocol):
 class JobConfig:
     """How a job is run."""
 
-    model_name: str  # as answers tell it
-    seed: int = 0  # from which rows that bring none get theirs
+    model_name: str  # as it is named in answers
+    seed: int = 0  # rows without a seed derive theirs from it
     marker: Marker | None = None  # of the lines written
 
 
@@ -55,7 +55,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _Scored:
-    """A row whose choices are being weighed."""
+    """A row whose choices are being scored."""
 
     row: Row
     scoring: ContextScoring
@@ -126,7 +126,7 @@ class Job:
                 return
 
     def _waits_in_vain(self) -> bool:
-        """Asked again and again while the next window is made."""
+        """Polled while the next window is made."""
         self._bar.show_preparing()
         return self._should_stop()
 
@@ -204,7 +204,7 @@ class Job:
                 salt=row.call.cache_salt,
                 priority=row.call.priority,
                 delivery=Delivery.AT_END,
-                # what the context's pages are good for is over when the last one starts
+                # the context's pages are not needed after the last one starts
                 plan_place=item.plan_place if place == len(asked) - 1 else None,
                 expected_tokens=1,
                 scoring=wanted,
@@ -223,7 +223,7 @@ class Job:
     def _hear_score(self, output: TextOutput) -> None:
         opened, place = self._scored.pop(output.request_id)
         if output.fault is not None:
-            message = f"steps failed over this row: {output.fault}"
+            message = f"steps failed on this row: {output.fault}"
             self._drop_scored(opened, WireError(ENGINE_FAILED, message))
             return
         if output.prompt_logprobs is not None:
@@ -235,7 +235,7 @@ class Job:
             self._note_answered(row, line, len(result.context_token_ids), is_copy=False)
 
     def _drop_scored(self, opened: _Scored, fault: WireError) -> None:
-        """A row cannot be scored: none of its choices is any more."""
+        """A row cannot be scored: drop all its choices."""
         for request_id in opened.open_ids:
             self._scored.pop(request_id, None)
             self._engine.abort(request_id)
@@ -248,12 +248,12 @@ class Job:
             return
         opened = self._open.get(output.request_id)
         if opened is None:
-            return  # the other answers to a row that failed
+            return  # another answer to a row that failed already
         if output.fault is not None:
             if output.is_form_fault:
                 fault = WireError(FORM_LIMIT, f"given up: {output.fault}", "response_format")
             else:
-                fault = WireError(ENGINE_FAILED, f"steps failed over this row: {output.fault}")
+                fault = WireError(ENGINE_FAILED, f"steps failed on this row: {output.fault}")
             self._give_up(output.request_id, opened, fault)
             return
         answers = opened.answers
@@ -302,7 +302,7 @@ class Job:
 
 
 def seeded(row: Row, seed: int) -> SamplingParams:
-    """A row without a seed gets one from its id, so that a resumed job says the same."""
+    """A row without a seed gets one from its id, so that a resumed job gives the same answers."""
     sampling = row.call.sampling
     if sampling.is_greedy or sampling.seed is not None:
         return sampling

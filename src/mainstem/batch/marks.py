@@ -25,7 +25,7 @@ class Marker:
 
     def __init__(self, defaults: Json, seed: int, model: bytes) -> None:
         """`defaults` and `seed` are for rows that leave them open; `model` identifies its weights
-        and how they are computed with."""
+        and numerics."""
         self._defaults = defaults
         self._seed = seed
         self.model = _hex(model)
@@ -63,7 +63,7 @@ def _encoded(value: object) -> bytes:
     try:
         return msgspec.json.encode(value, order="sorted")
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError, OverflowError):
-        # what only Python's own JSON reads: half characters, huge numbers
+        # values that only Python's own JSON accepts: lone surrogates, huge numbers
         return repr(value).encode("utf-8", "backslashreplace")
 
 

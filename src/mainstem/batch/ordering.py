@@ -2,10 +2,10 @@
 
 Rows that must get the same answer are found first; the others are planned, by priority. That is
 done ahead, in the reading thread. The engine's thread then takes stretches of a plan, so that the
-order of what is left can follow what was learned of output lengths:
+remaining rows can be reordered by the output lengths seen so far:
 
     plan      | group | group | group |   group   | group | ...
-    stretches | 4,096 to 8,192 rows   | the rest, ordered anew
+    stretches | 4,096 to 8,192 rows   | the rest, reordered
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
 
 STRETCH_ROWS = 4096  # at least; whole groups, unless the window ends
-TEMPLATE_TOKENS = 64  # of a shared prefix that tell one kind of prompt from another
+TEMPLATE_TOKENS = 64  # of a shared prefix, which identify a kind of prompt
 MAX_TEMPLATES = 1 << 16
 FEW_ANSWERS = 16  # below this, nothing is concluded from them
 UNLIMITED_TOKENS = 512  # what a row without max_tokens counts as, until answers were seen
@@ -43,7 +43,7 @@ def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
     """Each row to run -> later rows with the same prompt and the same greedy settings."""
     leaders: dict[bytes, int] = {}
     groups: dict[int, list[int]] = {}
-    settings: dict[int, bytes] = {}  # rows that say the same share the object
+    settings: dict[int, bytes] = {}  # rows with equal settings share the object
     for index, row in enumerate(rows):
         if row.choices or not row.call.sampling.is_greedy:
             groups[index] = []
@@ -54,7 +54,7 @@ def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
         digest = blake2b(prompts[index].tobytes(), digest_size=16, key=setting)
         digest.update(row.call.cache_salt)
         if row.call.is_parsed:
-            digest.update(b"\0parsed")  # special tokens may be text then
+            digest.update(b"\0parsed")  # special tokens may be shown as text then
         leader = leaders.setdefault(digest.digest(), index)
         if leader == index:
             groups[index] = []
@@ -72,7 +72,7 @@ def _setting(sampling: SamplingParams) -> bytes:
 
 
 def certain_output(sampling: SamplingParams) -> int | None:
-    """Tokens of the one answer a request will get; None where that is not certain."""
+    """Exact output tokens of a request with one answer; None where they are not certain."""
     may_stop = sampling.stop_strings or sampling.stop_token_ids or sampling.grammar is not None
     if sampling.n > 1 or may_stop or not sampling.ignore_eos:
         return None
@@ -92,7 +92,7 @@ class LengthEstimate:
         self.num_seen += 1
 
     def expect(self, template: int, max_tokens: int | None) -> int | None:
-        """Output tokens of a row that is about to run; None while little was seen."""
+        """Expected output tokens of a row; None while too few answers were seen."""
         if self.num_seen < FEW_ANSWERS:
             return None
         limit = np.array([max_tokens or UNLIMITED_TOKENS])
@@ -131,7 +131,7 @@ class Stretch:
 
     row_indices: Int64s
     templates: Int64s
-    shared_with_next: Int32s | None  # leading tokens; None: in no planned order
+    shared_with_next: Int32s | None  # leading tokens; None: not planned
     new_tokens: Int64s  # that are likely to be computed
 
 
@@ -147,7 +147,7 @@ class PlannedRows:
     plan: Plan
 
     def stretches(self, estimate: LengthEstimate) -> Iterator[Stretch]:
-        """In the plan's order; what is left is ordered anew whenever twice as much is known."""
+        """In the plan's order; the rest is reordered whenever the known answers double."""
         plan, shared = self.plan, self._shared(self.plan)
         num_learned, num_started = FEW_ANSWERS, 0
         while num_started < plan.num_groups:
@@ -173,7 +173,7 @@ class PlannedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedWindow:
-    """A window, what of it is to be run, and in which order."""
+    """A window, which of its rows are run, and in which order."""
 
     window: Window
     copies: dict[int, list[int]]  # row to run -> rows that get the same answer
@@ -197,7 +197,7 @@ class WindowPlanner:
         self._config = config
         self._has_dedupe = has_dedupe
         self._templates = Templates()
-        self.num_planning = 0  # rows that are planned at the moment; others may look
+        self.num_planning = 0  # rows being planned now; read by other threads
 
     def plan(self, window: Window) -> PlannedWindow:
         """Find equal rows and put the others in order."""
@@ -262,7 +262,7 @@ def _subset(prompts: Prompts, indices: Int64s) -> Prompts:
 
 
 def _stretch_end(plan: Plan, shared: Int32s, begin_group: int) -> int:
-    """Where a stretch ends that begins at a group: where its neighbours share least."""
+    """Where a stretch that begins at a group ends: where neighbouring groups share least."""
     begin = int(plan.group_starts[begin_group])
     if len(plan.members) - begin <= 2 * STRETCH_ROWS:
         return plan.num_groups

@@ -26,7 +26,7 @@ from mainstem.wire.replies import Heading, PromptAnswers, Reply
 from mainstem.wire.scores import choices_reply, read_scores
 
 MAX_CUSTOM_ID_CHARS = 512
-# needs a client that waits, or a prompt that is kept
+# fields that need a waiting client, or a prompt that is kept
 SERVER_ONLY = frozenset(
     [
         "context_overflow", "echo", "return_token_ids", "session_id", "stream",
@@ -44,7 +44,7 @@ class Row:
     line: int
     custom_id: str
     call: Call
-    digest: str = ""  # of what it asks; empty where nobody needs it
+    digest: str = ""  # of what it asks; empty where it is not needed
     choices: tuple[Choice, ...] = ()  # of the call, as tokens
 
 
@@ -65,8 +65,8 @@ def parse_json(line: Line) -> dict[str, object]:
 
 
 def _explained_json(data: bytes) -> object:
-    """What the quick parser refused, read by the one whose errors say where they are. It also takes
-    NaN and half characters, whose field is then the one to blame."""
+    """Read again what the quick parser refused, with a parser whose errors name the place. It also
+    accepts NaN and lone surrogates, which the check of their field then refuses."""
     try:
         return json.loads(data)
     except UnicodeDecodeError as error:
@@ -116,7 +116,7 @@ def parse_row(
 
 
 def _body(row: Json) -> tuple[Json, str]:
-    """The object with the prompt, and where it would go: OpenAI's outer row is taken off."""
+    """The object with the prompt, without OpenAI's envelope, and the URL it is for."""
     if "body" in row or "url" in row:
         envelope = read_fields(row, RowEnvelope)
         return envelope.body, envelope.url
@@ -176,7 +176,7 @@ def served_row(row: Row, body: Json, model: str, is_copy: bool) -> dict[str, obj
 
 
 def row_body(line: Line) -> dict[str, object]:
-    """What a row that was read asks a server, without what needs a stream; raises WireError."""
+    """The body of a row for a server, without streaming fields; raises WireError."""
     body, _ = _body(parse_json(line))
     left_out = ("stream", "stream_options")
     return {name: value for name, value in body.items() if name not in left_out}

@@ -26,10 +26,10 @@ class Summary:
     answered: int = 0  # in this run
     failed: int = 0  # error rows of this run
     failed_before: int = 0  # error rows of earlier runs
-    changed: int = 0  # of the skipped ones, rows that ask something else now
-    of_other_model: int = 0  # of the skipped ones, what another model wrote
-    redone: int = 0  # lines of earlier runs that were taken out to be made again
-    deduplicated: int = 0  # of the answered ones, copies of an equal row's answer
+    changed: int = 0  # of the skipped rows, those that ask something else now
+    of_other_model: int = 0  # of the skipped rows, those that another model answered
+    redone: int = 0  # lines of earlier runs that were removed to be answered again
+    deduplicated: int = 0  # of the answered rows, copies of an equal row's answer
     errors: Counter[str] = field(default_factory=Counter)  # by code
     other_models: Counter[str] = field(default_factory=Counter)  # names that rows gave
     windows: int = 0
@@ -40,7 +40,7 @@ class Summary:
     store_fault: str | None = None  # a disk store that was opened with pages lost
 
     def note_store(self, event: StoreOpened) -> None:
-        """What was found when the disk store was opened."""
+        """Note what was found when the disk store was opened."""
         self.store_fault = event.words
 
     def note_window(self, planned: PlannedWindow) -> None:

@@ -28,7 +28,7 @@ from mainstem.text.tokenizer import Tokenizer
 from mainstem.wire.calls import Call, CallParser
 from mainstem.wire.errors import WireError, from_invalid
 
-ROW_BYTES = 1024  # what a row takes beside its tokens
+ROW_BYTES = 1024  # memory of a row besides its tokens
 TOKEN_BYTES = 24  # a token id, its copy, and what planning needs for it
 ROWS_AT_ONCE = 256  # tokenised together
 CHARS_AT_ONCE = 1 << 22
@@ -94,7 +94,8 @@ class RowReader:
 
     The tokenizer is loaded by the first row that needs it. `find_app` says which app a row is for;
     it raises WireError for one that is not there. `marker` is for outputs that can be resumed.
-    `find_salt`: whoever has a row's salt may find its texts known (text/part_cache.py).
+    `find_salt` gives a row's salt: only requests with it find its encoded texts again
+    (text/part_cache.py).
     """
 
     parser: CallParser
@@ -114,7 +115,7 @@ class WindowReader:
         self._done = done
         self._window_bytes = window_bytes
         self._seen = IdSet()
-        self.num_rows = 0  # read so far; others may look
+        self.num_rows = 0  # read so far; read by other threads
         self.tokenize_s = 0.0
 
     def __iter__(self) -> Iterator[Window]:
@@ -139,7 +140,7 @@ class WindowReader:
                     yield self._window(draft)
                     draft = _Draft()
         except FileFault as error:
-            fault = error  # the rows before it can be answered
+            fault = error  # raised after the rows before it were handed out
         self._tokenize(waiting, draft)
         if draft.num_seen:
             yield self._window(draft)
@@ -231,8 +232,8 @@ class WindowReader:
         draft.add(replace(row, choices=tuple(scoring.choices)), ids)
 
     def _encode_all(self, waiting: list[tuple[Row, Prompt]]) -> "list[array[int] | WireError]":
-        """Ids of each prompt, or why there are none; plain texts are encoded side by side. None of
-        contexts, which are encoded with their choices."""
+        """Ids of each prompt, or why there are none; plain texts are encoded in parallel. Contexts
+        get none here, since they are encoded with their choices."""
         found: list[array[int] | WireError | None] = [None] * len(waiting)
         texts: dict[int, str] = {}
         for place, (row, prompt) in enumerate(waiting):
@@ -262,7 +263,7 @@ class WindowReader:
         return [item for item in found if item is not None]
 
     def _encode_texts(self, texts: list[str]) -> list[list[int] | WireError]:
-        """Ids of each text; one that is not valid does not spoil the others."""
+        """Ids of each text; an invalid one does not affect the others."""
         if not texts:
             return []
         try:

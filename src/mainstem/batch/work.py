@@ -1,7 +1,7 @@
-"""How much of a job is done, in prompt tokens, counting rows that are half done.
+"""How much of a job is done, in prompt tokens, counting partly finished rows.
 
-Rows differ in length by orders of magnitude, and hundreds run at once: counted in finished rows, a
-job seems to stand still until the first of them end, and its first estimate is off by as many.
+Rows differ in length by orders of magnitude, and hundreds run at once. Counted in finished rows, a
+job would seem to stand still until the first rows end, and the first estimate would be far off.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ UNLIMITED_TOKENS = 512  # what an answer without max_tokens counts as, until som
 
 @dataclass(slots=True)
 class Work:
-    """Prompt tokens of a job, as often as they have answers: read, finished and under way."""
+    """Prompt tokens of a job, each counted once per answer: read, finished and running."""
 
     counters: Counters
     rows_read: int = 0
@@ -46,7 +46,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that are done with, those of running rows by what they have generated."""
+        """Prompt tokens done; running rows count by the share of their output so far."""
         counters = self.counters
         prompts = max(0, counters.prompt_tokens - self._finished_alone)  # of running rows
         if not prompts or not self._num_answers:
@@ -60,17 +60,17 @@ class Work:
 
     @property
     def total_tokens(self) -> int | None:
-        """Of the whole input, guessed from its bytes until all is read; None: nobody knows."""
+        """Of the whole input, estimated from its bytes until all is read; None: unknown."""
         return round(self.tokens_read / self.progress) if self.progress else None
 
     @property
     def total_rows(self) -> int | None:
-        """Likewise of rows."""
+        """The same for rows."""
         return round(self.rows_read / self.progress) if self.progress else None
 
     @property
     def _answer_tokens(self) -> float:
-        """Tokens that an answer has in the mean."""
+        """Mean tokens of an answer."""
         counters = self.counters
         if counters.sequences_finished:
             return counters.generated_tokens / counters.sequences_finished

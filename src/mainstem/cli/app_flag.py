@@ -17,7 +17,7 @@ def add_app_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def apps_by_name(flags: Sequence[str]) -> Callable[[Call], App | None]:
-    """Which app a row is for; the function raises WireError for an `app` that is not there."""
+    """A function from a row to its app; it raises WireError for an unknown `app`."""
     apps: dict[str, App] = {}
     for flag in flags:
         app = App.from_flag(flag)

@@ -1,12 +1,12 @@
 """`mainstem batch IN -o OUT`: answers a file of requests, one JSON line each, resumable.
 
 IN is OpenAI's batch format (/v1/chat/completions, /v1/completions), or lines with a "prompt" (text
-or token ids) or "messages" and sampling fields beside it. Files may end in .gz or .zst; - is
+or token ids) or "messages" and sampling fields. Files may end in .gz or .zst; - is
 standard input or output. Each answer is appended as soon as it is known; a line that cannot be
 answered becomes an error row, and the others go on.
 
-Exit status: 0 all rows answered, 1 some failed or the job broke off, 2 the call was wrong,
-130 stopped by Ctrl-C (go on with --resume).
+Exit status: 0 all rows answered, 1 some failed or the job stopped early, 2 the call was wrong,
+130 stopped by Ctrl-C (continue with --resume).
 """
 
 import argparse
@@ -79,13 +79,13 @@ def parser() -> argparse.ArgumentParser:
         choices=[KEEP_ALL, REDO_CHANGED],
         const=KEEP_ALL,
         metavar=REDO_CHANGED,
-        help="go on with an OUT that is there; =changed: and answer rows again that changed since, "
+        help="continue an existing OUT; =changed: also answer rows again that changed since, "
         "or that another model answered",
     )
-    existing.add_argument("--overwrite", action="store_true", help="replace an OUT that is there")
+    existing.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_app_flag(made)
     made.add_argument("--no-plan", action="store_true", help="keep the input's order")
-    made.add_argument("--no-dedupe", action="store_true", help="answer equal greedy rows each")
+    made.add_argument("--no-dedupe", action="store_true", help="answer each of equal greedy rows")
     made.add_argument(
         "--levels", type=int, default=PlanConfig().levels, metavar="N",
         help="of shared prefixes; 1: BatchLLM's single level (%(default)s)",
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_default_flags(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("for rows that do not say")
+    group = made.add_argument_group("for rows that leave these open")
     group.add_argument(
         "--max-tokens", type=int, metavar="N", help="(16 for prompts, the context for chats)"
     )
@@ -116,7 +116,7 @@ def _add_default_flags(made: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="N",
-        help="a row's own seed is made of this and its custom_id (%(default)s)",
+        help="rows without a seed derive one from this and their custom_id (%(default)s)",
     )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def main(
     load: Callable[[EngineConfig], TextEngine] = open_engine,
     load_words: Callable[[EngineConfig], Tokenizer] = load_tokenizer,
 ) -> int:
-    """Exit status as above; what is wrong with the call is raised as a MainstemError."""
+    """Exit status as above; errors in the call are raised as MainstemError."""
     args = parser().parse_args(join_ray_address(_joined(argv)))
     if args.resume == REDO_CHANGED and not Path(args.input).is_file():
         raise InvalidRequest("--resume=changed", "needs an input that can be read twice, a file")
@@ -204,7 +204,7 @@ def _run(
     summary: Summary,
     stop: StopSignals,
 ) -> FileFault | None:
-    """Run the job; a file that fails ends it and is returned, since the summary is still owed."""
+    """Run the job; a file error ends it and is returned, so that the summary is still printed."""
     began_s = perf_counter()
     windows: Ahead[PlannedWindow] | None = None
     try:
@@ -238,10 +238,10 @@ def _joined(argv: list[str]) -> list[str]:
 
 
 def _forget_stale(args: argparse.Namespace, out: AnswerFile, marker: Marker) -> int:
-    """Take lines out of an output that are to be made again; returns how many.
+    """Remove lines of an output whose rows are to be answered again; returns their number.
 
-    Always those that were this machine's fault; changed rows and answers of another model where
-    that is asked for.
+    Always the errors that were this machine's fault; with =changed, also changed rows and answers
+    of another model.
     """
     stale = Stale()
     if args.resume == REDO_CHANGED:
@@ -282,7 +282,7 @@ def _window_bytes(window_mib: int | None) -> int:
 
 
 def _try_summary(path: Path) -> None:
-    """Raise InvalidRequest where no summary can be written, before the job and not after it."""
+    """Raise InvalidRequest before the job if its summary cannot be written."""
     if not path.parent.is_dir():
         raise InvalidRequest("--summary-json", f"{path.parent} does not exist")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):

@@ -21,7 +21,7 @@ from mainstem.text.tokenizer import Tokenizer
 from mainstem.wire.calls import Call
 
 ROWS_PER_WORKER = 256
-OTHER_FILES = 256  # that a job may have open beside its connections
+OTHER_FILES = 256  # that a job may have open besides its connections
 HERE = "local"  # a value of --ray
 
 Json = dict[str, object]
@@ -29,16 +29,16 @@ Json = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """What all workers of a job are told."""
+    """What all workers of a job get."""
 
     config: EngineConfig
-    defaults: Mapping[str, object]  # of rows that do not say
+    defaults: Mapping[str, object]  # for rows that leave them open
     seed: int
     find_app: Callable[[Call], App | None]
     open_engine: Callable[[EngineConfig], TextEngine]
 
     def fill(self, task: Task, body: Json) -> Json:
-        """A row's body with all that the job says, so that every server answers the same."""
+        """A row's body with the job's defaults filled in, so that every server answers the same."""
         given = {name for name, value in body.items() if value is not None}
         if "max_completion_tokens" in given:
             given.add("max_tokens")
@@ -99,7 +99,7 @@ def has_workers(args: argparse.Namespace) -> bool:
         raise ConfigError("--worker-key-file is for --workers")
     has_parsers = (args.tool_call_parser, args.reasoning_parser) != (AUTO, AUTO)
     if has_parsers and args.workers is not None:
-        raise ConfigError("--tool-call-parser and --reasoning-parser are for servers to say")
+        raise ConfigError("--tool-call-parser and --reasoning-parser are flags of the servers here")
     if args.ray_workers is not None and (args.ray is None or args.ray_workers < 1):
         raise ConfigError("--ray-workers is for --ray, and at least 1")
     return args.workers is not None or args.ray is not None

@@ -1,10 +1,10 @@
-"""`mainstem cache`: what a folder of saved pages holds, whether it is sound, and away with it.
+"""`mainstem cache`: shows, verifies and deletes the saved pages in a folder.
 
-    mainstem cache stats DIR      models, pages, bytes, ages; works beside a running engine
+    mainstem cache stats DIR      models, pages, bytes, ages; works while an engine runs
     mainstem cache verify DIR     read every page and compare checksums; exit status 1 if one is bad
     mainstem cache clear DIR      delete all pages
 
-DIR is what `--disk-dir` names; each model has a folder of its own in it.
+DIR is the folder of `--disk-dir`; each model has its own folder in it.
 """
 
 import argparse
@@ -152,7 +152,7 @@ def clear(store: Path) -> int:
         remove_index(store)
         for path in store.glob("*.pages"):
             path.unlink(missing_ok=True)
-        ledger_of(store).unlink(missing_ok=True)  # nobody is to wonder where they are
+        ledger_of(store).unlink(missing_ok=True)  # so that their absence is not reported as a loss
         return freed
     finally:
         lock.close()

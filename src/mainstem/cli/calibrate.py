@@ -14,7 +14,7 @@ from mainstem.runner.calibrate import measure, present_device
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("mainstem calibrate", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON line")
-    parser.add_argument("--dry-run", action="store_true", help="measure, but keep nothing")
+    parser.add_argument("--dry-run", action="store_true", help="measure, but save nothing")
     args = parser.parse_args(argv)
     card = measure(present_device())
     path = None if args.dry_run else save_card(card)

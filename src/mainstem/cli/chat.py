@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         if not line.strip():
             continue
         if re.fullmatch(r"/[a-z]+", line.strip()):
-            print(f"(there is no {line.strip()}; {HELP})")
+            print(f"(unknown command {line.strip()}; {HELP})")
             continue
         messages.append({"role": "user", "content": line})
         try:
@@ -89,8 +89,8 @@ def stream_answer(
     sampling: SamplingParams,
     shows_stats: bool,
 ) -> str:
-    """Stream one answer. Ctrl-C keeps what has come so far; it waits for the running step, since
-    an engine that is interrupted within one forgets its cache. A second Ctrl-C does not."""
+    """Stream one answer. Ctrl-C keeps the text so far; it waits for the running step, since an
+    engine that is interrupted during a step loses its cache. A second Ctrl-C does not wait."""
     engine = llm.text_engine
     prompt = llm.tokenizer.chat_text(messages)
     ids = llm.encode_turn(SESSION, prompt)

@@ -127,7 +127,7 @@ def run(config: EngineConfig, share: Share, questions: list[Question], max_token
 
 
 def make_writable(path: Path) -> None:
-    """Make the answers' folder and try the file, before minutes are spent on answers."""
+    """Make the folder of the answers and check the file, before the answers take minutes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()

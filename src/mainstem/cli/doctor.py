@@ -36,7 +36,7 @@ def report() -> dict[str, object]:
 
 
 def plan_use(devices: list[DeviceFacts], libraries: TorchFacts) -> Section:
-    """What the engine will take by default on these devices: device, dtype, attention, reasons."""
+    """What the engine uses by default on these devices: device, dtype, attention, reasons."""
     usable = {device.value for device in Device}
     device = next(device for device in devices if device.kind in usable)
     if device.has_fast_bf16:
@@ -67,14 +67,14 @@ def _attention_words(device: DeviceFacts, libraries: TorchFacts) -> str:
     if device.kind == "cpu":
         return f"spans through torch's CPU flash attention, {merged}"
     if not libraries.can_compile_triton:
-        return "none: the kernels need Triton, which is not installed; --device cpu does without"
+        return "none: the kernels need Triton, which is not installed; use --device cpu without it"
     if HOPPER in device.features:
         return f"spans in Gluon kernels for Hopper, small and large units apart, {merged}"
     return f"spans in one Triton kernel, {merged}"
 
 
 def _store_words(config: StoreConfig, free_bytes: int) -> str:
-    """Where pages go that the device has no room for, and how to have more."""
+    """Where pages go that do not fit on the device, and how to keep more."""
     policy = f"{config.policy.value} policy, fetch {config.fetch.value}, preload {config.preload}"
     if config.host_bytes == 0:
         return (
@@ -120,7 +120,7 @@ def as_text(found: dict[str, object]) -> str:
     lines = [("mainstem", f"{found['mainstem']}, Python {found['python']}, {found['system']}")]
     for device in devices:
         units = "cores" if device["kind"] == "cpu" else "SMs"
-        flags = " ".join(device["features"]) or "no features of note"
+        flags = " ".join(device["features"]) or "no relevant features"
         lines.append((device["kind"], f"{device['name']}, {device['num_units']} {units}, {flags}"))
         memory = f"{gigabytes(device['memory_bytes'])}, {gigabytes(device['free_bytes'])} available"
         lines.append(("  memory", memory))

@@ -1,4 +1,4 @@
-"""Types of command-line flags: the value, or a sentence that argparse says with the flag's name."""
+"""Types of command-line flags: the value, or an error that argparse shows with the flag's name."""
 
 import argparse
 import math

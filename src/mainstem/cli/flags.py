@@ -13,12 +13,12 @@ from mainstem.text.tokenizer import GENERATION_FILE, Tokenizer
 
 DRAW_FLAGS: dict[str, tuple[type, str, str]] = {  # field of SamplingParams -> type, metavar, help
     "temperature": (float, "T", "0 always takes the likeliest token"),
-    "top_p": (float, "P", "draw from the likeliest tokens that have P together"),
+    "top_p": (float, "P", "draw from the likeliest tokens whose probabilities sum to P"),
     "top_k": (int, "K", "draw from the K likeliest tokens; 0: from all"),
     "min_p": (float, "P", "drop tokens below P times the likeliest"),
     "repetition_penalty": (float, "X", "divide logits of tokens that occurred"),
     "presence_penalty": (float, "X", "lower logits of tokens the answer has"),
-    "frequency_penalty": (float, "X", "the same, as often as it has them"),
+    "frequency_penalty": (float, "X", "the same, once for each occurrence"),
 }
 GREEDY = dict.fromkeys(DRAW_FLAGS, 0.0) | {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 
@@ -92,8 +92,8 @@ def add_generation_flag(group: argparse._ActionsContainer) -> None:
         "--generation-config",
         choices=["auto", "none"],
         default="auto",
-        help="how tokens are drawn where nobody says: as the model's generation_config.json "
-        "advises, or as OpenAI's API does (auto)",
+        help="defaults of sampling: auto takes the model's generation_config.json, none those of "
+        "OpenAI's API (auto)",
     )
 
 
@@ -116,13 +116,13 @@ def add_parser_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def model_defaults(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, object]:
-    """What the model's makers advise, where --generation-config wants it; raises ConfigError."""
+    """The model's own sampling defaults, if --generation-config wants them; raises ConfigError."""
     if args.generation_config == "none":
         return {}
     try:
         SamplingParams(**tokenizer.sampling_defaults)  # type: ignore[arg-type]  # it checks them
     except InvalidRequest as error:
-        reason = "--generation-config none does without it"
+        reason = "--generation-config none ignores it"
         raise ConfigError(f"{GENERATION_FILE}: {error}; {reason}") from None
     return tokenizer.sampling_defaults
 

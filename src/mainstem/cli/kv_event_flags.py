@@ -25,7 +25,7 @@ def add_kv_event_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-events",
         type=endpoint,
         metavar="ADDRESS",
-        help="publish there, like tcp://127.0.0.1:5557; they tell the token ids of prompts",
+        help="publish there, like tcp://127.0.0.1:5557; they contain the token ids of prompts",
     )
     group.add_argument(
         "--kv-events-connect",
@@ -37,7 +37,7 @@ def add_kv_event_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-events-replay",
         type=endpoint,
         metavar="ADDRESS",
-        help="where subscribers ask for what they have missed",
+        help="where subscribers request batches that they missed",
     )
     group.add_argument(
         "--kv-events-topic", default="", metavar="TEXT", help="what subscribers select by (none)"

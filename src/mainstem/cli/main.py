@@ -31,7 +31,7 @@ COMMANDS = {
     "simulate": Command("mainstem.cli.simulate", "what a tiered KV store would save on a trace"),
     "capacity": Command("mainstem.cli.capacity", "storage that a hit rate needs"),
     "calibrate": Command("mainstem.cli.calibrate", "measure this device for the cost model"),
-    "cache": Command("mainstem.cli.cache", "saved pages on disk: what is there, is it sound"),
+    "cache": Command("mainstem.cli.cache", "show, verify and delete saved pages on disk"),
     "models": Command("mainstem.cli.models", "the embedded model and what is cached"),
     "doctor": Command("mainstem.cli.doctor", "what this machine has and what will be used"),
 }
@@ -51,7 +51,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`mainstem COMMAND --help` tells a command's flags; `mainstem --version` the version.",
+            "`mainstem COMMAND --help` lists its flags; `mainstem --version` shows the version.",
         ]
     )
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point: exit status 0 done, 1 the work failed, 2 the call was wrong."""
     argv = sys.argv[1:] if argv is None else argv
     sys.setswitchinterval(SWITCH_S)
-    if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack what a model says
+    if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack characters that a model writes
         sys.stdout.reconfigure(errors="replace")
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(name: str, command: Command, argv: list[str]) -> int:
-    """The command's exit status; what it raises on purpose, or the system did, in a sentence."""
+    """The command's exit status; expected errors and those of the system are printed as a line."""
     try:
         call: Callable[[list[str]], int] = import_module(command.module).main
         return call(argv)
@@ -94,7 +94,7 @@ def run(name: str, command: Command, argv: list[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader left; Python would complain again at exit
         return 1
-    except OSError as error:  # a full disk, a lost mount: nothing that a traceback explains
+    except OSError as error:  # a full disk, a lost mount: a traceback would not help
         print(f"mainstem {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

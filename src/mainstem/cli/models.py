@@ -17,7 +17,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--verify",
         metavar="MODEL",
-        help=f"check every byte of {SMOLLM2.name}, and make it anew if one is wrong",
+        help=f"check every byte of {SMOLLM2.name}, and rebuild it if one is wrong",
     )
     return made
 
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.verify not in (None, SMOLLM2.name):
-        raise InvalidRequest("--verify", f"only {SMOLLM2.name} comes with sums to compare with")
+        raise InvalidRequest("--verify", f"only {SMOLLM2.name} comes with checksums")
     if args.fetch or args.verify:
         check = Check.HASHES if args.verify else Check.SIZES
         with StageBar() as bar:

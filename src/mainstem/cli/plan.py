@@ -6,9 +6,7 @@ in the planned order (those left out come last).
 """
 
 import argparse
-import gzip
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -21,12 +19,13 @@ import numpy as np
 
 from mainstem.batch.bar import PhaseLine, read_so_far
 from mainstem.batch.done import Done
-from mainstem.batch.files import LINES_PER_LOOK, InputFile, Line
+from mainstem.batch.files import LINES_PER_LOOK, InputFile, Line, new_pack
 from mainstem.batch.ordering import output_limits
 from mainstem.batch.windows import Failure, RowReader, RowSource, WindowReader
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.cli.app_flag import add_app_flag, apps_by_name
 from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.files import replacing
 from mainstem.core.plan import Int64s, Plan, Prompts
 from mainstem.core.tables import table
 from mainstem.plan.cut import Cut, cut_plan
@@ -60,7 +59,7 @@ class ReadPrompts:
 
 
 class KeptLines:
-    """An input whose lines are put aside as they are read, by number."""
+    """An input that keeps its lines, by number, as they are read."""
 
     def __init__(self, source: InputFile) -> None:
         self._source = source
@@ -78,7 +77,7 @@ class KeptLines:
 
 
 class WatchedLines:
-    """An input that says how far it was read."""
+    """An input that reports how far it was read."""
 
     def __init__(self, source: RowSource, line: PhaseLine) -> None:
         self._source = source
@@ -121,8 +120,8 @@ class GroupSizes:
 
     num_members: int
     prefix: int
-    computed: int  # what the members share, once
-    saved: int  # what they share, as often as it need not be computed again
+    computed: int  # tokens that members share, counted once
+    saved: int  # tokens that members share, counted for each time they are not computed again
     own: int
 
 
@@ -193,7 +192,7 @@ def _report(read: ReadPrompts, plan: Plan, savings: Savings, plan_s: float, lru:
 
 
 def _cut_report(cut: Cut, cut_s: float) -> str:
-    """The shares of workers, how even they are, and what they cost."""
+    """The shares of workers, their balance, and what the cut costs."""
     saving, lost = 100 * cut.saving, 100 * cut.lost_saving
     rows = np.bincount(cut.workers, cut.ends - cut.begins, cut.num_workers).astype(int)
     bundles = np.bincount(cut.workers, minlength=cut.num_workers)
@@ -205,7 +204,7 @@ def _cut_report(cut: Cut, cut_s: float) -> str:
     return "\n".join(
         [
             f"cut for {cut.num_workers:,} workers in {cut_s:.3f} s: {len(cut.begins):,} bundles",
-            f"balance {cut.balance:.3f} (longest share over mean); the dearest row alone takes "
+            f"balance {cut.balance:.3f} (longest share over mean); the costliest row alone takes "
             f"{cut.dearest_s / mean_s:.3f} of a mean share",
             f"saving {saving - lost:.2f} %, {lost:.2f} points lost to the cut",
             "",
@@ -268,11 +267,14 @@ def _write_lines(name: str, lines: Iterable[bytes]) -> None:
         sys.stdout.buffer.writelines(lines)
         sys.stdout.buffer.flush()
         return
-    part = f"{name}.part"
+    pack = new_pack(name)
     try:
-        with gzip.open(part, "wb") if name.endswith(".gz") else open(part, "wb") as target:
-            target.writelines(lines)
-        os.replace(part, name)
+        with replacing(Path(name)) as target:
+            if pack is None:
+                target.writelines(lines)
+            else:
+                target.writelines(map(pack.line, lines))
+                target.write(pack.end())
     except OSError as error:
         raise InvalidRequest(name, error.strerror or str(error)) from None
 
@@ -291,7 +293,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--chat-template",
         metavar="FILE.jinja",
-        help="what chats go through instead of the model's own",
+        help="used for chats instead of the model's own",
     )
     add_app_flag(made)
     made.add_argument(
@@ -309,13 +311,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--page-size", type=int, default=16, metavar="N", help="of that cache (16)")
     made.add_argument(
         "--workers", type=int, metavar="N",
-        help="also cut the plan for so many workers: balance, and saving lost",
+        help="also cut the plan for N workers: shows balance, and saving lost",
     )  # fmt: skip
     made.add_argument("--json", action="store_true", help="print one JSON object")
     made.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the biggest groups")
     made.add_argument("--emit-order", metavar="OUT", help="write the lines in planned order, - too")
     made.add_argument("--emit-plan", metavar="OUT", help="write the plan as JSON lines, - too")
-    made.add_argument("--no-progress", action="store_true", help="say nothing while it works")
+    made.add_argument("--no-progress", action="store_true", help="show no progress")
     return made
 
 
@@ -328,7 +330,7 @@ def load_tokenizer(model: str, template: str | None) -> Tokenizer:
 
 
 def main(args: list[str], load: Load = load_tokenizer) -> int:
-    """Exit status 0; what is wrong with the call or the file is raised as a MainstemError."""
+    """Exit status 0; errors in the call or the file are raised as MainstemError."""
     flags = parser().parse_args(args)
     config = PlanConfig(levels=flags.levels, group_tokens=flags.group_tokens)
     if flags.lru_tokens < 0 or flags.page_size < 1:

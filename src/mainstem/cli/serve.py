@@ -53,8 +53,8 @@ log = logging.getLogger("mainstem.server")
 
 
 def origin(text: str) -> str:
-    """A site as browsers name it: scheme and host in small letters, a port unless it goes without
-    saying. Another spelling would never be met."""
+    """A site as browsers write it: scheme and host in lower case, without a default port. Another
+    spelling would never match."""
     site = re.fullmatch(r"(https?)://([\w.-]+|\[[\da-f:.]+\])(:\d+)?", text.lower(), re.ASCII)
     if text != "*" and site is None:
         raise argparse.ArgumentTypeError(f"must be like https://example.com, or *, got {text}")
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     made.add_argument("--port", type=int, default=8000, metavar="N", help="0: any free one (8000)")
     made.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="what clients call it (--model)"
+        "--served-model-name", nargs="+", metavar="NAME", help="the name for clients (--model)"
     )
     made.add_argument(
         "--app",
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="names that browsers may reach the server by, beside addresses and localhost; *: any "
+        help="names that browsers may reach the server by, besides addresses and localhost; *: any "
         "(without keys: --host and this machine's name; with keys: any)",
     )
     made.add_argument("--api-key-file", type=Path, metavar="FILE", help="lines of name:key")
@@ -166,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         default=kept.ttl_s,
         metavar="S",
-        help=f"unused ones are forgotten after so long ({kept.ttl_s:g})",
+        help=f"unused ones are forgotten after S seconds ({kept.ttl_s:g})",
     )
     limits.add_argument(
         "--max-upload-mib",
@@ -201,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         default=defaults.file_ttl_s,
         metavar="S",
-        help=f"files and ended batches are removed after so long ({defaults.file_ttl_s:.0f})",
+        help=f"files and ended batches are removed after S seconds ({defaults.file_ttl_s:.0f})",
     )
     add_kv_event_flags(made)
     add_engine_flags(made)
@@ -213,7 +213,7 @@ OpenModel = Callable[[EngineConfig, str, KvEventsConfig | None], Parts]
 
 
 def open_model(config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None) -> Parts:
-    """The tokenizer of a model, and what starts a process with its engine."""
+    """The tokenizer of a model, and a function that starts a process with its engine."""
     with StageBar() as bar:
         folder = resolve_model(config.model.model, bar)
     model = config.model
@@ -222,9 +222,9 @@ def open_model(config: EngineConfig, log_level: str, kv_events: KvEventsConfig |
 
 
 def main(argv: list[str], open_: OpenModel = open_model) -> int:
-    """Serve until SIGTERM or SIGINT: 0 then, 1 when the engine was lost.
+    """Serve until SIGTERM or SIGINT; returns 0, or 1 if the engine failed for good.
 
-    What is wrong with the flags is found before the model is loaded.
+    Errors in the flags are found before the model is loaded.
     """
     args = parser().parse_args(argv)
     config = engine_config(args)
@@ -277,7 +277,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
 
 
 def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:
-    """Where to keep what outlives the process, made if need be; None: nowhere."""
+    """The folder for data that outlives the process, created if necessary; None: there is none."""
     folder = given if given is not None or disk_dir is None else Path(disk_dir)
     if folder is None:
         return None
@@ -287,15 +287,15 @@ def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:
         flag = "--disk-dir" if given is None else "--data-dir"
         raise ConfigError(f"{flag} {folder}: {error.strerror}") from None
     if given is not None:
-        lock_folder(given).close()  # for good once the model is there; this one fails sooner
+        lock_folder(given).release()  # only a check, before the model is loaded
     return folder
 
 
 def _bind(host: str, port: int) -> socket.socket:
     """A socket that listens; raises ConfigError.
 
-    Whoever connects while the model is loaded waits for it, and a second server on the same port
-    hears at once that it is taken, not when its own model is there.
+    Clients that connect while the model is loaded wait for it, and a second server on the same port
+    fails at once, not after it has loaded its model.
     """
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"port must be between 0 and 65535, got {port}")
@@ -323,7 +323,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with a deadline for open answers and without dying of the signal that ends it."""
+    """uvicorn, with a deadline for open answers; the signal that stops it does not kill it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Signals that ask a command to stop after the step that is running, not in the middle of it."""
+"""Signals that ask a command to stop after the running step, not in the middle of it."""
 
 import signal
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ class StopSignals:
     """Remembers the first signal; a second one ends the process at once."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
-        """`numbers`: those to catch; SIGINT and SIGTERM unless told."""
+        """`numbers`: those to catch; SIGINT and SIGTERM by default."""
         self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
         self.received: int | None = None
 
@@ -25,7 +25,7 @@ class StopSignals:
         for number in self._numbers:
             signal.signal(number, self._receive)
         try:
-            with guarded_interrupts():  # the second Ctrl-C, too, lets a change come to its end
+            with guarded_interrupts():  # the second Ctrl-C, too, waits for a change in progress
                 yield
         finally:
             for number, handler in before.items():

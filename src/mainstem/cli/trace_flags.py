@@ -38,7 +38,7 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--format",
         choices=[member.value for member in TraceFormat],
-        help="format of the trace (told by its first line)",
+        help="format of the trace (found by its first line)",
     )
     group.add_argument(
         "--page-tokens",
@@ -78,7 +78,7 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def kv_bytes_per_token(args: argparse.Namespace) -> float:
-    """As given, or as the model that was named keeps them, which is then said."""
+    """As given, or computed from the named model and printed."""
     if args.model is None:
         given: float = args.kv_bytes_per_token
         return given

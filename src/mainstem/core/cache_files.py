@@ -1,22 +1,22 @@
 """Notes about files elsewhere, in the user's cache folder: a small file for each path.
 
-Nothing depends on them: who finds one missing or damaged, or cannot write it, does without.
+Nothing depends on them: where one is missing, damaged or cannot be written, the program does
+without it.
 """
 
-import os
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from platform import node
-from tempfile import NamedTemporaryFile
 
 from mainstem.core.config import cache_dir
+from mainstem.core.files import write_whole
 
-MOST_FILES = 512  # of a kind; the oldest go
+MOST_FILES = 512  # of a kind; the oldest are removed
 
 
 def cache_file(kind: str, path: Path) -> Path:
-    """Where notes of one kind about `path` on this machine lie; not created here."""
+    """The file of notes of one kind about `path` on this machine; not created here."""
     place = f"{node()}\0{path.resolve()}".encode("utf-8", "surrogateescape")
     return cache_dir() / kind / sha256(place).hexdigest()[:32]
 
@@ -24,14 +24,7 @@ def cache_file(kind: str, path: Path) -> Path:
 def write_cache_file(target: Path, text: str) -> None:
     """Replace a note as a whole; raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with NamedTemporaryFile("w", dir=target.parent, encoding="utf-8", delete=False) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.replace(file.name, target)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    write_whole(target, text.encode("utf-8"))
     _keep_newest(target.parent)
 
 

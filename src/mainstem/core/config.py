@@ -1,5 +1,5 @@
-"""Settings: frozen sections, from defaults, a TOML file and flags, in that order of strength. What
-is said of each (core/settings.py) stands here and nowhere else.
+"""Settings: frozen sections, from defaults, a TOML file and flags; the later ones win. Their help
+texts (core/settings.py) are written here and nowhere else.
 
 The only place that reads the environment:
     MAINSTEM_CACHE   folder for converted models and stores
@@ -33,8 +33,8 @@ from mainstem.core.settings import (
 )
 from mainstem.core.spelling import did_you_mean
 
-# A process that runs an engine gives Python's lock up this often to threads that read pages; at
-# Python's own 5 ms a disk has a third of its rate.
+# A process that runs an engine releases Python's lock this often for threads that read pages; at
+# Python's own 5 ms a disk reaches a third of its rate.
 SWITCH_S = 0.0005
 
 
@@ -48,19 +48,19 @@ def cache_dir() -> Path:
 
 
 def keep_freed_memory() -> None:
-    """Let torch reuse a layer's buffers for the next layer. To be called before torch is loaded.
+    """Let torch reuse a layer's buffers for the next layer. Call it before torch is loaded.
 
-    Its builds for Arm bring mimalloc, which hands memory back to the system 10 ms after it was
-    freed: every layer of a long step then pays for fresh pages, a tenth of an int8 step's time.
+    torch for Arm uses mimalloc, which returns memory to the system 10 ms after it was freed: every
+    layer of a long step then pays for new page faults, a tenth of an int8 step's time.
     """
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")  # milliseconds
 
 
 def child_environment() -> dict[str, str]:
-    """For a process that is to find modules where this one does.
+    """The environment of a child process that finds modules where this one does.
 
-    Its OpenMP threads wait for work asleep rather than spinning, unless somebody has said how: on a
-    CPU both processes want all cores, and threads that spin take them from the one that speaks to
+    Its OpenMP threads sleep while they wait instead of spinning, unless the user has set it: on a
+    CPU both processes use all cores, and spinning threads take them from the one that serves
     clients.
     """
     own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -167,18 +167,16 @@ class ModelConfig:
     )
     allow_special_tokens: bool = field(
         default=False,
-        metadata=about("special tokens written in messages act, and roles are free; else text"),
+        metadata=about("treat special tokens written in messages as control, and allow any role"),
     )
     deterministic: bool = field(
         default=False,
-        metadata=about(
-            "answers to the bit the same whatever runs beside them; GPU, up to 2x slower"
-        ),
+        metadata=about("answers equal to the bit, whatever else runs; GPU, up to 2x slower"),
     )
     ignore_config_fields: tuple[str, ...] | None = field(
         default=None,
         metadata=about(
-            "fields of config.json that are not known and do not matter, by name; repeatable",
+            "unknown fields of config.json to ignore, by name; repeatable",
             unset="none",
             metavar="NAME[,NAME]",
         ),
@@ -219,13 +217,13 @@ class CacheConfig:
             )
 
     def num_pages(self, free_bytes: int, page_bytes: int) -> int:
-        """Pages to allocate: what was asked for, or what fits in `free_bytes`."""
+        """Pages to allocate: the number that was set, or what fits into `free_bytes`."""
         if self.kv_tokens is not None:
             return -(-self.kv_tokens // self.page_size)
         return max(1, free_bytes // page_bytes)
 
     def check_fits(self, num_bytes: int, free_bytes: int) -> None:
-        """Raise ConfigError if pages of `num_bytes` are more than there is memory for."""
+        """Raise ConfigError if pages of `num_bytes` do not fit into memory."""
         if num_bytes > free_bytes:
             need = f"{num_bytes / 1e9:.1f} GB for KV"
             raise ConfigError(
@@ -299,14 +297,14 @@ class StorePolicy(Enum):
 class Fetch(Enum):
     """Whether pages in host memory or on disk are loaded or computed again."""
 
-    AUTO = "auto"  # whichever is there first, by the cost model
+    AUTO = "auto"  # whichever is faster, by the cost model
     ALWAYS = "always"
     NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Where pages go that the device has no room for."""
+    """Where pages go that do not fit on the device."""
 
     host_gb: float | None = field(
         default=None,
@@ -380,7 +378,7 @@ class StoreConfig:
             argument="store_fetch",
         ),
     )
-    # auto: as many as the rest needs to arrive in time
+    # auto: as many as are needed for the rest to arrive in time
     preload: str = field(
         default="auto",
         metadata=about(

@@ -6,12 +6,12 @@ MainstemError
     MissingPackage   a field that an optional package is needed for
     TooManyForms     forms of answers in use hold too much memory: 429 at the server
   UnsupportedModel a checkpoint whose mathematics this engine does not have
-  ModelNotFound    a model argument that names nothing we can reach
+  ModelNotFound    a model argument that leads to no model
   OutOfPages       load: the scheduler catches it and waits
   StoreError       a folder of saved pages that cannot be used: in use, or of another format
   OutOfDeviceMemory  a step did not fit the device: the engine retries with smaller ones
-  AnswerFailed     steps failed over a request whenever it was tried; others are answered
-  EngineLost       steps fail whatever is in them: nothing can be answered any more
+  AnswerFailed     steps failed on a request whenever it was tried; others are answered
+  EngineLost       every step fails: nothing can be answered any more
   ForkedProcess    an engine was called in a child of the process that loaded it
 """
 
@@ -40,7 +40,7 @@ class MissingPackage(InvalidRequest):
 
 
 class TooManyForms(InvalidRequest):
-    """Forms of the caller's answers hold all the memory they may; fewer will when some end."""
+    """Forms of the caller's answers use all the memory they may; some is freed as answers end."""
 
 
 class UnsupportedModel(MainstemError):
@@ -48,7 +48,7 @@ class UnsupportedModel(MainstemError):
 
 
 class ModelNotFound(MainstemError):
-    """A model argument that names nothing we can reach; the message says what to do."""
+    """A model argument that leads to no model; the message says what to do."""
 
 
 class OutOfPages(MainstemError):
@@ -61,11 +61,11 @@ class OutOfPages(MainstemError):
 
 
 class OutOfDeviceMemory(MainstemError):
-    """A step needed more device memory than was set aside for it."""
+    """A step needed more device memory than was reserved for it."""
 
 
 class AnswerFailed(MainstemError):
-    """Steps failed over a request whenever it was tried; the message names the fault.
+    """Steps failed on a request whenever it was tried; the message names the error.
 
     `results` has every answer of the call that it ends, those that failed with `error` as their
     finish reason.
@@ -77,7 +77,7 @@ class AnswerFailed(MainstemError):
 
 
 class EngineLost(MainstemError):
-    """Steps fail whatever is in them; its cause is the last failure."""
+    """Every step fails; its cause is the last failure."""
 
 
 class ForkedProcess(MainstemError):
@@ -86,7 +86,7 @@ class ForkedProcess(MainstemError):
     def __init__(self, owner: int, caller: int) -> None:
         super().__init__(
             f"the model was loaded in process {owner} and is called in process {caller}, a fork of "
-            "it, where its threads and its device are not: the call would hang. Load the model "
+            "it, which has neither its threads nor its device: the call would hang. Load the model "
             'after the fork, or start processes with multiprocessing.get_context("spawn")'
         )
 

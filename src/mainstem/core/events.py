@@ -53,7 +53,7 @@ class SequenceFinished:
 
 @dataclass(frozen=True, slots=True)
 class PromptTruncated:
-    """A prompt was longer than the context window; `policy` says what becomes of the KV it left."""
+    """A prompt was longer than the context window; `policy` says what happens to its KV."""
 
     request_id: RequestId
     policy: Overflow
@@ -63,7 +63,7 @@ class PromptTruncated:
 
 @dataclass(frozen=True, slots=True)
 class PagesMoved:
-    """Pages that outlived a truncation are turned to their new positions."""
+    """Pages kept through a truncation are rotated to their new positions."""
 
     request_id: RequestId
     num_pages: int
@@ -71,7 +71,7 @@ class PagesMoved:
 
 @dataclass(frozen=True, slots=True)
 class PagesEvicted:
-    """Cached pages nobody held were given up: `room`, `clear`, `ttl`."""
+    """Cached pages that no sequence held were evicted: `room`, `clear`, `ttl`."""
 
     num_pages: int
     reason: str
@@ -88,7 +88,7 @@ class PagesSaved:
 
 @dataclass(frozen=True, slots=True)
 class SavesSkipped:
-    """Pages were not copied to a lower tier; whoever wants them later computes them."""
+    """Pages were not copied to a lower tier; later requests compute them again."""
 
     num_pages: int
     tier: str
@@ -97,7 +97,7 @@ class SavesSkipped:
 
 @dataclass(frozen=True, slots=True)
 class PagesLoaded:
-    """Pages a request waits for came up from `tier`, `seconds` after they were asked for."""
+    """Pages a request waits for were loaded from `tier`, `seconds` after the load began."""
 
     num_pages: int
     tier: str
@@ -125,7 +125,7 @@ class PagesLost:
 class StoreOpened:
     """A disk store was opened with `num_pages`; `found` says what was wrong with it, and `lost` how
     many pages that cost, by reason, where it is known: `index`, `emptied`, `missing`, `truncated`.
-    Told to whoever subscribes later, too: it happens before an engine has listeners."""
+    Delivered to later subscribers, too: it happens before an engine has listeners."""
 
     folder: str
     num_pages: int
@@ -154,8 +154,8 @@ class StepStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """One forward pass. `key_tokens_read` counts keys read, `key_tokens_seen` what it would be if
-    every sequence read its own context."""
+    """One forward pass. `key_tokens_read` counts keys read, `key_tokens_seen` those that would be
+    read if every sequence read its own context."""
 
     num_tokens: int
     num_prompt_tokens: int
@@ -169,7 +169,7 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """A step of `num_seqs` sequences failed. What ran waits again, and the cache is empty."""
+    """A step of `num_seqs` sequences failed. Its sequences wait again, and the cache is empty."""
 
     fault: str
     num_seqs: int
@@ -210,7 +210,7 @@ class PagesStored:
     """Pages can be found in `tier` (`device`, `host`, `disk`) from here on.
 
     A page has a parent, the page before it, or none if it is the first of a prompt. Of pages that
-    an earlier process left on disk neither parent nor tokens are told: None and empty.
+    an earlier process left on disk neither parent nor tokens are known: None and empty.
     """
 
     tier: str
@@ -232,13 +232,13 @@ class PagesCleared:
     """No page can be found in any tier."""
 
 
-PageEvent = PagesStored | PagesRemoved | PagesCleared  # built only if somebody mirrors the cache
+PageEvent = PagesStored | PagesRemoved | PagesCleared  # built only if there is a listener
 E = TypeVar("E", bound=Event | PageEvent)
 
 
 class EventBus:
-    """Delivers events to whoever subscribed to their kind, in order, on the publishing thread. How
-    stores were opened is delivered to late subscribers as well."""
+    """Delivers events to the subscribers of their kind, in order, on the publishing thread.
+    StoreOpened is delivered to late subscribers as well."""
 
     def __init__(self) -> None:
         self._listeners: dict[type, list[Callable[[Event | PageEvent], None]]] = defaultdict(list)
@@ -251,7 +251,7 @@ class EventBus:
                 listener(event)
 
     def has_listeners(self, kind: type[Event | PageEvent]) -> bool:
-        """Lets a hot path skip building an event nobody wants."""
+        """Lets a hot path skip building an event without listeners."""
         return bool(self._listeners.get(kind))
 
     def publish(self, event: Event | PageEvent) -> None:

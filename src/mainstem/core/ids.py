@@ -1,4 +1,4 @@
-"""Names of things, so that one cannot be passed for another."""
+"""Types of ids, so that one cannot be passed for another."""
 
 from typing import NewType
 

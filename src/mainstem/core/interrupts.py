@@ -1,12 +1,12 @@
 """Ctrl-C between two changes, never inside one.
 
     with guarded_interrupts():       once, around a call on the main thread: LLM.generate, a command
-        with held_interrupts():      around each change of the engine's books
+        with held_interrupts():      around each change of the engine's state
             ...                      Ctrl-C that comes here waits
-                                     and goes through here
+                                     and is raised here
 
 Only the guard touches the process's signal handler; a change counts up and down. Python runs signal
-handlers on the main thread, so on others, as where nobody guards, there is nothing to hold.
+handlers on the main thread, so on other threads, and without a guard, there is nothing to hold.
 """
 
 import signal
@@ -19,7 +19,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class _Changes(local, ContextDecorator):
-    """Changes under way on this thread: threads do not see each other's."""
+    """Changes in progress on this thread: threads do not see each other's."""
 
     depth = 0
     held: Callable[[], object] | None = None  # the first interrupt that came meanwhile
@@ -38,21 +38,21 @@ _changes = _Changes()
 
 
 def held_interrupts() -> _Changes:
-    """What is done in this context, or in a function with this decorator, comes to its end; an
-    interrupt that comes meanwhile goes through then. Not for what may take long: a person waits.
+    """Code in this context, or in a function with this decorator, runs to its end; an interrupt
+    that comes meanwhile is raised then. Not for long work: a person waits for Ctrl-C.
     """
     return _changes
 
 
 class _Guard:
-    """A signal handler that lets a change come to its end before the handler it stands for."""
+    """A signal handler that lets a change finish before it calls the handler it replaces."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _changes.depth == 0:
-            _changes.held = None  # one that `__exit__` was about to let through: this is as good
+            _changes.held = None  # one that `__exit__` was about to raise: this one replaces it
             self._handler(number, frame)
         elif _changes.held is None:
             _changes.held = lambda: self._handler(number, frame)
@@ -60,8 +60,8 @@ class _Guard:
 
 @contextmanager
 def guarded_interrupts() -> Iterator[None]:
-    """Within this, interrupts wait for what `held_interrupts` holds. For the main thread; does
-    nothing on others, where interrupts are ignored, and within another guard."""
+    """Within this, interrupts wait for the end of `held_interrupts`. For the main thread; does
+    nothing on other threads, where interrupts are ignored, and within another guard."""
     handler = signal.getsignal(signal.SIGINT)
     is_installed = callable(handler) and not isinstance(handler, _Guard) and _install(handler)
     try:

@@ -31,7 +31,7 @@ class Counters:
     requests: int = 0
     sequences_finished: int = 0
     prompt_tokens: int = 0  # of admitted sequences
-    cached_tokens: int = 0  # of these, taken from pages that were there
+    cached_tokens: int = 0  # of these, found in cached pages
     computed_tokens: int = 0  # tokens that went through the model in prefill
     decoded_tokens: int = 0  # tokens that went through the model one by one
     recomputed_tokens: int = 0  # after preemptions

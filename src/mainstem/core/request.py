@@ -1,4 +1,4 @@
-"""What a caller asks for and what comes back; token ids only, text lives in apps."""
+"""Requests and their outputs; token ids only, text is made in `text`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from mainstem.core.vllm_names import SAMPLING_ARGUMENTS
 
 MAX_N = 128
 MIN_TEMPERATURE = 1e-5  # below it only the likeliest token is left: greedy
-MIN_TOP_P = 1e-6  # below it as well
+MIN_TOP_P = 1e-6  # below it the same
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 1024
@@ -23,7 +23,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_NEXT_IDS = 4096
 MAX_INT = 2**31 - 1
 
-# field of SamplingParams: least and largest value; whole numbers where the least one is
+# field of SamplingParams: least and largest value; whole numbers if the least value is one
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "n": (1, MAX_N),
     "temperature": (0.0, 100.0),
@@ -58,7 +58,7 @@ def _check_int(field_name: str, value: int, low: int, high: int) -> None:
     _check_range(field_name, value, low, high)
 
 
-# what SamplingParams' arguments of vLLM are where nobody gives them
+# the default of SamplingParams' arguments of vLLM
 _NEUTRAL = (None, False, None, None, None, None, None, True)
 
 
@@ -79,8 +79,8 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0  # 0, and what is hardly more: greedy
-    top_p: float = 1.0  # 0, and what is hardly more: greedy
+    temperature: float = 1.0  # below MIN_TEMPERATURE: greedy
+    top_p: float = 1.0  # below MIN_TOP_P: greedy
     top_k: int = 0  # 0 (or -1): no limit
     min_p: float = 0.0
     seed: int | None = None  # None: a fresh one per request
@@ -88,18 +88,18 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
-    stop: str | Sequence[str] = ()  # None, too, is none
+    stop: str | Sequence[str] = ()  # None is the same as none
     stop_token_ids: Sequence[int] = ()
     max_tokens: int | None = 16  # None: up to the context window
     min_tokens: int = 0
     ignore_eos: bool = False
-    logprobs: int | None = None  # top tokens beside each chosen one; 0: the chosen one only
+    logprobs: int | None = None  # top tokens in addition to each chosen one; 0: the chosen one only
     prompt_logprobs: int | None = None
     grammar: str | None = None  # the form of the answer, as text/grammar.py writes it ...
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: AnswerForm | None = None  # ... or this, which `grammar` is made from
-    # vLLM's, taken only where they change nothing (core/vllm_names.py)
+    # vLLM's, accepted only with values that change nothing (core/vllm_names.py)
     best_of: InitVar[object] = None
     use_beam_search: InitVar[object] = False
     guided_decoding: InitVar[object] = None
@@ -122,7 +122,7 @@ class SamplingParams:
         if self.top_p < MIN_TOP_P:
             object.__setattr__(self, "temperature", 0.0)
             object.__setattr__(self, "top_p", 1.0)
-        if self.temperature < MIN_TEMPERATURE:  # logits over it would overflow
+        if self.temperature < MIN_TEMPERATURE:  # dividing logits by it would overflow
             object.__setattr__(self, "temperature", 0.0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
@@ -142,7 +142,7 @@ class SamplingParams:
 
     def _refuse(self, others: Sequence[object]) -> None:
         for (name, rule), value in zip(SAMPLING_ARGUMENTS.items(), others, strict=True):
-            is_all = name == "best_of" and value == self.n  # of as many, all are best
+            is_all = name == "best_of" and value == self.n  # the best n of n are all
             if not rule.takes(value) and not is_all:
                 raise InvalidRequest(name, f"{value!r} is not supported: {rule.instead}")
 
@@ -211,11 +211,11 @@ class SamplingParams:
 
 
 class TokenMask(Protocol):
-    """Which tokens may come next in one answer; remembers how far the answer has come."""
+    """Which tokens may come next in one answer; keeps its progress."""
 
     def allowed(self, output_ids: NDArray[np.int32]) -> NDArray[np.uint8]:
         """What may follow `output_ids`, which begin with those of the last call. Token t is bit
-        t % 8 of byte t // 8; what lies beyond the end may not. Never raises.
+        t % 8 of byte t // 8; tokens beyond the end may not follow. Never raises.
         """
         ...
 
@@ -236,14 +236,14 @@ class Grammar(Protocol):
 class Overflow(Enum):
     """What happens when a conversation outgrows the context window."""
 
-    KV = "kv"  # the oldest tokens go; the KV of the others is kept and moved to their new places
-    RECOMPUTE = "recompute"  # the oldest tokens go; the others are computed afresh
+    KV = "kv"  # drops the oldest tokens; the KV of the others moves to its new positions
+    RECOMPUTE = "recompute"  # drops the oldest tokens; the others are computed again
     ERROR = "error"
 
 
-# Of the pages [pages, page_size] of token ids that a truncation is about to drop, the numbers of
-# those to spare, as many as the second argument at most. The same tokens must get the same answer:
-# later turns of a conversation ask again.
+# From the pages [pages, page_size] of token ids that a truncation is about to drop, the numbers of
+# those to keep, at most as many as the second argument. The same tokens must give the same result,
+# since later turns of a conversation call it again.
 ChooseKept = Callable[[NDArray[np.int32], int], Sequence[int]]
 
 
@@ -257,8 +257,8 @@ class Delivery(Enum):
 class FinishReason(Enum):
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context window
-    ABORT = "abort"  # the caller gave up
-    ERROR = "error"  # steps failed over it, or its form cannot be followed; see `Output.fault`
+    ABORT = "abort"  # the caller aborted it
+    ERROR = "error"  # steps failed on it, or its form cannot be followed; see `Output.fault`
 
 
 def id_array(given: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
@@ -277,29 +277,29 @@ def id_array(given: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
         raise InvalidRequest("prompt", f"token id {int(found.min())} is negative")
     if found.dtype == np.int32:
         if not found.flags["W"] and found.base is None:
-            return found  # it came from here
+            return found  # it was made here
     elif int(found.max()) >= 2**31:
         raise InvalidRequest("prompt", f"token id {int(found.max())} is out of range")
-    ids = found.astype(np.int32)  # a copy: the caller's array stays the caller's
+    ids = found.astype(np.int32)  # a copy: the caller may change its array
     ids.setflags(write=False)
     return ids
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """How an answer becomes text, beside its sampling settings; the engine does not look at it."""
+    """How an answer becomes text, in addition to its sampling settings; not used by the engine."""
 
-    shown_ids: frozenset[int] = frozenset()  # special tokens that are text all the same
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are shown as text
     opening: str = ""  # the end of the prompt that belongs to the answer; its text begins with it
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A prompt whose end is weighed: nothing is asked of what comes before `first`, so that it may
-    come from the cache."""
+    """A prompt whose end is scored: nothing is needed of the tokens before `first`, so that they
+    may come from the cache."""
 
-    first: int  # the first place in the prompt whose logprob is wanted; its length: none
-    next_ids: tuple[int, ...] = ()  # then, of each of these, as the token after the prompt
+    first: int  # the first place in the prompt whose logprob is wanted; the prompt's length: none
+    next_ids: tuple[int, ...] = ()  # then, the logprob of each of these as the next token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -312,16 +312,16 @@ class Request:
     eos_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
     salt: bytes = b""  # requests share pages only with requests of the same salt ...
-    public_tokens: int = 0  # ... apart from so many leading tokens, which are nobody's secret
+    public_tokens: int = 0  # ... except for this number of leading tokens, which are public
     priority: int = 0  # lower goes first
     session: SessionId | None = None
     overflow: Overflow | None = None  # None: KV in a session, ERROR without one
     keep_tokens: int = 0  # leading tokens (the system prompt) that no truncation may drop
     delivery: Delivery = Delivery.EACH_STEP
-    plan_place: int | None = None  # where it stands in the announced order of a known workload
+    plan_place: int | None = None  # its place in the announced order of a known workload
     expected_tokens: int | None = None  # length of the answer, as far as the caller can tell
     rendering: Rendering = Rendering()
-    scoring: Scoring | None = None  # what is wanted beside one token that nobody reads
+    scoring: Scoring | None = None  # what is wanted besides one token that is ignored
 
     def __post_init__(self) -> None:
         ids = id_array(self.prompt_ids)
@@ -356,7 +356,7 @@ class Request:
 
     @property
     def must_see_each_token(self) -> bool:
-        """Whether somebody decides after each token if there is to be a next one."""
+        """Whether each token must be read before the next one, since it may end the answer."""
         return bool(self.sampling.stop_strings) or self.grammar is not None
 
     @property

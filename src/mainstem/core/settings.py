@@ -1,5 +1,5 @@
-"""A setting and everything that is said of it, once: flags, config files, the arguments of LLM and
-docs/settings.md are made from this.
+"""One description of each setting, from which flags, config files, the arguments of LLM and
+docs/settings.md are made.
 
     page_size: int = field(default=16, metadata=about("tokens per page", range=POWER_OF_TWO))
 """
@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mainstem.core.errors import ConfigError
 
-ABOUT = "about"  # where a field's metadata has it
+ABOUT = "about"  # its key in a field's metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ LAYERS = Range("auto, all or a number", lambda value: value in ("auto", "all") o
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is said of a setting beside its name, type and default."""
+    """The description of a setting besides its name, type and default."""
 
     help: str  # a sentence that ends where its default is shown
-    unset: str  # what happens where it is None
+    unset: str  # what happens if it is None
     range: Range | None
     metavar: str | None  # in `--help`; None: by its type
     argument: str | None  # its name as a flag and as an argument of LLM, if not the setting's
@@ -110,8 +110,8 @@ class Setting:
         return str(self.default.value if isinstance(self.default, Enum) else self.default)
 
     def read(self, value: object, where: str) -> object:
-        """The value as it is kept, from one of a file, a flag or an argument; ConfigError where it
-        is of another kind."""
+        """The value as it is stored, from a file, a flag or an argument; ConfigError if it has the
+        wrong type."""
         must = f"{where}: {self.name} must be"
         if issubclass(self.kind, Enum):
             try:

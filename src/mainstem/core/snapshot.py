@@ -15,7 +15,7 @@ class StemView:
 
 @dataclass(frozen=True, slots=True)
 class PromptView:
-    """A prompt that takes more than one step, and how far it is when the running one has ended."""
+    """A prompt that takes more than one step, and its progress after the running step."""
 
     request_id: str
     num_computed: int  # tokens, cached ones included
@@ -23,7 +23,7 @@ class PromptView:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """Who runs, who waits, and what is shared right now."""
+    """What runs, what waits, and what is shared at one moment."""
 
     num_running: int
     num_waiting: int

@@ -1,7 +1,7 @@
 """A Step: the work of one forward pass, as plain arrays.
 
 The scheduler makes it, the runner runs it, neither sees the other. Everything is numpy and owned
-by whoever holds the Step; a Step can be sent to another process as it is.
+by the holder of the Step; a Step can be sent to another process as it is.
 
     packed tokens   | seq a: 1 decode | seq b: 512 of a prompt  | seq c: 1 decode | ...
     seq_starts      0                 1                         513              514
@@ -97,7 +97,7 @@ class StartedSequence:
     seq_slot: int
     sampling: SamplingParams
     prompt_ids: Int32s
-    output_ids: Int32s  # not empty when it comes back from preemption
+    output_ids: Int32s  # not empty after a preemption
     stop_ids: tuple[int, ...]  # barred while fewer than min_tokens are out
 
 
@@ -117,8 +117,8 @@ class Step:
     sample_rows: Int32s  # [rows] packed tokens after which a token is sampled
     sample_slots: Int32s  # [rows] the sequences they belong to
     sampling: SampleBatch
-    prompt_logprob_rows: Int32s  # packed tokens whose successor's logprob is wanted; one that
-    # several successors are weighed after is there as often
+    prompt_logprob_rows: Int32s  # packed tokens whose successor's logprob is wanted; a token
+    # with several successors occurs several times
     prompt_logprob_targets: Int32s  # the successors
     num_prompt_logprobs: Int32s  # top tokens wanted for each of these rows
     started: tuple[StartedSequence, ...]
@@ -127,10 +127,10 @@ class Step:
     # of a page that a sequence shares with another one; never both a source and a target
     copy_from: Int64s = field(default_factory=_no_slots)
     copy_to: Int64s = field(default_factory=_no_slots)
-    # loads of pages this step reads: each layer waits until that layer of them is there
+    # loads of pages this step reads: each layer waits until that layer of them is loaded
     load_ids: Int32s = field(default_factory=_no_rows)
-    # pages whose K is turned by `move_by` positions and written, with V, to another page: what
-    # outlived a truncation. In each layer after the writes, before the copies and before any read;
+    # pages whose K is rotated by `move_by` positions and written, with V, to another page, after a
+    # truncation. In each layer after the writes, before the copies and before any read;
     # a page may be the source of several moves, never both source and target
     move_from: Int32s = field(default_factory=_no_rows)
     move_to: Int32s = field(default_factory=_no_rows)
@@ -141,8 +141,9 @@ class Step:
         return len(self.token_ids)
 
     def hidden_rows(self) -> tuple[Int32s, Int32s]:
-        """Packed tokens to carry to the end, each once: those that are sampled after, then those
-        that only prompt logprobs want; and where among these each prompt logprob row is."""
+        """Packed tokens whose last hidden state is needed, each once: those that are sampled after,
+        then those that only prompt logprobs need; and the place of each prompt logprob row among
+        these."""
         samples = self.sample_rows
         if len(self.prompt_logprob_rows) == 0:
             return samples, self.prompt_logprob_rows
@@ -162,7 +163,7 @@ class StepResult:
     token_ids: Int32s  # [sample rows]
     logprobs: dict[int, TokenLogprobs]  # by sample row, where wanted
     prompt_logprobs: tuple[TokenLogprobs, ...]  # by prompt_logprob row
-    device_s: float | None = None  # how long the device was at it, where it can tell
+    device_s: float | None = None  # how long the device ran it, if known
 
 
 class InFlight(Protocol):

@@ -1,5 +1,5 @@
-"""Arguments that scripts written for vLLM bring along: taken where they mean the same here, refused
-by name with what to use instead, never ignored in silence.
+"""Arguments of scripts that were written for vLLM: accepted where they mean the same here, else
+refused by name with what to use instead; never silently ignored.
 
 Arguments of the same name and meaning (`max_model_len`, `gpu_memory_utilization`, `seed`) are plain
 settings and not listed here.
@@ -15,10 +15,10 @@ from mainstem.core.spelling import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class OnlyAt:
-    """An argument that may be given where its value says what happens here anyway."""
+    """An argument that is accepted only with values that change nothing."""
 
     values: tuple[object, ...]
-    instead: str  # what to do where another value is wanted
+    instead: str  # what to do if another value is wanted
 
     def takes(self, value: object) -> bool:
         return any(type(value) is type(each) and value == each for each in self.values)
@@ -73,8 +73,8 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     "enable_lora": OnlyAt((False, None), "adapters are not supported: merge it into the weights"),
     "speculative_config": OnlyAt((None,), "not supported; leave it out"),
     "compilation_config": OnlyAt((None,), "nothing is compiled; leave it out"),
-    "runner": OnlyAt(("auto", "generate", None), "models that generate text are all there is"),
-    "task": OnlyAt(("auto", "generate", None), "models that generate text are all there is"),
+    "runner": OnlyAt(("auto", "generate", None), "only models that generate text are supported"),
+    "task": OnlyAt(("auto", "generate", None), "only models that generate text are supported"),
 }
 
 # in the order of SamplingParams' own declarations
@@ -99,7 +99,7 @@ _DTYPES = {"half": "float16", "float": "float32"}
 def own_arguments(given: Mapping[str, object], others: Mapping[str, object]) -> dict[str, object]:
     """The settings of a call of LLM by our names: those `given` by them, and `others`.
 
-    Raises ConfigError for what has no meaning here, or two.
+    Raises ConfigError for arguments without a meaning here, or given twice.
     """
     settings = dict(given)
     dtype = str(given["dtype"]).removeprefix("torch.")

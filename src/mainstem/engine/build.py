@@ -37,7 +37,7 @@ def build_engine(
 ) -> Engine:
     """Load the model in `folder` and put an engine around it.
 
-    `choose_kept` names pages that truncation should spare; `around` lets a benchmark watch the
+    `choose_kept` names pages that truncation should keep; `around` lets a benchmark watch the
     steps. Raises UnsupportedModel for a checkpoint we cannot run, ConfigError for impossible
     settings.
     """
@@ -86,8 +86,8 @@ def join(
     choose_kept: ChooseKept | None = None,
     around: Callable[[Runner], Runner] | None = None,
 ) -> Engine:
-    """An engine around a loaded runner, whose pages the tiers below the device are joined to.
-    Steps go through what `around` makes of it."""
+    """An engine around a loaded runner, with the tiers below the device. Steps go through the
+    runner that `around` returns."""
     StoreLog(bus)
     tiers = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
     store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers)

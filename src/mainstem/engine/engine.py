@@ -15,8 +15,8 @@ from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step
 from mainstem.sched.scheduler import Scheduler
 
-MAX_FAILURES = 8  # in a row that cannot be laid to anybody, or requests in a row that all fail
-MAX_BLAMED = 64  # requests in a row that fail while others are left to try
+MAX_FAILURES = 8  # consecutive failures without a suspect, or consecutive requests that all fail
+MAX_BLAMED = 64  # consecutive requests that fail while others are left to try
 
 log = logging.getLogger("mainstem.engine")
 
@@ -36,10 +36,10 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight: _Launched | None = None
-        # steps that failed since the last that ended well: whoever is to blame, and one request
+        # steps that failed since the last success: without a request to blame, and with one
         self._num_failures = 0
         self._num_blamed = 0
-        self._is_torn = False  # a step was left in the middle, and nothing was put right since
+        self._is_torn = False  # a step was interrupted, and the engine has not recovered since
         self._owner = getpid()
         self.bus = bus
         self.identity = identity
@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def step_tokens(self) -> int:
-        """What a step takes at most."""
+        """Most tokens of a step."""
         return self._scheduler.step_tokens
 
     @property
@@ -79,7 +79,7 @@ class Engine:
     @held_interrupts()
     def submit(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest if it can never run. After an interrupt it may
-        have come in or not, and `abort` is right in both cases."""
+        be queued or not; `abort` works in both cases."""
         self.check_process()
         self._scheduler.submit(request)
 
@@ -95,19 +95,19 @@ class Engine:
 
     @held_interrupts()
     def stop(self, request_id: RequestId, index: int) -> None:
-        """End one answer at what the caller has seen of it."""
+        """End one answer where the caller has read it to."""
         self._scheduler.stop(request_id, index)
 
     def step(self) -> list[Output]:
-        """Advance by one step; returns what callers should hear.
+        """Advance by one step; returns the new outputs.
 
-        A step that fails costs its sequences a restart and everybody the cache. What fails again is
-        tried alone; a request that fails alone ends when others do not, with what failed in its
-        last Output. Raises EngineLost when step after step fails, whatever is in it. An interrupt
-        goes through, wherever it comes: everything waits again; outputs come with the next step.
+        After a failed step its sequences restart and the cache is cleared. Sequences that fail
+        again are tried alone; a request that fails alone, while others do not, ends with the error
+        in its last Output. Raises EngineLost when step after step fails, whatever is in it. An
+        interrupt is passed on: all sequences wait again, and outputs come with the next step.
         """
         self.check_process()
-        if self._is_torn:  # another interrupt came before everything waited
+        if self._is_torn:  # another interrupt came before recovery was complete
             self._recover()
         self._is_torn = True
         try:
@@ -174,14 +174,14 @@ class Engine:
 
     @held_interrupts()
     def _recover(self) -> None:
-        """Everything waits again."""
+        """Put all sequences back into the queue."""
         self._drop_steps()
         self._scheduler.recover()
         self._is_torn = False
 
     @held_interrupts()
     def _fail(self, error: Exception, step: Step | None) -> None:
-        """A step failed, or the making of one (None): nothing of it counts, all else goes on."""
+        """A step failed, or could not be made (None): drop it, and go on with everything else."""
         self._drop_steps()
         if isinstance(error, OutOfDeviceMemory) and self._scheduler.shrink_steps():
             self._scheduler.recover()
@@ -201,7 +201,7 @@ class Engine:
 
     @held_interrupts()
     def pin(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> list[PageKey]:
-        """Keep what is cached of a prefix; see Scheduler.pin."""
+        """Pin the cached pages of a prefix; see Scheduler.pin."""
         return self._scheduler.pin(token_ids, salt, public_tokens)
 
     @held_interrupts()
@@ -214,7 +214,7 @@ class Engine:
         self._scheduler.fetch_as(config)
 
     def flush(self) -> None:
-        """Return when every page that is to be saved is saved."""
+        """Return when every page that must be saved is saved."""
         self.check_process()
         self._scheduler.flush()
 
@@ -225,8 +225,8 @@ class Engine:
 
     @held_interrupts()
     def clear_device(self) -> int:
-        """Forget cached pages on the device, whose contents are in doubt; lower tiers keep theirs,
-        which steps that ended well have filled."""
+        """Forget cached pages on the device, whose contents may be wrong; lower tiers keep theirs,
+        which successful steps have filled."""
         return self._scheduler.clear_device()
 
     def check(self) -> None:
@@ -235,7 +235,7 @@ class Engine:
 
     def close(self) -> None:
         """Drop everything that runs and free the device. In a fork of the process that made it
-        nothing happens: all of it belongs to the other."""
+        nothing happens: everything belongs to the parent."""
         if self.is_forked:
             return
         try:
@@ -248,7 +248,7 @@ class Engine:
                 self._runner.close()
 
     def _end_last(self, launched: "_Launched") -> None:
-        """Nobody wants its tokens, but if it failed nothing it may have written is kept."""
+        """Wait for a step whose tokens are not needed; if it failed, drop the pages it wrote."""
         try:
             launched.handle.wait()
             self._in_flight = None

@@ -1,4 +1,4 @@
-"""What a person should hear of the store: a disk that is full, pages that are lost.
+"""Log messages about the store: a full disk, lost pages.
 
 Lines go to the logger `mainstem.store`: on standard error, unless the process has logs of its own.
 """
@@ -10,7 +10,7 @@ from time import monotonic
 
 from mainstem.core.events import EventBus, PagesLost, SavesSkipped, StoreOpened
 
-QUIET_S = 60.0  # the same trouble is told so often at most
+QUIET_S = 60.0  # between two messages about the same problem
 
 log = logging.getLogger("mainstem.store")
 
@@ -23,7 +23,7 @@ class StoreLog:
 
     def __init__(self, bus: EventBus, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._pages: Counter[tuple[str, str, str]] = Counter()  # not told yet
+        self._pages: Counter[tuple[str, str, str]] = Counter()  # not logged yet
         self._told_s: dict[tuple[str, str, str], float] = {}
         bus.subscribe(SavesSkipped, self._skipped)
         bus.subscribe(PagesLost, self._lost)

@@ -1,4 +1,4 @@
-"""The tiers below the device, as the config wants them, and what is fetched from them."""
+"""The tiers below the device as configured, and the choice between loading and computing."""
 
 from pathlib import Path
 
@@ -17,14 +17,14 @@ from mainstem.plan.cost import Card, ModelSize, step_s
 from mainstem.runner.transfer import connect
 from mainstem.sched.fetching import Fetching, StepTimes
 
-PROMPT_TOKENS = 512  # a step of so many is what a prompt's token costs
+PROMPT_TOKENS = 512  # of the step that gives the cost of a prompt token
 
 
 def make_tiers(
     runner: Runner, identity: bytes, name: str, config: StoreConfig, bus: EventBus
 ) -> LowerTiers | None:
-    """Host memory and disk for a runner's pages; None: the config wants none. `name` is what people
-    call the model of this identity."""
+    """Host memory and disk for a runner's pages; None: not configured. `name` is the name of the
+    model with this identity."""
     if config.host_bytes == 0:
         return None
     copier = connect(runner, config.host_bytes)
@@ -58,12 +58,12 @@ def make_remote(url: str, identity: bytes, page_bytes: int, config: StoreConfig)
 
 
 def store_folder(root: Path, identity: bytes) -> Path:
-    """Where one model's pages lie; models and forms of one model do not share pages."""
+    """The folder of one model's pages; models, and variants of one model, do not share pages."""
     return root.expanduser() / identity.hex()[:16]
 
 
 def make_fetching(card: Card, num_params: int, config: StoreConfig, store: KVStore) -> Fetching:
-    """What is loaded and what computed again, for a model of so many weights in its layers."""
+    """Decides between loading and computing, for a model with `num_params` in its layers."""
     assert store.tiers is not None
     size = ModelSize(num_params, 0.0, 0.0)
     token_s = step_s(card, size, PROMPT_TOKENS, 0, 0) / PROMPT_TOKENS

@@ -3,8 +3,8 @@ their own.
 
 A decode step reads, for each KV head of a key, `2 * head_dim` elements (K and V) and does `4 *
 head_dim` FLOPs per query head. A span that many sequences share is read once instead of once per
-sequence, but costs a piece of the launch of its own, and each of its rows leaves a Partial that
-must be written and merged.
+sequence, but needs its own units of work, and each of its rows leaves a Partial that must be
+written and merged.
 """
 
 import json
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mainstem.core.config import cache_dir
 from mainstem.core.errors import ConfigError
+from mainstem.core.files import replacing
 from mainstem.core.step import Bools, Spans
 
 Floats = NDArray[np.float64]
@@ -30,16 +31,16 @@ class Card:
     bytes_per_s: float  # reading device memory
     flops_per_s: float  # sustained, in the model's dtype
     launch_s: float  # an empty launch, begin to end
-    unit_s: float  # what a unit of attention costs beside its keys: one KV head of a row tile
-    parallel_units: int  # units that go on side by side
+    unit_s: float  # fixed cost of a unit of attention: one KV head of a row tile
+    parallel_units: int  # units that run in parallel
     tile_rows: int  # query heads x members that one unit takes
-    merge_s: float  # what a step pays as soon as any of its tokens has Partials
+    merge_s: float  # cost of a step in which any token has Partials
 
 
 H200 = Card("NVIDIA H200", 4.3e12, 666e12, 7e-6, 10e-6, 264, 64, 5e-6)
 GENERIC_CPU = Card("cpu", 20e9, 60e9, 30e-6, 10e-6, 1, 1 << 30, 0.0)
-# Cards nobody has calibrated here: datasheet bytes and dense 16-bit FLOPs per second, and SMs.
-# A long copy reaches some 9/10 of the one, a long product 2/3 of the other.
+# Cards that were not calibrated here: bytes/s and dense 16-bit FLOP/s of the datasheet, and SMs.
+# Long copies reach about 9/10 of the former, long products 2/3 of the latter.
 DATASHEETS = {
     "H200": (4.8e12, 989e12, 132),
     "H100": (3.35e12, 989e12, 132),
@@ -59,7 +60,7 @@ def cards_path() -> Path:
 
 
 def measured_card(device_name: str) -> Card | None:
-    """The calibrated card of that name, else the built-in one; None if nobody has measured it."""
+    """The calibrated card of that name, else the built-in one; None if there is none."""
     built_in = {card.name: card for card in (H200, GENERIC_CPU)}
     return _read_cards(cards_path()).get(device_name) or built_in.get(device_name)
 
@@ -78,13 +79,13 @@ def card_for(device_name: str) -> Card:
 
 
 def save_card(card: Card) -> Path:
-    """Keep a calibrated card beside those of other devices; returns the file."""
+    """Save a calibrated card together with those of other devices; returns the file."""
     path = cards_path()
     cards = {**_read_cards(path), card.name: card}
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps({name: asdict(card) for name, card in cards.items()}, indent=1))
-    draft.replace(path)
+    text = json.dumps({name: asdict(card) for name, card in cards.items()}, indent=1)
+    with replacing(path) as file:
+        file.write(text.encode())
     return path
 
 
@@ -137,7 +138,7 @@ def shared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
 
 
 def unshared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
-    """Seconds of the same run read by each of its members, as part of spans they have anyway."""
+    """Seconds of the same run if each member reads it as part of its own span."""
     pairs = members.astype(np.float64) * tokens
     return np.maximum(
         pairs * model.key_bytes / card.bytes_per_s, pairs * model.pair_flops / card.flops_per_s
@@ -145,8 +146,8 @@ def unshared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
 
 
 def worth_sharing(card: Card, model: Heads, members: Ints, tokens: Ints) -> Bools:
-    """Which shared runs of a step become spans of their own: those read faster so, if together they
-    save more than merging costs. Vectorised over runs.
+    """Which shared runs of a step become spans of their own: those that are faster that way, if
+    together they save more than merging costs. Vectorised over runs.
     """
     gain_s = unshared_s(card, model, members, tokens) - shared_s(card, model, members, tokens)
     has_company: Bools = members >= np.int32(2)
@@ -161,7 +162,7 @@ def span_floor_s(card: Card, spans: Spans, *, heads: int, kv_heads: int, head_di
     model = Heads(heads, kv_heads, head_dim)
     keys = spans.key_tokens.astype(np.int64)
     num_tokens = len(np.unique(spans.query_rows))
-    query_bytes = 2 * num_tokens * heads * head_dim * model.element_bytes  # queries in, answers out
+    query_bytes = 2 * num_tokens * heads * head_dim * model.element_bytes  # queries and outputs
     moved_s = (int(keys.sum()) * model.key_bytes + query_bytes) / card.bytes_per_s
     compute_s = span_flops(spans, heads=heads, head_dim=head_dim) / card.flops_per_s
     return max(moved_s, compute_s)
@@ -190,7 +191,7 @@ def relay_speedup(system_tokens: float, context_tokens: float, batch: float) -> 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What a whole step costs depends on these numbers of a model only."""
+    """The numbers of a model that decide what a step costs."""
 
     num_params: float  # in the layers
     num_head_params: float  # of the LM head

@@ -1,18 +1,18 @@
 """A plan cut into bundles for many workers.
 
-Members stand in the plan's order, so the members of a range share what neighbours share, and a
-range costs what its members add to each other, and the first one's prefix:
+Members are in the plan's order, so neighbours share prefixes. A range costs the prefix of its first
+member plus what each member adds to the one before it:
 
     members   | group | group |      group      | group | ...
     new_s       9 1 1   7 1 1   8 1 1 1 1 1 1 1   5 1         what a member adds to the one before
     path_s      0 8 8   0 6 6   0 7 7 7 7 7 7 7   0 4         what it shares with the one before
     range                             [---------]             7 + 1 + 1 + 1 + 1
 
-A range that begins within a group has its prefix charged again. Ranges are dealt longest first,
-each to the worker with the least to do; only a range that exceeds the average share is split. Where
-that leaves shares apart, ranges that do not fit under a common limit are split too, and the lowest
-limit is searched for. A worker's share is at last cut into bundles, small enough that a worker
-which falls behind can leave the last ones to others.
+A range that begins within a group pays for its prefix again. Ranges are assigned longest first
+(longest-processing-time-first), each to the worker with the least to do; only a range that exceeds
+the average share is split. If shares are still uneven, ranges that do not fit under a common limit
+are split too, and the lowest such limit is searched for. Last, each worker's share is cut into
+bundles, small enough that other workers can take the last ones of a slow worker.
 """
 
 import math
@@ -29,13 +29,13 @@ from mainstem.plan.cost import TokenCosts, token_costs
 from mainstem.plan.order import shared_with_next
 
 BUNDLES_PER_SHARE = 16
-# tried in turn: the prefix, as a part of a group, that may be computed again between groups; and
-# the part of a range that may be left out to split it where less is shared
+# tried in this order: the largest prefix, as a share of a group, that may be computed again between
+# groups; and the part of a range within which the cheapest place to split is looked for
 WAYS_TO_CUT = ((0.05, 0.03), (0.5, 0.03), (0.5, 0.2), (1.0, 0.03))
-BUNDLE_LEEWAY = 0.5  # likewise of a bundle
-BALANCE = 1.05  # longest share over mean up to which no group is split without need
+BUNDLE_LEEWAY = 0.5  # the same for a bundle
+BALANCE = 1.05  # longest share over mean; up to this no further group is split
 LIMITS_TRIED = 8
-MOST_EXCHANGED = 64  # ranges; where there are more, small ones even out the others
+MOST_EXCHANGED = 64  # ranges; with more, small ranges balance the shares anyway
 
 Range = tuple[int, int]
 Dealt = Int64s  # [ranges, 3] worker, begin and end, in the order of the line
@@ -50,14 +50,14 @@ class Cut:
 
     begins: Int64s  # [bundles] first member, a place in `Plan.members`
     ends: Int64s  # [bundles] one past the last
-    workers: Int64s  # [bundles] whose share it is in
+    workers: Int64s  # [bundles] the worker whose share it is in
     seconds: Float64s  # [bundles]
     share_s: Float64s  # [workers]
     whole_s: float  # of the plan uncut
-    dearest_s: float  # of the row that costs most, alone
+    dearest_s: float  # of the most expensive row, alone
     prompt_tokens: int
-    computed_tokens: int  # of these, what the plan computes
-    repeated_tokens: int  # and what the cut has computed again
+    computed_tokens: int  # of these, those that the plan computes
+    repeated_tokens: int  # those that are computed again because of the cut
 
     @property
     def num_workers(self) -> int:
@@ -71,20 +71,20 @@ class Cut:
 
     @property
     def saving(self) -> float:
-        """The share of prompt tokens that the plan need not compute."""
+        """The share of prompt tokens that the plan does not compute."""
         return 1 - self.computed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def lost_saving(self) -> float:
-        """Of which this much is lost to the cut."""
+        """The part of `saving` that the cut loses."""
         return self.repeated_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def check(self, plan: Plan) -> None:
-        """Raise if a member is missing, or there twice."""
+        """Raise if a member is missing or occurs twice."""
         by_place = np.argsort(self.begins, kind="stable")
         begins, ends = self.begins[by_place], self.ends[by_place]
         assert np.all(begins < ends), "a bundle is empty"
-        assert np.array_equal(begins[1:], ends[:-1]), "a member is missing, or there twice"
+        assert np.array_equal(begins[1:], ends[:-1]), "a member is missing or occurs twice"
         if len(plan.members):
             assert begins[0] == 0, "the first member is missing"
             assert ends[-1] == len(plan.members), "the last member is missing"
@@ -97,7 +97,7 @@ def cut_plan(
     num_workers: int,
     costs: TokenCosts | None = None,
 ) -> Cut:
-    """Cut a plan for so many workers; token counts are by prompt index."""
+    """Cut a plan for `num_workers` workers; token counts are by prompt index."""
     if num_workers < 1:
         raise ConfigError(f"a plan is cut for at least one worker, got {num_workers}")
     line = _Line(plan, prompt_tokens, expected_tokens, costs or token_costs())
@@ -134,13 +134,13 @@ class _Line:
         return len(self.shared)
 
     def seconds(self, begin: int, end: int) -> float:
-        """Of a range that nothing was computed for."""
+        """Of a range of which nothing is cached."""
         return float(self.sums[end] - self.sums[begin] + self.path_s[begin])
 
     def fit(self, begin: int, end: int, room_s: float, leeway: float) -> int:
         """Where to cut a range so that its first part takes at most `room_s`; `begin`: nowhere.
 
-        Of the last cuts that fit, the one that charges least again.
+        Among the last cuts that fit, the one with the smallest prefix to compute again.
         """
         limit = self.sums[begin] - self.path_s[begin] + room_s
         last = min(end, int(np.searchsorted(self.sums, limit, side="right")) - 1)
@@ -161,7 +161,7 @@ def _prefill_s(costs: TokenCosts, tokens: Float64s) -> Float64s:
 
 
 def _deal_all(line: _Line, plan: Plan, num_workers: int) -> Dealt:
-    """The deal with the shortest longest share of those tried, or the first that is even."""
+    """The assignment with the shortest longest share, or the first that is balanced."""
     mean_s = line.seconds(0, len(line)) / num_workers
     least_s = max(mean_s, line.dearest_s)
     best, longest_s = None, math.inf
@@ -180,7 +180,7 @@ def _deal_all(line: _Line, plan: Plan, num_workers: int) -> Dealt:
 def _deals(
     line: _Line, ranges: list[Range], num_workers: int, least_s: float, leeway: float
 ) -> Iterator[Dealt]:
-    """Ways to deal: only what exceeds a share split; evened; then under falling limits."""
+    """Assignments to try: split only ranges above a share; balanced; then under falling limits."""
     parts = _parted(line, ranges, least_s)
     found = _deal_under(math.inf, line, parts, num_workers, leeway)
     assert found is not None, "without a limit everything fits"
@@ -201,7 +201,7 @@ def _deals(
 
 
 def _evened(line: _Line, dealt: Dealt, num_workers: int) -> Dealt:
-    """The longest share gives one of its ranges away, or exchanges it, as long as that makes the
+    """Move a range of the longest share to another, or exchange two, as long as that makes the
     longest share shorter."""
     shares = _share_s(line, dealt, num_workers)
     while True:
@@ -228,7 +228,7 @@ def _evened(line: _Line, dealt: Dealt, num_workers: int) -> Dealt:
 def _whole_groups(line: _Line, plan: Plan, grain_s: float, cheap_cut: float) -> list[Range]:
     """Ranges of whole groups: neighbours together up to `grain_s`, larger ones alone.
 
-    They begin where little is shared with what is before, so that they can go anywhere.
+    They begin where little is shared with the range before, so that any worker can take them.
     """
     starts, ends = plan.group_starts[:-1], plan.group_starts[1:]
     least_s = np.maximum(grain_s, line.sums[ends] - line.sums[starts])
@@ -246,7 +246,7 @@ def _whole_groups(line: _Line, plan: Plan, grain_s: float, cheap_cut: float) -> 
 
 
 def _parted(line: _Line, ranges: list[Range], most_s: float) -> list[Range]:
-    """The same, those that exceed `most_s` split into equal parts."""
+    """The same ranges, with those that exceed `most_s` split into equal parts."""
     found: list[Range] = []
     for begin, end in ranges:
         seconds = line.seconds(begin, end)
@@ -264,7 +264,7 @@ def _parted(line: _Line, ranges: list[Range], most_s: float) -> list[Range]:
 def _deal_under(
     limit_s: float, line: _Line, ranges: list[Range], num_workers: int, leeway: float
 ) -> Dealt | None:
-    """Longest first, each to whoever has least; what exceeds the limit of a share goes to the next.
+    """Longest first, each to the worker with least; what exceeds the limit goes to the next one.
 
     None where a row does not fit.
     """
@@ -343,8 +343,8 @@ def _costs(line: _Line, dealt: Dealt) -> tuple[Float64s, int]:
 def _known_tokens(line: _Line, workers: Int64s, begins: Int64s, ends: Int64s) -> Float64s:
     """[ranges] leading tokens of each that its worker has from the range before it.
 
-    Ranges are in the order of the line, all of it. Two of them share the least of what neighbours
-    share from the end of the one to the beginning of the other.
+    Ranges are in the order of the line and cover it. Two ranges share the minimum of what
+    neighbours share between the end of one and the beginning of the other.
     """
     count = len(begins)
     known = np.zeros(count)

@@ -1,7 +1,7 @@
 """Which shared prefixes become groups and spans: many levels, or the paper's single one.
 
-A Draft says which prompts go together and under which node; `order.py` puts the groups in their
-order and makes it a Plan. Three ways to draft:
+A Draft says which prompts form a group and under which node; `order.py` sorts the groups and makes
+the Draft a Plan. Three ways to draft:
 
     multi_level            every shared node is computed once; the decision left is what to schedule
                            as a unit and which nodes to read as spans
@@ -28,7 +28,7 @@ class SpanChoice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LongRuns:
-    """The choice without a cost model: a run of at least `min_tokens`, whoever shares it."""
+    """The choice without a cost model: every run of at least `min_tokens`."""
 
     min_tokens: int = 32  # two pages of 16; shorter runs lie in the members' own first pages
 
@@ -61,8 +61,8 @@ class Draft:
 def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: int) -> Draft:
     """Groups below the trunk of the tree, with at most `levels` spans on a path.
 
-    What hangs on a trunk node without a span in it forms one group if a span lies at or above the
-    trunk node, and a group per prompt if not: then nothing worth waiting for is shared.
+    Branches of a trunk node that contain no span form one group if there is a span at or above the
+    trunk node. Otherwise each prompt is its own group: nothing worth waiting for is shared.
     """
     is_span = choose_spans(tree, worth, levels)
     num_nodes, count = len(is_span), len(tree.order)
@@ -70,7 +70,7 @@ def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: 
     is_under_span = _is_within(tree, is_span)
     may_split = _is_better_split(tree, spans_within, group_tokens) & (spans_within > is_span)
     is_trunk = ~is_under_span | may_split
-    is_trunk &= ~_is_within(tree, ~is_trunk)  # whatever lies within a group is not trunk
+    is_trunk &= ~_is_within(tree, ~is_trunk)  # nodes within a group are not trunk
 
     # label a position by itself (hanging alone), by its trunk node or by its branch
     labels = num_nodes + np.arange(count)
@@ -103,9 +103,9 @@ def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: 
 def _is_better_split(tree: PrefixTree, spans_within: Int64s, group_tokens: int) -> Bools:
     """[nodes] whether a node's branches make better groups than all that share the node.
 
-    That is so if it is too large for one group, or if what is shared below it saves more than what
-    it stands for itself and is not all on one branch: 26 documents that happen to begin with the
-    same words are to be split, the turns of one conversation are not.
+    True if it is too large for one group, or if sharing below it saves more than the node itself
+    and is not all on one branch: 26 documents that happen to begin with the same words are split,
+    the turns of one conversation are not.
     """
     members = tree.node_ends - tree.node_begins
     saved = np.concatenate([[0], np.cumsum((members - 1) * tree.node_runs)])
@@ -131,7 +131,7 @@ def _is_within(tree: PrefixTree, is_top: Bools) -> Bools:
 
 
 def choose_spans(tree: PrefixTree, worth: SpanChoice, levels: int) -> Bools:
-    """The nodes to read as spans: the topmost worthy ones, `levels` times over.
+    """The nodes to read as spans: the topmost worthy ones, repeated for `levels` levels.
 
     Runs are counted from the span above, so that a chain of short nodes can still make a long span.
     """

@@ -1,13 +1,13 @@
 """Order of groups, by the output length they are expected to have -> Plan.
 
 BatchLLM Eq. 3 and 4: groups with a larger R_group = L_decode / (L_prefix + sum of L_distinct) go
-first, so that long decodes are there to be mixed with the long prompts that follow. L_decode is the
+first, so that their long decodes run together with the long prompts that follow. L_decode is the
 mean over a group's members, which makes R_group equal to Eq. 4 (up to a constant) when all outputs
-are expected to be of one length.
+are expected to have the same length.
 
-Groups below one trunk node stay together, so that the trunk's pages are held for one stretch of the
-job; the trunk with all its groups is then itself ordered among its siblings, by the sum of the
-groups' L_decode over all its tokens, which lies between the ratios of the groups:
+Groups below one trunk node stay together, so that the trunk's pages are held for one part of the
+job only. The trunk with all its groups is then ordered among its siblings, by the sum of L_decode
+of its groups over all its tokens, which is between the ratios of the groups:
 
     root ----+-- group            R 0.30
              +-- trunk node -+--  R 0.21 (all below it together)
@@ -28,11 +28,11 @@ LEAST_NEW_TOKENS = 16  # of a prompt whose prefix may be cached or not
 
 
 class OutputEstimate:
-    """How many tokens an answer is expected to have: max_tokens at first, then what was seen.
+    """The expected tokens of an answer: max_tokens at first, then what finished answers show.
 
     A template is a number the caller gives to prompts of one kind (see `templates_of`). The mean of
-    a template is drawn towards the mean of the job, and that towards max_tokens, as if each had
-    been seen `trust` times; so a rare template borrows from the others. Never above max_tokens.
+    a template is shrunk towards the mean of the job, and that towards max_tokens, as if each had
+    been observed `trust` times, so a rare template follows the others. Never above max_tokens.
     """
 
     def __init__(self, trust: float = 4.0) -> None:
@@ -92,7 +92,7 @@ def reorder(plan: Plan, prompt_tokens: Int64s, expected_tokens: Float64s, num_st
     ties = np.full(plan.num_groups, len(plan.members), dtype=np.int64)
     np.minimum.at(ties, draft.position_groups, plan.members)
     is_started = np.arange(plan.num_groups) < num_started
-    ties[:num_started] = np.arange(-num_started, 0)  # before all others, as they are
+    ties[:num_started] = np.arange(-num_started, 0)  # before all others, in their present order
     return _arrange(draft, prompt_tokens, expected_tokens, ties, is_started)
 
 
@@ -127,7 +127,7 @@ class _Units:
 
     trunks: Int64s  # the trunk node above
     sizes: Int64s  # members
-    ratios: Float64s  # R, infinite for what has started
+    ratios: Float64s  # R, infinite for groups that have started
     ties: Int64s
 
 
@@ -143,7 +143,7 @@ def _arrange(
     units = _with_trunks(draft, trunk_nodes, groups)
     num_groups = len(draft.group_nodes)
 
-    # the first member of a unit: after its elder siblings, from where its trunk begins
+    # the first member of a unit: after the siblings before it, from where its trunk begins
     by_rank = np.lexsort((units.ties, -units.ratios, units.trunks))
     sizes, trunks = units.sizes[by_rank], units.trunks[by_rank]
     before = np.cumsum(sizes) - sizes
@@ -194,7 +194,7 @@ def _group_units(
 def _with_trunks(
     draft: Draft, trunk_nodes: Int64s, groups: tuple[_Units, Float64s, Float64s]
 ) -> _Units:
-    """Groups and trunk nodes as units; a trunk sums up what is below it."""
+    """Groups and trunk nodes as units; a trunk is the sum of what is below it."""
     units, outputs, tokens = groups
     count = len(draft.node_tokens)
     runs = (draft.node_tokens - draft.node_tokens[draft.node_parents])[trunk_nodes]
@@ -287,8 +287,8 @@ def shared_with_next(plan: Plan) -> Int32s:
 
 
 def new_tokens(lengths: Int64s, shared_with_next: Int32s | None) -> Int64s:
-    """[prompts] tokens of each that the one before it does not share, or the least that may be left
-    of it to compute where that is not known."""
+    """[prompts] tokens of each that are not shared with the one before it; where that is unknown,
+    the least that may remain to compute."""
     if shared_with_next is None:
         return np.minimum(lengths, LEAST_NEW_TOKENS)
     new = lengths.copy()

@@ -16,7 +16,7 @@ class PlanConfig:
     """How prompts are grouped."""
 
     levels: int = 4  # spans on one path; 1: the paper's single level by Algorithm 1
-    group_tokens: int = 65_536  # different tokens of a group; larger ones are opened if they can be
+    group_tokens: int = 65_536  # different tokens of a group; larger ones are split where possible
     worth_span: SpanChoice = field(default_factory=LongRuns)
 
     def __post_init__(self) -> None:

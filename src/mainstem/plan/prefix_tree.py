@@ -1,7 +1,7 @@
 """All prompts -> the compact tree of their shared prefixes.
 
-No token is looked at by Python. The prompts are refined in rounds, as quicksort does, on classes of
-prompts that are known to agree in their first d tokens:
+Python looks at no single token. Prompts are refined in rounds, as in quicksort, on classes of
+prompts that agree in their first d tokens:
 
     one leader per class, drawn at random         leader   a b c d e f g
     every other member is compared with it,       member   a b c x ...     agrees in 3 tokens
@@ -12,9 +12,9 @@ Where members leave the leader (3, 5) its path has nodes. Members that leave it 
 with the same token are the classes of the next round. A token is compared once per prompt in total,
 and a random leader makes the number of rounds logarithmic, so the work is linear in the tokens.
 
-Sorting a class by (where it left the leader, the token there) puts it in lexicographic order: who
-leaves to a smaller token comes before the leader, the earlier the further away. The result
-therefore does not depend on which leaders were drawn.
+Sorting a class by (where it left the leader, the token there) puts it in lexicographic order: a
+member that leaves to a smaller token comes before the leader, further away the earlier it leaves.
+So the result does not depend on which leaders were drawn.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from mainstem.core.plan import Int32s, Int64s, Prompts
 
 FIRST_STRIP_TOKENS = 16  # most pairs of unrelated prompts differ at once
-STRIP_GROWTH = 16  # who agrees that far mostly agrees for long
+STRIP_GROWTH = 16  # prompts that agree that far mostly agree for long
 WIDEST_STRIP_TOKENS = 1024
 TILE_TOKENS = 1 << 17  # of one comparison, so that its operands stay in the cache
 NO_TOKEN = -(1 << 40)  # what follows the last token; sorts before every int32
@@ -176,8 +176,8 @@ def _extend_matches(
 ) -> None:
     """Raise `matched` in place to the common length of each pair of runs, at most `limits`.
 
-    A strip may read past the end of a run, into its neighbour in `token_ids`: the limit takes back
-    whatever seems to match there.
+    A strip may read past the end of a run, into its neighbour in `token_ids`; the limit removes
+    matches found there.
     """
     rows = np.flatnonzero(matched < limits)
     width = min(FIRST_STRIP_TOKENS, len(token_ids))
@@ -236,10 +236,10 @@ def _nodes_on_leader_paths(
     keys = np.unique(names[~rows.is_leader])
     key_class, key_tokens = np.divmod(keys, stride)
     numbers = num_nodes + np.arange(len(keys))
-    is_root = key_tokens == 0  # only the first round's class can part at token 0
+    is_root = key_tokens == 0  # only the class of the first round can divide at token 0
     numbers = np.where(is_root, 0, numbers - int(is_root.sum()))
 
-    # rows before the leader part ever later, rows after it ever earlier
+    # rows before the leader leave it later and later, rows after it earlier and earlier
     before = rows.slots[rows.slots % stride < rows.top]
     after = rows.slots[rows.slots % stride > rows.top]
     class_slots = key_class * stride

@@ -22,10 +22,10 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class LruCache:
-    """The prefix cache to compare with: whole pages, the least recently used goes first.
+    """The prefix cache to compare with: whole pages, least recently used evicted first.
 
-    Prompts arrive in input order, one at a time, each leaving `output_tokens` behind its prompt.
-    Among the pages of one prompt the last goes first. Real engines run many prompts at once and
+    Prompts arrive in input order, one at a time, each leaving `output_tokens` after its prompt.
+    Of the pages of one prompt the last is evicted first. Real engines run many prompts at once and
     find less than this.
     """
 
@@ -35,7 +35,7 @@ class LruCache:
 
     def __post_init__(self) -> None:
         if self.capacity_tokens < 0 or self.output_tokens < 0:
-            raise ValueError("a cache has no negative sizes")
+            raise ValueError("sizes of a cache must not be negative")
         if self.page_size < 1:
             raise ValueError(f"page_size must be positive, got {self.page_size}")
 

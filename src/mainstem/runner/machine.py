@@ -6,6 +6,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from mainstem.models.weights import has_fast_matmul
@@ -53,17 +54,17 @@ def describe_devices() -> list[DeviceFacts]:
 
 def describe_cpu() -> DeviceFacts:
     """The CPU and the memory that is free to this process."""
-    fields = _read_fields(Path("/proc/cpuinfo"))
+    fields = _read_cpuinfo()
     flags = set((fields.get("features") or fields.get("flags") or "").split())
     part = (fields.get("cpu implementer", ""), fields.get("cpu part", ""))
     name = fields.get("model name") or ARM_PARTS.get(part) or platform.processor()
-    total_bytes, free_bytes = _memory_bytes()
+    memory = psutil.virtual_memory()
     return DeviceFacts(
         kind="cpu",
         name=name or platform.machine(),
         num_units=_num_cores(),
-        memory_bytes=total_bytes,
-        free_bytes=free_bytes,
+        memory_bytes=memory.total,
+        free_bytes=memory.available,
         features=tuple(feature for feature in FEATURES if feature in flags),
         has_fast_bf16=has_fast_matmul(torch.bfloat16),
     )
@@ -85,8 +86,8 @@ def describe_torch() -> TorchFacts:
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping; a cautious 4 GiB where the system does not say."""
-    return _memory_bytes()[1] or 4 << 30
+    """Memory that can be taken without swapping."""
+    return psutil.virtual_memory().available
 
 
 def _describe_cuda(index: int) -> DeviceFacts:
@@ -110,21 +111,9 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _memory_bytes() -> tuple[int, int]:
-    """Total and available memory; both 0 where the system does not say."""
-    fields = _read_fields(Path("/proc/meminfo"))
-    if "memtotal" in fields:
-        total, available = fields["memtotal"], fields.get("memavailable", "0")
-        return int(total.split()[0]) * 1024, int(available.split()[0]) * 1024
-    try:
-        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 0, 0
-    return total_bytes, 0
-
-
-def _read_fields(path: Path) -> dict[str, str]:
-    """The `name : value` lines of a /proc file, names in small letters, the first of each."""
+def _read_cpuinfo() -> dict[str, str]:
+    """The lines `name : value` of the first core, names in lower case; psutil has no features."""
+    path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}
     fields: dict[str, str] = {}

@@ -12,15 +12,15 @@ A = TypeVar("A", Int32s, Float32s)
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What the running sequences will still want and give back, as far as can be told; who is
-    expected to end first comes first."""
+    """What running sequences are expected to take and give back; those that are expected to end
+    first come first."""
 
     remaining: Int32s  # [running] output tokens to come
-    own_pages: Float32s  # [running] pages that come back when it ends; of shared ones its part
+    own_pages: Float32s  # [running] pages freed when it ends; of shared pages its part
 
     @classmethod
     def of(cls, remaining: Int32s, own_pages: Float32s) -> "Outlook":
-        """The same of sequences in any order."""
+        """From sequences in any order."""
         order = np.argsort(remaining)
         return cls(remaining[order], own_pages[order])
 
@@ -33,7 +33,7 @@ class Outlook:
         )
 
     def peak_need(self, page_size: int) -> float:
-        """Most pages beyond today's that these sequences will hold at once."""
+        """The most additional pages that these sequences will hold at once."""
         given_back = self.own_pages.cumsum(dtype=np.float64)
         given_back -= self.own_pages
         alive = np.arange(len(given_back), 0, -1)
@@ -46,7 +46,8 @@ class Admission:
     """Starts a sequence if, by the outlook, memory will last until the next one ends, and so on.
 
     Every running sequence grows by a token a step and gives its own pages back when it ends. Just
-    before the k-th ends, the others have grown as long as it has and those before it are gone:
+    before the k-th ends, the others have grown by the same number of tokens and those before it
+    have ended:
 
         need_k = (n - k) * remaining_k / page_size  -  own pages of those that ended
 

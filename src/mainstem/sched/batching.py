@@ -35,7 +35,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class PageMove:
-    """A page that outlived a truncation: its keys are turned by `distance` positions."""
+    """A page kept through a truncation: its keys are rotated by `distance` positions."""
 
     source: int
     target: int

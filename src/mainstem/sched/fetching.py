@@ -20,10 +20,10 @@ HELD_UP = 4.0  # of those that wait, so many count at most: the others may take 
 
 
 class StepTimes:
-    """How long a step takes: so much whoever decodes in it, and so much for a token of a prompt.
+    """How long a step takes: a fixed time for its decodes, and a time for each prompt token.
 
-    Begins with the card's figures. Steps of few prompt tokens then tell of the one, steps of many
-    of the other.
+    Begins with the card's figures. Steps with few prompt tokens then update the fixed time, steps
+    with many the time of a token.
     """
 
     def __init__(self, token_s: float, floor_s: float = 0.0) -> None:
@@ -32,11 +32,11 @@ class StepTimes:
         self.interval_s = 0.0  # between the ends of the latest two
 
     def expect_s(self, prompt_tokens: int) -> float:
-        """Seconds that a step with so many tokens of prompts will take."""
+        """Expected seconds of a step with `prompt_tokens` tokens of prompts."""
         return self.floor_s + prompt_tokens * self.token_s
 
     def observe(self, prompt_tokens: int, device_s: float) -> None:
-        """A step took so long, and waited for no load."""
+        """A step that waited for no load took `device_s`."""
         seen_s = min(device_s, SURPRISE * self.expect_s(prompt_tokens))
         prompts_s = prompt_tokens * self.token_s
         if prompts_s < self.floor_s or not prompt_tokens:
@@ -48,12 +48,12 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """Compares the ways to a history: the links to lower tiers, and the device itself.
+    """Chooses how to get a history: over the links from lower tiers, or by computing it again.
 
-    Both have a queue, and whoever takes a way holds up those behind. With many histories wanted at
-    once from a tier about as fast as the device, some are loaded and some computed, side by side.
-    From a much faster tier all are loaded: what is loaded needs the device too, for its new tokens,
-    and one computed history would hold up every other that comes meanwhile.
+    Links and device each have a queue, and a sequence delays those after it (head-of-line
+    blocking). With many histories wanted at once from a tier about as fast as the device, some are
+    loaded and some computed, in parallel. From a much faster tier all are loaded: loaded sequences
+    need the device too, for their new tokens, and one computed history would delay all of them.
     """
 
     config: StoreConfig
@@ -62,8 +62,8 @@ class Fetching:
     steps: StepTimes
 
     def is_worth_it(self, stored: Stored, tokens_ahead: int, num_waiting: int) -> bool:
-        """Whether loading is done before computing would be, behind `tokens_ahead` others; how much
-        longer either makes the `num_waiting` wait counts as well."""
+        """Whether loading ends before computing would, after `tokens_ahead` other tokens. How much
+        longer the `num_waiting` sequences wait in either case counts as well."""
         if not stored.num_pages:
             return False
         if self.config.fetch is not Fetch.AUTO:
@@ -98,7 +98,7 @@ class Fetching:
         return self.config.fetch is not Fetch.NEVER
 
     def is_open(self, stored: Stored) -> bool:
-        """Whether what is not worth it now may be later, when a way is free."""
+        """Whether a load that is not worth it now may be later, when a link is free."""
         return stored.num_pages > 0 and self.config.fetch is not Fetch.NEVER
 
     def is_busy(self, stored: Stored) -> bool:
@@ -110,9 +110,9 @@ class Fetching:
         return any(link.expect_s(0) > enough_s for link, _ in self._passes(stored))
 
     def start_layers(self, stored: Stored, new_tokens: int) -> int:
-        """Layers that must be there before a prompt of `new_tokens` starts on a history.
+        """Layers that must be loaded before a prompt of `new_tokens` starts on a history.
 
-        Layer k is there after k + 1 parts of the load and wanted after k parts of the prompt; the
+        Layer k is loaded after k + 1 parts of the load and needed after k parts of the prompt; the
         last layer decides. This is AttentionStore's read buffer, S_buf = B (T_load L_hist -
         T_pref L_new) (3.2.1), in layers.
         """
@@ -128,8 +128,8 @@ class Fetching:
         return math.ceil(num_layers - (num_layers - 1) * prompt_s / load_s)
 
     def lead_s(self, prompt_tokens: int, ran_s: float) -> float:
-        """Seconds that a step of `prompt_tokens`, which has run for `ran_s`, will keep the device:
-        the next one begins no earlier, and may count on what is loaded by then."""
+        """Seconds that a step of `prompt_tokens`, which has run for `ran_s`, will still take: the
+        next one begins no earlier, and may rely on loads that end by then."""
         if self.config.preload != "auto":
             return 0.0
         return max(0.0, CAUTION * self.steps.expect_s(prompt_tokens) - ran_s)

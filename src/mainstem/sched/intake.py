@@ -84,16 +84,16 @@ class Intake:
             raise InvalidRequest("response_format", fault)
 
     def _arrive(self, request: Request, index: int) -> tuple[int, int]:
-        """Seed and arrival number of an answer; the seed of request and index alone, if it can."""
+        """Seed and arrival number of an answer; a given seed makes it depend on nothing else."""
         arrival, seed = next(self._arrivals), request.sampling.seed
         if seed is None:
-            seed = _mix(_mix(self._seed, -1), arrival)  # no seed that a caller gave has this one
+            seed = _mix(_mix(self._seed, -1), arrival)  # no answer has index -1
         return _mix(seed, index) if index else seed, arrival
 
     def _names(
         self, given: Request, request: Request, truncation: Truncation | None
     ) -> tuple[PageChain | None, Origins | None]:
-        """Names of a prompt's pages, and where those that outlive its truncation may be found."""
+        """Names of a prompt's pages, and where pages kept through its truncation may be found."""
         if not self._is_sharing:
             return None, None
         if truncation is None or truncation.policy is Overflow.RECOMPUTE:

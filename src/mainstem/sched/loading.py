@@ -1,4 +1,4 @@
-"""Pages of waiting sequences: what is there of them, and what is brought up from lower tiers."""
+"""Pages of waiting sequences: which are on the device, and which are loaded from lower tiers."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -21,13 +21,13 @@ from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.running import RunningSet
 from mainstem.sched.sequence import Sequence
 
-LOAD_AHEAD = 64  # waiting sequences whose pages are brought up before it is their turn
-AWAITS_LOGPROBS = PageKey(b"logprobs")  # the name of no page
+LOAD_AHEAD = 64  # waiting sequences whose pages are loaded before their turn
+AWAITS_LOGPROBS = PageKey(b"logprobs")  # not the name of a page
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A waiting sequence and what is there of it."""
+    """A waiting sequence and its cached pages."""
 
     sequence: Sequence
     num_known: int  # tokens of its prompt and of its output so far
@@ -37,13 +37,13 @@ class Candidate:
 
     @property
     def may_fetch(self) -> bool:
-        """Not where what came up for it is gone again, since others want the pages as well: rather
-        compute than push each other out for ever."""
+        """False if pages loaded for it were evicted again, since others want the room: computing
+        is better than evicting each other for ever."""
         return len(self.match.pages) > self.sequence.num_pages_then
 
 
 class Loader:
-    """Looks waiting sequences up, and starts loads where that is the faster way."""
+    """Looks up waiting sequences, and starts loads where loading is faster."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class Loader:
     ) -> None:
         """`fetching` decides between loading and computing; None: nothing is loaded."""
         self.fetching = fetching
-        self._last_end_s = 0.0  # when the latest step that is known to have ended did
+        self._last_end_s = 0.0  # end of the latest step that is known to have ended
         self._last_start_s = 0.0  # when the latest step was made
-        self._put_off: dict[Sequence, Candidate] = {}  # by the last step, for the way is taken
-        self._starts: dict[StepId, float] = {}  # the same of those that are not known to have ended
+        self._put_off: dict[Sequence, Candidate] = {}  # by the last step, because a link was busy
+        self._starts: dict[StepId, float] = {}  # start times of steps not known to have ended
         self._running = running
         self._queue = queue
         self._lengths = lengths
@@ -67,11 +67,11 @@ class Loader:
         self._collectors: list[tuple[Sequence, set[PageKey]]] = []  # of prompt logprobs
 
     def tokens_ahead(self) -> int:
-        """Prompt tokens that the device computes before those of whoever starts now."""
+        """Prompt tokens that the device computes before those of a sequence that starts now."""
         return 0 if self.fetching is None else self._running.num_unfinished_tokens()
 
     def look_up(self, sequence: Sequence) -> Candidate:
-        """What is there of a waiting sequence."""
+        """The cached pages of a waiting sequence."""
         known = sequence.known_ids()
         chain = sequence.chain
         if chain is not None and len(known) > len(chain.token_ids):
@@ -80,13 +80,13 @@ class Loader:
             match = Match(np.empty(0, np.int32), Lookup.MISS)
         elif sequence.prompt_logprobs is not None:
             return self._look_up_logprobs(sequence, len(known), chain)
-        else:  # the last token is always computed: its logits are wanted
+        else:  # the last token is always computed, for its logits
             match = self._store.lookup(chain, len(known) - 1)
         return Candidate(sequence, len(known), chain, match)
 
     def _look_up_logprobs(self, sequence: Sequence, num_known: int, chain: PageChain) -> Candidate:
-        """What is there together with the logprobs that are wanted of it. The token before the
-        first that they are not known of is always computed: its logits are wanted."""
+        """The cached pages whose prompt logprobs are known, too. The token before the first
+        unknown logprob is always computed, for its logits."""
         scoring = sequence.request.scoring
         if scoring is not None:
             match = self._store.lookup(chain, scoring.first - 1)
@@ -104,29 +104,29 @@ class Loader:
         return Candidate(sequence, num_known, chain, match, logprobs)
 
     def _are_coming(self, ready: tuple[PageKey, ...], num_tokens: int) -> bool:
-        """Whether somebody computes the logprobs of the page after the first `num_tokens`, one of
-        those that are READY."""
+        """Whether another sequence computes the logprobs of the page after the first `num_tokens`,
+        which is READY."""
         place = num_tokens // self._page_size
         if place == len(ready):
             return False
         return any(seq.is_collecting and ready[place] in keys for seq, keys in self._collectors)
 
     def note_collector(self, sequence: Sequence, chain: PageChain) -> None:
-        """A sequence begins to compute prompt logprobs; if they will be kept, others wait for those
-        of pages it has in common with them."""
+        """A sequence begins to compute prompt logprobs; if they will be kept, other sequences wait
+        for those of common pages."""
         if sequence.request.sampling.prompt_logprobs:
             self._collectors.append((sequence, set(chain.keys)))
 
     def settled(self) -> list[PageKey]:
-        """What to unpark, now that some who computed prompt logprobs do so no more."""
+        """Keys to unpark, because sequences have stopped computing prompt logprobs."""
         before = len(self._collectors)
         self._collectors = [each for each in self._collectors if each[0].is_collecting]
         return [AWAITS_LOGPROBS] if len(self._collectors) < before else []
 
     def load_ahead(self, work: PromptWork) -> None:
-        """Start loads for those next in the queue while others run, in order and while the pages
-        that those before them need are left. Who finds the way to its pages taken waits for it;
-        those behind may have another."""
+        """Start loads for the next sequences in the queue while others run, in order, and while
+        pages remain beyond those that earlier ones need. A sequence whose link is busy waits for
+        it; later ones may use another link."""
         if self.fetching is None:
             return
         put_off, self._put_off = self._put_off, {}
@@ -137,7 +137,7 @@ class Loader:
             if num_tokens is None:
                 found = put_off.get(sequence)
                 must_wait = found is not None and self.must_wait(found, tokens_ahead)
-                if found is None or not must_wait:  # what was found then may be gone
+                if found is None or not must_wait:  # the earlier result may be out of date
                     if not work.may_look_ahead:
                         return
                     work.num_pages_ahead += sequence.num_named_pages
@@ -190,7 +190,7 @@ class Loader:
         return asked if self._store.awaits(asked, self.fetching.patience_s(num_tokens)) else None
 
     def _fits(self, sequence: Sequence, num_pages: int, available: int, work: PromptWork) -> bool:
-        """Whether a sequence could start that takes so many pages, with those before it."""
+        """Whether a sequence that takes `num_pages` could start, with those before it."""
         expected = self._lengths.expect(sequence) - len(sequence.output_ids)
         if work.outlook is None:
             work.outlook = self._running.outlook()
@@ -213,7 +213,7 @@ class Loader:
             self.fetching.steps.observe(step.num_tokens - step.num_decodes, device_s)
 
     def lead_s(self, in_flight: Step | None) -> float:
-        """How long a step that is made now will wait for the one in flight, at least."""
+        """The least time that a step made now will wait for the one in flight."""
         if self.fetching is None or in_flight is None:
             return 0.0
         prompt_tokens = in_flight.num_tokens - in_flight.num_decodes
@@ -221,7 +221,7 @@ class Loader:
         return self.fetching.lead_s(prompt_tokens, perf_counter() - began_s)
 
     def must_wait(self, found: Candidate, tokens_ahead: int) -> bool:
-        """Whether a sequence is better loaded, and the way to it is not free yet."""
+        """Whether loading is better for a sequence, but its link is still busy."""
         fetching, stored = self.fetching, found.match.stored
         if fetching is None or not stored.num_pages or not found.may_fetch:
             return False
@@ -230,8 +230,7 @@ class Loader:
         return fetching.is_worth_it(stored, tokens_ahead, len(self._queue))
 
     def load(self, found: Candidate, tokens_ahead: int) -> PageKey | None:
-        """Load what lower tiers have of a sequence, where that is the faster way; returns the key
-        to wait for."""
+        """Load the stored pages of a sequence, if that is faster; returns the key to wait for."""
         fetching, sequence, chain, match = self.fetching, found.sequence, found.chain, found.match
         if fetching is None or chain is None:
             return None
@@ -247,11 +246,11 @@ class Loader:
         if not stored.num_pages:
             return None
         if not fetching.is_worth_it(stored, tokens_ahead, len(self._queue)):
-            self._store.dismiss(sequence.queue_place)  # nothing need be read ahead for it
+            self._store.dismiss(sequence.queue_place)  # no prefetch is needed for it
             return None
         num_there = (len(kept) + stored.num_pages) * self._page_size
         layers = fetching.start_layers(stored, max(found.num_known - num_there, 1))
-        if match.similar_page is not None:  # wanted still, if nothing can be loaded after all
+        if match.similar_page is not None:  # still needed if nothing can be loaded
             kept = np.append(kept, np.int32(match.similar_page))
         awaited: PageKey | None = None
         try:

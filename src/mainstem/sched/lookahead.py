@@ -1,11 +1,11 @@
-"""What is known of the future: how long answers get, and what a planned workload needs again."""
+"""What is known of the future: expected lengths of answers, and pages a planned job needs again."""
 
 import numpy as np
 
 from mainstem.core.step import Int32s
 from mainstem.sched.sequence import Sequence
 
-UNSEEN = 256  # tokens; a limit may be far above what answers need, and waiting for it costs more
+UNSEEN = 256  # tokens; a request's limit is often far above the real length
 
 
 class OutputLengths:
@@ -59,7 +59,7 @@ class PlannedOrder:
         self._last_started = max(self._last_started, plan_place)
 
     def tokens_wanted(self, plan_place: int) -> int | None:
-        """Leading tokens of the prompt at `plan_place` that whoever has not started shares; None:
+        """Leading tokens of the prompt at `plan_place` that prompts not yet started share; None:
         all, for other answers to it."""
         between = self._shared_with_next[plan_place : self._last_started + 1]
         return int(between.min()) if len(between) else None

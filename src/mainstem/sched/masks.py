@@ -1,4 +1,4 @@
-"""Which tokens the form of an answer allows next, and whether any."""
+"""Which tokens the form of an answer allows next, and whether there are any."""
 
 import numpy as np
 

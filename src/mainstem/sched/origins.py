@@ -1,7 +1,7 @@
 """Where the KV of a truncated prompt is found, and under which names it is kept.
 
-Pages that outlive a truncation depend on tokens that are gone. The sink keeps its common names,
-since nothing about it has changed; what follows is named apart, by session and cut.
+Pages kept through a truncation depend on tokens that are gone. The sink keeps its usual names,
+since it has not changed; pages after it get other names, by session and cut.
 """
 
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from mainstem.sched.truncation import WHOLE, Cut, Truncation
 
 @dataclass(frozen=True, slots=True)
 class MovablePages:
-    """READY pages that hold, at other positions, what a sequence is about to need."""
+    """READY pages with the keys that a sequence needs, at other positions."""
 
     pages: Int32s
     distances: list[int]  # by how many positions each moves
-    awaited: PageKey | None = None  # a page that is on its way and must be waited for
-    loads: Int32s | None = None  # pages are on their way: a step must wait for these loads
+    awaited: PageKey | None = None  # a page that is LOADING and must be waited for
+    loads: Int32s | None = None  # loads that a step must wait for
 
     def lease(self, store: KVStore, num_new: int) -> int:
-        """Lease the first pages, as many as leave `num_new` others available; returns how many."""
+        """Lease the first pages, but leave `num_new` others available; returns their number."""
         store.lease(self.pages)
         count = len(self.pages)
         while count and store.num_takeable() < num_new:
@@ -41,7 +41,7 @@ NOTHING_MOVABLE = MovablePages(np.empty(0, np.int32), [])
 
 
 class Origins:
-    """The names under which earlier turns of a conversation left what is kept of it."""
+    """The names under which earlier turns of a conversation stored the kept pages."""
 
     def __init__(self, whole: PageChain, request: Request, truncation: Truncation) -> None:
         """`whole` names the pages of the prompt before it was cut, `request` brought it."""
@@ -53,7 +53,7 @@ class Origins:
     def find(self, store: KVStore, numbers: range, filled_pages: list[int]) -> MovablePages:
         """Where to move the kept pages `numbers` from, up to the first that is not on the device.
 
-        `filled_pages` are copied or moved to by the step in the making: they cannot be moved on.
+        `filled_pages` are targets of copies and moves of this step: they cannot be moved on.
         """
         if numbers.start < self._truncation.cut.sink_pages:
             return NOTHING_MOVABLE  # the sink is computed, and so is all that follows
@@ -77,7 +77,7 @@ class Origins:
     def find_stored(
         self, store: KVStore, chain: PageChain, numbers: range
     ) -> tuple[list[StoredRun], Int32s]:
-        """What lower tiers have of the kept pages `numbers`, up to the first that is nowhere: runs
+        """What lower tiers have of the kept pages `numbers`, up to the first that is missing: runs
         to load, and the device pages between them.
 
         `chain` names the pages of the truncated prompt itself, which need not move.
@@ -118,7 +118,7 @@ class Origins:
 
 
 def _add_page(runs: list[StoredRun], chain: PageChain, place: int) -> None:
-    """Let the last run grow by a page, or begin another."""
+    """Extend the last run by a page, or begin another."""
     if runs and runs[-1].chain is chain and runs[-1].first + runs[-1].num_pages == place:
         runs[-1] = replace(runs[-1], num_pages=runs[-1].num_pages + 1)
     else:
@@ -126,7 +126,7 @@ def _add_page(runs: list[StoredRun], chain: PageChain, place: int) -> None:
 
 
 def truncated_chain(whole: PageChain, request: Request, cut: Cut) -> PageChain:
-    """The sink keeps its common names; what follows belongs to the session and to this cut."""
+    """The sink keeps its usual names; pages after it are named by the session and this cut."""
     digest = sha256(b"truncated")
     parts = (
         str(request.session).encode(),

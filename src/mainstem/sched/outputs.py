@@ -1,4 +1,4 @@
-"""What callers hear of their sequences: new tokens, logprobs, the end."""
+"""Outputs for callers: new tokens, logprobs, the end of a sequence."""
 
 import numpy as np
 
@@ -10,13 +10,13 @@ from mainstem.sched.table import SeqTable
 
 
 class OutputMaker:
-    """Makes Outputs of running sequences; every token is told once."""
+    """Makes Outputs of running sequences; every token is delivered once."""
 
     def __init__(self, table: SeqTable) -> None:
         self._table = table
 
     def stream(self, slots: Int32s, token_ids: Int32s) -> list[Output]:
-        """One new token for each of many sequences: the short way for the common case."""
+        """One new token for each of many sequences: the fast path."""
         outputs: list[Output] = []
         sequences = self._table.sequences
         for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
@@ -38,18 +38,18 @@ class OutputMaker:
         return outputs
 
     def has_untold(self, slot: SeqSlot) -> bool:
-        """Whether tokens are known that the caller has not heard of."""
+        """Whether known tokens were not delivered yet."""
         return self._table.sequence(slot).num_delivered < self._table.num_read_back(slot)
 
     def drop_unread(self, slot: SeqSlot) -> None:
-        """Forget logprobs of a token that was not read back after all."""
+        """Forget logprobs of a token that was not read back."""
         sequence = self._table.sequence(slot)
         del sequence.logprobs[self._table.num_read_back(slot) - sequence.num_delivered :]
 
     def deliver(
         self, slot: SeqSlot, reason: FinishReason | None, fault: str | None = None
     ) -> Output:
-        """Everything new of one sequence since the last time."""
+        """Everything new of one sequence since the last delivery."""
         table = self._table
         sequence = table.sequence(slot)
         known = int(table.num_read_back(slot))

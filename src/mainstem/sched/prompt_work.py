@@ -1,4 +1,4 @@
-"""Prompt work of the step being made: what was put into it so far, and what may still be."""
+"""Prompt work of the step being made: what is in it so far, and the budget that is left."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ from mainstem.core.step import Int32s, StartedSequence
 from mainstem.sched.admission import Outlook
 from mainstem.sched.batching import Chunk, PageCopy, PageMove
 
-LOOK_UP_PAGES = 8192  # looked up in a step for those that do not start in it; later steps go on
+LOOK_UP_PAGES = 8192  # looked up in a step for sequences that do not start; later steps continue
 
 
 @dataclass(slots=True)
@@ -20,8 +20,8 @@ class PromptWork:
     copies: list[PageCopy] = field(default_factory=list)
     moves: list[PageMove] = field(default_factory=list)
     outlook: Outlook | None = None  # made when the first sequence wants to start
-    num_parked_pages: int = 0  # looked up in vain
-    num_pages_ahead: int = 0  # looked up for those whose turn it is not
+    num_parked_pages: int = 0  # looked up for sequences that were then parked
+    num_pages_ahead: int = 0  # looked up for sequences whose turn has not come
 
     @property
     def has_room(self) -> bool:

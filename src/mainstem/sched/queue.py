@@ -1,4 +1,4 @@
-"""Sequences that wait: in order of priority and arrival, or for a page somebody else computes."""
+"""Waiting sequences: by priority and arrival, or parked on a page that another one computes."""
 
 import heapq
 from collections import defaultdict
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from mainstem.core.ids import PageKey
 from mainstem.sched.sequence import SeqState, Sequence, urgency
 
-OVERTAKEN = 64  # who arrived that much earlier, or more, is not overtaken
-LIGHT = 4  # of a prompt that is loaded, at most one token in so many is computed: else it waits
+OVERTAKEN = 64  # a sequence that arrived this many places earlier is not overtaken
+LIGHT = 4  # a loaded prompt overtakes only if at most 1/4 of its tokens are computed
 
 _Entry = tuple[int, int, int, int, Sequence]  # rank, priority, turn, arrival
 
@@ -17,12 +17,12 @@ class WaitingQueue:
     """A heap of sequences ready to start, and those parked on a page that is LOADING.
 
     A preempted sequence keeps its arrival number and so returns to its old place. Sequences that
-    were aborted while they waited are dropped when they come up. Suspects go first of all: nothing
-    else can run while they are tried. Only while it is open whether a failure was the fault of who
-    is at fault do they go last: others can show that steps still end well.
+    were aborted while they waited are dropped when they reach the head. Suspects go first: nothing
+    else can run while they are tried. Only while a request is at fault and it is not yet known
+    whether other steps succeed do suspects go last: others can show that steps still succeed.
 
-    Who has its history loaded overtakes some of those that compute theirs: it holds them up by its
-    few new tokens only, and would itself wait for all of theirs.
+    A sequence whose history is loaded overtakes some of those that compute theirs: it delays them
+    only by its few new tokens, and would otherwise wait for all of theirs.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,14 @@ class WaitingQueue:
         heapq.heappush(self._heap, self._entry(sequence))
 
     def refill(self, sequences: Iterable[Sequence]) -> None:
-        """Just these wait, and nobody for a page, whatever was under way."""
+        """Reset the queue to these sequences, none of them parked."""
         self._heap = [self._entry(sequence) for sequence in sequences]
         heapq.heapify(self._heap)
         self._parked.clear()
         self._num_parked = self._num_dead = 0
 
     def reorder(self, suspects_last: bool) -> None:
-        """Somebody who waits fell under suspicion, or was cleared of it."""
+        """A waiting sequence became a suspect, or was cleared."""
         self.suspects_last = suspects_last
         self._heap = [self._entry(entry[-1]) for entry in self._heap]
         heapq.heapify(self._heap)
@@ -54,13 +54,13 @@ class WaitingQueue:
     def _entry(self, sequence: Sequence) -> _Entry:
         rank = int(sequence.is_suspect == self.suspects_last)
         priority, arrival = urgency(sequence)
-        left = sequence.num_to_compute  # None: not settled, or preempted since
+        left = sequence.num_to_compute  # None: not decided yet, or preempted since
         is_light = left is not None and LIGHT * left <= len(sequence.request.prompt_ids)
         turn = arrival - OVERTAKEN if sequence.has_fetched and is_light else arrival
         return (2 if sequence.is_at_fault else rank, priority, turn, arrival, sequence)
 
     def move_up(self, sequence: Sequence) -> None:
-        """A load was started for one of the `first`: give it the place that it has now."""
+        """A load was started for one of the `first`: move it to its new place."""
         heap = self._heap
         index = next(i for i, entry in enumerate(heap) if entry[-1] is sequence)
         heap[index] = self._entry(sequence)
@@ -76,7 +76,7 @@ class WaitingQueue:
         return self._heap[0][-1] if self._heap and not self._heap[0][-1].is_at_fault else None
 
     def first(self, count: int) -> list[Sequence]:
-        """About the next `count` sequences to start, the head for certain among them."""
+        """Approximately the next `count` sequences to start, certainly with the head."""
         near = sorted(self._heap[: 2 * count])[:count]
         found = [entry[-1] for entry in near]
         return [seq for seq in found if seq.state is not SeqState.DONE and not seq.is_at_fault]
@@ -85,12 +85,12 @@ class WaitingQueue:
         return heapq.heappop(self._heap)[-1]
 
     def park(self, sequence: Sequence, awaited: PageKey) -> None:
-        """Set aside until `awaited` is ready, or will not be."""
+        """Park a sequence until `awaited` is ready, or will never be."""
         self._parked[awaited].append(sequence)
         self._num_parked += 1
 
     def unpark(self, keys: Iterable[PageKey]) -> None:
-        """Whoever waited for one of these may try again."""
+        """Sequences parked on one of these pages may try again."""
         if not self._parked:
             return
         for key in keys:

@@ -18,7 +18,7 @@ def mix(seeds: Int64s, indices: Int64s) -> Int64s:
 
 
 def noise_keys(seeds: Int64s, indices: Int32s) -> Int64s:
-    """What the noise of an output token's draw is made of, for each pair (seed, output index)."""
+    """The noise key of an output token's draw, for each pair (seed, output index)."""
     return mix(seeds, indices.astype(np.int64))
 
 

@@ -1,12 +1,12 @@
-"""What follows when a step fails: it is tried again, and whoever makes steps fail is found.
+"""Failed steps are tried again, and the request that makes them fail is found.
 
     clear --a step fails--> in doubt --another fails--> suspect --fails alone--> at fault --> ends
       ^----- gets a token, ------'                         |
-      '----- or 32 steps ended well                        '--- gets a token: clear again
+      '----- or 32 steps succeeded                         '--- gets a token: clear again
 
-The first failure may be chance: all try again together. A suspect was part of two failures, with no
-token between, and is tried alone. A request that fails alone is at fault: it ends, with all its
-answers, as soon as another step ends well or nobody else is left to try.
+The first failure may be chance: all sequences try again together. A suspect was part of two
+failures without a token between them, and is tried alone. A request that fails alone is at fault:
+it ends, with all its answers, as soon as another step succeeds or no other request is left to try.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.running import RunningSet
 from mainstem.sched.sequence import Sequence
 
-MAX_DOUBT_STEPS = 32  # steps that end well before one failure counts as chance for all
+MAX_DOUBT_STEPS = 32  # successful steps after which a single failure counts as chance
 
 
 class Retry:
-    """Knows whom steps failed with. While it doubts anybody, steps go one by one."""
+    """Knows which sequences steps failed with. While any is in doubt, steps do not overlap."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Retry:
         self._end = end
         self._doubted: set[Sequence] = set()  # steps failed with them since they got a token
         self._num_good_steps = 0  # since one failed
-        # requests a step failed with alone, and how: they end when another step ends well
+        # requests a step failed with alone, and the error: they end when another step succeeds
         self._at_fault: dict[RequestId, str] = {}
 
     @property
@@ -50,7 +50,7 @@ class Retry:
         return self._sequences.keys() <= self._at_fault.keys()
 
     def part_of(self, step: Step | None) -> list[Sequence]:
-        """Whom a step that failed held, or, where the making of one failed, may have held."""
+        """The sequences of a failed step, or those it may have had if it could not be made."""
         table, tried, head = self._running.table, self._running.suspect, self._queue.head()
         if step is None and tried is not None:
             return [tried]
@@ -59,8 +59,8 @@ class Retry:
         return running if step is not None or head is None else [*running, head]
 
     def blame(self, sequences: list[Sequence], fault: str) -> bool:
-        """A step failed with these; returns whether that is laid to one request. When they wait
-        again, `line_up`."""
+        """A step failed with these; returns whether one request is to blame. Call `line_up` when
+        they wait again."""
         self._num_good_steps = 0
         for sequence in sequences:
             sequence.num_faults += 1
@@ -74,17 +74,17 @@ class Retry:
         return True
 
     def line_up(self) -> None:
-        """Put suspects where they belong in the queue."""
+        """Move suspects to their place in the queue."""
         self._queue.reorder(suspects_last=bool(self._at_fault))
 
     def must_clear_the_way(self) -> bool:
-        """Whether those that run must wait, since a suspect is to be tried alone."""
+        """Whether running sequences must wait, because a suspect is tried alone."""
         head = self._queue.head()
         return head is not None and head.is_suspect and self._running.suspect is None
 
     def note_good(self, slots: Int32s) -> None:
-        """A step ended well, and these sequences got past where steps failed with them. Who only
-        failed once and has to wait for long is given the benefit of the doubt."""
+        """A step succeeded, and these sequences got past the place of their failures. A sequence
+        that failed once and has waited long since is cleared, too."""
         self._end_at_fault()
         self._num_good_steps += 1
         was_chance = self._num_good_steps >= MAX_DOUBT_STEPS
@@ -94,7 +94,7 @@ class Retry:
                 self._doubted.discard(sequence)
 
     def end_if_nobody_else_is_left(self) -> None:
-        """End who is at fault where nobody is left to show that a step can end well."""
+        """End requests at fault if no other request is left to show that steps can succeed."""
         if self._at_fault and self.is_all_at_fault:
             self._end_at_fault()
 

@@ -15,7 +15,7 @@ from mainstem.sched.table import SeqTable
 
 
 class RunningSet:
-    """Who holds a slot, and through it pages.
+    """The sequences that hold a slot, and through it pages.
 
     A sequence that ends while a step in flight uses it is not in `slots` any more, but keeps slot
     and pages until that step commits.
@@ -24,7 +24,7 @@ class RunningSet:
     def __init__(
         self, store: KVStore, queue: WaitingQueue, order: PlannedOrder, vocab_size: int
     ) -> None:
-        """Whoever waits in `queue` for a page that will not come after all is told."""
+        """Sequences parked in `queue` on a page that will never come are unparked."""
         self.store = store
         self.page_size = store.page_size
         self.table = SeqTable(vocab_size)
@@ -60,8 +60,8 @@ class RunningSet:
         return slot
 
     def leave(self, slot: SeqSlot, in_flight: StepId | None) -> None:
-        """A sequence ended, or is preempted: it goes as soon as no step uses its slot. After an
-        error on the way only `clear` helps."""
+        """A sequence ended or is preempted: it is released as soon as no step uses its slot. After
+        an error in here, call `clear`."""
         self.table.is_alive[slot] = False
         if in_flight is not None and self.table.last_step[slot] == in_flight:
             self._leaving.append(slot)
@@ -77,7 +77,7 @@ class RunningSet:
                 self._leaving.remove(slot)
 
     def clear(self) -> None:
-        """Nobody runs any more, however far the last to leave came; pages are left to the store."""
+        """Remove all sequences, even after an interrupted `leave`; the store frees the pages."""
         self.table.clear()
         self.tree = SharingTree(self.tree.version + 1)
         self.slots = np.empty(0, np.int32)
@@ -88,13 +88,13 @@ class RunningSet:
         return StepId(int(self.table.last_step.max()))
 
     def victim(self) -> SeqSlot:
-        """The least urgent of the running sequences, and of these the last to arrive."""
+        """The running sequence to preempt: the least urgent, of equals the last to arrive."""
         priority = self.table.priority[self.slots]
         least = self.slots[priority == priority.max()]
         return SeqSlot(int(least[self.table.arrival[least].argmax()]))
 
     def unfinished(self) -> list[Sequence]:
-        """Sequences whose prompts are under way, the most urgent first."""
+        """Sequences whose prompts are being computed, the most urgent first."""
         table, slots = self.table, self.slots
         under_way = slots[table.computed[slots] < table.prefill_end[slots]]
         if len(under_way) == 0:
@@ -102,7 +102,7 @@ class RunningSet:
         return sorted(map(table.sequence, under_way.tolist()), key=urgency)
 
     def prompts(self) -> tuple[PromptView, ...]:
-        """How far the prompts are that are under way."""
+        """The progress of prompts that are being computed."""
         views = []
         for sequence in self.unfinished():
             assert sequence.slot is not None
@@ -116,7 +116,7 @@ class RunningSet:
         return int(np.maximum(table.prefill_end[slots] - table.computed[slots], 0).sum())
 
     def outlook(self) -> Outlook:
-        """How much longer each will run, and what it then gives back."""
+        """How much longer each is expected to run, and the pages it then gives back."""
         in_tree, part = self.tree.shares(self.slots)
         return Outlook.of(
             remaining=self.table.expect_remaining(self.slots, at_least=self.page_size),
@@ -129,7 +129,7 @@ class RunningSet:
         assert self.table.num_used == len(self.slots) + len(self._leaving), "a slot was lost"
 
     def _release(self, slot: SeqSlot) -> None:
-        """Free slot and pages; full pages of known tokens stay behind as cache."""
+        """Free slot and pages; full pages of known tokens stay as cache."""
         table, store, page_size = self.table, self.store, self.page_size
         sequence = table.sequence(slot)
         pages = table.pages(slot)

@@ -48,11 +48,11 @@ from mainstem.sched.step_size import StepSize
 from mainstem.sched.truncation import DEFAULT_RULES, TruncationRules
 
 REST_S = 0.0003
-MAKE_S = 0.006  # before the device is done, a step must be made: host time until its first kernel
-LOOK_S = 0.001  # between looks at what is read from disk
+MAKE_S = 0.006  # host time until a step's first kernel; steps are made this much ahead
+LOOK_S = 0.001  # between two checks of disk reads
 NO_LOADS = np.empty(0, np.int32)
 
-_End = tuple[SeqSlot, FinishReason, str | None]  # who ends, how, and what failed
+_End = tuple[SeqSlot, FinishReason, str | None]  # the slot that ends, how, and the error
 
 
 class Scheduler:
@@ -100,7 +100,7 @@ class Scheduler:
         # pages that are copied or moved, leased until that step commits
         self._copy_sources: list[tuple[StepId, Int32s]] = []
         self._outputs: list[Output] = []  # not taken yet
-        self._untold: set[RequestId] = set()  # ended, and the last of it is among these outputs
+        self._untold: set[RequestId] = set()  # ended, with the last Output among these
         self._retry = Retry(self._sequences, self._queue, self._running, self._end_with_fault)
         self._host_s = 0.0
 
@@ -129,12 +129,12 @@ class Scheduler:
         """Announce a known workload in the order it will be submitted: how many leading tokens
         each prompt shares with the one after it. Returns the first `plan_place`.
 
-        Pages that no prompt to come can use are then the first to go.
+        Pages that no later prompt can use are then evicted first.
         """
         return self._order.announce(shared_with_next)
 
     def abort(self, request_id: RequestId) -> None:
-        """Stop all answers to a request; unknown or finished requests are left in peace."""
+        """Stop all answers to a request; ignores unknown and finished requests."""
         for sequence in list(self._sequences.get(request_id, ())):
             self._end_early(sequence, FinishReason.ABORT)
 
@@ -146,7 +146,7 @@ class Scheduler:
 
     @property
     def step_tokens(self) -> int:
-        """What a step takes at most; fewer after one that did not fit the device."""
+        """Most tokens of a step; fewer after one that did not fit the device."""
         return self._size.tokens
 
     @property
@@ -166,8 +166,8 @@ class Scheduler:
 
     def next_step(self, has_ended: Callable[[], bool] = lambda: True) -> Step | None:
         """The next step, or None when nothing can run before the one in flight commits.
-        `has_ended` tells whether the device has done that one. After an error only `recover`
-        helps."""
+        `has_ended` says whether the device has finished that one. After an error, call
+        `recover`."""
         self._look_at_reads(has_ended)
         begin = perf_counter()
         self._queue.unpark(self._store.poll(self._loader.lead_s(self._in_flight)))
@@ -199,9 +199,8 @@ class Scheduler:
     def commit(
         self, step: Step, result: StepResult, device_s: float = 0.0, launch_s: float = 0.0
     ) -> None:
-        """Take in a step's tokens; `take_outputs` has what callers should hear. `launch_s` is what
-        the host spent on launching it. After an error `recover` goes on from wherever this came
-        to."""
+        """Take in a step's tokens; `take_outputs` then has the new outputs. `launch_s` is the host
+        time of launching it. After an error, `recover` continues from wherever this got to."""
         begin = perf_counter() - launch_s
         table = self._table
         if self._in_flight is step:
@@ -252,15 +251,16 @@ class Scheduler:
         """A step failed, or was interrupted: forget what it may have left in pages.
 
         Every sequence goes back to the queue with the tokens that are known of it, and the cache is
-        emptied; stepping on tries again. What a commit had begun is done: tokens it read are told,
-        and who is done with them ends. Slots and pages are not given back one by one, since that
-        may be what was interrupted: nobody has any afterwards, and all wait.
+        emptied; the next step tries again. A commit that had begun is completed: tokens it read are
+        delivered, and sequences that they complete end. Slots and pages are not given back one by
+        one, since that may be what was interrupted: all are free afterwards, and all sequences
+        wait.
         """
         table = self._table
         self._in_flight = None
         with self._store.distrust():
             ran = self._in_state(SeqState.RUNNING)
-            # who has no slot any more was about to wait: what is known of it is written down
+            # a sequence without a slot was about to wait, and its known tokens are saved already
             slots = np.array([s.slot for s in ran if s.slot is not None], np.int32)
             table.total[slots] -= table.pending[slots]
             table.pending[slots] = 0
@@ -285,8 +285,8 @@ class Scheduler:
                 self._wait_again(sequence, num_pages)
 
     def fail(self, step: Step | None, fault: str) -> bool:
-        """A step failed, or the making of one (None): recover, and find out who is to blame (see
-        Retry). Returns whether the failure was laid to one request."""
+        """A step failed, or could not be made (None): recover, and look for the cause (see Retry).
+        Returns whether one request is to blame."""
         blamed = self._retry.part_of(step)
         is_certain = self._retry.blame(blamed, fault)
         self.recover()
@@ -307,8 +307,8 @@ class Scheduler:
         return has_shrunk
 
     def close(self) -> None:
-        """Drop every sequence, without a word; nothing may be in flight. What steps that ended well
-        have filled is saved."""
+        """Drop every sequence, without Outputs; nothing may be in flight. Pages filled by
+        successful steps are saved."""
         self._in_flight = None
         self._running.settle(self._running.last_step())
         for request_id in list(self._sequences):
@@ -317,7 +317,7 @@ class Scheduler:
         self._store.close()
 
     def take_outputs(self) -> list[Output]:
-        """What callers should hear and have not."""
+        """The Outputs since the last call."""
         self._untold.clear()
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -341,12 +341,12 @@ class Scheduler:
         )
 
     def fetch_as(self, config: StoreConfig) -> None:
-        """Decide by other settings from here on what is loaded, and when a prompt starts on it."""
+        """Use other settings from now on for what is loaded, and when a prompt starts on it."""
         if self._loader.fetching is not None:
             self._loader.fetching = replace(self._loader.fetching, config=config)
 
     def pin(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> list[PageKey]:
-        """Keep what is cached of a prefix until nothing could run without its pages."""
+        """Pin the cached pages of a prefix; they go only if nothing could run otherwise."""
         if self._config.share is Share.NONE:
             return []
         return self._store.pin(self._store.chain(token_ids, salt, public_tokens))
@@ -377,8 +377,8 @@ class Scheduler:
     # --- what goes into a step ------------------------------------------------------------------
 
     def _make_way(self) -> bool:
-        """Have those wait that run while a suspect is to be tried. False: while anybody is in
-        doubt steps go one by one, so that it is certain which of them failed."""
+        """Preempt running sequences if a suspect is to be tried. False: while any sequence is in
+        doubt, steps do not overlap, so that it is certain which of them failed."""
         self._retry.end_if_nobody_else_is_left()
         if not self._retry.is_in_doubt:
             return True
@@ -417,7 +417,7 @@ class Scheduler:
     # --- how sequences wait and end -------------------------------------------------------------
 
     def _wait(self, sequence: Sequence) -> None:
-        """Queue a sequence, and tell the store what it will ask for."""
+        """Queue a sequence, and announce its pages to the store."""
         self._queue.push(sequence)
         if sequence.chain is not None:
             self._store.expect(sequence.queue_place, sequence.chain)
@@ -472,7 +472,7 @@ class Scheduler:
         self._wait_again(sequence, num_pages)
 
     def _write_down(self, sequence: Sequence, slot: SeqSlot) -> None:
-        """Keep what is known of a sequence when it has its slot no more."""
+        """Save the known tokens of a sequence that loses its slot."""
         sequence.output_ids = self._table.output_ids(slot)
         sequence.reset_prompt_logprobs()
 
@@ -501,8 +501,8 @@ class Scheduler:
         self._store.flush()
 
     def _look_at_reads(self, has_ended: Callable[[], bool]) -> None:
-        """Put off making a step while the device is busy anyway: what is read from disk meanwhile
-        goes on to the device at once, and can still be part of the step."""
+        """Delay making a step while the device is busy anyway: pages read from disk meanwhile go
+        on to the device at once, and can still be part of the step."""
         while self._store.is_reading:
             left_s = self._loader.lead_s(self._in_flight) - MAKE_S
             if left_s <= 0 or has_ended():
@@ -511,11 +511,11 @@ class Scheduler:
             sleep(min(left_s, LOOK_S))
 
     def rest(self) -> None:
-        """Nothing can run before a copy is done: leave the processor to it for a moment."""
+        """Nothing can run before a copy is done: yield the processor for a moment."""
         if self._sequences and not self._outputs:
             sleep(REST_S)
 
-    # --- odds -----------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------
 
     def _publish_step(self, step: Step, device_s: float, host_s: float) -> None:
         if not self._bus.has_listeners(StepFinished):

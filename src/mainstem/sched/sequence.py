@@ -33,9 +33,9 @@ class Sequence:
     seed: int
     arrival: int  # order of submission; ties in priority are broken by it
     max_output: int  # tokens it may produce at most
-    expected_output: int | None  # tokens it will probably produce; None: nobody knows
+    expected_output: int | None  # tokens it will probably produce; None: unknown
     chain: PageChain | None  # names of the prompt's pages; None: nothing is shared
-    origins: Origins | None = None  # where pages that outlived a truncation are
+    origins: Origins | None = None  # where pages kept through a truncation are
     num_dropped_tokens: int = 0  # of the prompt, by truncation
     has_fetched: bool = False  # pages are brought up for it from lower tiers
     num_pages_then: int = -1  # that it had on the device when that was last done; -1: never
@@ -50,7 +50,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     first_logprob: int = 1  # the place in the prompt from which on they are computed
     num_delivered: int = 0  # output tokens the caller has seen
-    # waiting: prompt tokens to be computed, once it is settled what is loaded; None: it is not
+    # waiting: prompt tokens to compute, once it is decided what is loaded; None: undecided
     num_to_compute: int | None = None
     mask: TokenMask | None = None  # where a grammar restricts the answer
     has_form_fault: bool = False  # it ends because it cannot go on in its form
@@ -78,7 +78,7 @@ class Sequence:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether logprobs of every token of its prompt are wanted, and it brings new ones."""
+        """Whether logprobs of every prompt token are wanted, and it computes new ones."""
         if self.state is not SeqState.RUNNING or self.request.scoring is not None:
             return False
         found = self.prompt_logprobs
@@ -86,13 +86,13 @@ class Sequence:
 
     @property
     def has_named_tail(self) -> bool:
-        """Whether others may share what lies beyond its last full page. That page must not grow:
-        it ends with its prompt."""
+        """Whether others may share the page after its last full one. That page must not grow: it
+        ends with the prompt."""
         return self.chain is not None and self.prompt_logprobs is not None and self.max_output == 1
 
     @property
     def is_suspect(self) -> bool:
-        """Whether steps failed with it again and again: it is tried alone, to find the culprit."""
+        """Whether steps failed with it repeatedly: it is tried alone, to find the cause."""
         return self.num_faults >= SUSPECT_FAULTS
 
     @property
@@ -102,8 +102,8 @@ class Sequence:
 
     @property
     def queue_place(self) -> int:
-        """Where it stands in the queue as far as lower tiers look ahead, in the order of `urgency`;
-        nobody else has the same."""
+        """Its unique place in the queue for the look-ahead of lower tiers, in the order of
+        `urgency`."""
         return self.request.priority * MAX_ARRIVALS + self.arrival
 
     def known_ids(self) -> Int32s:

@@ -17,7 +17,7 @@ import numpy as np
 from mainstem.core.snapshot import StemView
 from mainstem.core.step import Float32s, Int32s
 
-ROOT = 0  # no pages, held by everybody
+ROOT = 0  # no pages, held by all sequences
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class SharingTree:
         self.version = version  # changes with every attach and detach
 
     def attach(self, slot: int, pages: Int32s) -> None:
-        """`slot` holds `pages`, from its first on; only full pages, which nobody writes again."""
+        """`slot` holds `pages`, from its first on; full pages only, which never change again."""
         self.version += 1
         node = ROOT
         done = 0
@@ -145,7 +145,7 @@ class SharingTree:
                 assert node.end == self.end[child], "an end is out of date"
                 assert int(node.pages[0]) == first_page, "a child is filed under another page"
             if number != ROOT:
-                assert self._holders[number] > 0, "a stem nobody holds"
+                assert self._holders[number] > 0, "a stem without holders"
                 assert len(stem.pages) > 0, "a stem without pages"
 
     def _stem(self, number: int) -> _Stem:

@@ -1,4 +1,4 @@
-"""A step's attention as spans: shared runs once for all their readers, own tokens apart."""
+"""A step's attention as spans: shared runs once for all their readers, own tokens separately."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ def share_all(readers: Int32s, tokens: Int32s) -> Bools:
 
 
 def share_none(readers: Int32s, tokens: Int32s) -> Bools:
-    """Nobody shares a read (RelayAttention's comparison "vLLM-PS": stored once, read by each)."""
+    """No shared reads (RelayAttention's comparison "vLLM-PS": stored once, read by each)."""
     return np.zeros(len(readers), np.bool_)
 
 

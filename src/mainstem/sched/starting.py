@@ -1,7 +1,7 @@
-"""What begins: prompts in progress go on, and sequences from the queue start.
+"""Prompts in progress continue, and sequences from the queue start.
 
 queue's head --> looked up --> READY or MISS --> may_start --> pages, slot, first chunk
-                     |                              | no: it stays, and nobody overtakes it
+                     |                              | no: it stays, and none overtakes it
                      '--> LOADING, or to be loaded: parked until its page is there
 """
 
@@ -25,7 +25,7 @@ from mainstem.sched.sequence import Sequence
 class Starter:
     """Fills the prompt part of a step."""
 
-    def __init__(  # the parts of a scheduler that have a say in it
+    def __init__(  # the parts of a scheduler that decide
         self,
         running: RunningSet,
         queue: WaitingQueue,
@@ -64,7 +64,7 @@ class Starter:
             slot = self._try_start(sequence, work)
             if slot is None:
                 if sequence is self._queue.head():
-                    return  # no room: nobody overtakes it
+                    return  # no room, and it is not overtaken
                 work.num_parked_pages += sequence.num_named_pages
                 continue
             self._announce(sequence, int(self._running.table.computed[slot]))
@@ -73,8 +73,8 @@ class Starter:
             work.add(self._next_chunk(slot, work.budget))
 
     def _may_join(self, sequence: Sequence) -> bool:
-        """A suspect is alone in its steps: it joins nobody, and nobody joins it. So is whoever
-        shows that steps still end well."""
+        """A suspect is alone in its steps. So is the sequence that must show that steps still
+        succeed."""
         if sequence.is_suspect or self._queue.suspects_last:
             return len(self._running) == 0
         return self._running.suspect is None
@@ -86,12 +86,12 @@ class Starter:
             assert found.match.awaited is not None
             self._queue.park(self._queue.pop(), found.match.awaited)
             return None
-        # before counting: leased pages cannot be given up for room
+        # before counting, since leased pages cannot be evicted
         self._store.lease(found.match.pages)
         try:
             return self._start_leased(found, work)
         except Exception:
-            self._queue.push(sequence)  # where `fail` looks for who is to blame; it may have left
+            self._queue.push(sequence)  # so that `fail` finds it; it may have left the queue
             raise
 
     def _start_leased(self, found: Candidate, work: PromptWork) -> SeqSlot | None:
@@ -115,19 +115,19 @@ class Starter:
     def _may_start(self, found: Candidate, work: PromptWork) -> bool:
         if work.outlook is None:
             work.outlook = self._running.outlook()
-        # pinned pages are for nobody, unless nothing could run without them
+        # pinned pages are not used, unless nothing could run otherwise
         store = self._store
         available = store.num_available() if len(self._running) else store.num_takeable()
         num_new, to_come = self._demand(found)
         return self._admission.may_start(num_new, to_come, available, work.outlook)
 
     def _demand(self, found: Candidate) -> tuple[int, int]:
-        """Pages it takes at once, and output tokens it is expected to produce from here on."""
+        """Pages it takes at once, and the output tokens it is expected to produce from now on."""
         num_new = -(-found.num_known // self._page_size) - len(found.match.pages)
         return num_new, self._lengths.expect(found.sequence) - len(found.sequence.output_ids)
 
     def _start(self, found: Candidate, movable: MovablePages, work: PromptWork) -> SeqSlot:
-        """Take pages for the queue's head, and have this step fill those that can be filled."""
+        """Take pages for the queue's head, and let this step fill those it can fill by copying."""
         store, sequence, cached = self._store, found.sequence, found.match.pages
         num_new, to_come = self._demand(found)
         assert work.outlook is not None
@@ -159,8 +159,8 @@ class Starter:
         return slot
 
     def _lease_similar(self, match: Match, num_new: int) -> bool:
-        """Lease the page to copy from until the step has run; False: there is none, or it is one of
-        those that were counted on."""
+        """Lease the page to copy from until the step has run; False: there is none, or it was
+        counted as available."""
         if match.similar_page is None:
             return False
         page = np.array([match.similar_page], np.int32)
@@ -173,7 +173,7 @@ class Starter:
     def _move(
         self, sequence: Sequence, movable: MovablePages, fresh: Int32s, work: PromptWork
     ) -> None:
-        """Have this step fill `fresh` with pages that outlived a truncation."""
+        """Let this step fill `fresh` with pages kept through a truncation."""
         moved = zip(movable.pages.tolist(), fresh.tolist(), movable.distances, strict=False)
         work.moves += [PageMove(*each) for each in moved]
         self._queue.unpark(self._store.commit(fresh))

@@ -1,4 +1,4 @@
-"""How many tokens go into a step, and who gets them: decodes first, but never all."""
+"""How many tokens go into a step: decodes first, but never all of the budget."""
 
 import numpy as np
 
@@ -6,13 +6,13 @@ from mainstem.core.step import Int32s, Int64s
 
 DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 64
-GROW_STEPS = 256  # steps that must end well before larger ones are tried again ...
-MAX_GROW_STEPS = 1 << 16  # ... doubled each time that larger ones do not fit after all
+GROW_STEPS = 256  # successful steps before larger ones are tried again ...
+MAX_GROW_STEPS = 1 << 16  # ... doubled each time that larger ones do not fit
 
 
 class StepSize:
-    """The token budget of a step; smaller after one that did not fit the device, and carefully
-    grown back: what was short of memory may have been another process."""
+    """The token budget of a step. It shrinks after a step that did not fit the device, and grows
+    back slowly, since another process may have used the memory for a while."""
 
     def __init__(self, chunk_tokens: int | None, max_step_tokens: int | None) -> None:
         """`max_step_tokens` is what the runner's buffers hold; None: any number."""
@@ -27,7 +27,7 @@ class StepSize:
 
     @property
     def tokens(self) -> int:
-        """What a step may have at present."""
+        """Tokens that a step may have at present."""
         return self._chunk_tokens
 
     @property
@@ -41,12 +41,12 @@ class StepSize:
         return max(self._chunk_tokens // 8, 1)
 
     def prompt_tokens(self, num_decodes: int) -> int:
-        """What prompts may have beside so many decodes."""
+        """Tokens for prompts beside `num_decodes` decodes."""
         return max(self._chunk_tokens - num_decodes, self._prompt_part)
 
     def choose(self, decodes: Int32s, last_step: Int64s) -> Int32s:
-        """The slots that decode in this step: all of them, or where the runner takes so many tokens
-        only, those that waited longest, by each slot's `last_step`."""
+        """The slots that decode in this step: all of them, or, where the runner takes fewer tokens,
+        those that waited longest, by each slot's `last_step`."""
         most = max(self._chunk_tokens - self._prompt_part, 1)
         if not self._is_bounded or len(decodes) <= most:
             return decodes
@@ -64,7 +64,7 @@ class StepSize:
         return True
 
     def note_good(self) -> bool:
-        """A step ended well; True: that makes them larger from here on."""
+        """A step succeeded; True: steps are larger from now on."""
         if self.is_full:
             return False
         self._num_good += 1

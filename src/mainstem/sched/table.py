@@ -65,7 +65,7 @@ class SeqTable:
         ]
         self.page_table: Int32s = np.zeros((size, 16), np.int32)
         self.outputs: Int32s = np.zeros((size, 32), np.int32)
-        # of the last step: how slots are sampled stays the same until one gets another sequence
+        # of the last step: settings of slots are kept until one gets another sequence
         self._kept_samples: tuple[bytes, SampleBatch] | None = None
         self._grow_slots(initial_slots)
 
@@ -135,7 +135,7 @@ class SeqTable:
         return pages
 
     def clear(self) -> None:
-        """Free every slot, whatever `enter` or `leave` was interrupted in."""
+        """Free every slot, even after an interrupted `enter` or `leave`."""
         for sequence in self.sequences:
             if sequence is not None:
                 sequence.slot = None
@@ -144,7 +144,7 @@ class SeqTable:
         self._free_slots[:] = range(len(self.sequences) - 1, -1, -1)
 
     def expect_remaining(self, slots: Int32s, at_least: int) -> Int32s:
-        """Output tokens to come; who has outgrown the expectation gets `at_least` more."""
+        """Expected output tokens to come; `at_least` for sequences longer than expected."""
         likely = np.maximum(self.expected_total[slots] - self.total[slots], at_least)
         remaining: Int32s = np.minimum(likely, self.max_total[slots] - self.total[slots])
         return remaining
@@ -178,7 +178,7 @@ class SeqTable:
         self.num_pages[slots] += 1
 
     def move_on(self, step_id: StepId, slots: Int32s, counts: Int32s, sample_slots: Int32s) -> None:
-        """A step computes so many more tokens of `slots`, and samples one more for some of them."""
+        """A step computes `counts` more tokens of `slots`, and samples one for some of them."""
         self.computed[slots] += counts
         self.last_step[slots] = step_id
         self.total[sample_slots] += 1

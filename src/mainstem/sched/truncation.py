@@ -7,9 +7,9 @@ The cut moves in steps of whole pages and depends on the prompt's length alone, 
 remembered between turns: a later turn of the conversation is cut at the same place, until it has
 outgrown the window by one more step, and finds the pages of the turn before.
 
-Under `recompute` the kept tokens are a prompt like any other. Under `kv` their keys are turned by
+Under `recompute` the kept tokens are a prompt like any other. Under `kv` their keys are rotated by
 the distance they move (AttentionStore 3.4). Such pages still depend on tokens that are gone, so
-their names are mixed with the session and with what was dropped: they serve nobody else.
+their names include the session and what was dropped: no other request uses them.
 """
 
 from dataclasses import dataclass, replace
@@ -24,17 +24,17 @@ from mainstem.core.step import Int32s
 
 @dataclass(frozen=True, slots=True)
 class TruncationRules:
-    """What the model and its owner say to truncation."""
+    """What the model and the settings allow for truncation."""
 
     # False (positions are not in the keys, or not by fixed frequencies): `kv` is `recompute`
     can_move_pages: bool = True
-    choose_kept: ChooseKept | None = None  # None: nothing but the sink is spared
+    choose_kept: ChooseKept | None = None  # None: only the sink is kept
 
 
 DEFAULT_RULES = TruncationRules()
 
 
-CHOSEN_SHARE = 8  # of the window's pages one in so many may be chosen
+CHOSEN_SHARE = 8  # at most 1/8 of the window's pages may be chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Cut:
     """The pages of a prompt that are kept: some at its head, and all from `rest` on."""
 
     head: tuple[int, ...]  # page numbers in the prompt: the sink, then the chosen ones
-    sink_pages: int  # how many of them lie where they lay
+    sink_pages: int  # how many of them keep their place
     rest: int
 
     def token_ids(self, prompt_ids: Int32s, page_size: int) -> Int32s:
@@ -69,7 +69,7 @@ WHOLE = Cut(head=(), sink_pages=0, rest=0)
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How a prompt was cut, and how that of earlier turns of its conversation was."""
+    """How a prompt was cut, and how the prompts of earlier turns were."""
 
     policy: Overflow  # KV or RECOMPUTE
     cut: Cut
@@ -96,11 +96,11 @@ class Truncator:
         self._max_chosen = window // page_size // CHOSEN_SHARE if is_choosing else 0
 
     def fit(self, request: Request) -> tuple[Request, Truncation | None]:
-        """The request with as much of its prompt as the window holds, None if that is all of it.
-        InvalidRequest if its policy, or what it wants kept, does not allow a cut.
+        """The request with its prompt cut to the window, and the cut (None: it fits uncut).
+        InvalidRequest if its policy, or the pages it wants kept, do not allow a cut.
 
-        Room is made for the answer, too: for max_tokens, but not for more than half of what a cut
-        leaves apart from the sink.
+        Room is left for the answer, too: for max_tokens, but at most half of what a cut leaves
+        besides the sink.
         """
         num_prompt, window = len(request.prompt_ids), self._window
         fixed = max(self._sink_tokens, request.keep_tokens)
@@ -125,7 +125,7 @@ class Truncator:
         num_steps = -(-excess // (step * self._page_size))
         cut = self._cut(request.prompt_ids, sink_pages, num_steps * step)
         kept_ids = cut.token_ids(request.prompt_ids, self._page_size)
-        # what an earlier turn computed has moved at most a window since
+        # pages of an earlier turn have moved by at most a window since
         first = max(1, num_steps - window // (step * self._page_size) - 1)
         before = (
             self._cut(request.prompt_ids, sink_pages, number * step)

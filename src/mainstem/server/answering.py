@@ -1,4 +1,4 @@
-"""Requests in progress, on the event loop: what has been heard of their answers."""
+"""Requests in progress, on the event loop: the news of their answers so far."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -11,11 +11,11 @@ from mainstem.text.tokenizer import Tokenizer
 
 
 class EngineFault(Exception):
-    """A request ended through no fault of its own: the engine is lost, or going down."""
+    """A request ended through no fault of its own: the engine failed, or is shutting down."""
 
 
 class RequestFault(EngineFault):
-    """Steps failed over a request whenever it was tried; others are answered."""
+    """Steps failed on this request whenever it was tried; other requests go on."""
 
 
 class FormFault(EngineFault):
@@ -55,7 +55,7 @@ class Ticket:
         return self._reader.is_finished
 
     def token(self, index: int, token_id: int) -> Output:
-        """One more token of an answer, as the engine would tell it in full."""
+        """One more token of an answer, as a full Output."""
         return Output(
             self.request.request_id,
             index,
@@ -65,8 +65,8 @@ class Ticket:
         )
 
     def hear(self, output: Output, now_s: float) -> TextOutput | None:
-        """Take news of an answer in; None if a stop string has ended it already. A fault is not
-        passed on: it ends all answers."""
+        """Take in news of an answer; None if a stop string has ended it already. A fault is not
+        passed on, since it ends all answers."""
         news = self._reader.read(output)
         if news is None or news.fault is not None:
             return news
@@ -82,9 +82,9 @@ class Ticket:
 
 
 class Answering:
-    """The prompts of one HTTP request in progress: iterate to hear of all their answers.
+    """The prompts of one HTTP request in progress: iterate to get the news of all their answers.
 
-    Whoever leaves before the end must close it through `EngineClient.abandon`, which frees pages.
+    A caller that stops early must call `EngineClient.abandon`, which frees pages.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Answering:
         self._wake.set()
 
     def hear(self, place: int, news: TextOutput) -> None:
-        """Whoever iterates gets this next."""
+        """The iteration gets this next."""
         self._news.append((place, news))
         self._wake.set()
 
     def fail(self, fault: Fault) -> None:
-        """End it; whoever waits for news gets `fault`."""
+        """End it; the iteration raises `fault`."""
         self.fault = fault
         self._wake.set()
 
@@ -122,7 +122,7 @@ class Answering:
             await self._wake.wait()
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[int, TextOutput]]]:
-        """(place of the prompt, news) in order, as much as there is; raises what ended it early."""
+        """(place of the prompt, news) in order, in batches; raises what ended it early."""
         while True:
             if self._news:
                 news, self._news = self._news, []

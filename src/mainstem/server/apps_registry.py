@@ -1,11 +1,11 @@
-"""The apps of a server: named system prompts, computed before anybody asks."""
+"""The apps of a server: named system prompts, computed before the first request."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.server.file_store import write_whole
+from mainstem.core.files import remove_leftovers, write_whole
 from mainstem.text.encoding import App
 from mainstem.wire.calls import Call
 from mainstem.wire.errors import WireError
@@ -22,8 +22,7 @@ class AppFile:
 
     def load(self) -> dict[str, App]:
         """None if there is no file; raises ConfigError if it cannot be understood."""
-        for leftover in self._path.parent.glob(f"{self._path.name}.*.fresh"):  # of a kill
-            leftover.unlink(missing_ok=True)
+        remove_leftovers(self._path)
         try:
             record = json.loads(self._path.read_bytes())
             if record["version"] != VERSION:
@@ -46,8 +45,8 @@ class AppFile:
 class AppRegistry:
     """The apps of a server, by name. Changed by one caller at a time; any thread may look.
 
-    Those that are added while it runs are kept in a file, if there is one. At the next start the
-    apps that are given then go before those of the same name.
+    Apps added while it runs are kept in a file, if there is one. At the next start, apps given by
+    flags replace those of the same name.
     """
 
     def __init__(self, given: Sequence[App], file: AppFile | None = None) -> None:
@@ -68,8 +67,8 @@ class AppRegistry:
         return self._apps.get(name)
 
     def add(self, app: App) -> None:
-        """Put an app in, instead of one of the same name if there is one. Raises InvalidRequest if
-        there are too many, OSError if it cannot be kept: nothing is changed then."""
+        """Add an app, or replace the one of the same name. Raises InvalidRequest if there are too
+        many, OSError if it cannot be saved; then nothing changes."""
         if app.name not in self._apps and len(self._apps) >= MAX_APPS:
             raise InvalidRequest("name", f"there are {MAX_APPS} apps already")
         self._keep(self._kept | {app.name: app})

@@ -1,4 +1,4 @@
-"""Who is asking: keys from files, compared in constant time; the salt of each tenant's pages."""
+"""API keys from files, compared in constant time, and the salt of each tenant's pages."""
 
 import re
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ _NAME = re.compile(r"[\w.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whoever holds one key. Tenants never read pages that another one caused to be computed."""
+    """The holder of one key. A tenant never reads pages that were computed for another."""
 
     name: str
     salt: bytes  # of its pages
     is_admin: bool = False
 
     def page_salt(self, cache_salt: bytes) -> bytes:
-        """The salt of a request that brings `cache_salt` of its own; short, whatever it brings."""
+        """The salt of a request with its own `cache_salt` of any length; the result is short."""
         return sha256(self.salt + cache_salt).digest() if cache_salt else self.salt
 
 
@@ -62,7 +62,7 @@ class KeyRing:
                     f"{MIN_KEY_CHARS} characters"
                 )
             if name in keys or key in keys.values():
-                raise ConfigError(f"{path}, line {number}: this name or key is there already")
+                raise ConfigError(f"{path}, line {number}: this name or key occurs twice")
             keys[name] = key
         if not 0 < len(keys) <= MAX_KEYS:
             raise ConfigError(f"{path}: must hold 1 to {MAX_KEYS} keys, has {len(keys)}")
@@ -73,7 +73,7 @@ class KeyRing:
         return [tenant for _, tenant in self._tenants]
 
     def find(self, key: bytes) -> Tenant | None:
-        """Whose key it is. Takes the same time whichever key it is, and if it is none."""
+        """The tenant of a key. Takes the same time for every key, known or not."""
         digest = sha256(key).digest()
         found = None
         for known, tenant in self._tenants:
@@ -119,7 +119,7 @@ class Access:
 
     @property
     def tenants(self) -> list[Tenant]:
-        """Everybody who may send requests."""
+        """All tenants that may send requests."""
         return [ANYBODY] if self._keys is None else self._keys.tenants
 
     def admit(self, path: str, headers: list[tuple[bytes, bytes]]) -> Tenant | None:
@@ -139,7 +139,7 @@ class Access:
         return self._keys is not None
 
     def refusal(self, path: str, headers: list[tuple[bytes, bytes]]) -> ApiError:
-        """What somebody hears whom `admit` did not let in."""
+        """The error for a request that `admit` refused."""
         is_admin, was_sent = path.startswith("/admin/"), bool(shown_key(headers))
         if is_admin and self._admin_keys is None:
             message = "/admin/ is closed: the server was started without --admin-key-file"

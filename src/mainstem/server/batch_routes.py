@@ -47,7 +47,7 @@ class BatchRoutes:
     # --- files ----------------------------------------------------------------------------------
 
     async def upload(self, request: Request) -> Response:
-        """Take a file in; it is there when the answer is."""
+        """Store a file; it exists when the reply is sent."""
         self._service()
         owner, limits = _owner(request), self._gateway.limits
         self._gateway.gate.allow(request.state.tenant)
@@ -62,8 +62,8 @@ class BatchRoutes:
     async def _room(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
         """Room for one more file of an owner; raises ApiError 413 where there is none.
 
-        Counted before files are listed: one that is complete meanwhile is counted twice rather
-        than not at all. So are the answers of a batch while its files are made.
+        Counted before files are listed: a file completed meanwhile is counted twice rather than not
+        at all. The same holds for the answers of a batch while its files are made.
         """
         limits = self._gateway.limits
         self._arriving[owner] += num_bytes
@@ -141,8 +141,8 @@ class BatchRoutes:
 
     def _created(self, owner: str, stored: StoredFile, body: BatchBody) -> Batch:
         service, limits = self._service(), self._gateway.limits
-        if time() >= stored.created + limits.file_ttl_s:  # it may go at any moment
-            message = f"the file {stored.file_id!r} is past its time"
+        if time() >= stored.created + limits.file_ttl_s:  # it may be removed at any moment
+            message = f"the file {stored.file_id!r} has expired"
             raise ApiError(400, message, "input_file_id", "file_expired")
         if (
             sum(not batch.is_ended for batch in service.batches.listed(owner))

@@ -1,8 +1,8 @@
-"""Runs batches beside interactive requests, one of each tenant at a time, and gives way to them.
+"""Runs batches at a lower priority than interactive requests, one per tenant at a time.
 
-Rows are read, planned and written by the parts of `mainstem batch`; they run at a lower priority,
-and no new row is started while clients are many. Answers are appended to a file as they come, and
-nothing but that file says what is done: after a restart or a kill a batch goes on where it was.
+Rows are read, planned and written by the parts of `mainstem batch`. No new row starts while many
+interactive requests are open. Answers are appended to a file as they come, and only that file says
+what is done: after a restart or a kill a batch continues where it was.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ from mainstem.wire.replies import PromptAnswers
 
 Json = dict[str, object]
 
-PRIORITY = 1 << 20  # behind interactive requests
+PRIORITY = 1 << 20  # after interactive requests
 MAX_BATCHES = 8  # at once
 MAX_ROWS = 1024  # open at once, of all batches
-MAX_WAITING = 32  # no row is started behind so many that wait: the queue is everybody's
+MAX_WAITING = 32  # with more requests waiting, no row is started: the queue is shared with clients
 BUSY_ANSWERS = 8  # with more interactive answers open, no row is started
-LOOK_S = 0.02  # how often the runner looks whether it may go on
+LOOK_S = 0.02  # how often the runner checks whether it may go on
 WINDOW_BYTES = 64 << 20  # of rows that are planned together
 MAX_TRIES = 5  # of a row while the engine fails
 RETRY_S = 1.0  # after the engine failed, or the disk; of the disk doubled each time ...
@@ -61,7 +61,7 @@ log = logging.getLogger("mainstem.server")
 
 
 class BatchRunner:
-    """Owns one task of the event loop. What a batch needs of the server, and no more."""
+    """Runs all batches; owns one task of the event loop."""
 
     def __init__(  # noqa: PLR0913, PLR0917  # parts of a server
         self,
@@ -102,8 +102,8 @@ class BatchRunner:
     def cancel(self, batch: Batch) -> Batch:
         """End a batch early; what is answered by then is kept.
 
-        On a disk that takes nothing it stops all the same, and is written down when that is over;
-        only a kill before then lets it go on.
+        If the disk fails, it stops all the same, and that is saved when the disk works again; only
+        after a kill before then would it continue.
         """
         if batch.is_ended or batch.status is BatchStatus.CANCELLING:
             return batch
@@ -112,7 +112,7 @@ class BatchRunner:
             self._batches.put(cancelling)
         except OSError as error:
             facts = {"batch": batch.batch_id, "reason": str(error)}
-            log.error("a cancelled batch is not written down", extra={"facts": facts})
+            log.error("a cancelled batch could not be saved", extra={"facts": facts})
             self._batches.note(cancelling)
         if batch.batch_id in self._running:
             self._running[batch.batch_id][1].cancel()
@@ -120,7 +120,7 @@ class BatchRunner:
         return cancelling
 
     async def close(self) -> None:
-        """Stop where it is; a later process goes on."""
+        """Stop; a later process continues."""
         self._is_closing = True
         tasks = [task for _, task in self._running.values()]
         if self._loop is not None:
@@ -130,7 +130,7 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
-        """Start batches as they come: one of each owner, so that nobody waits for another's."""
+        """Start batches as they come, one per owner, so that owners do not wait for each other."""
         while True:
             self._wake.clear()
             for batch in self._batches.opened():
@@ -143,7 +143,7 @@ class BatchRunner:
             await self._wake.wait()
 
     async def _care_for(self, batch: Batch) -> None:
-        """Work on a batch until it has ended; while the disk fails, again and ever more rarely."""
+        """Work on a batch until it has ended; while the disk fails, retry with growing pauses."""
         wait_s = RETRY_S
         try:
             while not self._latest(batch).is_ended:
@@ -159,14 +159,14 @@ class BatchRunner:
             self.wake()
 
     async def _attempt(self, batch: Batch) -> None:
-        """Bring a batch to its end, whichever; raises OSError when the disk does not let it."""
+        """Run a batch to its end, good or bad; raises OSError while the disk fails."""
         try:
             await self._work(batch)
         except asyncio.CancelledError:
             if self._is_closing:
                 raise
             await self._finish(self._latest(batch), BatchStatus.CANCELLED)
-        except Exception as group:  # of this batch; the others go on
+        except Exception as group:  # an error of this batch; the others go on
             error = _first(group)
             if (fault := _disk_fault(error)) is not None:
                 raise fault from None
@@ -187,7 +187,7 @@ class BatchRunner:
         failed = replace(batch, fault=str(error) if is_known else "internal error")
         try:
             await self._finish(failed, BatchStatus.FAILED)
-        except (ValueError, LookupError, TypeError):  # its answers are what is damaged
+        except (ValueError, LookupError, TypeError):  # its answers are damaged
             self._batches.put(failed.moved(BatchStatus.FAILED))
 
     def _latest(self, batch: Batch) -> Batch:
@@ -198,7 +198,7 @@ class BatchRunner:
     # --- one batch ------------------------------------------------------------------------------
 
     async def _work(self, batch: Batch) -> None:
-        """From wherever it was left to its end."""
+        """From where it was left to its end."""
         if batch.status is BatchStatus.CANCELLING:
             await self._finish(batch, BatchStatus.CANCELLED)
             return
@@ -222,11 +222,11 @@ class BatchRunner:
             status = await run.answer_all(source, room_bytes)
         latest = self._latest(batch)
         if status is BatchStatus.FAILED:
-            latest = replace(latest, fault="its answers exceed what the files of a key may have")
+            latest = replace(latest, fault="its answers exceed the storage limit of this key")
         await self._finish(latest, status)
 
     async def _finish(self, batch: Batch, status: BatchStatus) -> None:
-        """Part answers from errors, and make files of them."""
+        """Write answers and errors to two files."""
         finalizing = batch.moved(BatchStatus.FINALIZING)
         work = self._batches.work_path(batch)
         ids = await _parted(self._files, batch, work)
@@ -270,7 +270,7 @@ class BatchRunner:
         return map(WindowPlanner(PlanConfig(), has_dedupe=False).plan, windows)
 
     def note(self, batch: Batch) -> None:
-        """Tell others how far a batch has come."""
+        """Publish the progress of a batch."""
         latest = self._latest(batch)
         counted = replace(latest, total=batch.total, completed=batch.completed, failed=batch.failed)
         self._batches.note(counted)
@@ -293,7 +293,7 @@ class BatchRunner:
                 rendering=call.rendering(ids, self._engine.tokenizer),
             )
             for _ in range(MAX_TRIES):
-                await self._engine.running()  # however long that takes
+                await self._engine.running()  # for as long as that takes
                 try:
                     if row.choices:
                         return await self._score(row, request, batch.owner)
@@ -306,10 +306,10 @@ class BatchRunner:
                     await asyncio.sleep(RETRY_S)
         except InvalidRequest as error:
             raise from_invalid(error) from None
-        raise WireError("engine_failed", f"the engine failed {MAX_TRIES} times over it")
+        raise WireError("engine_failed", f"the engine failed {MAX_TRIES} times on this row")
 
     async def _score(self, row: Row, request: Request, owner: str) -> Json:
-        """Weigh the choices of a row after its context, which `request` has as a prompt."""
+        """Score the choices of a row after its context, which is the prompt of `request`."""
         scoring = ContextScoring(request.prompt_ids.tolist(), row.choices)
         requests = [
             replace(
@@ -354,7 +354,7 @@ class BatchRunner:
 
 
 class _BatchRun:
-    """A batch at work: its rows on their way, and its counts."""
+    """A running batch: its open rows and its counts."""
 
     def __init__(self, runner: BatchRunner, batch: Batch, tenant: Tenant, out: AnswerFile) -> None:
         self._runner = runner
@@ -438,8 +438,8 @@ def _in_order(planned: PlannedWindow) -> Iterator[int]:
 
 
 async def _parted(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str | None]:
-    """As _part. Nothing stops its thread: who is cancelled meanwhile waits for it all the same, so
-    that no second one writes the same files.
+    """As _part. Its thread cannot be stopped: a cancelled caller still waits for it, so that no
+    second thread writes the same files.
     """
     parting = asyncio.ensure_future(asyncio.to_thread(_part, files, batch, work))
     try:

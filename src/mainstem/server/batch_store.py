@@ -7,14 +7,15 @@ from pathlib import Path
 from secrets import token_hex
 from time import time
 
-from mainstem.server.file_store import remove_fresh, write_whole
+from mainstem.core.files import write_whole
+from mainstem.server.file_store import remove_fresh
 
 WINDOW = "24h"  # the only completion window there is
 WINDOW_S = 24 * 3600
 
 
 class BatchStatus(Enum):
-    """validating -> in_progress -> finalizing -> completed; the others are ends, too."""
+    """validating -> in_progress -> finalizing -> completed; the others are final, too."""
 
     VALIDATING = "validating"  # waiting for its turn
     IN_PROGRESS = "in_progress"
@@ -59,7 +60,7 @@ class Batch:
 
     @property
     def answer_names(self) -> tuple[str, str]:
-        """What its files are written under: answers, and errors."""
+        """The names of its files: answers, and errors."""
         return f"{self.batch_id} output", f"{self.batch_id} errors"
 
     def moved(self, status: BatchStatus) -> "Batch":
@@ -118,13 +119,13 @@ class BatchStore:
         return batch
 
     def put(self, batch: Batch) -> None:
-        """Keep what has become of a batch."""
+        """Save a batch."""
         record = asdict(batch) | {"status": batch.status.value}
         write_whole(self._path(batch, ".json"), json.dumps(record).encode())
         self._batches[batch.batch_id] = batch
 
     def note(self, batch: Batch) -> None:
-        """Keep counts, which the answers on disk tell again after a kill."""
+        """Keep counts in memory only; after a kill they follow from the answers on disk."""
         self._batches[batch.batch_id] = batch
 
     def find(self, owner: str, batch_id: str) -> Batch | None:

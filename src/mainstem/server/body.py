@@ -21,7 +21,7 @@ _OPENING[[ord("]"), ord("}")]] = -1
 
 async def read_json(request: Request, limits: ServerLimits) -> Json:
     """The JSON object a client sent; raises ApiError 400, 408, 413 or 415."""
-    # a page must say the type, see AccessMiddleware; others may leave it out
+    # a browser's page must send the type, see AccessMiddleware; other clients may leave it out
     unsaid = "unknown" if "origin" in request.headers else "application/json"
     kind = request.headers.get("content-type", unsaid).partition(";")[0].strip()
     if kind.lower() != "application/json":
@@ -52,7 +52,7 @@ async def _read(request: Request, limits: ServerLimits) -> bytes:
 
 
 def parse_json(data: bytes, max_depth: int) -> Json:
-    """A JSON object, strictly: UTF-8, no NaN, no half characters, at most `max_depth` deep."""
+    """A JSON object, strictly: UTF-8, no NaN, no lone surrogates, at most `max_depth` deep."""
     if _depth(data) > max_depth:
         message = f"the body is nested more than {max_depth} deep"
         raise ApiError(400, message, code="invalid_json")
@@ -66,7 +66,7 @@ def parse_json(data: bytes, max_depth: int) -> Json:
 
 
 def _depth(data: bytes) -> int:
-    """How deep brackets are nested, those in strings apart; vectorised, since a client chooses."""
+    """How deep brackets are nested, outside strings; vectorised, since clients choose the size."""
     bare = np.frombuffer(_STRINGS.sub(b"", data), np.uint8)
     steps = _OPENING[bare]
     steps = steps[steps != 0]

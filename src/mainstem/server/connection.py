@@ -1,4 +1,4 @@
-"""HTTP connections that must speak: headers are bounded in bytes and in time."""
+"""HTTP connections whose headers are bounded in bytes and in time."""
 
 import asyncio
 from asyncio import TimerHandle
@@ -11,7 +11,7 @@ from mainstem.server.limits import ServerLimits
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which by itself waits for headers for ever and takes any amount of them.
+    """uvicorn's protocol, which by itself waits for headers for ever and accepts any size.
 
     From the connection, and from the first byte of each later request, the headers must be
     complete within `header_s` and `header_bytes`; otherwise 408 or 431 and the connection ends.

@@ -1,7 +1,7 @@
 """The front's side of the connection to the engine's process; docs/serve.md has a picture.
 
 Commands of one turn of the event loop go as one message, and reports come once per step. Text is
-made here: the engine knows token ids only. When the engine's process ends, whatever the reason,
+made here: the engine knows token ids only. When the engine's process ends, for any reason,
 requests in progress end with an EngineFault and another process is started.
 """
 
@@ -44,7 +44,7 @@ from mainstem.text.tokenizer import Tokenizer
 
 FIRST_RETRY_S = 0.1  # before an engine that has ended is started again; doubled each time ...
 MAX_RETRY_S = 30.0  # ... up to this
-MAX_STARTS = 6  # in a row that came to nothing (not a token was answered): the state is FAILED
+MAX_STARTS = 6  # consecutive starts without a single token; then the state is FAILED
 CLOSE_S = 600.0  # for saving pages at the end
 
 log = logging.getLogger("mainstem.server")
@@ -54,11 +54,11 @@ class EngineState(Enum):
     RUNNING = "running"
     RESTARTING = "restarting"
     STOPPING = "stopping"
-    FAILED = "failed"  # it ended again and again; it is still started now and then
+    FAILED = "failed"  # it ended repeatedly; it is still restarted now and then
 
 
 class Launched(Protocol):
-    """An engine in the making, at the other end of a connection; see EngineProcess."""
+    """An engine that is being made at the other end of a connection; see EngineProcess."""
 
     @property
     def connection(self) -> socket.socket: ...
@@ -68,14 +68,14 @@ class Launched(Protocol):
     def kill(self) -> None: ...
 
     def end(self, within_s: float | None) -> str:
-        """Wait for its end and say how it came; after `within_s` it is forced."""
+        """Wait until it ends and return how; after `within_s` it is killed."""
         ...
 
 
 class EngineClient:
-    """Sends requests to the engine and hands out what it says. Lives on the event loop.
+    """Sends requests to the engine and distributes its reports. Lives on the event loop.
 
-    `bus` repeats the events of the engine, and of those that come after it.
+    `bus` repeats the events of the engine, and of engines started later.
     """
 
     def __init__(self, tokenizer: Tokenizer, launch: Callable[[], Launched]) -> None:
@@ -85,8 +85,8 @@ class EngineClient:
         self.state = EngineState.RUNNING
         self.num_recoveries = 0  # times that the cache was lost
         self.num_restarts = 0
-        self.on_tokens: Callable[[int], None] | None = None  # told how many tokens came
-        self.on_recovered: Callable[[], None] | None = None  # told when the cache was lost
+        self.on_tokens: Callable[[int], None] | None = None  # called with the number of new tokens
+        self.on_recovered: Callable[[], None] | None = None  # called when the cache was lost
         self._eos_ids = tuple(sorted(tokenizer.eos_ids))
         self._launch = launch
         self._launched = launch()
@@ -94,7 +94,7 @@ class EngineClient:
         self.max_model_len = ready.max_model_len
         self.snapshot: EngineSnapshot = ready.snapshot
         self.step: StepInProgress | None = None  # that ran when the snapshot was taken
-        self._num_starts = 1  # in a row that came to nothing, so far this one included
+        self._num_starts = 1  # consecutive starts without a token, this one included so far
         self._open: dict[int, Ticket] = {}
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._numbers = count()
@@ -128,7 +128,7 @@ class EngineClient:
 
     @property
     def num_unheard(self) -> int:
-        """Prompts that the engine has not taken in yet; it does between two steps."""
+        """Prompts that the engine has not received yet; it does so between two steps."""
         return sum(not ticket.is_accepted for ticket in self._open.values())
 
     async def submit(self, requests: Sequence[Request], owner: str = "") -> Answering:
@@ -150,7 +150,7 @@ class EngineClient:
         return answering
 
     def abandon(self, answering: Answering) -> None:
-        """Nobody listens any more: stop what is not finished."""
+        """The caller has stopped listening: abort what is not finished."""
         for ticket in answering.tickets:
             if self._open.pop(ticket.number, None) is not None:
                 ticket.ended_s = monotonic()
@@ -167,8 +167,8 @@ class EngineClient:
     async def pin(
         self, name: str, prefixes: Sequence[Int32s], salt: bytes = b"", public_tokens: int = 0
     ) -> int:
-        """Keep the pages of prefixes, instead of those pinned under this name before; returns how
-        many. `salt` and `public_tokens` are those of the requests that computed them."""
+        """Pin the pages of prefixes, in place of those pinned under this name before; returns their
+        number. `salt` and `public_tokens` are those of the requests that computed them."""
         packed = tuple(np.asarray(prefix, np.int32).tobytes() for prefix in prefixes)
         return await self._call(lambda call: Pin(call, name, packed, salt, public_tokens))
 
@@ -267,9 +267,9 @@ class EngineClient:
         if news.fault is not None:
             del self._open[ticket.number]
             ticket.answering.fail(
-                FormFault(f"the answer was given up: {news.fault}")
+                FormFault(f"the answer was ended: {news.fault}")
                 if news.is_form_fault
-                else RequestFault(f"steps failed over this request: {news.fault}")
+                else RequestFault(f"steps failed on this request: {news.fault}")
             )
             return
         if news.finish_reason is not None and output.finish_reason is None:
@@ -278,7 +278,7 @@ class EngineClient:
             del self._open[ticket.number]
 
     def _note_recovery(self) -> None:
-        """An engine goes on, its cache empty."""
+        """The engine continues with an empty cache."""
         self.num_recoveries += 1
         if self.on_recovered is not None:
             self.on_recovered()
@@ -305,7 +305,7 @@ class EngineClient:
             self._restarting = asyncio.ensure_future(self._restart())
 
     async def _restart(self) -> None:
-        """Start another engine; again and ever more rarely while that fails."""
+        """Start another engine; while that fails, retry with growing pauses."""
         how = await asyncio.to_thread(self._launched.end, 10.0)
         log.error("the engine ended", extra={"facts": {"how": how}})
         while not await self._has_closed_within(self._retry_s()):
@@ -340,13 +340,13 @@ class EngineClient:
         return self._closing.is_set()
 
     async def close(self) -> None:
-        """End the engine; what is open is aborted, and what is to be saved is saved."""
+        """Abort open requests, save what must be saved, and end the engine."""
         self._closing.set()
         self.fail_open("the server is going down")
         if self.state is not EngineState.FAILED:
             self.state = EngineState.STOPPING
         if self._transport is None:
-            self._launched.kill()  # it is gone, or in the making
+            self._launched.kill()  # it is gone, or still being made
         self._send(Close())
         self._flush()
         if self._restarting is not None:

@@ -1,9 +1,9 @@
-"""The engine's side of the connection to the front: obey, step, report; one thread does all.
+"""The engine's side of the connection to the front: commands, steps, reports; all on one thread.
 
     while the front is there:   take commands --> step --> one report
 
-Commands are taken between two steps. A report that the front does not read at once is kept and
-sent later: a slow front never makes the engine wait.
+Commands are read between two steps. A report that the front does not read at once is buffered and
+sent later: a slow front never blocks the engine.
 """
 
 import logging
@@ -49,9 +49,9 @@ from mainstem.server.messages import (
 from mainstem.text.form_queue import FormQueue
 from mainstem.text.grammar import CompiledForm, Grammars
 
-SNAPSHOT_S = 0.2  # what the front sees of a running engine is at most this old
-IDLE_S = 0.2  # between two looks at pages that are being saved, with nothing to run
-COMPILING_S = 0.002  # between two looks at forms that are being compiled
+SNAPSHOT_S = 0.2  # the front's view of a running engine is at most this old
+IDLE_S = 0.2  # between two checks of pages being saved, with nothing to run
+COMPILING_S = 0.002  # between two checks of forms being compiled
 PROBE = RequestId("probe")
 MAX_LAST_STEPS = 100
 RECEIVE_BYTES = 1 << 20
@@ -66,12 +66,12 @@ class FrontLeft(Exception):
 
 
 class Link:
-    """A connection that is read when there is time and never waited for when it is written."""
+    """A connection that is read between steps and written without blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._connection = connection
-        self._poll = select.poll()  # not `select`, which knows no descriptor above 1023
+        self._poll = select.poll()  # not `select`, which cannot handle descriptors above 1023
         self._unframer = Unframer()
         self._unsent = bytearray()
 
@@ -92,8 +92,8 @@ class Link:
             yield from self._unframer.push(data)
 
     def send(self, message: object) -> None:
-        """Hand a message over; it goes when the front takes it. Raises FrontLeft, also where the
-        front has taken nothing for very long."""
+        """Queue a message; it is sent as the front reads. Raises FrontLeft, also if the front has
+        read nothing for very long."""
         self._unsent += frame(message)
         self._flush()
         if len(self._unsent) > MAX_UNSENT_BYTES:
@@ -116,7 +116,7 @@ class _Open:
 
     number: int
     num_open: int
-    begun: set[int]  # answers that the front has heard of
+    begun: set[int]  # answers that the front knows of
 
 
 class EngineHost:
@@ -136,19 +136,19 @@ class EngineHost:
         self._compiling: dict[int, tuple[Request, Future[CompiledForm]]] = {}  # by number
         self._open: dict[str, _Open] = {}
         self._ids: dict[int, RequestId] = {}  # by number
-        self._pinned: dict[str, list[PageKey]] = {}  # by what they are pinned for
+        self._pinned: dict[str, list[PageKey]] = {}  # by the name they are pinned under
         self._report = Report()
         self._snapshot_s = 0.0
         self._was_idle = True
-        self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # by the front
+        self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # sent last
         self._must_probe = False  # a request ended by a fault, which may be the engine's own
         self._is_closing = False
 
     def run(self) -> None:
         """Serve until the front says so or is gone, then close the engine.
 
-        Raises what the engine does not recover from: the process is to end, and whoever watches
-        over it starts another.
+        Raises errors that the engine does not recover from: the process must end, and the front
+        starts another.
         """
         try:
             self._probe()
@@ -157,11 +157,11 @@ class EngineHost:
             while not self._is_closing:
                 self._take_commands()
                 self._take_forms()
-                self._note(self._engine.step())  # an idle one looks after pages being saved
+                self._note(self._engine.step())  # an idle one takes care of pages being saved
                 if self._kv_events is not None:
                     self._kv_events.flush()
                 if self._must_probe and not self._engine.has_work:
-                    self._send()  # what there is to tell, while there is somebody to tell it
+                    self._send()  # the last reports, while the front is there
                     self._probe()
                 self._look()
                 self._send()
@@ -251,7 +251,7 @@ class EngineHost:
     def _answer(self, command: Pin | ClearCache | Check) -> None:
         try:
             value, fault = self._do(command), None
-        except Exception as error:  # goes to whoever asked
+        except Exception as error:  # sent to the caller
             value, fault = 0, f"{type(error).__name__}: {error}"
         self._report.replies.append(Reply(command.call, value, fault))
 
@@ -259,7 +259,7 @@ class EngineHost:
         engine = self._engine
         match command:
             case Pin(_, name, prefixes, salt, public_tokens):
-                # the old ones first: pages of the same name may have come in their place
+                # the old ones first: they may include pages with the same names
                 engine.unpin(self._pinned.pop(name, []))
                 arrays = [np.frombuffer(prefix, np.int32) for prefix in prefixes]
                 keys = [key for ids in arrays for key in engine.pin(ids, salt, public_tokens)]
@@ -308,17 +308,17 @@ class EngineHost:
         self._report.events.append(pack_event(event))
 
     def _tell_of_step(self, event: StepStarted) -> None:
-        """A step may take seconds: the front is to know of it, if it has heard nothing for a while
-        or nothing but that the engine is idle."""
+        """A step may take seconds, so report its start if the last report is old or said that the
+        engine is idle."""
         now_s = monotonic()
         if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
             self._was_idle = False
             self._renew_snapshot(now_s, StepInProgress(event.num_tokens, now_s))
-            with suppress(FrontLeft):  # not in the middle of a step: `receive` tells it again
+            with suppress(FrontLeft):  # not in the middle of a step: `receive` raises it again
                 self._send()
 
     def _look(self) -> None:
-        """Renew the snapshot when it is old or the engine comes to rest."""
+        """Renew the snapshot when it is old or the engine becomes idle."""
         now_s = monotonic()
         self._was_idle = not self._engine.has_work
         if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
@@ -339,8 +339,8 @@ class EngineHost:
     # --- the end --------------------------------------------------------------------------------
 
     def _probe(self) -> None:
-        """Prove that the engine still answers: a request of one token takes it through a step. If
-        that fails the engine is lost, and not the requests that failed were to blame."""
+        """Check that the engine still answers, by a request of one token. If that fails, the fault
+        is the engine's and not that of the requests that failed."""
         self._must_probe = False
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         self._engine.submit(Request(PROBE, np.zeros(1, np.int32), sampling))
@@ -350,10 +350,10 @@ class EngineHost:
             for output in self._engine.step():
                 if output.request_id == PROBE and output.fault is not None:
                     raise EngineLost(output.fault)
-        raise EngineLost("the engine does not come to rest")
+        raise EngineLost("the engine does not become idle")
 
     def _come_to_rest(self) -> None:
-        """Abort what is open, and let the steps under way end."""
+        """Abort open requests, and let running steps end."""
         for request_id in self._ids.values():
             self._engine.abort(request_id)
         for _ in range(MAX_LAST_STEPS):

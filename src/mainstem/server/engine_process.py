@@ -2,7 +2,7 @@
 
     EngineProcess.start  -- socket pair, Begin -->  python -m mainstem.server.engine_process FD
 
-The two talk over a pair of sockets that nobody else has. When one of them ends, in whatever way,
+The two talk over a pair of sockets that no other process has. When one of them ends, in any way,
 the other sees the connection close.
 """
 
@@ -41,8 +41,8 @@ from mainstem.text.grammar import Grammars
 from mainstem.text.tokenizer import Tokenizer
 
 MODULE = "mainstem.server.engine_process"
-START_S = 3600.0  # a model that takes longer is not going to come
-LOOK_S = 0.5  # how often a process that loads a model looks whether its front is still there
+START_S = 3600.0  # loading a model never takes longer
+LOOK_S = 0.5  # how often a process that loads a model checks whether its front is still there
 
 log = logging.getLogger("mainstem.server")
 
@@ -72,7 +72,7 @@ class EngineProcess:
         """A process that begins to make its engine."""
         ours, theirs = socket.socketpair()
         with theirs:
-            # A session of its own: Ctrl-C is for the front, which tells the engine in its own time.
+            # In its own session: Ctrl-C goes to the front, which stops the engine when it is ready.
             # Modules come from where the front has them, and from no other folder (-P).
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
@@ -81,7 +81,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        with suppress(ConnectionError):  # `wait_ready` tells that it has ended
+        with suppress(ConnectionError):  # `wait_ready` reports that it has ended
             ours.sendall(frame(begin))
         return cls(ours, process)
 
@@ -103,11 +103,11 @@ class EngineProcess:
         return ready
 
     def kill(self) -> None:
-        """End it at once; whoever waits for it hears so."""
+        """Kill it; the connection closes."""
         self.process.kill()
 
     def end(self, within_s: float | None) -> str:
-        """Wait for its end, and how it came; killed if that takes too long (None: never)."""
+        """Wait until it ends and return how; killed after `within_s` (None: never)."""
         try:
             status = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -117,7 +117,7 @@ class EngineProcess:
 
 
 def first_word(connection: socket.socket) -> Ready:
-    """What an engine says when it is made; raises EngineNotMade, EngineGone."""
+    """The first message of an engine; raises EngineNotMade, EngineGone."""
     connection.settimeout(START_S)
     try:
         message = read_frame(connection)
@@ -130,7 +130,7 @@ def first_word(connection: socket.socket) -> Ready:
     said = decode_report(message)
     if isinstance(said, NotMade):
         raise EngineNotMade(said.reason)
-    assert isinstance(said, Ready), "the engine says more than it was asked"
+    assert isinstance(said, Ready), "the first message of an engine must be Ready"
     return said
 
 
@@ -149,7 +149,7 @@ def _how(status: int) -> str:
 
 def main(argv: list[str], make: MakeEngine | None = None) -> int:
     """Make the engine that the front asks for, and run it until the front is gone."""
-    for each in (signal.SIGINT, signal.SIGTERM):  # the front has heard it, too, and says when
+    for each in (signal.SIGINT, signal.SIGTERM):  # the front gets these, too, and stops the engine
         signal.signal(each, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
     with closing(socket.socket(fileno=int(argv[0]))) as connection, ExitStack() as opened:
@@ -174,7 +174,7 @@ def main(argv: list[str], make: MakeEngine | None = None) -> int:
         try:
             EngineHost(engine, connection, grammars, kv_events).run()
         except Exception:
-            log.exception("the engine is lost")
+            log.exception("the engine failed and cannot go on")
             return 1
     return 0
 
@@ -189,7 +189,7 @@ def make_engine(begin: Begin, bus: EventBus) -> tuple[Engine, Grammars]:
 
 
 def _end_with_front(connection: socket.socket, is_made: Flag) -> None:
-    """Nobody needs a model whose front has gone while it was loaded."""
+    """End the process if the front leaves while the model is loaded."""
     poll = select.poll()
     poll.register(connection, select.POLLHUP)
     while not is_made.wait(LOOK_S):

@@ -1,4 +1,4 @@
-"""What a client hears when something is refused: OpenAI's error object and its HTTP status."""
+"""Errors as clients get them: OpenAI's error object and its HTTP status."""
 
 import logging
 from collections.abc import Iterator
@@ -79,13 +79,13 @@ def from_wire(error: WireError) -> ApiError:
 
 
 def busy(message: str, retry_after_s: int) -> ApiError:
-    """Too much at once; the client may come back."""
+    """Too much at once; the client may try again."""
     code, kind = "rate_limit_exceeded", "rate_limit_error"
     return ApiError(429, message, code=code, kind=kind, retry_after_s=retry_after_s)
 
 
 def from_fault(fault: EngineFault) -> ApiError:
-    """What ended an answer; whether it is worth coming back depends on whose fault it was."""
+    """What ended an answer; the status says whether trying again makes sense."""
     if isinstance(fault, FormFault):
         return ApiError(400, str(fault), "response_format", "form_limit_reached")
     if isinstance(fault, RequestFault):
@@ -94,13 +94,13 @@ def from_fault(fault: EngineFault) -> ApiError:
 
 
 def unavailable(message: str) -> ApiError:
-    """The server cannot answer anybody now."""
+    """The server cannot answer now."""
     return ApiError(503, message, code="unavailable", kind="server_error", retry_after_s=5)
 
 
 @contextmanager
 def disk_is_needed() -> Iterator[None]:
-    """What cannot be written down is refused: 507 instead of an internal error."""
+    """A failed write becomes 507 instead of an internal error."""
     try:
         yield
     except OSError as error:

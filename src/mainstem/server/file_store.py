@@ -1,13 +1,11 @@
-"""Files that clients leave here: uploads, and what batches answer.
+"""Files of clients: uploads, and the answers of batches.
 
     FOLDER/OWNER/file-ID.data    the bytes, complete before the next line exists
-    FOLDER/OWNER/file-ID.json    what it is; a file is there if this is
+    FOLDER/OWNER/file-ID.json    what it is; a file exists if this does
 
 Owners and ids are names made here, so no path leads out of the folder.
 """
 
-import fcntl
-import io
 import json
 import os
 import re
@@ -19,7 +17,10 @@ from pathlib import Path
 from secrets import token_hex
 from time import time
 
+from filelock import BaseFileLock, FileLock, Timeout
+
 from mainstem.core.errors import ConfigError
+from mainstem.core.files import FRESH, write_whole
 
 FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 
@@ -48,7 +49,7 @@ class StoredFile:
 
 
 class FileStore:
-    """The files of all owners. Methods block: call them on a thread. Any number of threads may."""
+    """The files of all owners. Methods block and are thread-safe: call them on a thread."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ class FileStore:
 
     @contextmanager
     def writing(self, owner: str, name: str | None = None) -> Iterator[tuple[str, Path]]:
-        """The id of a file to be, and where its bytes go; without `put` they go again.
+        """The id of a new file, and where its bytes go; without `put` they are removed.
 
         The same `name` gives the same id; without one it is a new one.
         """
@@ -75,7 +76,7 @@ class FileStore:
                 path.unlink(missing_ok=True)
 
     def put(self, owner: str, file_id: str, filename: str, purpose: str) -> StoredFile:
-        """The bytes of a file are written: from now on it is there."""
+        """The bytes of a file are written: from now on it exists."""
         path = self._path(owner, file_id, ".data")
         with path.open("rb") as data:
             os.fsync(data.fileno())
@@ -84,13 +85,13 @@ class FileStore:
         return stored
 
     def find(self, owner: str, file_id: str) -> StoredFile | None:
-        """A file of this owner; None for any name that is none."""
+        """A file of this owner; None if there is none."""
         if not FILE_ID.fullmatch(file_id):
             return None
         return _read(self._path(owner, file_id, ".json"))
 
     def path(self, owner: str, file_id: str) -> Path:
-        """Where the bytes of a file that was found are."""
+        """Where the bytes of an existing file are."""
         assert FILE_ID.fullmatch(file_id)
         return self._path(owner, file_id, ".data")
 
@@ -131,35 +132,19 @@ def _read(path: Path) -> StoredFile | None:
         return None
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file at once: a kill leaves the old one or the new one. Nobody else may read it."""
-    fresh = path.with_name(f"{path.name}.{token_hex(4)}.fresh")
-    try:
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
-
-
 def remove_fresh(folder: Path) -> None:
     """Remove what a kill in `write_whole` left in the folders of owners."""
-    for leftover in folder.glob("*/*.fresh"):
+    for leftover in folder.glob(f"*/*{FRESH}"):
         leftover.unlink(missing_ok=True)
 
 
-def lock_folder(folder: Path) -> io.FileIO:
-    """Keep other processes out of a folder for as long as the result is open."""
+def lock_folder(folder: Path) -> BaseFileLock:
+    """Keep other processes out of a folder until the result is released, on any thread."""
+    lock = FileLock(folder / "lock", timeout=0, thread_local=False)
     try:
-        lock = io.FileIO(folder / "lock", "w")
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(f"another server is using the folder {folder}") from None
     except OSError as error:
         raise ConfigError(f"cannot write to the folder {folder}: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise ConfigError(f"another server is using the folder {folder}") from None
     return lock

@@ -1,4 +1,4 @@
-"""Computes the prefixes of apps before anybody asks for them, and keeps their pages.
+"""Computes the prefixes of apps before the first request, and pins their pages.
 
 An app's prompt is no tenant's secret: its pages are named without a salt, computed once for all
 tenants, and pinned. What follows them in a request is named with the tenant's salt.
@@ -24,7 +24,7 @@ log = logging.getLogger("mainstem.server")
 
 
 class AppFiller:
-    """Fills apps and knows what of a prompt is public. Lives on the event loop."""
+    """Fills apps and knows which tokens of a prompt are public. Lives on the event loop."""
 
     def __init__(self, engine: EngineClient, apps: AppRegistry) -> None:
         self._engine = engine
@@ -104,7 +104,7 @@ class AppFiller:
     def _filling(self, prefix: Sequence[int]) -> SamplingParams:
         """An answer just long enough to complete the prefix's last page.
 
-        Only full pages are kept as cache; of one that begins alike the beginning is shared.
+        Only full pages are cached; of a page that begins the same way, the beginning is shared.
         """
         num_missing = -len(prefix) % self._engine.snapshot.page_size
         # K and V of an answer's last token are never computed

@@ -1,7 +1,6 @@
 """From an HTTP request's body to its answers: everything between the routes and the engine."""
 
 import asyncio
-import io
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from time import monotonic, time
 from typing import TypeVar
 
 import numpy as np
+from filelock import BaseFileLock
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -58,12 +58,12 @@ from mainstem.wire.calls import Call, CallParser, Kind
 from mainstem.wire.logprobs import token_text
 from mainstem.wire.replies import Echo, Heading, Reply
 
-# longer than this, the event loop would wait for 1 ms: what is encoded, and what is only looked at
+# more than this would block the event loop for 1 ms: characters to encode, and to look at
 INLINE_CHARS = 1 << 10
 INLINE_KNOWN_CHARS = 1 << 16
-INLINE_IDS = 1 << 10  # and what is written out
-MAX_WINDOWS = 32  # a conversation may outgrow the context so many times
-CLIENT_LEFT = 499  # nobody hears it; for logs and metrics
+INLINE_IDS = 1 << 10  # and ids to write out
+MAX_WINDOWS = 32  # a conversation may be this many contexts long
+CLIENT_LEFT = 499  # never sent; for logs and metrics
 
 Written = TypeVar("Written")
 
@@ -72,7 +72,7 @@ log = logging.getLogger("mainstem.server")
 
 @dataclass(frozen=True, slots=True)
 class BatchService:
-    """Files and batches, what runs them, and what removes them in the end."""
+    """Files and batches, with their runner and their pruner."""
 
     files: FileStore
     batches: BatchStore
@@ -115,9 +115,9 @@ class Gateway:
         self._fingerprint = model.fingerprint
         engine.on_tokens = live.rate.add
         engine.on_recovered = self._refill
-        self.recorder: Recorder | None = None  # keeps what is asked, for a benchmark
+        self.recorder: Recorder | None = None  # records requests, for a benchmark
         self._savers: list[Saver[Session] | Saver[Kept]] = []
-        self._folder_lock: io.FileIO | None = None  # held until `close`
+        self._folder_lock: BaseFileLock | None = None  # held until `close`
         self._refilling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -133,7 +133,7 @@ class Gateway:
         log.info("ready", extra={"facts": {"apps": self.apps.names}})
 
     async def close(self) -> None:
-        """End what runs; batches go on in a later process."""
+        """End running requests; batches continue in a later process."""
         self.is_draining = True
         self.pins.forget()
         if self.batches is not None:
@@ -143,12 +143,12 @@ class Gateway:
         for saver in self._savers:
             await saver.close()
         if self._folder_lock is not None:
-            self._folder_lock.close()
+            self._folder_lock.release()
         if self.recorder is not None:
             self.recorder.close()
 
     def open_batches(self, folder: Path) -> None:
-        """Take files and batches in, kept in `folder`; before the server starts.
+        """Accept files and batches, stored in `folder`; before the server starts.
 
         Raises ConfigError if another process has the folder.
         """
@@ -177,7 +177,7 @@ class Gateway:
         self._savers.append(Saver("sessions", self.sessions, file))
 
     def keep_responses(self, file: ResponseFile) -> None:
-        """The same of responses."""
+        """The same for responses."""
         self.responses.restore(file.load())
         self._savers.append(Saver("responses", self.responses, file))
 
@@ -292,15 +292,15 @@ class Gateway:
             raise from_invalid(error) from None
 
     def _kept(self, call: Call, prompts: list[list[int]], app: App | None) -> list[list[int]]:
-        """The ends of prompts, where the call wants no more of them."""
+        """Prompts cut to the last tokens that the call wants."""
         if call.kept_prompt_tokens is not None and app is not None:
             message = "truncate_prompt_tokens: would cut the app's prompt off; use context_overflow"
             raise ApiError(400, message, "truncate_prompt_tokens", "invalid_value")
         return [call.kept_prompt(ids, self.engine.max_model_len) for ids in prompts]
 
     def _most_tokens(self, call: Call) -> int:
-        """More leave no room for an answer, or are far too long to be truncated: everybody would
-        wait for the engine to look at them."""
+        """The most tokens of a prompt. More leave no room for an answer, or would take so long to
+        truncate that all requests wait."""
         window = self.engine.max_model_len
         most = window - 1
         if call.overflow is not Overflow.ERROR or call.kept_prompt_tokens is not None:
@@ -432,7 +432,7 @@ class Gateway:
 
 
 async def _on_thread_if_many(ids: Sequence[int], write: Callable[[], Written]) -> Written:
-    """What is written of ids; other requests do not wait for it."""
+    """Write ids out, on a thread if there are many, so that other requests do not wait."""
     return write() if len(ids) <= INLINE_IDS else await asyncio.to_thread(write)
 
 
@@ -460,7 +460,7 @@ class Exchange:
             gateway.live.begin(record)
 
     def failure(self, error: Exception) -> ApiError:
-        """What the client is told of a stream that cannot go on."""
+        """The error for the client of a stream that cannot go on."""
         self.state = RequestState.FAILED
         if not isinstance(error, EngineFault):
             log.error("a stream failed", exc_info=error)

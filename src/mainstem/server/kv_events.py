@@ -1,15 +1,15 @@
-"""What the KV cache holds, told to routers in the format of vLLM 0.32: msgpack over ZeroMQ.
+"""Reports to routers what the KV cache holds, in vLLM 0.32's format: msgpack over ZeroMQ.
 
     store -- PagesStored ... --> KvEventPublisher -- a list per step --> thread --> PUB
                                                                            `<---> ROUTER (replay)
 
 PUB sends (topic, number, batch). Numbers count from 0 without gaps; 8 bytes, big endian. A batch is
-[seconds since 1970, events, 0], an event is a map whose `type` names it. Who sends a number to
-ROUTER gets (topic, number, batch) of every batch from there on that is still kept, then an empty
-batch whose number is -1.
+[seconds since 1970, events, 0], an event is a map whose `type` names it. A client that sends a
+number to ROUTER gets (topic, number, batch) of every kept batch from there on, then an empty batch
+whose number is -1.
 
-The engine only hands lists over. Neither a subscriber that is slow nor one that asks for much makes
-it wait: what the one does not take is dropped for it, and the thread answers the other.
+The engine only queues lists, so subscribers never block it: batches are dropped for a slow
+subscriber, and replays are answered by the thread.
 """
 
 import logging
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAX_UNSENT = 10_000  # batches that wait for one subscriber; more are dropped for it
 MAX_KEPT = 10_000  # batches for replay, and their bytes
 MAX_KEPT_BYTES = 256 << 20
-LOOK_S = 0.1  # between two looks for requests of replay
+LOOK_S = 0.1  # between two checks for replay requests
 LINGER_MS = 1000  # for the last batches to be taken
 END = (-1).to_bytes(8, "big", signed=True)
 NO_ZMQ = "KV events need pyzmq: pip install 'mainstem[server]'"
@@ -45,7 +45,7 @@ log = logging.getLogger("mainstem.server")
 
 @dataclass(frozen=True, slots=True)
 class KvEventsConfig:
-    """Where KV events go: to whoever subscribes at `bind`, and to a subscriber that listens at
+    """Where KV events go: to subscribers at `bind`, and to a subscriber that listens at
     `connect`."""
 
     bind: str | None = None
@@ -68,7 +68,7 @@ class BlockStored(Struct, tag=True, frozen=True):
     token_ids: list[int]
     block_size: int
     medium: str
-    lora_id: None = None  # readers want these two to be there
+    lora_id: None = None  # subscribers expect these two fields
     lora_name: None = None
 
 
@@ -92,7 +92,7 @@ class Batch(Struct, array_like=True, frozen=True):
 
 
 def to_batch(ts: float, events: Sequence[PageEvent]) -> Batch:
-    """Events of the bus as they are sent; neighbours are joined where that says the same."""
+    """Events of the bus as a batch; consecutive events are joined where the meaning stays."""
     sent: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
     for event in events:
         last = sent[-1] if sent else None
@@ -132,11 +132,11 @@ def _joined(
 class KvEventPublisher:
     """Publishes what happens to pages from its making on; begins with an empty cache.
 
-    To be made before the store, since that announces what it finds on disk. `flush` ends a batch.
+    Create it before the store, which announces what it finds on disk. `flush` ends a batch.
     """
 
     def __init__(self, config: KvEventsConfig, bus: EventBus) -> None:
-        """Raises ConfigError where an address cannot be had."""
+        """Raises ConfigError if an address cannot be used."""
         try:
             import zmq  # noqa: PLC0415  # optional
         except ImportError:
@@ -159,7 +159,7 @@ class KvEventPublisher:
                 self._out.connect(config.connect)
             if config.replay is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
-                # room for a whole replay: of what was read before, half of the mark may still count
+                # room for a whole replay: batches read before may still take up half of the limit
                 self._replay.set_hwm(2 * (MAX_KEPT + 1))
             self.replay_endpoint = _bind(self._replay, config.replay)
         except zmq.ZMQError as error:
@@ -174,13 +174,13 @@ class KvEventPublisher:
         self._thread.start()
 
     def flush(self) -> None:
-        """What has happened since the last call is a batch, if anything has."""
+        """Send what has happened since the last call as a batch, if anything has."""
         if self._pending:
             self._queue.put((time(), self._pending))
             self._pending = []
 
     def close(self) -> None:
-        """Send what is left, and let the addresses go."""
+        """Send what is left, and close the sockets."""
         self.flush()
         self._queue.put(None)
         self._thread.join()
@@ -189,7 +189,7 @@ class KvEventPublisher:
         self._pending.append(event)
 
     def _note_cleared(self, event: PagesCleared) -> None:
-        self._pending = [event]  # what was before it no longer matters
+        self._pending = [event]  # earlier events no longer matter
 
     # --- on the thread --------------------------------------------------------------------------
 
@@ -224,9 +224,9 @@ class KvEventPublisher:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _answer(self, replay: "Socket[bytes]") -> None:
-        """Send what was asked for again."""
-        if replay.poll(0):  # one at a time: batches come in between
-            *envelope, asked = replay.recv_multipart()  # its sender, mostly an empty frame, too
+        """Answer one replay request."""
+        if replay.poll(0):  # one at a time, so that batches are sent in between
+            *envelope, asked = replay.recv_multipart()  # the sender, and usually an empty frame
             first = int.from_bytes(asked, "big")
             for number, batch in self._kept:
                 if number >= first:

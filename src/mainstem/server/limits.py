@@ -26,14 +26,14 @@ class ServerLimits:
     stored_files: int = 10_000  # of a key; each costs an entry in a folder, however small
     file_ttl_s: float = 30 * 86_400.0  # of a file since it was made, of a batch since it ended
     open_batches: int = 32  # of a key, not ended
-    kept_batches: int = 10_000  # of a key; beyond it those with no file left go, the oldest first
-    write_s: float = 60.0  # a reader that takes nothing for so long is given up
+    kept_batches: int = 10_000  # of a key; above it batches without files are removed, oldest first
+    write_s: float = 60.0  # a client that reads nothing for this long is disconnected
     max_depth: int = 32  # nesting of JSON
     body: BodyLimits = field(default_factory=BodyLimits)
     response_ttl_s: float = 30 * 86_400.0  # of a kept response since it was last used
     kept_responses: int = 10_000  # of all keys; beyond it the key with most loses its oldest
-    response_bytes: int = 256 << 20  # of them, with their inputs; beyond it likewise
-    open_answers: int = 2048  # running and waiting, of all clients; beyond it 429
+    response_bytes: int = 256 << 20  # of them, with their inputs; above it the same happens
+    open_answers: int = 2048  # running and waiting, of all clients; above it 429
     pinned_share: float = 0.25  # of the device's pages that a key may keep by `cache_control`
     requests_per_minute: int | None = None  # per key
     open_requests: int | None = None  # per key

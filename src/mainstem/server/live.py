@@ -11,7 +11,7 @@ from mainstem.server.auth import Tenant
 from mainstem.server.engine_client import EngineClient
 
 NUM_RECENT = 20
-RATE_S = 10.0  # tokens per second are counted over so long
+RATE_S = 10.0  # the window over which tokens per second are counted
 
 Json = dict[str, object]
 

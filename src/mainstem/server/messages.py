@@ -1,10 +1,10 @@
-"""What the front and the engine's process say to each other, and how it is written.
+"""Messages between the front and the engine's process, and their encoding.
 
     front  -- commands (Submit, Abort ...), one list per turn of the event loop -->  engine
            <------------------------------- Report, one per step ------------------
 
-Messages are msgpack without names of fields, each after its length in four bytes. Nothing in them
-is code: a process that writes nonsense can end a connection and no more.
+Messages are msgpack without field names, each after its length in four bytes. They contain no code:
+an invalid message can end a connection and nothing more.
 """
 
 import socket
@@ -50,10 +50,10 @@ class Begin(Struct, array_like=True, frozen=True, tag="begin"):
 class Submit(Struct, array_like=True, frozen=True, tag="submit"):
     """A prompt to be answered. Stop strings stay with the front, which reads the text."""
 
-    number: int  # what outputs name it by
+    number: int  # identifies it in reports
     request_id: str
     prompt_ids: bytes  # int32
-    sampling: dict[str, Any]  # fields of SamplingParams that are not as by default
+    sampling: dict[str, Any]  # fields of SamplingParams that differ from their defaults
     eos_ids: tuple[int, ...]
     owner: str  # whose share of compiled forms it uses
     salt: bytes = b""
@@ -66,7 +66,7 @@ class Submit(Struct, array_like=True, frozen=True, tag="submit"):
 
 
 class Abort(Struct, array_like=True, frozen=True, tag="abort"):
-    """Nobody wants the answers of a request any more."""
+    """The answers of a request are no longer wanted."""
 
     number: int
 
@@ -79,8 +79,8 @@ class Stop(Struct, array_like=True, frozen=True, tag="stop"):
 
 
 class Pin(Struct, array_like=True, frozen=True, tag="pin"):
-    """Keep the pages of these prefixes (int32), instead of those pinned under the name before; no
-    prefixes: none any more. Pages have names as those of a request with this salt and so many
+    """Pin the pages of these prefixes (int32), in place of those pinned under the name before;
+    without prefixes, unpin them. Pages are named as in a request with this salt and this number of
     public tokens. Answered with the number of pages."""
 
     call: int
@@ -103,7 +103,7 @@ class Check(Struct, array_like=True, frozen=True, tag="check"):
 
 
 class Close(Struct, array_like=True, frozen=True, tag="close"):
-    """Save what is to be saved, and end."""
+    """Save what must be saved, and end."""
 
 
 Command = Submit | Abort | Stop | Pin | ClearCache | Check | Close
@@ -119,7 +119,7 @@ class Ready(Struct, array_like=True, frozen=True, tag="ready"):
 
 
 class NotMade(Struct, array_like=True, frozen=True, tag="not made"):
-    """No engine can be made as it was asked for."""
+    """The engine could not be made."""
 
     reason: str
 
@@ -203,7 +203,7 @@ class Report(Struct, array_like=True, tag="report"):
     @property
     def is_empty(self) -> bool:
         lists = (self.accepted, self.refused, self.tokens, self.news, self.replies, self.events)
-        return not any(lists) and self.snapshot is None  # who is admitted has an event
+        return not any(lists) and self.snapshot is None  # an admission also has an event
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def unpack_event(packed: tuple[int, list[Any]]) -> Event:
 # --- requests ------------------------------------------------------------------------------------
 
 _DEFAULTS = SamplingParams()
-# not for the engine: what text is made of tokens is the front's business
+# not for the engine: the front makes text of tokens
 _FRONT_ONLY = {"stop", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs"}
 _SENT = [each.name for each in fields(SamplingParams) if each.name not in _FRONT_ONLY]
 

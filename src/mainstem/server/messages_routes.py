@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: the same chats by other names."""
+"""Anthropic's Messages API: the same chats in another format."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -35,7 +35,7 @@ from mainstem.wire.messages_bodies import (
 )
 from mainstem.wire.replies import PromptAnswers, Reply
 
-PING_S = 10.0  # a stream with nothing to tell says so this often
+PING_S = 10.0  # pause after which a silent stream sends a ping
 
 
 class MessagesRoutes:
@@ -86,7 +86,7 @@ class MessagesRoutes:
         except WireError as error:
             raise in_messages_terms(error) from None
         if asked.must_think and call.reasoning is None:
-            reason = "this model does not think apart from its answer, as far as is known"
+            reason = "this model has no known format of reasoning"
             message = f"thinking: 'enabled' is not supported: {reason}"
             raise WireError("invalid_value", message, "thinking")
         assert isinstance(chat, Chat)
@@ -94,7 +94,7 @@ class MessagesRoutes:
 
 
 class PrefixKeeper:
-    """Finds out which prefixes of a prompt are to be kept, and keeps them when it is computed."""
+    """Finds the prefixes of a prompt to keep, and pins them once it is computed."""
 
     def __init__(
         self, gateway: Gateway, tenant: Tenant, call: Call, chat: Chat, marks: Sequence[Mark]
@@ -107,7 +107,7 @@ class PrefixKeeper:
         self._lengths: list[int] = []  # in tokens, of each mark
 
     async def measure(self, request: EngineRequest) -> Kept:
-        """How much is to be kept, as far as this key may."""
+        """How many tokens to keep, within the limits of this key."""
         most = self._gateway.pins.max_tokens
         self._lengths = [await self._length(mark, request) for mark in self._marks]
         told = [
@@ -126,7 +126,7 @@ class PrefixKeeper:
             self._gateway.pins.keep(owner, prefix, mark.ttl_s)
 
     async def _length(self, mark: Mark, request: EngineRequest) -> int:
-        """How far the prompt is that of the conversation up to a mark."""
+        """The length of the prefix that the prompt and the conversation up to a mark share."""
         if mark.is_whole:
             return len(request.prompt_ids)
         gateway, call = self._gateway, self._call
@@ -134,7 +134,7 @@ class PrefixKeeper:
             _, app = gateway.apps.resolve(call, gateway.model.names)
             chat = _up_to(mark, self._chat)
             [part] = await gateway.encode(call, [chat], app, None, request.salt)
-        except (ApiError, WireError):  # the template takes the whole chat but no part of it
+        except (ApiError, WireError):  # the template accepts the whole chat, but not this part
             return 0
         return num_common(request.prompt_ids, np.array(part, np.int32))
 
@@ -174,7 +174,7 @@ class MessageWriter:
         return msgspec.json.encode(reply.whole(self._answers))
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, with a ping where there is nothing to tell for a while."""
+        """Server-sent events, with pings while there is no news."""
         [ticket] = answering.tickets
         stream = MessageStream(self._reply)
         yield stream.opening(self._answers)
@@ -187,7 +187,7 @@ class MessageWriter:
             except StopAsyncIteration:
                 break
             except TimeoutError:
-                listening = aiter(answering)  # the other one has ended with its wait
+                listening = aiter(answering)  # the iterator before it ended with its timeout
                 yield PING
                 continue
             events: list[bytes] = []

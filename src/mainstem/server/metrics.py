@@ -1,4 +1,4 @@
-"""What the server counts, as Prometheus text; docs/metrics.md tells what each series means.
+"""What the server counts, as Prometheus text; docs/metrics.md says what each series means.
 
 Events come from the engine, timings and snapshots from the server, `render` from any
 thread. Names are vLLM's where the meaning is the same, so that its dashboards and the routers that
@@ -13,6 +13,15 @@ from itertools import accumulate, pairwise
 from threading import Lock
 from time import monotonic
 from typing import get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
 
 from mainstem.core.events import (
     Event,
@@ -33,6 +42,7 @@ from mainstem.server.answering import Ticket
 from mainstem.server.engine_client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+COMMON_LABELS = ("model_name", "engine")
 
 # Bucket bounds are vLLM's, so that a quantile over both kinds of server is meaningful.
 TTFT_BUCKETS_S = (
@@ -69,14 +79,14 @@ COUNTERS = {
     "mainstem:prefetched_pages": "Pages read from disk into host memory for waiting requests.",
     "mainstem:truncated_prompts": "Prompts that were longer than the context window.",
     "mainstem:dropped_tokens": "Tokens that truncated prompts lost.",
-    "mainstem:moved_pages": "Pages that outlived a truncation and were turned to new positions.",
+    "mainstem:moved_pages": "Pages kept through a truncation and rotated to new positions.",
     "mainstem:engine_restarts": "Times that the engine's process ended and was started again.",
     "mainstem:host_seconds": "Seconds of scheduling and input building.",
     "mainstem:device_seconds": "Seconds from a step's launch to its result.",
 }
 LABELLED_COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "vllm:request_success": (("finished_reason",), "Finished answers."),
-    "mainstem:evicted_pages": (("reason", "tier"), "Cached pages given up."),
+    "mainstem:evicted_pages": (("reason", "tier"), "Cached pages that were evicted."),
     "mainstem:loaded_pages": (
         ("tier",),
         "Pages that requests waited for, by where they came from.",
@@ -141,17 +151,22 @@ class _Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
+        """The observations up to each bound, and their sum."""
+        bounds = (*map(str, self.bounds), "+Inf")
+        return list(zip(bounds, accumulate(self.counts), strict=True)), self.total
 
-class ServerMetrics:
+
+class ServerMetrics(Collector):
     """What happened since it was attached to a bus. Every method may be called on any thread.
 
     Totals are `counters`; labels and distributions, which they do not keep, are counted here.
-    One lock guards all values, so a rendered page is of one moment. Listeners only add numbers:
-    what counts never waits for text to be written.
+    One lock guards all values, so a rendered page shows one moment. Listeners only add numbers and
+    never wait for text to be rendered.
     """
 
     def __init__(self, bus: EventBus, model_name: str = "mainstem") -> None:
-        self._common = f'model_name="{_escaped(model_name)}",engine="0"'
+        self._common = (model_name, "0")
         self._lock = Lock()
         self._num_restarts = 0
         self.counters = Counters()
@@ -162,6 +177,8 @@ class ServerMetrics:
         self._gauges: dict[str, float] = dict.fromkeys(GAUGES, 0)
         self._histograms = {name: _Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         self._listen(bus)
+        self._registry = CollectorRegistry()  # of its own: two servers may share a process
+        self._registry.register(self)
 
     def _listen(self, bus: EventBus) -> None:
         """Count every event as a whole, so that no page shows a part of one."""
@@ -256,30 +273,34 @@ class ServerMetrics:
 
     def render(self) -> str:
         """Everything in Prometheus' text format; serve it as CONTENT_TYPE."""
+        return generate_latest(self._registry).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """What `self._registry` calls: every series as it is at one moment."""
         with self._lock:
             totals = self._totals()
             labelled = {name: dict(values) for name, values in self._labelled.items()}
             labelled["mainstem:loaded_pages"] = _by_tier(self.counters.loaded_pages)
             labelled["mainstem:saved_pages"] = _by_tier(self.counters.saved_pages)
             gauges = dict(self._gauges)
-            histograms = {
-                name: (tuple(accumulate(histogram.counts)), histogram.total)
-                for name, histogram in self._histograms.items()
-            }
-        lines: list[str] = []
+            histograms = {name: found.cumulative() for name, found in self._histograms.items()}
         for name, help_text in GAUGES.items():
-            lines += _head(name, "gauge", help_text)
-            lines.append(f"{name}{{{self._common}}} {_number(gauges[name])}")
+            gauge = GaugeMetricFamily(name, help_text, labels=COMMON_LABELS)
+            gauge.add_metric(self._common, gauges[name])
+            yield gauge
         for name, help_text in COUNTERS.items():
-            lines += _head(f"{name}_total", "counter", help_text)
-            lines.append(f"{name}_total{{{self._common}}} {_number(totals[name])}")
+            counter = CounterMetricFamily(name, help_text, labels=COMMON_LABELS)
+            counter.add_metric(self._common, totals[name])
+            yield counter
         for name, (labels, help_text) in LABELLED_COUNTERS.items():
-            lines += _head(f"{name}_total", "counter", help_text)
-            lines += self._by_label(f"{name}_total", labels, labelled[name])
-        for name, (bounds, help_text) in HISTOGRAMS.items():
-            lines += _head(name, "histogram", help_text)
-            lines += self._buckets(name, bounds, *histograms[name])
-        return "\n".join(lines) + "\n"
+            counter = CounterMetricFamily(name, help_text, labels=(*COMMON_LABELS, *labels))
+            for values, total in labelled[name].items():
+                counter.add_metric((*self._common, *values), total)
+            yield counter
+        for name, (_, help_text) in HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(name, help_text, labels=COMMON_LABELS)
+            histogram.add_metric(self._common, *histograms[name])
+            yield histogram
 
     def _totals(self) -> dict[str, float]:
         counted = self.counters
@@ -307,22 +328,6 @@ class ServerMetrics:
             "mainstem:host_seconds": counted.host_s,
             "mainstem:device_seconds": counted.device_s,
         }
-
-    def _by_label(
-        self, name: str, labels: tuple[str, ...], totals: dict[tuple[str, ...], float]
-    ) -> Iterator[str]:
-        for values, number in totals.items():
-            pairs = zip(labels, values, strict=True)
-            own = ",".join(f'{label}="{_escaped(value)}"' for label, value in pairs)
-            yield f"{name}{{{self._common},{own}}} {_number(number)}"
-
-    def _buckets(
-        self, name: str, bounds: tuple[float, ...], running: tuple[int, ...], total: float
-    ) -> Iterator[str]:
-        for bound, count in zip((*map(str, bounds), "+Inf"), running, strict=True):
-            yield f'{name}_bucket{{{self._common},le="{bound}"}} {count}'
-        yield f"{name}_sum{{{self._common}}} {_number(total)}"
-        yield f"{name}_count{{{self._common}}} {running[-1]}"
 
     # --- listeners, under the lock ---------------------------------------------------------------
 
@@ -355,16 +360,3 @@ class ServerMetrics:
 
 def _by_tier(totals: dict[str, int]) -> dict[tuple[str, ...], float]:
     return {(tier,): number for tier, number in totals.items()}
-
-
-def _head(name: str, kind: str, help_text: str) -> tuple[str, str]:
-    return f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"
-
-
-def _number(value: float) -> str:
-    return repr(value)
-
-
-def _escaped(text: str) -> str:
-    """A label's value, as the text format wants it."""
-    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

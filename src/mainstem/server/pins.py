@@ -1,8 +1,8 @@
 """Prefixes that clients want kept (`cache_control`): their pages are pinned for a while.
 
 Each key may keep a share of the device's pages, all keys together no more than half of them, or
-one key's share if that is more. What was used last stays. When the engine loses its cache the pins
-are gone, too: prefixes are computed and pinned again by whoever uses them next.
+one key's share if that is more. The least recently used are unpinned first. When the engine loses
+its cache the pins are gone, too: the next request that uses a prefix computes and pins it again.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Prefix:
 
     @property
     def order(self) -> tuple[bytes, int, bytes]:
-        """Prefixes that begin alike stand side by side."""
+        """A sort key that puts prefixes with a common beginning next to each other."""
         return self.salt, self.public_tokens, self.token_ids.astype(">i4").tobytes()
 
     def num_common(self, other: "Prefix") -> int:
@@ -58,13 +58,13 @@ class _Pin:
 
 
 class PrefixPins:
-    """What is pinned for whom. Lives on the event loop."""
+    """The pinned prefixes of each key. Lives on the event loop."""
 
     def __init__(self, engine: EngineClient, share: float) -> None:
         """`share`: of the device's pages, for each key."""
         self._engine = engine
         self._share = share
-        self._pins: list[_Pin] = []  # the one that was used last stands last
+        self._pins: list[_Pin] = []  # most recently used last
         self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -83,8 +83,8 @@ class PrefixPins:
         )
 
     def keep(self, owner: str, prefix: Prefix, ttl_s: float) -> None:
-        """Keep a prefix that has been computed, from now on for `ttl_s`; one that it goes on from
-        and that would end sooner becomes a part of it. What is longer than a key may keep is cut.
+        """Pin a computed prefix for `ttl_s` from now on. A pin of its beginning that would end
+        sooner is merged into it. A prefix longer than a key may keep is cut.
         """
         prefix = Prefix(prefix.token_ids[: self.max_tokens], prefix.salt, prefix.public_tokens)
         if not len(prefix):
@@ -118,7 +118,7 @@ class PrefixPins:
         self._pins.clear()
 
     def _make_room(self, owner: str) -> None:
-        """Let go of what was used least lately; never of the last one, which fits."""
+        """Unpin the least recently used; never the last one, which fits."""
         own = [pin for pin in self._pins if pin.owner == owner]
         most = self._max_pages(self._share)
         while len(own) > 1 and (len(own) > MAX_PINS or self.num_pages(owner) > most):
@@ -135,7 +135,7 @@ class PrefixPins:
         self._begin(self._engine.pin(name, ()))
 
     def _begin(self, work: Coroutine[None, None, int]) -> None:
-        """Commands go out in the order they are begun in."""
+        """Send a command; commands keep their order."""
         task = asyncio.ensure_future(_told(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -145,7 +145,7 @@ class PrefixPins:
 
 
 def num_common(one: Int32s, other: Int32s) -> int:
-    """With how many equal tokens two prompts begin."""
+    """The length of the common prefix of two prompts."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length
@@ -154,7 +154,7 @@ def num_common(one: Int32s, other: Int32s) -> int:
 async def _told(work: Coroutine[None, None, int]) -> None:
     try:
         await work
-    except EngineFault as fault:  # its pages are gone, and whoever asks next pins again
+    except EngineFault as fault:  # its pages are gone; the next request pins them again
         log.debug("nothing pinned", extra={"facts": {"reason": str(fault)}})
 
 

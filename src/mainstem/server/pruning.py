@@ -1,4 +1,4 @@
-"""Removes what was kept long enough: files, and batches that have ended.
+"""Removes expired files, and expired batches that have ended.
 
 file     made  --- ttl ---> gone, unless a batch that has not ended needs it
 batch    ended --- ttl ---> gone; until then it can be asked for, however old it is
@@ -11,7 +11,7 @@ from time import time
 from mainstem.server.batch_store import BatchStore
 from mainstem.server.file_store import FileStore, named_id
 
-PRUNE_S = 600.0  # so much longer than its time a file may stay
+PRUNE_S = 600.0  # between two runs; an expired file may stay this long
 
 log = logging.getLogger("mainstem.server")
 
@@ -42,10 +42,10 @@ class Pruner:
             await asyncio.sleep(PRUNE_S)
 
     async def prune(self) -> None:
-        """Remove what is past its time.
+        """Remove what has expired.
 
-        What is needed is settled before files are listed: a batch made meanwhile cannot name a file
-        that is past its time, and one that ends meanwhile keeps the files it has just made.
+        The files in use are determined before files are listed: a batch made meanwhile cannot name
+        an expired file, and one that ends meanwhile keeps the files it has just made.
         """
         before_s = time() - self._ttl_s
         needed = self._needed()
@@ -53,7 +53,7 @@ class Pruner:
         for batch in self._batches.ended_before(before_s):
             self._batches.remove(batch)
             num_batches += 1
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # let other tasks run
         for owner, stored in await asyncio.to_thread(self._files.made_before, before_s):
             if (owner, stored.file_id) not in needed:
                 num_files += await asyncio.to_thread(self._files.remove, owner, stored.file_id)

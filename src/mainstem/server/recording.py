@@ -1,4 +1,4 @@
-"""Keeps what is asked of the engine, for `mainstem bench replay`: token ids and times, no text."""
+"""Records requests to the engine for `mainstem bench replay`: token ids and times, no text."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ class Recorder:
             try:
                 self._file.write(msgspec.json.encode(entry) + b"\n")
             except OSError as error:
-                log.error("nothing more is recorded", extra={"facts": {"reason": str(error)}})
+                log.error("recording has stopped", extra={"facts": {"reason": str(error)}})
                 self.close()
                 return
 

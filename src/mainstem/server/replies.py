@@ -15,7 +15,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Writer(Protocol):
-    """Writes the reply to one request in the words of one API."""
+    """Writes the reply to one request in the format of one API."""
 
     async def whole(self, answering: Answering) -> bytes:
         """The reply as JSON when every answer is finished; raises what ended one early."""
@@ -34,7 +34,7 @@ MakeWriter = Callable[[Reply, Sequence[int], Turn | None], Writer]
 class ReplyWriter:
     """Gathers the answers to one request and writes them as they come.
 
-    `turn` hears of the answer before the client does, so that the next turn finds it.
+    `turn` gets the answer before the client does, so that the next turn finds it.
     """
 
     def __init__(self, reply: Reply, prompt_tokens: Sequence[int], turn: Turn | None) -> None:

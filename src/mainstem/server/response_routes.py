@@ -75,7 +75,7 @@ class ResponseRoutes:
 
     async def _answer(self, request: Request, body: ResponsesBody) -> Response:
         gateway, owner = self._gateway, owner_of(request.state.tenant)
-        response_id = f"resp_{token_hex(24)}"  # whoever knows it may have the response
+        response_id = f"resp_{token_hex(24)}"  # anyone with this key and id may read the response
         earlier = self._earlier(owner, body.previous_response_id)
         session_id = earlier[0].session_id if earlier else response_id
         own_items = [dict(item) for item in input_items(body)]
@@ -100,7 +100,7 @@ class ResponseRoutes:
         return await gateway.reply(request, call, prompts, response_id, writer)
 
     def _earlier(self, owner: str, previous_id: str | None) -> list[Kept]:
-        """The responses that a request goes on from, the first one first."""
+        """The responses that a request continues, the first one first."""
         if previous_id is None:
             return []
         earlier = self._store.chain(owner, previous_id)

@@ -1,4 +1,4 @@
-"""Responses that are kept: for `GET /v1/responses/ID`, and to be gone on from by their id."""
+"""Responses that are kept, for `GET /v1/responses/ID` and to be continued by their id."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,11 +12,11 @@ Json = dict[str, object]
 Item = dict[str, object]
 Key = tuple[str, str]  # owner, response id
 
-RECORD_BYTES = 1024  # what a record takes beside its JSON, about
+RECORD_BYTES = 1024  # approximate memory of a record besides its JSON
 
 
 class Exchanged(msgspec.Struct, frozen=True):
-    """What went in and what came out: the JSON of a record."""
+    """Input and output of a response: the JSON of a record."""
 
     input: list[Item]  # of this response alone; those before it have their own
     response: Json
@@ -56,9 +56,9 @@ class _Shelf:
 
 
 class ResponseStore:
-    """Responses by owner, who finds no other's. One thread uses it.
+    """Responses by owner; no owner finds another's. One thread uses it.
 
-    Where there is no room, the owner that has most loses those unused for longest.
+    When it is full, the owner with the most responses loses its least recently used ones.
     """
 
     def __init__(self, limits: ServerLimits, clock: Callable[[], float] = time) -> None:
@@ -77,8 +77,8 @@ class ResponseStore:
         return self._at(owner, response_id)
 
     def chain(self, owner: str, response_id: str) -> list[Kept] | None:
-        """A conversation up to a response, the first one first; all of it stays for as long as if
-        it were new. None: one of them is not there."""
+        """A conversation up to a response, the first one first, all marked as used now. None: one
+        of them is not there."""
         found: list[Kept] = []
         wanted: str | None = response_id
         while wanted is not None:

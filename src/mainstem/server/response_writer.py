@@ -14,7 +14,7 @@ from mainstem.wire.responses import Json, ResponseStream
 
 class ResponseWriter:
     """Writes one response; `keep` and `turn` get it before the client does, so that a request
-    which goes on from it finds it."""
+    that continues it finds it."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ PAGE = files("mainstem.server") / "page"
 PAGE_HEADERS = {
     "cache-control": "no-cache",
     "x-content-type-options": "nosniff",
-    "content-security-policy": "frame-ancestors 'none'",  # beside what the page says itself
+    "content-security-policy": "frame-ancestors 'none'",  # in addition to the page's own policy
     "x-frame-options": "DENY",
 }
 
@@ -119,7 +119,7 @@ class Routes:
         }
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """What a client needs to use the tokenizer from afar, under the names of Hugging Face."""
+        """What a client needs to use the tokenizer remotely, under Hugging Face's names."""
         tokenizer = self._gateway.engine.tokenizer
         special = {f"{role}_token": None for role in SPECIAL_ROLES} | tokenizer.special_tokens
         found = {
@@ -161,13 +161,13 @@ class Routes:
     # --- how it is ------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine can answer; for whoever restarts the process otherwise."""
+        """200 while the engine can answer; for a supervisor that restarts the process otherwise."""
         if self._gateway.engine.state is EngineState.FAILED:
             raise unavailable("the engine failed")
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """200 from when the apps are filled until the server goes down; for load balancers."""
+        """200 from when the apps are filled until the server shuts down; for load balancers."""
         gateway = self._gateway
         is_running = gateway.engine.state is EngineState.RUNNING
         is_filled = gateway.is_ready and not gateway.filler.num_refills
@@ -277,7 +277,7 @@ def _file(name: str) -> Response:
 
 
 class AccessMiddleware:
-    """Lets in who may, gives every request an id, and logs and counts what became of it."""
+    """Checks keys, gives every request an id, and logs and counts its outcome."""
 
     def __init__(self, inside: ASGIApp, gateway: Gateway, sites: Sites) -> None:
         self._inside = inside

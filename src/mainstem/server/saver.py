@@ -1,4 +1,4 @@
-"""Writes what is kept to its file while the server runs, so that a kill loses little."""
+"""Saves changes to a file while the server runs, so that a kill loses little."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
-SAVE_S = 2.0  # so much a kill may lose
+SAVE_S = 2.0  # between two saves; a kill may lose this much
 
 log = logging.getLogger("mainstem.server")
 

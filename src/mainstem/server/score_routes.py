@@ -1,4 +1,4 @@
-"""The routes that weigh choices: `/v1/score` in our form and SGLang's, and vLLM's of labels."""
+"""The routes that score choices: `/v1/score` in our form and SGLang's, and vLLM's of labels."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -126,7 +126,7 @@ class ScoreRoutes:
 
 
 async def _hear(answering: Answering, scorings: Sequence[ContextScoring]) -> None:
-    """Take in what the engine says to all prompts."""
+    """Take in the engine's results for all prompts."""
     owners = [(scoring, place) for scoring in scorings for place in range(len(scoring.prompts()))]
     async for news in answering:
         for place, output in news:

@@ -13,13 +13,13 @@ from mainstem.text.tokenizer import Tokenizer
 class ServedModel:
     """What the model is called; the first name is the one replies use by default.
 
-    `sampling` has fields of SamplingParams for requests that do not say.
+    `sampling` has fields of SamplingParams for requests that leave them open.
     """
 
     names: tuple[str, ...]
     created: int
     sampling: Mapping[str, object] = field(default_factory=dict)
-    settings: str = ""  # whatever else an answer may depend on
+    settings: str = ""  # everything else an answer may depend on
     formats: AnswerFormats | None = None  # None: as its chat template says
 
     def formats_of(self, tokenizer: Tokenizer) -> AnswerFormats:

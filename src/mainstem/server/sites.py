@@ -1,9 +1,9 @@
 """What browsers may do for pages of other sites: nothing, unless a site was named.
 
 Two attacks end here. Cross-site requests: a page of another site sends a form or a body without a
-type, which browsers let through without a preflight; `Origin` and `Sec-Fetch-Site` give it away.
+type, which browsers send without a preflight; `Origin` and `Sec-Fetch-Site` reveal it.
 DNS rebinding: a page's own name is pointed at this machine, so that to the browser both are one
-site; `Host` gives it away, because it is a name that this server was not given.
+site; `Host` reveals it, because it is a name that this server was not given.
 """
 
 import re
@@ -17,7 +17,7 @@ Headers = list[tuple[bytes, bytes]]
 
 ANY = "*"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # none of them changes anything here
-PROBES = frozenset({"/health", "/ready"})  # load balancers ask by any name, and learn yes or no
+PROBES = frozenset({"/health", "/ready"})  # open to any host name; they answer only yes or no
 MAX_SHOWN = 80
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d{1,5})?", re.ASCII)
 
@@ -98,7 +98,7 @@ def _unknown_host(value: str) -> ApiError:
 
 
 def _plain(origin: str) -> str:
-    """As browsers write it: without a port that goes without saying."""
+    """As browsers write it: without a default port."""
     plain = origin.lower()
     return plain.removesuffix(":443" if plain.startswith("https:") else ":80")
 

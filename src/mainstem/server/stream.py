@@ -62,7 +62,7 @@ class EventStream(Response):
         self._last_words = last_words
         self._held = held
         self._write_s = write_s
-        self._blocked_s: float | None = None  # since when the client takes nothing
+        self._blocked_s: float | None = None  # since when the client has read nothing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:
@@ -79,7 +79,7 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await self._send(send, event)
-        except Exception as error:  # the status is sent: say it in the stream
+        except Exception as error:  # the status was sent already: report it in the stream
             await self._send(send, self._last_words(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

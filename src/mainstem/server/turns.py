@@ -13,7 +13,7 @@ from mainstem.text.tokenizer import Tokenizer
 
 
 def owner_of(tenant: Tenant) -> str:
-    """Whose sessions a tenant finds; derived from its key, so another key finds others."""
+    """The owner of a tenant's sessions; derived from its key, so another key finds others."""
     return sha256(b"mainstem sessions\0" + tenant.salt).hexdigest()
 
 

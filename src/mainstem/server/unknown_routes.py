@@ -1,4 +1,4 @@
-"""A path or method that nobody serves, and what was probably meant."""
+"""Errors for unknown paths and methods, with what was probably meant."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from mainstem.server.error_shapes import error_response
 from mainstem.server.faults import ApiError
 
 CHAT = "use POST /v1/chat/completions"
-# APIs of others that clients look for; what begins with such a path belongs to it
+# other APIs that clients may expect, by the beginning of their paths
 NOT_SERVED = {
     "/v1/conversations": "OpenAI's Conversations API is not served; use previous_response_id of "
     "POST /v1/responses",
@@ -53,7 +53,7 @@ def _unknown_path(path: str, routes: Sequence[Route]) -> str:
         if path == known or path.startswith(f"{known}/"):
             return reason
     meant = nearest(path, [re.sub(r":\w+}", "}", route.path) for route in routes])
-    hint = "GET /openapi.json lists what there is" if meant is None else f"did you mean {meant}?"
+    hint = "GET /openapi.json lists all paths" if meant is None else f"did you mean {meant}?"
     return f"there is no {path}; {hint}"
 
 

@@ -5,7 +5,6 @@ time that people really took in a chat: the shipped table has 1,000 think times 
 (`think_times.json`, from ChitChat), and a file in that data set's own format can take its place.
 """
 
-import gzip
 import json
 from importlib.resources import files
 from itertools import pairwise
@@ -13,6 +12,7 @@ from pathlib import Path
 from random import Random
 
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.files import UNREADABLE, read_plain_or_gzip
 
 ANSWER_S_PER_TOKEN = 0.02  # a user cannot write while the answer is still being written
 
@@ -47,9 +47,8 @@ def load_think_times(path: Path | None) -> list[float]:
         return [float(value) for value in table["think_s"]]
     gaps: list[float] = []
     try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        text = read_plain_or_gzip(path)
+    except UNREADABLE as error:
         raise InvalidRequest(str(path), str(error)) from None
     for number, line in enumerate(text.splitlines(), 1):
         try:

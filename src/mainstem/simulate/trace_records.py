@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.files import UNREADABLE
 
 MAX_TOKENS = 1 << 30  # in one prompt or answer: more is damage
 
@@ -84,7 +85,7 @@ class Lines:
                 self.number += 1
                 if line.strip():
                     yield line
-        except (OSError, EOFError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise InvalidRequest(f"{self._path}:{self.number + 1}", str(error)) from None
 
     def error(self, reason: str) -> InvalidRequest:

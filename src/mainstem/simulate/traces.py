@@ -18,15 +18,12 @@ prompts, so nothing in them can be shared.
 """
 
 import csv
-import gzip
-import io
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
 
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.files import open_plain_or_gzip
 from mainstem.simulate.hash_traces import read_mooncake, read_qwen, read_weka
 from mainstem.simulate.length_traces import (
     azure_columns,
@@ -37,7 +34,6 @@ from mainstem.simulate.length_traces import (
 from mainstem.simulate.session_traces import read_chitchat, read_sessions
 from mainstem.simulate.trace_records import Lines, ReadOptions, Trace, TraceFormat, TraceRequest
 
-GZIP_MAGIC = b"\x1f\x8b"
 PAGE_TOKENS = {
     TraceFormat.MOONCAKE: 512,
     TraceFormat.QWEN: 16,
@@ -63,30 +59,20 @@ READERS: dict[TraceFormat, Reader] = {
 def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
     """Read a trace, plain or gzip; its format is told by its first line unless forced."""
     options = options or ReadOptions()
-    with _opened(path) as stream:
-        first = next(iter(Lines(path, stream)), "")
-    trace_format = options.format or detect(first, path)
-    page_tokens = options.page_tokens or PAGE_TOKENS[trace_format]
-    with _opened(path) as stream:
-        lines = Lines(path, stream)
-        requests = READERS[trace_format](lines, page_tokens, options)
+    try:
+        with open_plain_or_gzip(path) as stream:
+            first = next(iter(Lines(path, stream)), "")
+        trace_format = options.format or detect(first, path)
+        page_tokens = options.page_tokens or PAGE_TOKENS[trace_format]
+        with open_plain_or_gzip(path) as stream:
+            requests = READERS[trace_format](Lines(path, stream), page_tokens, options)
+    except OSError as error:
+        raise InvalidRequest(str(path), error.strerror or str(error)) from None
     if not requests:
         raise InvalidRequest(str(path), "the trace holds no request")
     if options.limit is not None:
         requests = requests[: options.limit]
     return Trace(trace_format, page_tokens, requests)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
-    try:
-        raw = path.open("rb")
-    except OSError as error:
-        raise InvalidRequest(str(path), error.strerror or str(error)) from None
-    with raw:
-        is_gzip = raw.peek(2)[:2] == GZIP_MAGIC
-        stream = gzip.GzipFile(fileobj=raw) if is_gzip else raw
-        yield io.TextIOWrapper(stream, encoding="utf-8", newline="")
 
 
 def detect(first_line: str, path: Path) -> TraceFormat:

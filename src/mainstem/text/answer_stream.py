@@ -56,7 +56,7 @@ class TextStream:
         self._checker: StopChecker | None = None
         if params.stop_strings:
             self._checker = StopChecker(params.stop_strings, params.include_stop_str_in_output)
-        self._num_unchecked = params.min_tokens  # tokens to come in which no stop string ends it
+        self._num_unchecked = params.min_tokens  # tokens to come without stop checks
 
     @property
     def stop(self) -> str | None:

@@ -1,6 +1,6 @@
-"""Finds any of many texts in another, in a time that does not depend on how many they are.
+"""Finds any of many texts in another; the time does not depend on how many there are.
 
-Texts become one regular expression in which common heads stand once:
+The texts become one regular expression in which a common beginning occurs once:
 
     <s>, <unused1>, <unused12>   ->   <(?:s>|unused1(?:2>|>))
 """
@@ -11,9 +11,9 @@ from itertools import groupby
 from os.path import commonprefix
 
 SLICE_CHARS = 1 << 14  # looked through in one go; other threads run in between
-MAX_BRANCHES = 256  # tried one after the other, a nanosecond or two each
-NUM_SETS = 4  # that more branches are parted into
-MAX_NESTED = 64  # groups within groups; the compiler of patterns recurses
+MAX_BRANCHES = 256  # tried one after another, 1 to 2 ns each
+NUM_SETS = 4  # more branches than that are divided into sets
+MAX_NESTED = 64  # depth of groups; the regular expression compiler recurses
 
 
 class AnyOf:
@@ -22,7 +22,7 @@ class AnyOf:
     def __init__(self, texts: Iterable[str]) -> None:
         ordered = sorted({text for text in texts if text})
         self._longest = max(map(len, ordered), default=0)
-        # without texts: what matches nowhere
+        # without texts: a pattern that never matches
         self.pattern = re.compile(_pattern(ordered) if ordered else "(?!)")
         begins = [
             (first, f"{re.escape(first)}(?={_pattern(tails)})")
@@ -40,7 +40,7 @@ class AnyOf:
         while start < end and self._longest:
             stop = min(end, start + SLICE_CHARS + self._longest)
             found = self.pattern.search(text, start, stop)
-            if found is not None and stop < end:  # the slice may have cut a longer one
+            if found is not None and stop < end:  # it may have cut off a longer match
                 is_whole = found.start() <= start + SLICE_CHARS
                 found = self.pattern.match(text, found.start(), end) if is_whole else None
             if found is not None:
@@ -63,8 +63,8 @@ class AnyOf:
 
 
 def _pattern(texts: Sequence[str], num_nested: int = 0) -> str:
-    """What matches the longest of some texts; they are sorted, and no two are the same."""
-    if num_nested == MAX_NESTED:  # one by one; a text's own head comes after it
+    """A pattern for the longest of some texts, which are sorted and all different."""
+    if num_nested == MAX_NESTED:  # list them; a text comes before its own beginnings
         return f"(?:{'|'.join(map(re.escape, reversed(texts)))})"
     head = commonprefix([texts[0], texts[-1]])  # noqa: RUF071
     tails = [text[len(head) :] for text in texts]
@@ -78,13 +78,13 @@ def _pattern(texts: Sequence[str], num_nested: int = 0) -> str:
 
 
 def _by_first(texts: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Sorted texts by their first characters: what follows it."""
+    """Sorted texts grouped by first character: that character, and what follows it in each."""
     groups = groupby(texts, key=lambda text: text[0])
     return [(first, [text[1:] for text in group]) for first, group in groups]
 
 
 def _any_branch(branches: Sequence[tuple[str, str]]) -> str:
-    """A choice between patterns; no two begin with the same character, which comes with them."""
+    """A choice between patterns, given with their first characters, which all differ."""
     if len(branches) <= MAX_BRANCHES:
         return "|".join(pattern for _, pattern in branches)
     size = -(-len(branches) // NUM_SETS)

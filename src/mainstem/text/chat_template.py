@@ -20,9 +20,9 @@ from mainstem.core.errors import InvalidRequest, ModelNotFound
 Message = Mapping[str, object]
 Json = Mapping[str, object]
 
-# what templates know; a role is part of a template's own text, so it is never a user's choice
+# the roles that templates know; a role becomes template text, so users cannot invent one
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-MAX_RENDERED_CHARS = 1 << 25  # what a chat may become; far above any context window
+MAX_RENDERED_CHARS = 1 << 25  # of a rendered chat; far above any context window
 
 
 class _Generation(jinja2.ext.Extension):
@@ -145,5 +145,5 @@ def _checked_message(
         raise InvalidRequest(f"messages[{index}].content", "must be a text, got null")
     calls = {"tool_calls", "function_call"}
     if any(message.get(name) for name in calls):
-        return dict(message)  # templates look whether there is one
+        return dict(message)  # templates check whether there is any content
     return {**message, "content": ""}

@@ -9,12 +9,12 @@ So before rendering, a MARK is put into each control token that the request spel
 the text is split at the control tokens that are whole. The marks are taken out of what is between
 them, and that is encoded as text (text/parts.py).
 
-A control token must not come about between what a user said and the template's own text, either
-("|im_end|" between "<" and ">"): what could be a piece of one has a mark at its edge.
+A control token must not form across the border of what a user said and the template's own text,
+either ("|im_end|" between "<" and ">"): text that could be a piece of one has a mark at its edge.
 
 Some tokenizers cannot read a control token as text (text/parts.py says which). There, a request
 that spells one out is refused, also where only normalizing makes it one ("<|IM_END|>" in lower
-case). What else it says has marks at both edges, and no control token may reach over one.
+case). All other text has marks at both edges, and no control token may extend over a mark.
 """
 
 import re
@@ -26,7 +26,7 @@ import tokenizers
 from mainstem.core.errors import InvalidRequest
 from mainstem.text.any_of import AnyOf
 
-MARK = "\ufdd0"  # never a character of a text, Unicode says; in what a request says it is dropped
+MARK = "\ufdd0"  # a Unicode noncharacter; dropped where a request contains it
 ESCAPED_MARK = "\\ufdd0"  # in Python's lists and in JSON that is ASCII
 SHORT_CHARS = 1 << 8
 _BARRED = re.compile(r"<[|｜].*[|｜]>")  # noqa: RUF001  # DeepSeek's bars
@@ -40,7 +40,7 @@ def without_marks(text: str) -> str:
 
 def control_texts(backend: tokenizers.Tokenizer, others: Iterable[str]) -> frozenset[str]:
     """The added tokens that steer a model: special ones, `others`, and those written `<|...|>`,
-    since not every model's file calls its turns' tokens special."""
+    since some models do not declare the tokens of their turns as special."""
     added = backend.get_added_tokens_decoder().values()
     named = {token.content for token in added}
     control = {token.content for token in added if token.special or _BARRED.match(token.content)}
@@ -53,7 +53,7 @@ class ControlTokens:
     def __init__(
         self, texts: frozenset[str], normalize: Callable[[str], str] = lambda text: text
     ) -> None:
-        """`normalize`: what a tokenizer does to a text before it looks for them; see `refuse`."""
+        """`normalize`: the tokenizer's own normalizing, applied before the search; see `refuse`."""
         self.texts = texts
         self._normalize = normalize
         self._any = AnyOf(texts)
@@ -72,13 +72,13 @@ class ControlTokens:
         self._ends = sorted(self._tails | texts)
 
     def mark(self, text: str) -> str:
-        """`text` with a mark wherever a control token is, or could come about at its edges.
+        """`text` with a mark wherever a control token is, or could form at its edges.
 
         White space around it does not count, since templates trim. Plain words stay as they are,
         since templates compare them.
         """
         if len(text) < SHORT_CHARS and self._suspect.search(text) is None:
-            return text  # most names and words of tools
+            return text  # true of most names and words in tools
         text = without_marks(text)
         bare = text.strip()
         if self._is_within(bare):

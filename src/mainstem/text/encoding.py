@@ -1,4 +1,4 @@
-"""Prompts before they are token ids: text, ids, or a conversation; with an app's in front or not.
+"""Prompts before encoding: text, ids or a conversation, with or without an app's system prompt.
 
 `encode_prompt` turns one into the ids that the engine computes.
 """
@@ -19,7 +19,7 @@ from mainstem.text.tokenizer import Tokenizer
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 PROBES = ("a", "The")  # user messages that begin differently
-NODE_CHARS = 64  # a field takes as long as a text of so many
+NODE_CHARS = 64  # a field costs as much time as 64 characters of text
 
 Json = Mapping[str, object]
 Message = dict[str, object]
@@ -54,7 +54,7 @@ class App:
 
     @classmethod
     def from_flag(cls, flag: str) -> "App":
-        """Of `NAME=file`; raises ConfigError."""
+        """From `NAME=file`; raises ConfigError."""
         name, equals, path = flag.partition("=")
         if not equals:
             raise ConfigError(f"--app must be NAME=file, got {flag!r}")
@@ -87,7 +87,7 @@ class PromptTooLong(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class BegunPrompt:
-    """A prompt that is a text now, and whose ids are looked up as far as they are known."""
+    """A prompt rendered to text, with the ids that are known already."""
 
     text: str | None  # a chat's with marks (text/control_tokens.py); None: given as ids
     is_chat: bool
@@ -112,13 +112,12 @@ def begin_prompt(
 ) -> BegunPrompt:
     """The first step of `encode_prompt`: everything but encoding what is new.
 
-    Ids of a session are used where the prompt goes on from it, those of texts seen before where
-    they came with the same `salt`. Raises PromptTooLong when there are more than `max_tokens` for
-    certain.
+    Ids of a session are reused where the prompt continues it, ids of earlier texts where they came
+    with the same `salt`. Raises PromptTooLong when the prompt certainly exceeds `max_tokens`.
     """
     if isinstance(prompt, array):
         if app is None:
-            # what a session then does with many ids takes a while, too
+            # with many ids, the work of a session takes time too
             return BegunPrompt(None, False, Pending(len(prompt) // 8, lambda: list(prompt)))
         after = Pending(len(app.prompt), lambda: [*tokenizer.encode(app.prompt), *prompt])
         return BegunPrompt(None, False, after)
@@ -138,7 +137,7 @@ def begin_prompt(
 
 
 def _certain_text(chat: Chat) -> str:
-    """What any template writes out, joined; not the answers, since some leave thoughts out."""
+    """What every template prints, joined; no answers, since some templates drop reasoning."""
     contents = [
         message.get("content")
         for message in chat.messages
@@ -176,7 +175,7 @@ def _text(tokenizer: Tokenizer, prompt: "str | Chat", app: App | None) -> str:
 
 
 def is_short(prompts: Sequence[Prompt], max_chars: int) -> bool:
-    """Whether prompts have at most about so many characters, or token ids, together."""
+    """Whether prompts have at most about `max_chars` characters, or token ids, together."""
     room = max_chars
     for prompt in prompts:
         if isinstance(prompt, Chat):
@@ -187,7 +186,7 @@ def is_short(prompts: Sequence[Prompt], max_chars: int) -> bool:
 
 
 def _room_left(value: object, room: int) -> int:
-    """`room` less the characters of a JSON value; stops where there is none."""
+    """`room` minus the characters of a JSON value; stops when it is used up."""
     if isinstance(value, str):
         return room - len(value)
     if not isinstance(value, Mapping | list | tuple):
@@ -199,8 +198,8 @@ def _room_left(value: object, room: int) -> int:
     return room
 
 
-# after the content of a message that is to be continued; templates that trim white space take the
-# end of it away, and of the content what stands before it
+# put after the content of the message to continue, with a space after it: a template that trims
+# white space removes that space, and then white space at the end of the content goes too
 _MARK = "\ue0f3end of the message\ue0f3"
 _FIELD = "continue_final_message"
 

@@ -14,7 +14,7 @@ from mainstem.core.errors import AnswerFailed, EngineLost, InvalidRequest, Mains
 from mainstem.core.request import Request
 from mainstem.text.text_engine import TextEngine, TextOutput
 
-IDLE_S = 0.2  # between two steps with nothing to run, which look after pages that are being saved
+IDLE_S = 0.2  # between steps without work, which finish pages that are being saved
 MAX_LAST_STEPS = 100
 
 log = logging.getLogger("mainstem.text")
@@ -35,7 +35,7 @@ class EngineThread:
     """Runs the engine; the TextEngine is touched by its thread alone.
 
     Every request that was submitted comes to an end in `deliver`: by outputs with a finish reason,
-    one for each of its answers, or by one `Ended`; unless it was aborted, then by nothing.
+    one for each of its answers, or by one `Ended`. An aborted request has no end there.
     """
 
     def __init__(self, engine: TextEngine, deliver: Callable[[list[News]], None]) -> None:
@@ -50,14 +50,14 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Queue a request; what is wrong with it comes as news."""
+        """Queue a request; an error in it is delivered as news."""
         with self._lock:
             if self._is_stopped:
                 raise _closed()
             self._commands.put(request)
 
     def abort(self, request_id: str) -> None:
-        """Stop a request; nothing more is heard of it, save what is on its way."""
+        """Stop a request; no more news of it comes, except what is on its way already."""
         self._commands.put(request_id)
 
     def close(self) -> None:
@@ -84,13 +84,13 @@ class EngineThread:
             while self._take_commands():
                 self._report(self._engine.step())
         except Exception as error:
-            log.exception("the engine is lost")
+            log.exception("the engine failed and cannot go on")
             self._fail(f"{type(error).__name__}: {error}")
             return False
         return True
 
     def _take_commands(self) -> bool:
-        """Obey what has been asked; waits a while when there is nothing to run. False: stop."""
+        """Carry out queued commands; waits a while when there is nothing to run. False: stop."""
         is_waiting = not self._engine.has_work
         while True:
             try:
@@ -111,7 +111,7 @@ class EngineThread:
             self._engine.submit(request)
         except InvalidRequest as error:
             self._deliver([Ended(request.request_id, error)])
-        except Exception as error:  # of a callback, say; the others are answered
+        except Exception as error:  # for example from a callback; other requests go on
             log.exception("a request could not be queued")
             fault = AnswerFailed(f"the prompt could not be queued: {error}")
             self._deliver([Ended(request.request_id, fault)])
@@ -139,7 +139,7 @@ class EngineThread:
             self._deliver(news)
 
     def _stop(self) -> None:
-        """End what is open and let the engine come to rest."""
+        """End open requests and let the engine finish."""
         for request_id in self._num_open:
             self._engine.abort(request_id)
         self._end_all(_closed)
@@ -153,7 +153,7 @@ class EngineThread:
         self._num_open.clear()
 
     def _fail(self, reason: str) -> None:
-        """The engine is lost: end what is open, and what still comes in, until `close`."""
+        """The engine failed: end open requests, and those that still arrive, until `close`."""
         self._end_all(lambda: EngineLost(reason))
         while (command := self._commands.get()) is not None:
             if isinstance(command, Request):

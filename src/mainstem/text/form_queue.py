@@ -1,6 +1,6 @@
-"""Compiles forms on threads of its own, fairly: one at a time of each owner, in turn.
+"""Compiles forms on its own threads, round-robin: one form at a time for each owner.
 
-Whoever sends many hard forms waits for them itself; the forms of others go ahead of its next one.
+An owner that sends many slow forms delays only itself; other owners' forms go before its next one.
 """
 
 from collections import deque
@@ -23,13 +23,13 @@ class FormQueue:
         self._grammars = grammars
         self._num_threads = num_threads
         self._threads: list[Thread] = []
-        self._waiting: dict[str, deque[_Job]] = {}  # by owner, whoever is next first
+        self._waiting: dict[str, deque[_Job]] = {}  # by owner; the next owner comes first
         self._busy: set[str] = set()  # owners whose form is being compiled
         self._change = Condition()
         self._is_closed = False
 
     def submit(self, form: str, owner: str = "") -> "Future[CompiledForm]":
-        """What `Grammars.compile` will return or raise; at once where it is compiled already."""
+        """A future of `Grammars.compile`; already done if the form is compiled."""
         future: Future[CompiledForm] = Future()
         if (found := self._grammars.find(form, owner)) is not None:
             future.set_result(found)
@@ -52,7 +52,7 @@ class FormQueue:
         return future
 
     def close(self) -> None:
-        """End the threads after what they are at; forms that wait are cancelled."""
+        """Let the threads finish their current form, then end them; waiting forms are cancelled."""
         with self._change:
             self._is_closed = True
             for jobs in self._waiting.values():
@@ -71,7 +71,7 @@ class FormQueue:
                 self._change.notify()
 
     def _take(self) -> tuple[str, _Job] | None:
-        """The next form of whoever has waited longest for its turn; None: closed."""
+        """The next form of the owner that has waited longest; None: closed."""
         with self._change:
             while not self._is_closed:
                 for owner, jobs in self._waiting.items():
@@ -80,7 +80,7 @@ class FormQueue:
                     job = jobs.popleft()
                     del self._waiting[owner]
                     if jobs:
-                        self._waiting[owner] = jobs  # behind the others
+                        self._waiting[owner] = jobs  # after the other owners
                     self._busy.add(owner)
                     return owner, job
                 self._change.wait()
@@ -89,7 +89,7 @@ class FormQueue:
     def _fulfil(self, future: "Future[CompiledForm]", form: str, owner: str) -> None:
         try:
             compiled = self._grammars.compile(form, owner)
-        except Exception as error:  # goes to whoever asked
+        except Exception as error:  # delivered to the caller
             future.set_exception(error)
         except BaseException as error:  # a panic in the parser's own code
             future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))

@@ -4,7 +4,7 @@
 
 A form is plain text, so that it can be part of SamplingParams; llguidance understands it. JSON is
 written with one space after `,` and `:` and none elsewhere: a free choice of white space is one
-that small models do not come back from.
+that small models never return from.
 """
 
 import json
@@ -37,16 +37,16 @@ JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 # What a form may cost. Schemas of 64 KiB stay far below: 0.05 s and 1 MB.
 _MAX_SYMBOLS = 100_000  # of a grammar
 _MAX_STATES = 50_000  # of its lexer; text of limited length needs 7 for each character
-_LEXER_FUEL = 200_000  # for what a form forces from the beginning, 150 bytes each
+_LEXER_FUEL = 200_000  # for text that a form forces at its beginning, 150 bytes each
 _MAX_ITEMS = 20_000  # of the parser, per token
-_MAX_REMAINDERS = 50_000  # remainders that `multipleOf` makes a lexer tell apart: 0.4 s, 25 MB
+_MAX_REMAINDERS = 50_000  # that a lexer must distinguish for `multipleOf`: 0.4 s, 25 MB
 _MAX_SLOW_S = 1.0  # processor time of one answer in tokens that took _SLOW_S or more
 _SLOW_S = 0.02
 _RENEWABLE_S = 0.1  # a form that took longer to compile is not compiled again between two steps
-_READ_TOKENS = 256  # at once; a lexer that is renewed has all of an answer to read
+_READ_TOKENS = 256  # in one call; a renewed lexer reads the whole answer again
 _RENEWAL_TOKENS = 128  # an answer may have its lexer renewed twice, and once more for each of these
 
-# What compiled forms may hold together, by an upper estimate.
+# Memory of all compiled forms together, by an upper estimate.
 KEPT_BYTES = 1 << 30  # for later use
 OWNER_BYTES = 2 << 30  # of one owner, kept or in use
 _MIN_BYTES = 1 << 20
@@ -157,9 +157,9 @@ def _schema(given: str | Mapping[str, object]) -> object:
 class Grammars:
     """Compiles forms for one tokenizer, and keeps them. May be used on any thread.
 
-    Compiling may take a second, without the interpreter lock; whoever wants another form does not
-    wait for it. Forms belong to an owner (a tenant): when those kept exceed KEPT_BYTES, the owner
-    that holds most loses the one it has not used for longest, so nobody pushes out a smaller one's.
+    Compiling may take a second, without the interpreter lock; callers that want another form do
+    not wait for it. Forms belong to an owner (a tenant). When those kept exceed KEPT_BYTES, the
+    largest owner loses its least recently used one, so no owner evicts a smaller one's forms.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -169,7 +169,7 @@ class Grammars:
         # by owner and text, least used first
         self._forms: OrderedDict[tuple[str, str], Future[CompiledForm]] = OrderedDict()
         self._live: WeakSet[CompiledForm] = WeakSet()  # those kept, and those still in use
-        self._lock = Lock()  # of the forms, never held for long
+        self._lock = Lock()  # guards the forms; held only briefly
 
     def compile(self, form: str, owner: str = "") -> "CompiledForm":
         """Raises InvalidRequest with what is wrong with the form, TooManyForms if the owner's
@@ -181,7 +181,7 @@ class Grammars:
                 self._make_room(owner)
             wanted = found or self._forms.setdefault(key, Future())
             self._forms.move_to_end(key)
-        if found is None:  # others who want it wait for this thread
+        if found is None:  # other callers that want this form wait for this thread
             self._fill(wanted, key)
         return wanted.result()
 
@@ -193,7 +193,7 @@ class Grammars:
 
     @property
     def num_bytes(self) -> int:
-        """What forms hold that are kept or in use, by an upper estimate."""
+        """Memory of forms that are kept or in use, by an upper estimate."""
         with self._lock:
             return sum(form.num_bytes for form in self._live)
 
@@ -206,7 +206,7 @@ class Grammars:
         return found
 
     def _make_room(self, owner: str) -> None:
-        """Forget forms beyond what may be kept; refuse another one to who has too much in use."""
+        """Evict forms above the limit; refuse a new one to an owner with too much in use."""
         held: dict[str, int] = {}
         ready = [(key, each.result()) for key, each in self._forms.items() if each.done()]
         for (name, _), form in ready:
@@ -217,7 +217,7 @@ class Grammars:
             key, form = ready.pop(place)
             held[largest] -= form.num_bytes
             del self._forms[key], form
-        ready.clear()  # references to forms that nobody else may hold any more
+        ready.clear()  # drop references, which may be the last ones to these forms
         in_use = sum(form.num_bytes for form in self._live if form.owner == owner)
         if in_use > OWNER_BYTES:
             reason = f"forms in use hold {in_use >> 20} MiB; send it again when answers have ended"
@@ -226,7 +226,7 @@ class Grammars:
     def _fill(self, wanted: "Future[CompiledForm]", key: tuple[str, str]) -> None:
         owner, form = key
         try:
-            words = self._load_words()  # no cost of this form
+            words = self._load_words()  # not counted as this form's cost
             began_s = thread_time()
             matcher = _matcher(form, words)
             cost_s = thread_time() - began_s
@@ -289,7 +289,7 @@ def _matcher(form: str, words: "LLTokenizer") -> "LLMatcher":
         raise InvalidRequest(FIELD, "no text has it" if is_empty else _too_much(reason))
     first = np.flatnonzero(np.unpackbits(allowed, bitorder="little"))
     first = first[~np.isin(first, words.eos_tokens)]
-    if len(first):  # what a form forces to follow its beginning may be too much for its lexer
+    if len(first):  # text that the form forces at its beginning may exceed the lexer's limits
         trial = matcher.deep_copy()
         trial.consume_token(int(first[0]))
         trial.compute_bitmask()
@@ -299,8 +299,8 @@ def _matcher(form: str, words: "LLTokenizer") -> "LLMatcher":
 
 
 def _num_remainders(form: str) -> int:
-    """How many remainders a lexer must tell apart for `multipleOf`: all of each divisor, and where
-    schemas are joined those of their products."""
+    """How many remainders a lexer must distinguish for `multipleOf`: those of each divisor, and of
+    products of divisors where schemas are joined."""
     text = re.sub(r"\\+u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), form)
     found = re.findall(r'multipleOf\\*"\s*:\s*([0-9.]+)', text)
     divisors = {int("0" + digits.replace(".", "").rstrip("0")[:18]) for digits in found}
@@ -319,9 +319,9 @@ def _too_much(reason: str) -> str:
 class CompiledForm:
     """A form that answers can be held to; a `Grammar` of core.request.
 
-    All its answers share one lexer, which grows with the text it reads. When it has reached its
-    limits it fails for all of them: the form is then compiled again, and they go on with the new
-    one. A form that took long to compile is not: it is spent.
+    All its answers share one lexer, which grows with the text it reads. At its limits it fails for
+    all of them; the form is then compiled again, and they continue with the new lexer. A form that
+    took long to compile is not compiled again: it is used up.
     """
 
     def __init__(
@@ -354,13 +354,13 @@ class CompiledForm:
         return self._matcher.deep_copy()
 
     def count(self, num_tokens: int) -> None:
-        """Answers have come so much further."""
+        """Answers have read `num_tokens` more tokens."""
         self._num_tokens += num_tokens
 
     def renew(self, failed: int) -> bool:
-        """Have a lexer that is younger than the one that failed; False: there is none."""
+        """Make sure of a lexer newer than the one that failed; False: there is none."""
         if failed < self.generation:
-            return True  # another answer met it first
+            return True  # another answer has renewed it already
         try:
             if self._cost_s <= _RENEWABLE_S:
                 self._matcher = self._compile_again()
@@ -421,7 +421,7 @@ class AnswerMask:
             self.fault = f"the parser of its form reached its limits: {_reason(self._matcher)}"
 
     def _note_time(self, seconds: float) -> None:
-        """Everybody waits for a token that takes long; an answer may have few of these."""
+        """Count slow tokens: all requests wait for them, so an answer may have only a few."""
         if seconds >= _SLOW_S:
             self._slow_s += seconds
         if self._slow_s > _MAX_SLOW_S and self.fault is None:

@@ -7,14 +7,14 @@ from threading import Lock
 CACHE_BYTES = 64 << 20
 ENTRY_BYTES = 256  # of a key, a text's header and the place in the table
 
-Key = tuple[bytes, bool, str]  # whose it is, whether it begins a prompt, the text
+Key = tuple[bytes, bool, str]  # salt, whether it begins a prompt, the text
 
 
 class PartCache:
-    """Text -> ids, the least recently used going first. Safe between threads.
+    """Text -> ids, evicting the least recently used first. Thread-safe.
 
-    Whoever asks with another salt finds nothing: how fast an answer comes would say that somebody
-    else has sent this text.
+    A caller with another salt finds nothing; otherwise the time of an answer would reveal that
+    another tenant has sent this text.
     """
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:

@@ -137,7 +137,7 @@ class PartEncoder:
         return found
 
     def _encode_fenced(self, text: str) -> list[int]:
-        """Ids of a text that is not split; InvalidRequest where a control token reaches over a
+        """Ids of a text that is not split; InvalidRequest where a control token extends over a
         mark."""
         plain = without_marks(text)
         if MARK not in text:
@@ -163,7 +163,7 @@ class PartEncoder:
 
     @cached_property
     def _begins_differently(self) -> bool:
-        """Whether a text's first part has a space put in front of it, and others have not."""
+        """Whether a space is put before the first part of a text, and not before the others."""
         pre_tokenizers = steps(self._backend.pre_tokenizer, "pretokenizers")
         return any(step.get("prepend_scheme") == "first" for step in pre_tokenizers)
 
@@ -199,7 +199,7 @@ def _plain(state: dict[str, object]) -> Backend:
 
 
 def _patterns(backend: Backend, control: frozenset[str]) -> tuple[AnyOf, AnyOf] | None:
-    """What the added tokens are found with, in the text and then in what normalizing left of it;
+    """The patterns that find added tokens, in the text and then in the normalized text;
     None where parts of a text cannot be encoded alone."""
     added = list(backend.get_added_tokens_decoder().values())
     normalized = [token.content for token in added if token.normalized]
@@ -211,7 +211,7 @@ def _patterns(backend: Backend, control: frozenset[str]) -> tuple[AnyOf, AnyOf] 
         return None
     if steps(backend.normalizer, "normalizers"):
         if not control.isdisjoint(normalized):
-            return None  # they are found in another text than the one that is split
+            return None  # they are searched in a text other than the one that is split
         normalized = []  # found by the encoder of the part they are in
     plain = [token.content for token in added if not token.normalized]
     return AnyOf(plain), AnyOf(normalized)

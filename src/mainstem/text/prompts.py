@@ -30,7 +30,7 @@ class Refusals:
     """The prompts of a call that cannot be answered, and why."""
 
     def __init__(self, name: str, is_lone: bool, on_error: OnError) -> None:
-        """`name`: of the argument they came in. `is_lone`: it was one prompt, not a list."""
+        """`name`: the argument they came in. `is_lone`: it was one prompt, not a list."""
         self.reasons: dict[int, str] = {}
         self._name = name
         self._is_lone = is_lone
@@ -55,7 +55,7 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """See Refusals.at; by hand, because there are three for every prompt of a call."""
+    """See Refusals.at; written as a class for speed, since each prompt of a call makes three."""
 
     refusals: Refusals
     index: int
@@ -205,7 +205,7 @@ def listed_contexts(
 def listed_choices(
     choices: Iterable[str] | Iterable[Iterable[str]], number: int
 ) -> list[list[str]]:
-    """The choices of each of `number` contexts; a list of texts is that of all of them."""
+    """The choices of each of `number` contexts; a plain list of texts is used for all of them."""
     given: object = choices
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping | AbstractSet):
         raise InvalidRequest("choices", f"must be a list of texts, got {given!r:.80}")
@@ -240,7 +240,7 @@ def listed_params(
 
 
 def listed_sessions(sessions: str | Iterable[str | None] | None, number: int) -> list[str | None]:
-    """The session of each of `number` prompts; a name alone is that of a prompt alone."""
+    """The session of each of `number` prompts; a plain name is accepted for a single prompt."""
     if sessions is None:
         return [None] * number
     if isinstance(sessions, str):

@@ -42,7 +42,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its answers; where `error` is set, why there are none, or not all of one."""
+    """A prompt and its answers; `error` says why answers are missing or cut short."""
 
     request_id: str
     prompt: str | None
@@ -87,7 +87,7 @@ def empty_result(
 
 
 def piece_of(output: TextOutput, tokenizer: Tokenizer) -> AnswerPiece:
-    """News of an answer, for who streams it."""
+    """News of an answer, as a piece of a stream."""
     reason = output.finish_reason
     return AnswerPiece(
         index=output.index,

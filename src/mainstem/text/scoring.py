@@ -20,7 +20,7 @@ from mainstem.text.encoding import App, Prompt, begin_prompt
 from mainstem.text.tokenizer import Tokenizer, check_unicode
 
 MAX_CHOICES = MAX_NEXT_IDS
-SCORE_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)  # of the token that nobody reads
+SCORE_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)  # its token is ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ChoiceScore:
     token_ids: list[int]
     token_logprobs: list[float]  # of each token, given the context and the tokens before it
     is_greedy: bool  # each of its tokens is the likeliest one at its place
-    probability: float  # of all choices of the call it is this one
+    probability: float  # that of all choices of the call it is this one
 
     @property
     def logprob(self) -> float:
@@ -46,7 +46,7 @@ class ChoiceScore:
 
 @dataclass(slots=True)
 class ScoreOutput:
-    """A context and its choices, in the order they were given; where `error` is set, why not."""
+    """A context and its choices in the given order; `error` says why there are none."""
 
     context_token_ids: list[int]
     choices: list[ChoiceScore] = field(default_factory=list)

@@ -4,7 +4,7 @@ A client sends its whole conversation each turn, as text. Encoding the model's o
 give other ids than the model produced, and the cached pages would not be found. So a session
 remembers the ids and the text they stand for: a turn that begins with this text extends the ids.
 
-Ids only; the pages are the store's business, and without them a turn is computed like any other.
+Sessions hold ids only. Pages belong to the store; without them a turn is computed like any other.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ class SessionLimits:
 class Sessions:
     """All sessions, by owner. One thread uses it.
 
-    An owner is whatever tells tenants apart and cannot be guessed; nobody finds another's session.
+    An owner is a secret that identifies a tenant; no owner finds another's session.
     """
 
     def __init__(self, limits: SessionLimits, clock: Callable[[], float] = time) -> None:

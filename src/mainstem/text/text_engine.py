@@ -38,7 +38,7 @@ class TextOutput:
 class AnswerReader:
     """Reads what the engine says to one request: text that is certain, stop strings obeyed.
 
-    The engine may have gone on past a stop string; tokens after it are nobody's.
+    The engine may have gone on past a stop string; tokens after it are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
@@ -61,7 +61,7 @@ class AnswerReader:
         """What is new of an answer; None if a stop string has ended it already.
 
         Where the text finds the end before the engine does (`finish_reason` is set here and not in
-        `output`), the engine is to be told.
+        `output`), the caller must tell the engine.
         """
         stream = self._streams.get(output.index)
         if stream is None:

@@ -1,4 +1,4 @@
-"""How few tokens a text can have: what is certainly too long is refused before it is encoded."""
+"""A lower bound of a text's tokens, so that prompts that are too long are refused unencoded."""
 
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ class TokenBound:
 
 
 def _shrinks(backend: tokenizers.Tokenizer) -> int | None:
-    """By how much normalizing can make a text shorter; None: there is no telling."""
+    """By how much normalizing can make a text shorter; None: unknown."""
     shrinks = 1
     for step in steps(backend.normalizer, "normalizers"):
         if step["type"] in ("NFC", "NFD"):

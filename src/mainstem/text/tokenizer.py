@@ -26,7 +26,7 @@ from mainstem.text.parts import PartEncoder, Pending, encode_whole
 from mainstem.text.token_bound import TokenBound
 
 GENERATION_FILE = "generation_config.json"
-# in it; the others are set by who asks, or are Hugging Face's own
+# fields of it that are used; others are set by the request, or belong to Hugging Face
 ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MANY_IDS = 1 << 10  # decoding them takes longer than a change of threads
 SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -80,7 +80,7 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Read a model folder; chats go through the file `template` if one is named.
 
-        Raises ModelNotFound when there is no usable tokenizer.json, or a template is none.
+        Raises ModelNotFound when tokenizer.json is unusable, or a template is not valid.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -116,7 +116,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the begin and end tokens that tokenizer.json puts around one.
 
-        add_bos_token in tokenizer_config.json has no say, as in Hugging Face's loader.
+        add_bos_token in tokenizer_config.json is ignored, as in Hugging Face's loader.
         """
         check_unicode("prompt", text)
         return encode_whole(self._backend, text, add_special_tokens=True)
@@ -186,7 +186,7 @@ class Tokenizer:
     ) -> str:
         """`render_chat` with marks in the special tokens that are text (text/control_tokens.py)."""
         if not self._templates:
-            reason = "this model has no chat template; send a prompt, or name a --chat-template"
+            reason = "this model has no chat template; send a prompt, or set --chat-template"
             raise InvalidRequest("messages", reason)
         checked = checked_messages(messages, None if self._allows_special else ROLES)
         given: tuple[Sequence[Message], Sequence[Json] | None, Json]
@@ -223,14 +223,14 @@ class Tokenizer:
         return self._control.mark(text) if self._parts.can_split else self._control.fence(text)
 
     def _normal(self, text: str) -> str:
-        """A text as special tokens are looked for in it."""
+        """A text as the tokenizer normalizes it before it looks for special tokens."""
         check_unicode("messages", text)
         assert self._backend.normalizer is not None
         normalized: str = self._backend.normalizer.normalize_str(text)
         return normalized
 
     def is_control(self, token_id: int) -> bool:
-        """Whether a token acts, other than as text."""
+        """Whether a token is control, not text."""
         return token_id in self._control_ids
 
     def token_id(self, token: str) -> int | None:

@@ -1,8 +1,8 @@
 """The JSON objects that clients send, field by field.
 
 This is the one description of them: bodies are checked against it, and `/openapi.json` is made from
-it. Ranges of sampling fields stand in `core.request`, since Python callers meet them too. `null` is
-the same as leaving a field out, as in OpenAI's API.
+it. Ranges of sampling fields are in `core.request`, since they hold for Python callers too. `null`
+is the same as leaving a field out, as in OpenAI's API.
 """
 
 import re
@@ -124,7 +124,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stream tells beside its text."""
+    """What a stream reports besides its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: each chunk has the usage so far
@@ -135,7 +135,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AnswerBody(Struct, frozen=True, kw_only=True):
-    """What chats and completions have in common."""
+    """Fields that chats and completions have in common."""
 
     model: Annotated[str, Meta(description="the model's name, or NAME:APP")] | None = None
     app: Annotated[str, Meta(description="a system prompt that the server keeps")] | None = None
@@ -169,7 +169,7 @@ class AnswerBody(Struct, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
-    # how much of a prompt is read: its last tokens; -1: as many as leave room for the answer
+    # how many of a prompt's last tokens are read; -1: as many as leave room for the answer
     truncate_prompt_tokens: int | None = None
     # which pages it shares, and when it runs
     cache_salt: str | None = None
@@ -188,7 +188,7 @@ class ChatBody(AnswerBody, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Anything] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    parallel_tool_calls: bool | None = None  # false: the first call alone is told
+    parallel_tool_calls: bool | None = None  # false: only the first call is returned
     tool_choice: Annotated[str, Meta(examples=["none", "auto", "required"])] | ChosenTool | None = (
         None
     )
@@ -206,7 +206,7 @@ class CompletionBody(AnswerBody, frozen=True, kw_only=True):
 
 
 class TokenizeOptions(Struct, frozen=True):
-    """What `POST /tokenize` takes beside the fields of a chat or completion."""
+    """What `POST /tokenize` takes besides the fields of a chat or completion."""
 
     add_special_tokens: bool | None = None  # those that tokenizer.json puts around a prompt
     return_token_strs: bool | None = None
@@ -264,7 +264,7 @@ HARMLESS = frozenset(
         "user",
     ]
 )
-# fields that are taken only at values which say what happens anyway; any other is refused
+# fields accepted only with values that change nothing; any other value is refused
 _BOTH = {
     "allowed_token_ids": OnlyAt((), "use structured_outputs with a choice or a regex"),
     "bad_words": OnlyAt(([],), "use logit_bias with -100 for their tokens"),
@@ -272,10 +272,10 @@ _BOTH = {
     "early_stopping": OnlyAt((False,), "there is no beam search"),
     "function_call": OnlyAt(("auto", "none"), "use tools and tool_choice"),
     "functions": OnlyAt(([],), "use tools"),
-    "include_reasoning": OnlyAt((True,), "an answer is given whole; leave it out"),
+    "include_reasoning": OnlyAt((True,), "reasoning is always included; leave it out"),
     "length_penalty": OnlyAt((1, 1.0), "there is no beam search"),
     "logits_processors": OnlyAt(([],), "use logit_bias or structured_outputs"),
-    "modalities": OnlyAt((["text"],), "text is all there is"),
+    "modalities": OnlyAt((["text"],), "only text is supported"),
     "reasoning_effort": OnlyAt((), "use chat_template_kwargs, if the template has such a variable"),
     "return_tokens_as_token_ids": OnlyAt((False,), "use return_token_ids"),
     "spaces_between_special_tokens": OnlyAt((True,), "leave it out"),
@@ -295,10 +295,10 @@ NEUTRAL: Mapping[type[Struct], Mapping[str, OnlyAt]] = {
         "add_special_tokens": OnlyAt((True,), "send token ids: /tokenize leaves them out"),
         "continue_final_message": OnlyAt((False,), "only in a chat"),
         "parallel_tool_calls": OnlyAt((True, False), "only in a chat"),
-        "suffix": OnlyAt(("",), "text is only ever continued"),
+        "suffix": OnlyAt(("",), "text can only be continued"),
         "tool_choice": OnlyAt(("auto", "none"), "there are no tools to choose from; use a chat"),
         "tools": OnlyAt(([],), "use a chat"),
-        "top_logprobs": OnlyAt((0,), "logprobs is their number here"),
+        "top_logprobs": OnlyAt((0,), "set their number with logprobs"),
     },
 }
 _VLLM_FORM_FLAGS = ("disable_additional_properties", "disable_any_whitespace", "disable_fallback")
@@ -321,7 +321,7 @@ _WORDS = {
 
 
 def read_fields(fields: Json, kind: type[T]) -> T:
-    """A JSON object as a record; raises WireError that names what does not belong or fit."""
+    """A JSON object as a record; raises WireError that names the unknown or invalid field."""
     given = {name: value for name, value in fields.items() if value is not None}
     known = kind.__struct_fields__
     for name, value in given.items():
@@ -345,7 +345,7 @@ def tokenize_options(body: Json) -> tuple[TokenizeOptions, dict[str, object]]:
 
 
 def without_harmless(fields: Json, kind: type[Struct]) -> dict[str, object]:
-    """What is left of a body when fields without effect are taken away."""
+    """A body without the fields that have no effect."""
     rules = NEUTRAL[kind]
     left = {
         name: value

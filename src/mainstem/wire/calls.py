@@ -54,11 +54,11 @@ from mainstem.wire.errors import WireError, from_invalid
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat has no limit
 MAX_TOKEN_ID = 2**31 - 1
-SAMPLINGS_KEPT = 1024  # different settings whose objects are shared between calls
-CALLS_KEPT = 1024  # different bodies, apart from their prompts, that are read once
+SAMPLINGS_KEPT = 1024  # different settings; equal ones of several calls share an object
+CALLS_KEPT = 1024  # different bodies, apart from their prompts; equal ones are read once
 MAX_KEPT_CHARS = 4096  # of such settings and bodies
-END_TOKENS = 16  # of a prompt: where its template may begin the answer's reasoning ...
-CONTINUED_TOKENS = 4096  # ... and where a message that is continued may have begun it
+END_TOKENS = 16  # at the end of a prompt, where its template may begin the reasoning ...
+CONTINUED_TOKENS = 4096  # ... and where a continued message may have begun it
 
 T = TypeVar("T")
 Messages = Annotated[list[bodies.Message], msgspec.Meta(min_length=1)]
@@ -108,7 +108,7 @@ class BodyLimits:
 
     max_prompts: int = 128
     max_answers: int = 128  # prompts times n
-    max_stop_chars: int = 4096  # of all stop strings: they become an automaton, a state for each
+    max_stop_chars: int = 4096  # of all stop strings; each becomes a state of an automaton
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,13 @@ class Call:
     is_scoring: bool = False  # echo with max_tokens 0: the prompt's logprobs and no answer
     wants_prompt_logprobs: bool = False  # in vLLM's form, not OpenAI's echo
     tools: ToolUse | None = None
-    has_one_tool_call: bool = False  # at most; further ones are not told
+    has_one_tool_call: bool = False  # further calls are not returned
     reasoning: ReasoningFormat | None = None  # how the answer may write it; None: it is text
     shown_ids: frozenset[int] = frozenset()  # special tokens that `parser` must see
     continues_message: bool = False  # the prompt ends within an answer
     session_id: str | None = None
     overflow: Overflow = Overflow.ERROR
-    choices: tuple[str, ...] = ()  # weighed after the prompt; there is no answer then
+    choices: tuple[str, ...] = ()  # to be scored after the prompt; there is no answer then
 
     @property
     def num_answers(self) -> int:
@@ -149,7 +149,7 @@ class Call:
         return SCORE_URL if self.choices else self.kind.value
 
     def kept_prompt(self, token_ids: list[int], context_tokens: int) -> list[int]:
-        """The end of a prompt, where the call wants no more of it."""
+        """A prompt cut to the last tokens that the call wants."""
         count = self.kept_prompt_tokens
         if count is None:
             return token_ids
@@ -175,7 +175,7 @@ class Call:
         if self.reasoning is not None and self.sampling.grammar is None:
             count = CONTINUED_TOKENS if self.continues_message else END_TOKENS
             last_ids = [int(each) for each in prompt_ids[-count:]]
-            if self.continues_message:  # messages before it may speak of the mark
+            if self.continues_message:  # earlier messages may contain the mark
                 borders = tokenizer.special_ids - self.shown_ids
                 places = [place for place, each in enumerate(last_ids) if each in borders]
                 last_ids = last_ids[places[-1] + 1 if places else 0 :]
@@ -236,7 +236,7 @@ class CallParser:
         return call, prompts
 
     def _read(self, body: Json, kind: Kind) -> tuple[Call, tuple[Prompt, ...]]:
-        """The whole way from a body to a Call."""
+        """Read a body from scratch."""
         record = ChatBody if kind is Kind.CHAT else CompletionBody
         fields = without_harmless(body, record)
         read: AnswerBody = read_fields(fields, record)
@@ -303,7 +303,7 @@ class CallParser:
             if (value := getattr(body, name)) is not None:
                 values[name] = value
         if (limit := _max_tokens(body)) is not None:
-            values["max_tokens"] = 1 if _is_scoring(body) else limit  # the least there is
+            values["max_tokens"] = 1 if _is_scoring(body) else limit  # the smallest allowed
         if body.logit_bias is not None:
             values["logit_bias"] = _logit_bias(body.logit_bias)
         if (form := _answer_form(body, tools)) is not None:
@@ -315,7 +315,7 @@ class CallParser:
         return values
 
     def _sampling(self, values: Mapping[str, object]) -> SamplingParams:
-        """The settings as an object, the same one for calls that say the same."""
+        """The settings as an object, shared by calls with equal settings."""
         key = repr(values)
         sampling = self._samplings.get(key)
         if sampling is None:
@@ -454,7 +454,7 @@ def _is_scoring(body: AnswerBody) -> bool:
 
 
 def _logprobs(body: AnswerBody) -> int | None:
-    """Top tokens to tell. The chat API asks with a boolean and counts the others apart."""
+    """How many top tokens to return. The chat API has a boolean and a separate number."""
     if isinstance(body, CompletionBody):
         return body.logprobs
     assert isinstance(body, ChatBody)
@@ -485,7 +485,7 @@ def _in_session(call: Call, body: AnswerBody) -> Call:
 
 
 def _key_of(body: Json, prompt_field: str) -> str:
-    """Equal for bodies that ask the same of different prompts; empty: too deep to tell."""
+    """Equal for bodies that differ only in their prompt; empty: nested too deeply to compare."""
     rest = {
         name: value for name, value in body.items() if name != prompt_field and name not in HARMLESS
     }
@@ -497,7 +497,7 @@ def _key_of(body: Json, prompt_field: str) -> str:
 
 
 def _room_left(value: object, room: int) -> int:
-    """`room` less what a value takes, about; stops when there is none, since a client chooses."""
+    """`room` minus the approximate size of a value; stops at 0, since clients choose the size."""
     if isinstance(value, str):
         return room - len(value)
     if not isinstance(value, dict | list):
@@ -513,7 +513,7 @@ def _room_left(value: object, room: int) -> int:
 
 def _known_prompt(given: object, known: _Known) -> "Prompt | None":
     """The prompt of a body whose other fields were checked before; None: it is not a plain one,
-    and the whole way finds out what it is or what is wrong with it."""
+    and the body must be read from scratch."""
     if known.chat is None and isinstance(given, str):
         return given
     try:

@@ -16,12 +16,12 @@ from mainstem.wire.replies import AnswerSoFar, Heading, PromptAnswers
 Json = dict[str, object]
 
 _encode = msgspec.json.Encoder().encode
-_HALF = re.compile("[\ud800-\udfff]")  # of a character, which no reply can hold
+_HALF = re.compile("[\ud800-\udfff]")  # lone surrogates, which no reply can hold
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How many leading tokens of a prompt are kept for later: at all, and for an hour of it."""
+    """How many leading tokens of a prompt are kept for later, and how many of them for an hour."""
 
     num_tokens: int = 0
     num_hour_tokens: int = 0
@@ -107,19 +107,19 @@ class MessageReply:
         return {"type": "text", "text": part}
 
     def text(self, part: Part) -> str:
-        """What a part says, as far as the caller wants to see it."""
+        """The text of a part, if the caller wants to see it."""
         if isinstance(part, Reasoning):
             return part.text if self.shows_thinking else ""
         return part if isinstance(part, str) else ""
 
 
 class AnswerParts:
-    """Reads what an answer consists of out of its text; pieces in, parts out."""
+    """Parses an answer as its text arrives: pieces in, parts out."""
 
     def __init__(self, call: Call) -> None:
         self._parser = call.parser()
         self._has_one_call = call.has_one_tool_call
-        self.num_calls = 0  # that were told
+        self.num_calls = 0  # that were returned
 
     def push(self, text: str) -> list[Part]:
         """What is certain now."""
@@ -143,7 +143,7 @@ class AnswerParts:
         return told
 
 
-_MARK = "mark"  # in an event that is rendered to find out what stands around its text
+_MARK = "mark"  # stands for the text in an event that is rendered as a pattern
 
 
 class MessageStream:
@@ -154,10 +154,10 @@ class MessageStream:
         self._parts = AnswerParts(reply.call)
         self._num_blocks = 0
         self._open: str | None = None  # the field of the block that further text belongs to
-        self._around: list[bytes] = []  # what stands around a piece of it
+        self._around: list[bytes] = []  # the bytes before and after a piece of it
 
     def opening(self, answers: PromptAnswers) -> bytes:
-        """Sent while the prompt is still computed; what of it is cached is told at the end."""
+        """Sent while the prompt is still computed; the cached tokens are reported at the end."""
         message = self.reply.message([], self.reply.usage(answers))
         return event({"type": "message_start", "message": message}) + PING
 

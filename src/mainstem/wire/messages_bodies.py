@@ -19,9 +19,9 @@ from mainstem.wire.errors import WireError
 
 MAX_MARKS = 4  # `cache_control` in one body, as in Anthropic's API
 TTL_S = {"5m": 300, "1h": 3600}
-# a line that Claude Code puts before its system prompt: another one each time, and for nobody here
+# a line that Claude Code puts before its system prompt; it changes each time and is not needed
 BILLING = "x-anthropic-billing-header:"
-_ANYBODY: Message = {"role": "user", "content": "?"}  # says something after a system prompt
+_ANYBODY: Message = {"role": "user", "content": "?"}  # a message to follow a system prompt
 
 
 # --- content -------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
-    scope: Anything = None  # accepted: pages are kept for the key that asks, whatever it says
+    scope: Anything = None  # accepted and ignored: pages are always kept for the key that asks
 
     @property
     def ttl_s(self) -> int:
@@ -44,7 +44,7 @@ class _Block(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_
 
 
 class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
-    """Something said."""
+    """A text of a message."""
 
     text: str
     citations: Anything = None  # of an earlier answer; without effect
@@ -67,7 +67,7 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
 
 
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
-    """What came of a call."""
+    """The result of a tool call."""
 
     tool_use_id: str
     content: str | list[TextBlock] | None = None
@@ -78,7 +78,7 @@ Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class InputMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn; an assistant's as the last one is continued."""
+    """One turn; if the last one is the assistant's, it is continued."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
@@ -96,7 +96,7 @@ class InputTool(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
     strict: bool | None = None  # a call that is required always fits its schema
-    eager_input_streaming: bool | None = None  # calls are told whole
+    eager_input_streaming: bool | None = None  # calls are returned whole
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
@@ -113,7 +113,7 @@ class Thinking(Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the model thinks aloud first, where it was taught to."""
 
     type: Literal["disabled", "enabled", "adaptive"]
-    budget_tokens: int | None = None  # accepted: no model here counts its thoughts
+    budget_tokens: int | None = None  # accepted and ignored: reasoning has no budget here
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -125,7 +125,7 @@ class OutputFormat(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the answer is like."""
+    """Options of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = (
         None  # a hint, where templates take one
@@ -176,7 +176,7 @@ def _keeps_all(value: object) -> bool:
     return isinstance(edits, list) and all(edit == kept for edit in edits)
 
 
-# taken only at values that say what happens anyway
+# accepted only with values that change nothing
 _NEUTRAL: Mapping[str, Callable[[object], bool]] = {
     "context_management": _keeps_all,
     "mcp_servers": lambda value: value == [],
@@ -254,7 +254,7 @@ _NAMES = {
 
 
 def in_messages_terms(error: WireError) -> WireError:
-    """What is wrong with a chat's fields, told by the names of this API."""
+    """An error in a chat's fields, with the field names of this API."""
     name = _NAMES.get(error.param or "")
     if name is None:
         return error
@@ -290,7 +290,7 @@ def _chat_fields(body: CountBody, template: str) -> dict[str, object]:
 
 
 def _template_args(body: CountBody, template: str) -> dict[str, object]:
-    """What the template can be told of thinking."""
+    """The template variables for thinking."""
     args: dict[str, object] = {}
     if body.thinking is not None and body.thinking.type != "adaptive":
         args["enable_thinking"] = body.thinking.type == "enabled"
@@ -338,7 +338,7 @@ def _turns(messages: Sequence[InputMessage]) -> list[Message]:
 
 
 def _assistant(blocks: Sequence[Block], index: int) -> Message:
-    """An earlier answer: what it thought, said and called."""
+    """An earlier answer: its reasoning, text and calls."""
     _check_kinds(blocks, ToolResultBlock, "assistant", index)
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [
@@ -379,7 +379,7 @@ def _result(block: ToolResultBlock) -> Message:
     content = block.content or ""
     said = content if isinstance(content, str) else _joined(content)
     if block.is_error:
-        said = f"Error: {said}"  # chat templates have no other way to tell
+        said = f"Error: {said}"  # chat templates have no other way to show an error
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": said}
 
 

@@ -145,7 +145,7 @@ class Reply:
         return usage
 
     def _reasoning_tokens(self, answers: Sequence[PromptAnswers]) -> int | None:
-        """None: the model does not reason, or its tokens do not tell where that ends."""
+        """None: the model does not reason, or its tokens do not show where reasoning ends."""
         reasoning = self.call.reasoning
         if reasoning is None:
             return None
@@ -240,12 +240,12 @@ class _StreamedChoice:
 
     offsets: Offsets
     parser: AnswerParser | None
-    has_begun: bool = False  # of a completion: its echo is told
+    has_begun: bool = False  # of a completion: its echo was sent
     num_chars: int = 0
-    plain: list[bytes] | None = None  # what stands around the text, and usage, of a plain event
+    plain: list[bytes] | None = None  # the bytes around the text, and the usage, of a plain event
 
 
-_MARK = "mark"  # in a chunk that is rendered to find out what stands around its text
+_MARK = "mark"  # stands for the text in a chunk that is rendered as a pattern
 
 
 class ReplyStream:
@@ -264,8 +264,8 @@ class ReplyStream:
         self._is_plain = call.sampling.logprobs is None and not call.returns_token_ids
 
     def opening(self, answers: Sequence[PromptAnswers]) -> bytes:
-        """The first events of a chat: who speaks. Sent while the prompt is still computed, so that
-        a client knows that it was taken in."""
+        """The first events of a chat, with the role. Sent while the prompt is still computed, so
+        that a client knows that it was accepted."""
         if not self._reply.is_chat:
             return b""
         delta: Json = {"role": "assistant", "content": ""}
@@ -318,7 +318,7 @@ class ReplyStream:
         return b"".join(map(event, chunks))
 
     def _usage_so_far(self, answers: PromptAnswers, index: int) -> Json:
-        """What one choice has cost, as vLLM tells it in each chunk."""
+        """The usage of one choice so far, as vLLM reports it in each chunk."""
         count = 0 if self._reply.call.is_scoring else len(answers.answers[index].token_ids)
         return {
             "prompt_tokens": answers.prompt_tokens,

@@ -59,7 +59,7 @@ class _TextItem:
 
 
 class ResponseStream:
-    """One response as it comes into being. Each piece of news becomes events; after the last,
+    """One response as it is made. Each piece of news becomes events; after the last,
     `response` is complete."""
 
     def __init__(self, call: Call, heading: Heading, body: ResponsesBody) -> None:
@@ -75,7 +75,7 @@ class ResponseStream:
         self.response = _response(call, heading, body)
 
     def opening(self) -> bytes:
-        """Sent while the prompt is still computed, so that a client knows that it was taken in."""
+        """Sent while the prompt is still computed, so that a client knows that it was accepted."""
         in_progress: Json = {"response": self.response}
         return b"".join(
             [
@@ -220,7 +220,7 @@ class ResponseStream:
 
 
 def _response(call: Call, heading: Heading, body: ResponsesBody) -> Json:
-    """A response before its first token: what was asked, with what holds where nothing was."""
+    """A response before its first token: the request's fields, with defaults filled in."""
     reasoning = body.reasoning
     return {
         "id": heading.reply_id,

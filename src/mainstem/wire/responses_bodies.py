@@ -124,7 +124,7 @@ class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How much the model thinks; only what its chat template can be told, or what it does anyway.
+    """How much the model thinks; only efforts that its chat template supports.
 
     Reasoning is returned as it is and never summarized."""
 
@@ -152,7 +152,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     app: Annotated[str, Meta(description="a system prompt that the server keeps")] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool | None = None  # true unless it says otherwise
+    store: bool | None = None  # default: true
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: Metadata | None = None
@@ -168,7 +168,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     tool_choice: (
         Annotated[str, Meta(examples=["none", "auto", "required"])] | ChosenFunctionTool | None
     ) = None
-    parallel_tool_calls: bool | None = None  # false: the first call alone is told
+    parallel_tool_calls: bool | None = None  # false: only the first call is returned
     reasoning: ReasoningConfig | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # none is ever encrypted
     # fields of /v1/chat/completions that mean the same here
@@ -214,7 +214,7 @@ HARMLESS = frozenset(
         "service_tier",
     ]
 )
-# taken only at values which say what happens anyway
+# accepted only with values that change nothing
 NEUTRAL = {
     "background": OnlyAt((False,), "wait for the answer, or stream it"),
     "context_management": OnlyAt(([],), "use truncation"),

@@ -43,7 +43,7 @@ _GRADED = ("low", "medium", "high")  # efforts that templates know
 
 
 def read_body(fields: Json) -> ResponsesBody:
-    """Raises WireError that names what is not supported, or does not fit."""
+    """Raises WireError that names the unsupported or invalid field."""
     left = {}
     for name, value in fields.items():
         rule = NEUTRAL.get(name)
@@ -62,7 +62,7 @@ def read_body(fields: Json) -> ResponsesBody:
 
 
 def _check_tools(tools: object, choice: object) -> None:
-    """Name the kind of a tool that is built in elsewhere."""
+    """Refuse tools that are built into OpenAI's service, by their type."""
     instead = "is not supported: only tools of type 'function' are"
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -108,7 +108,7 @@ class Conversation:
         return [{"role": "system", "content": "\n\n".join(self._system)}, *self._messages]
 
     def add(self, items: Sequence[Item], is_kept: bool = False) -> None:
-        """Raises WireError that names the place in the input; what is kept was taken before."""
+        """Raises WireError that names the place in the input. `is_kept`: stored items."""
         self._is_kept = is_kept
         adders: dict[object, Callable[[str, Item], None]] = {
             "message": self._add_message,
@@ -137,7 +137,7 @@ class Conversation:
         message: Message = {"role": role, "content": text}
         if role == "assistant":
             message |= thoughts
-        elif thoughts:  # of an answer that was cut before it said anything
+        elif thoughts:  # of an answer that was cut off before its text
             self._messages.append({"role": "assistant", "content": "", **thoughts})
         self._messages.append(message)
 
@@ -202,7 +202,7 @@ def _text(content: str | Sequence[Item], place: str) -> str:
 
 
 def _read(item: Item, kind: type[T], place: str) -> T:
-    """An item as a record; its errors say where it stands."""
+    """An item as a record; its errors name its place."""
     try:
         return read_fields(item, kind)
     except WireError as error:
@@ -254,7 +254,7 @@ def _response_format(text: TextConfig | None) -> Json | None:
 
 
 def _template_args(reasoning: ReasoningConfig | None, template: str) -> dict[str, object]:
-    """What the chat template is told of the effort; raises WireError where it cannot be told."""
+    """The template variables for the effort; raises WireError if the template has none."""
     effort = None if reasoning is None else reasoning.effort
     if effort is None:
         return {}
@@ -265,6 +265,6 @@ def _template_args(reasoning: ReasoningConfig | None, template: str) -> dict[str
     thinks = any(word in template for word in ("reasoning_effort", "enable_thinking", "<think>"))
     if effort == "medium" or (effort == "none" and not thinks):
         return {}
-    reason = f"this model's chat template cannot be told {effort!r}"
+    reason = f"this model's chat template does not support {effort!r}"
     message = f"reasoning: effort: {reason}; leave it out, or use chat_template_kwargs"
     raise WireError("invalid_value", message, "reasoning")

@@ -21,7 +21,7 @@ from mainstem.wire.replies import Heading
 
 MAX_LABEL_PAIRS = 1024
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
-# of vLLM's models that only compare texts; what to send instead
+# fields of vLLM's models that compare texts; the error says what to send instead
 _OTHERS = ("text_1", "text_2", "queries", "documents", "data_1", "data_2")
 
 
@@ -96,7 +96,7 @@ def _labels(parser: CallParser, body: LabelScoreBody) -> AskedScores:
     _check_number("items", len(items), parser.limits)
     _check_number("label_token_ids", len(body.label_token_ids), parser.limits)
     num_pairs = len(items) * len(body.label_token_ids)
-    if num_pairs > MAX_LABEL_PAIRS:  # each costs a row of logits, in a step that others wait for
+    if num_pairs > MAX_LABEL_PAIRS:  # each costs a row of logits in a step, which delays others
         reason = f"items times labels may be {MAX_LABEL_PAIRS:,}, are {num_pairs:,}"
         raise WireError("invalid_value", f"label_token_ids: {reason}", "label_token_ids")
     joined: list[str | list[int]] = []

@@ -1,4 +1,4 @@
-"""How a model writes reasoning and tool calls: named by a flag, or seen in its chat template.
+"""How a model writes reasoning and tool calls: named by a flag, or found in its chat template.
 
 template or flag --find_formats--> AnswerFormats --make_parser--> AnswerParser, one per answer
 """
@@ -42,7 +42,7 @@ THINK_MARKS: dict[Enum, tuple[str, str]] = {
     ReasoningFormat.THINK: ("<think>", "</think>"),
     ReasoningFormat.MISTRAL: ("[THINK]", "[/THINK]"),
 }
-MARKS: dict[Enum, tuple[str, ...]] = {  # that may be special tokens, which text goes without
+MARKS: dict[Enum, tuple[str, ...]] = {  # they may be special tokens, which text skips
     ToolFormat.HERMES: (tagged.BEGIN, tagged.END),
     ToolFormat.QWEN_CODER: (tagged.BEGIN, tagged.END),
     ToolFormat.LLAMA: (llama.TAG,),
@@ -71,7 +71,7 @@ REASONING_PARSERS = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """What a model writes beside plain text; None: it does not, or in a way that is not known."""
+    """What a model writes besides plain text; None: nothing, or in an unknown format."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -91,7 +91,7 @@ def find_formats(
     if tool_parser == AUTO:
         tools = _tools_of(tokenizer.tool_template)
     elif tokenizer.tool_template is None:
-        tools = None  # the model would never see them
+        tools = None  # the template never shows tools to the model
     reasoning = REASONING_PARSERS.get(reasoning_parser)
     if reasoning_parser == AUTO:
         reasoning = _reasoning_of(tokenizer.chat_template)
@@ -111,7 +111,7 @@ def find_formats(
 
 
 def _tools_of(template: str | None) -> ToolFormat | None:
-    """The first that a template has signs of."""
+    """The first format whose marks occur in the template."""
     if template is None:
         return None
     if harmony.CHANNEL in template and harmony.CALL in template:
@@ -162,7 +162,7 @@ def offer_tools(
     """
     format = formats.tools
     if format is None:
-        reason = "this model's chat template has none, or writes calls in a way that is not known"
+        reason = "this model's chat template has none, or writes calls in an unknown format"
         raise InvalidRequest("tools", f"{reason}; see --tool-call-parser")
     if required is None:
         return ToolUse(tuple(tools), format)
@@ -204,7 +204,7 @@ def _tool_parser(use: ToolUse) -> AnswerParser:
 
 
 def opening_of(reasoning: ReasoningFormat, prompt_end: str, is_continued: bool) -> str:
-    """The mark that begins reasoning, where a prompt has it and the answer begins inside.
+    """The mark that begins reasoning, if the prompt contains it, so that the answer begins inside.
 
     `is_continued`: the prompt ends within an answer, where more may follow the mark.
     """

@@ -5,7 +5,7 @@
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
 (on one line). `analysis` is reasoning; a message to a function is a call; `final`, and `commentary`
-to nobody, are text. The first message's `<|start|>assistant` is in the prompt.
+without a recipient, are text. The first message's `<|start|>assistant` is in the prompt.
 """
 
 import json
@@ -48,12 +48,12 @@ class HarmonyParser:
         self._has_reasoning, self._has_calls = has_reasoning, has_calls
         self._held = ""
         self._header: str | None = ""  # of the next message, so far; None: within a message
-        self._has_mark = False  # the header has begun for certain
+        self._has_mark = False  # the header has certainly begun
         self._kind = _Kind.TEXT
         self._name = ""  # of the function that is called ...
         self._arguments: list[str] = []
-        self._spoken: set[_Kind] = set()  # kinds that have been heard
-        self._is_first = True  # nothing of this message has been said
+        self._spoken: set[_Kind] = set()  # kinds of messages seen
+        self._is_first = True  # no text of this message has been returned
         self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
@@ -129,7 +129,7 @@ class HarmonyParser:
         return ToolCall(new_call_id(), self._name, arguments.strip() or "{}")
 
     def _last_call(self) -> list[Part]:
-        """A call whose end is not there: either the answer was cut, or its end is not shown."""
+        """A call without its end mark: the answer was cut off, or the mark is not shown."""
         arguments = "".join(self._arguments)
         try:
             json.loads(arguments)

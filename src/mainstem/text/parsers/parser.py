@@ -6,7 +6,7 @@ from typing import Protocol
 
 from mainstem.text.tools import Part, ToolCall, new_call_id
 
-_HALF = re.compile("[\ud800-\udfff]")  # escapes can spell half a character, which no reply can hold
+_HALF = re.compile("[\ud800-\udfff]")  # lone surrogates, as JSON escapes; no reply can hold them
 _BETWEEN_CALLS = re.compile(r"[\s;,]*")
 
 

@@ -100,11 +100,11 @@ def hermes_form(functions: Sequence[Json], spell: Spell) -> str:
 
 
 def coder_parser(functions: Sequence[Json]) -> TaggedParser:
-    """`functions`: those offered; their schemas tell texts from other values."""
+    """`functions`: those offered; their schemas say which values are texts."""
     known = {function["name"]: _properties(function) for function in functions}
 
     def read(body: str) -> list[ToolCall]:
-        pieces = body.split("</function>")[:-1]  # what is not closed was cut
+        pieces = body.split("</function>")[:-1]  # a function that is not closed was cut off
         found = [(piece, _NAME.search(piece)) for piece in pieces]
         return [
             _call(name[1].strip(), piece[name.end() :], known.get(name[1].strip(), {}))
