@@ -9,7 +9,7 @@ A plan is one int32 array, so that it travels in one copy:
     orders  | [large units], [small units]: piece * (units of a piece) + (which of them)
     large   | [pieces, PIECE_INTS]; a piece is a unit of every KV head
     small   | [pieces, PIECE_INTS]
-    entries | [ENTRY_ROWS, entries]: a query token in a span; one row more with windows
+    entries | [ENTRY_ROWS, entries]: a query token in a span; without windows PLAIN_ENTRY_ROWS
     merges  | [MERGE_ROWS, merges]: a token that leaves several Partials
     pages   | page ids of all spans
 
@@ -59,8 +59,9 @@ PIECE_INTS = 12
 # Rows of the tables of tokens.
 ENTRY_TOKEN = 0
 ENTRY_SLOT = 1  # of the token's first Partial in this span, or -1: it is written at once
-ENTRY_ROWS = 2
-ENTRY_FIRST_KEY = ENTRY_ROWS  # of the span, that the token sees: the row that windows add
+ENTRY_FIRST_KEY = 2  # of the span, that the token sees: only with windows
+ENTRY_ROWS = 3
+PLAIN_ENTRY_ROWS = 2
 MERGE_TOKEN = 0
 MERGE_SLOT = 1  # of its first Partial
 MERGE_PARTIALS = 2  # how many

@@ -271,7 +271,7 @@ class SpanAttention:
         self._plan_ints = (
             layout.HEADER_INTS + layout.SHARE_INTS * shape.num_programs
             + (layout.PIECE_INTS + unit_ints) * max_pieces
-            + (layout.ENTRY_ROWS + shape.has_windows + layout.MERGE_ROWS) * limits.entries()
+            + (layout.ENTRY_ROWS + layout.MERGE_ROWS) * limits.entries()
             + limits.max_pages
             + layout.PIECE_INTS + 2
         )  # fmt: skip

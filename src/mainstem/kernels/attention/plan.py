@@ -99,7 +99,7 @@ class _Pieces(NamedTuple):
 class _Partials(NamedTuple):
     """Neighbouring slots for what is left of a token, in the order of the spans."""
 
-    entries: Int32s  # [ENTRY_ROWS, entries]
+    entries: Int32s  # [PLAIN_ENTRY_ROWS, entries]
     merges: Int32s  # [MERGE_ROWS, merges]
     num_slots: int
 
@@ -190,7 +190,7 @@ def _place_partials(spans: Spans, cut: Cut) -> _Partials:
     token_parts = np.bincount(tokens, weights=entry_parts)
     is_split = token_parts > 1
     num_split = np.count_nonzero(is_split)
-    entries = np.empty((layout.ENTRY_ROWS, len(tokens)), np.int32)
+    entries = np.empty((layout.PLAIN_ENTRY_ROWS, len(tokens)), np.int32)
     entries[layout.ENTRY_TOKEN] = spans.query_rows
     if not num_split:
         entries[layout.ENTRY_SLOT] = -1
