@@ -43,7 +43,7 @@ QWEN = EmbeddedModel(
 _STORY = "The old lighthouse stood at the end of the pier, and nobody had lit its lamp for years. "
 PROMPTS = [
     "The capital of France is",
-    "Once upon a time there was a small dragon who",
+    "Once upon a time there was a small dragon that",
     "def fibonacci(n):\n",
     "1, 2, 4, 8, 16,",
     "Water boils at 100 degrees, and it freezes at",

@@ -71,7 +71,7 @@ def child_environment() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSecrets:
-    """Who we are for the server of a remote store, and the key that pages there are signed with.
+    """The account on the server of a remote store, and the key that pages there are signed with.
     Never an argument of a command: others can read those."""
 
     username: str | None = None

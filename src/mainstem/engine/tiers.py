@@ -48,7 +48,7 @@ def make_tiers(
 
 def make_remote(url: str, identity: bytes, page_bytes: int, config: StoreConfig) -> RemoteTier:
     """Pages on a server that other processes of the same model share. Without a key pages are
-    signed with the model's identity, which whoever has the model's files can compute, too."""
+    signed with the model's identity, which anyone with the model's files can compute, too."""
     path = None if config.remote_secrets is None else Path(config.remote_secrets).expanduser()
     secrets = RemoteSecrets.read(path)
     ttl_s = min(config.remote_ttl_s, config.ttl_s or config.remote_ttl_s)

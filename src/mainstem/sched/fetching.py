@@ -9,14 +9,14 @@ from mainstem.kv.policy import HOST
 from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers, Stored
 from mainstem.kv.transfer import Link
 
-BUSY_S = 0.03  # of work on a link, beyond what it does until somebody looks again
+BUSY_S = 0.03  # of work on a link, beyond what it does until the next step looks at it
 LEARNING = 0.3  # weight of the latest step in what steps are known to take
-SURPRISE = 2.0  # a step that takes longer than so many times what was expected is an accident
+SURPRISE = 2.0  # a step longer than twice its expectation is an outlier
 CAUTION = 0.8  # of a step that runs, so much is counted on: a step that waits holds up everybody
 MIN_LIMIT_S = 0.1  # that reading stored pages may take, however quickly they are computed
 ANSWER_SHARE = 0.05  # of what a prompt takes to compute, it may wait to hear what others have
 ALWAYS_PATIENCE_S = 1.0  # the same where stored pages are always loaded
-HELD_UP = 4.0  # of those that wait, so many count at most: the others may take the other way
+HELD_UP = 4.0  # at most this many waiting sequences count: others may take the other way
 
 
 class StepTimes:
@@ -79,7 +79,7 @@ class Fetching:
         return load_s < tokens_ahead * token_s + (1 + num_held_up) * compute_s
 
     def patience_s(self, num_tokens: int) -> float:
-        """Seconds that a prompt with so many tokens to compute may wait for the answer of a tier
+        """Seconds that a prompt with `num_tokens` to compute may wait for the answer of a tier
         that other processes fill: a small part of what computing takes."""
         if self.config.fetch is Fetch.ALWAYS:
             return ALWAYS_PATIENCE_S
@@ -102,8 +102,8 @@ class Fetching:
         return stored.num_pages > 0 and self.config.fetch is not Fetch.NEVER
 
     def is_busy(self, stored: Stored) -> bool:
-        """Whether the way has enough to do until somebody looks again, a step later. What is begun
-        then can still be given to somebody more urgent, and does not hold up the step at hand."""
+        """Whether the links have enough work until the next step. A load begun later can still go
+        to a more urgent sequence, and does not delay the present step."""
         if stored.num_below and self.tiers.is_crowded(stored.num_below):
             return True
         enough_s = BUSY_S + self.steps.interval_s
