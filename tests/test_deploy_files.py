@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mainstem.ray.serve_app import read_arguments
 from mainstem_bench import serve as bench_serve
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
@@ -111,3 +112,19 @@ def test_prometheus_reaches_the_server_by_its_name() -> None:
     command = made["services"]["mainstem"]["command"]
     assert "--api-key-file" in command
     assert "--allowed-hosts" not in command
+
+
+def test_the_files_for_ray_are_what_the_application_and_ray_take() -> None:
+    yaml = pytest.importorskip("yaml")
+    folder = DEPLOY / "ray"
+    served = yaml.safe_load((folder / "serve.yaml").read_text())
+    [application] = served["applications"]
+    assert application["import_path"] == "mainstem.ray.serve_app:app"
+    given = read_arguments(application["args"])
+    assert given.replicas == 2
+    cluster = yaml.safe_load((folder / "cluster.yaml").read_text())
+    for path in cluster["file_mounts"].values():
+        assert (ROOT / path).exists(), f"cluster.yaml copies {path}"
+    assert len(cluster["provider"]["worker_ips"]) == cluster["max_workers"]
+    commands = (folder / "README.md").read_text().split("```")[1]
+    assert len(re.findall(r"^\S", commands, re.MULTILINE)) == 5

@@ -11,6 +11,7 @@ BENCHES = {
     "attention": ("mainstem_bench.attention", "CPU decode attention over a shared prefix"),
     "batch": ("mainstem_bench.batch", "a batch over shared documents, planned and not"),
     "plan": ("mainstem_bench.plan", "seconds and memory of planning up to 1M prompts"),
+    "shares": ("mainstem_bench.shares", "a plan of 10M rows cut for 1,000 workers"),
     "serve": ("mainstem_bench.serve", "load on any OpenAI-compatible server"),
     "replay": ("mainstem_bench.replay", "what a server was asked, to the engine alone"),
     "valleys": ("mainstem_bench.valleys", "tokens per step over a job, planner off and on"),

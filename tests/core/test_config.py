@@ -119,7 +119,15 @@ def test_the_store_is_set_by_flags() -> None:
     argv = ["--host-gb", "2.5", "--disk-dir", "/d", "--disk-gb", "7", "--store-ttl", "60"]
     argv += ["--store-policy", "lru", "--store-fetch", "always", "--preload", "5"]
     store = engine_config(parse(argv)).store
-    assert store == StoreConfig(2.5, "/d", 7.0, 60.0, StorePolicy.LRU, Fetch.ALWAYS, "5")
+    assert store == StoreConfig(
+        host_gb=2.5,
+        disk_dir="/d",
+        disk_gb=7.0,
+        ttl_s=60.0,
+        policy=StorePolicy.LRU,
+        fetch=Fetch.ALWAYS,
+        preload="5",
+    )
     assert store.host_bytes == 2_500_000_000
 
 

@@ -29,8 +29,9 @@ from mainstem.core.request import (
 from mainstem.core.step import Step
 from mainstem.engine.engine import Engine
 from mainstem.kv.bytes.disk import DiskTier
-from mainstem.kv.policy import PolicyKind
+from mainstem.kv.ranking import PolicyKind
 from mainstem.kv.store import KVStore
+from mainstem.kv.tier import LowerTier
 from mainstem.kv.tiers import LowerTiers
 from mainstem.sched.fetching import Fetching, StepTimes
 from mainstem.sched.scheduler import Scheduler
@@ -170,13 +171,13 @@ class _Stress:
         self.heads = [[rng.randint(0, 1) for _ in range(rng.randint(1, 20))] for _ in range(4)]
 
     def _make_tiers(self, folder: Path, bus: EventBus) -> LowerTiers:
-        rng, disk = self.rng, None
+        rng, below = self.rng, list[LowerTier]()
         if rng.random() < 0.6:
             record_bytes = FaultyFiles(folder, self.copier.page_bytes).record_bytes
             room = rng.randint(2, 60) * record_bytes
-            disk = DiskTier(folder, self.copier.page_bytes, room, "fake", FaultyFiles)
+            below.append(DiskTier(folder, self.copier.page_bytes, room, "fake", FaultyFiles))
         kind = rng.choice([PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO])
-        return LowerTiers(self.copier, kind, rng.choice([None, 0.01]), disk, bus)
+        return LowerTiers(self.copier, kind, rng.choice([None, 0.01]), below, bus)
 
     def _make_fetching(self, tiers: LowerTiers) -> Fetching:
         fetch, preload = self.rng.choice(list(Fetch)), self.rng.choice(["auto", "all", "0", "1"])

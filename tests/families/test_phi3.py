@@ -28,8 +28,8 @@ def longrope(original: int, num_pairs: int, **more: object) -> dict[str, Any]:
     return {**SMALL, "original_max_position_embeddings": original, "rope_parameters": rope}
 
 
-def test_phi_3_with_plain_rope(tmp_path: Path) -> None:
-    check_family(Phi3Config(**SMALL), tmp_path)
+def test_phi_3_with_plain_rope_and_a_window(tmp_path: Path) -> None:
+    check_family(Phi3Config(**SMALL, sliding_window=PREFIX_TOKENS // 2), tmp_path)
 
 
 def test_short_factors_within_the_original_context(tmp_path: Path) -> None:
@@ -42,9 +42,8 @@ def test_long_factors_beyond_it(share: float, tmp_path: Path) -> None:
     """Phi-4-mini rotates three quarters of a head: what LongRoPE multiplies scores with is theirs
     alone."""
     assert PREFIX_TOKENS > ORIGINAL
-    sizes = {"hidden_size": 96, "num_attention_heads": 6}  # heads of 16
-    fields = longrope(ORIGINAL, num_pairs=int(8 * share), partial_rotary_factor=share)
-    check_family(Phi3Config(**fields | sizes), tmp_path)
+    fields = longrope(ORIGINAL, num_pairs=int(4 * share), partial_rotary_factor=share, factor=4.0)
+    check_family(Phi3Config(**fields), tmp_path)
 
 
 def test_pages_of_short_and_long_factors_are_told_apart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -87,6 +88,8 @@ def test_phi_4() -> None:
     assert (spec.num_kv_heads, spec.head_dim, spec.ropes[0].theta) == (10, 128, 250000)
     mini = read("microsoft/Phi-4-mini-instruct")
     assert (mini.head_dim, mini.rotary_dim, mini.has_tied_embeddings) == (128, 96, True)
+    with pytest.raises(UnsupportedModel, match="longrope"):
+        replace(mini, qk_norm=QkNorm.HEADS)  # the factor on scores would be normed away
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from tests.gpu.bench_fused import COPY_BYTES_PER_US, Report, off_by, some, time_
 TOKENS = (8192, 16, 1, 512, 128, 2048)  # the most telling first
 COPIES = 4  # of inputs, in turns
 BF16 = torch.bfloat16
+CUDA = torch.device("cuda")
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def invariant_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def a_space(shape: Shape, max_tokens: int) -> ExpertSpace:
-    return ExpertSpace.make(shape.spec, shape.hidden, max_tokens, BF16, torch.device("cuda"))
+    return ExpertSpace.make(shape.spec, shape.hidden, max_tokens, BF16, CUDA)
 
 
 def right_answer(x: Tensor, tensors: ExpertTensors, space: ExpertSpace, shape: Shape) -> Tensor:
@@ -185,7 +186,7 @@ def check_layer() -> None:
 def check_fp32() -> None:
     shape = replace(QWEN2, spec=replace(QWEN2.spec, num_experts=7, size=264))
     wide = in_dtype(some_weights(shape), torch.float32)
-    space = ExpertSpace.make(shape.spec, shape.hidden, 200, torch.float32, torch.device("cuda"))
+    space = ExpertSpace.make(shape.spec, shape.hidden, 200, torch.float32, CUDA)
     x = some(200, shape.hidden, dtype=torch.float32)
     layer = GpuExperts(wide, shape.spec, space, invariant_linear)
     out = layer(x, torch.empty_like(x))
@@ -259,7 +260,7 @@ class Timing:
         spec, routing, tensors = self.shape.spec, self.space.routing, self.tensors
         x, rows = self.inputs(tokens)[0], tokens * spec.top_k
         out = torch.empty_like(x)
-        router = GpuExperts(tensors, spec, self.space, plain_linear)._router
+        router = GpuExperts(tensors, spec, self.space, plain_linear).router
         route(x, router, routing, tiles.rows)
         act, answers = self.space.act[:rows], self.space.rows[:rows]
         figures = self._load_of(tokens)
@@ -307,7 +308,20 @@ class Timing:
         }
 
 
+def compare_bits(report: Report) -> None:
+    """Whether tiles of 64 and of 128 rows give the same bits; the deterministic setting could then
+    use both."""
+    space, tensors = a_space(QWEN3, 2000), some_weights(QWEN3)
+    x = some(2000, QWEN3.hidden)
+    some_tiles, many_tiles = (
+        GpuExperts(tensors, QWEN3.spec, space, plain_linear, tiles=tiles)(x, torch.empty_like(x))
+        for tiles in (SOME, MANY)
+    )
+    report("bits of 64 and 128 rows", 2000, are_equal=float(torch.equal(some_tiles, many_tiles)))
+
+
 def time_all(report: Report, methods: Sequence[Method], deadline: float) -> None:
+    compare_bits(report)
     for shape in SHAPES:
         for is_skewed in (False, True):
             timing = Timing(shape, is_skewed)
@@ -320,7 +334,7 @@ def time_all(report: Report, methods: Sequence[Method], deadline: float) -> None
 
 def time_one(report: Report, timing: Timing, tokens: int, methods: Sequence[Method]) -> None:
     spec = timing.shape.spec
-    chosen = choose(tokens * spec.top_k, spec.num_experts, BF16, is_deterministic=False)
+    chosen = choose(tokens * spec.top_k, spec.num_experts, BF16, CUDA, is_deterministic=False)
     figures = {"layer": timing.layer_us(tokens, None)}
     for method in methods:
         if method is not chosen.method:
@@ -334,7 +348,7 @@ def time_one(report: Report, timing: Timing, tokens: int, methods: Sequence[Meth
 
 def ours_of(tokens: int, spec: ExpertsSpec) -> Tiles:
     """What `choose` takes of our tiles."""
-    tiles = choose(tokens * spec.top_k, spec.num_experts, BF16, is_deterministic=False)
+    tiles = choose(tokens * spec.top_k, spec.num_experts, BF16, CUDA, is_deterministic=False)
     return tiles if tiles.method is Method.OURS else MANY
 
 

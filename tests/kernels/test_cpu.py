@@ -167,9 +167,19 @@ def test_a_long_prompt_with_a_window(window: int) -> None:
     check(spans, 301, window=window, softcap=0.7, heads=2)
 
 
-def test_masks_of_long_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.kernels.attention.cpu.parts._MAX_BUCKET_ELEMENTS", 9_000)
+@pytest.mark.parametrize("most", [1_000, 9_000])
+def test_masks_of_long_prompts_are_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mainstem.kernels.attention.cpu.parts._MAX_BUCKET_ELEMENTS", most)
     check(spans_of((list(range(200)), pages_for(320, 16, 0), 320, True)), 200, window=40)
+
+
+def test_rows_that_see_none_of_many_keys_in_front() -> None:
+    """More than torch's kernel takes at once: the maximum of a row is -inf for a while."""
+    prefix = ([0, 1, 2], pages_for(1600, 16, 0), 1600, False)
+    own = [([row], pages_for(keys, 16, 200 + 50 * row), keys, False)
+           for row, keys in enumerate((1, 700, 3))]  # fmt: skip
+    check(spans_of(prefix, *own), 3, window=1500)
+    check(spans_of(prefix, *own), 3, window=1500, softcap=0.7)
 
 
 @pytest.mark.parametrize("dim", [80, 256])

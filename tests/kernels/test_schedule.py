@@ -10,12 +10,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+import torch
+
 from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits
 from mainstem.kernels.attention import layout
 from mainstem.kernels.attention import plan as plans
 from mainstem.kernels.attention.cutting import Option, Pick, Shape, pick_fastest
-from mainstem.kernels.attention.tuning import HOPPER, HOPPER_SPLIT, Tiles
+from mainstem.kernels.attention.tuning import HOPPER, HOPPER_SPLIT, Tiles, choose_tiles
 from mainstem.kernels.attention.unshare import unshare
 from mainstem.kernels.attention.window import clip_spans
 from mainstem_bench.cuts import random_step
@@ -476,6 +478,21 @@ def test_windowed_steps_are_planned_and_reused_as_windows_move_on() -> None:
         if number % 4 == 3:
             check_plan(plan, spans, shape)
     assert made < 20
+
+
+def test_hoppers_own_kernels_are_chosen_for_what_they_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    card, half = torch.device("cuda"), torch.bfloat16
+    assert choose_tiles(card, half, 128, can_split=True) is HOPPER_SPLIT
+    for head_dim in (64, 80, 96, 128):
+        assert choose_tiles(card, half, head_dim, can_split=False) is HOPPER
+    for can_split in (False, True):
+        assert not choose_tiles(card, half, 80, can_split=can_split).is_split
+        assert not choose_tiles(card, half, 256, can_split=can_split).is_split
+        assert not choose_tiles(card, torch.float32, 128, can_split=can_split).is_split
 
 
 def test_a_way_with_room_for_the_last_units_is_one_round() -> None:

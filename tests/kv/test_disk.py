@@ -11,24 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Barrier, Event
 from time import monotonic, sleep
-from zlib import crc32
 
 import pytest
 
 from mainstem.core.errors import StoreError
 from mainstem.core.ids import PageKey
 from mainstem.kv.bytes import disk
-from mainstem.kv.bytes.disk import (
-    NUM_READERS,
-    READ_RUN,
-    DiskTier,
-    Read,
-    ReadJob,
-    WriteJob,
-    Written,
-)
+from mainstem.kv.bytes.disk import NUM_READERS, READ_RUN, DiskTier
 from mainstem.kv.bytes.page_index import FILE, MODEL, PageIndex, PageRow, read_about
 from mainstem.kv.bytes.segments import SegmentFiles
+from mainstem.kv.tier import Read, ReadJob, WriteJob, Written
 
 PAGE = 8192
 ROOM = 16 * PAGE
@@ -53,9 +45,8 @@ def contents(number: int) -> memoryview:
 
 def write(tier: DiskTier, *numbers: int) -> None:
     for number in numbers:
-        record = tier.take_record()
-        assert record is not None
-        tier.write(WriteJob(key(number), record, b"tokens", contents(number)))
+        assert tier.take(key(number))
+        tier.write(WriteJob(key(number), b"tokens", contents(number)))
     tier.flush()
     done = list(tier.poll())
     assert [item.problem for item in done if isinstance(item, Written)] == [None] * len(numbers)
@@ -63,9 +54,8 @@ def write(tier: DiskTier, *numbers: int) -> None:
 
 def read_all(tier: DiskTier) -> dict[int, str | None]:
     """Every page of the index: what is wrong with it; a page that reads well must be itself."""
-    buffers = {row.key: contents(0) for row in tier.rows}
-    rows = sorted(tier.rows, key=lambda row: row.record)
-    tier.read([ReadJob(row.key, row.record, row.crc32, buffers[row.key]) for row in rows])
+    buffers = {page.key: contents(0) for page in tier.recover()}
+    tier.read([ReadJob(key, buffers[key]) for key in sorted(buffers)])
     found: dict[int, str | None] = {}
     while len(found) < len(buffers):
         for done in tier.poll():
@@ -153,7 +143,7 @@ def test_a_segment_that_goes_in_use_is_told(stored: Path) -> None:
 def test_a_missing_segment_is_told_and_made_again(stored: Path) -> None:
     (stored / "0000.pages").unlink()
     tier = open_tier(stored)
-    assert tier.rows == []
+    assert tier.recover() == []
     assert tier.found == "segment files are missing or truncated"
     assert tier.lost == {"missing": 5}
     write(tier, 7, 8)
@@ -166,7 +156,7 @@ def test_a_missing_segment_is_told_and_made_again(stored: Path) -> None:
 def test_without_its_index_the_store_starts_empty_and_says_so(stored: Path) -> None:
     (stored / FILE).unlink()
     tier = open_tier(stored)
-    assert tier.rows == []
+    assert tier.recover() == []
     assert tier.found is not None
     assert "no index" in tier.found
     write(tier, 1)
@@ -176,7 +166,7 @@ def test_without_its_index_the_store_starts_empty_and_says_so(stored: Path) -> N
 def test_a_damaged_index_is_replaced_and_told(stored: Path) -> None:
     (stored / FILE).write_bytes(b"not a database" * 1000)
     tier = open_tier(stored)
-    assert tier.rows == []
+    assert tier.recover() == []
     assert tier.found is not None
     assert "index damaged" in tier.found
     write(tier, 1)
@@ -244,10 +234,12 @@ def test_a_store_that_held_more_says_so_once(
 def test_the_count_follows_what_is_written_and_deleted(tmp_path: Path, ledger: Path) -> None:
     tier = open_counted(tmp_path, ledger)
     write(tier, *range(8))
-    tier.delete([key(1), key(2), key(99)])
+    for number in (1, 2):
+        tier.delete(key(number))
     tier.flush()
     assert int(ledger.read_text().split()[0]) == 6
-    tier.delete([key(number) for number in range(8)])
+    for number in (0, *range(3, 8)):
+        tier.delete(key(number))
     tier.close()
     tier = open_counted(tmp_path, ledger)
     assert tier.found is None, "it was emptied by its owner"
@@ -295,7 +287,7 @@ def test_the_store_is_named_after_its_model_and_the_name_may_change(stored: Path
     assert MODEL not in read_about(stored), "an older store"
     for name in ("smollm2", "/models/smollm2"):
         tier = DiskTier(stored, PAGE, ROOM, "model", model=name)
-        assert len(tier.rows) == 5
+        assert len(tier.recover()) == 5
         tier.close()
         assert read_about(stored)[MODEL] == name
     open_tier(stored).close()
@@ -347,7 +339,7 @@ def test_what_is_not_ours_is_refused_by_name(stored: Path, name: str, value: str
 def test_a_smaller_bound_drops_what_lies_beyond_it(stored: Path) -> None:
     tier = open_tier(stored, room=3 * PAGE)
     assert read_all(tier) == {1: None, 2: None, 3: None}
-    assert tier.take_record() is None
+    assert not tier.take(key(6))
     tier.close()
 
 
@@ -373,17 +365,15 @@ def test_the_threads_outlive_any_error(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise RuntimeError("illegal memory access")
 
-    record = tier.take_record()
-    assert record is not None
-    tier.write(WriteJob(key(1), record, b"tokens", contents(1), fail))
-    tier.give_back_record(record)
+    assert tier.take(key(1))
+    tier.write(WriteJob(key(1), b"tokens", contents(1), fail))
     tier.flush()
-    assert list(tier.poll()) == [Written(key(1), 0, "RuntimeError: illegal memory access")]
+    assert list(tier.poll()) == [Written(key(1), "RuntimeError: illegal memory access")]
     write(tier, 2)
     with monkeypatch.context() as patch:
         patch.setattr(SegmentFiles, "read", fail)
-        for number in range(2 * NUM_READERS):
-            tier.read([ReadJob(key(number), 0, 0, contents(0))])
+        for _ in range(2 * NUM_READERS):
+            tier.read([ReadJob(key(2), contents(0))])
         done: list[Read | Written] = []
         while len(done) < 2 * NUM_READERS:
             done += tier.poll()
@@ -433,9 +423,7 @@ def fail_runs(monkeypatch: pytest.MonkeyPatch, read_one: Callable[[int], None]) 
 
 
 def a_run(first: int = 0) -> list[ReadJob]:
-    zeros = contents(0)
-    crc = crc32(zeros)
-    return [ReadJob(key(n), n, crc, zeros) for n in range(first, first + READ_RUN)]
+    return [ReadJob(key(n), contents(n)) for n in range(first, first + READ_RUN)]
 
 
 @pytest.mark.serial
@@ -452,6 +440,7 @@ def test_a_run_that_fails_is_read_again_side_by_side(
 
     fail_runs(monkeypatch, meet)
     tier = open_tier(tmp_path)
+    write(tier, *range(READ_RUN))
     tier.read(a_run())
     found: dict[PageKey, str | None] = {}
     while len(found) < READ_RUN:
@@ -474,19 +463,21 @@ def test_what_is_read_again_goes_before_what_is_in_line(
     fail_runs(monkeypatch, note)
     monkeypatch.setattr(disk, "NUM_READERS", 1)
     tier = open_tier(tmp_path)
-    tier.read([ReadJob(key(99), 99, 0, contents(0))])
+    write(tier, *range(READ_RUN + 2))
+    tier.read([ReadJob(key(READ_RUN), contents(0))])
     tier.read(a_run())
-    tier.read([ReadJob(key(50), 50, 0, contents(0))])
+    tier.read([ReadJob(key(READ_RUN + 1), contents(0))])
     may_read.set()
     tier.close()
-    assert order == [99, *range(READ_RUN), 50]
+    assert order == [READ_RUN, *range(READ_RUN), READ_RUN + 1]
 
 
 def test_closing_finishes_what_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_runs(monkeypatch, lambda record: None)
-    tier = open_tier(tmp_path)
+    tier = open_tier(tmp_path, room=40 * READ_RUN * PAGE)
+    write(tier, *range(40 * READ_RUN))
     for first in range(0, 40 * READ_RUN, READ_RUN):
         tier.read(a_run(first))
     tier.close()
@@ -503,8 +494,9 @@ def test_few_writes_wait_for_reads_but_not_for_ever(
     monkeypatch.setattr(SegmentFiles, "read", lambda *_: may_read.wait())
     monkeypatch.setattr(disk, "READS_FIRST_S", 0.3)
     tier = open_tier(tmp_path)
-    for number in range(num_reads):
-        tier.read([ReadJob(key(number), number, 0, contents(0))])
+    write(tier, 0)
+    for _ in range(num_reads):
+        tier.read([ReadJob(key(0), contents(0))])
     sleep(0.05)  # the readers have begun
     began_s = monotonic()
     write(tier, 1)
@@ -520,9 +512,8 @@ def test_few_writes_wait_for_reads_but_not_for_ever(
 def test_records_are_used_again(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, room=2 * PAGE)
     write(tier, 1, 2)
-    assert tier.take_record() is None
-    tier.delete([key(1)])
-    tier.give_back_record(0)
+    assert not tier.take(key(3))
+    tier.delete(key(1))
     write(tier, 3)
     tier.close()
     tier = open_tier(tmp_path, room=2 * PAGE)
@@ -535,23 +526,25 @@ WRITER = """
 import mmap, sys
 from pathlib import Path
 from mainstem.core.ids import PageKey
-from mainstem.kv.bytes.disk import DiskTier, WriteJob
+from mainstem.kv.bytes.disk import DiskTier
+from mainstem.kv.tier import WriteJob
 PAGE = {page}
 tier = DiskTier(Path(sys.argv[1]), PAGE, {room}, "model")
-live = {{row.record: row.key for row in tier.rows}}
-number = 1 + max((int.from_bytes(row.key, "little") for row in tier.rows), default=0)
+live = sorted(int.from_bytes(page.key, "little") for page in tier.recover())
+number = 1 + max(live, default=0)
 while True:
     for _ in range(5):
-        record = tier.take_record()
-        if record is None:  # full: the oldest goes
-            record = min(live, key=lambda r: int.from_bytes(live[r], "little"))
-            tier.delete([live[record]])
+        key = PageKey(number.to_bytes(32, "little"))
+        if not tier.take(key):  # full: the oldest goes
+            tier.delete(PageKey(live.pop(0).to_bytes(32, "little")))
+            assert tier.take(key)
         buffer = mmap.mmap(-1, PAGE)
         buffer[:] = number.to_bytes(4, "little") * (PAGE // 4)
-        live[record] = PageKey(number.to_bytes(32, "little"))
-        tier.write(WriteJob(live[record], record, b"tokens", memoryview(buffer)))
+        live.append(number)
+        tier.write(WriteJob(key, b"tokens", memoryview(buffer)))
         number += 1
     tier.flush()
+    assert all(done.problem is None for done in tier.poll())
     print(number - 1, flush=True)
 """
 
@@ -589,19 +582,18 @@ def test_a_full_disk_is_told_and_not_asked_again_at_once(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwritev", full)
-    record = tier.take_record()
-    assert record is not None
-    tier.write(WriteJob(key(1), record, b"tokens", contents(1)))
+    assert tier.take(key(1))
+    tier.write(WriteJob(key(1), b"tokens", contents(1)))
     tier.flush()
-    assert list(tier.poll()) == [Written(key(1), 0, "disk full")]
-    assert tier.take_record() is None
+    assert list(tier.poll()) == [Written(key(1), "disk full")]
+    assert tier.take(key(1)), "its record can be used again"
+    assert not tier.take(key(2))
     monkeypatch.undo()
-    tier.give_back_record(record)
+    tier.delete(key(1))
     write(tier, 2)
     tier.close()
     tier = open_tier(tmp_path)
     assert read_all(tier) == {2: None}
-    assert tier.rows[0].crc32 == crc32(contents(2))
     tier.close()
 
 

@@ -9,11 +9,13 @@ from time import perf_counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mainstem.core.errors import ConfigError
-from mainstem.kv.policy import Moves, PolicyConfig, PolicyKind, TierKind, TierPolicy
+from mainstem.kv.policy import HOST, Moves, PolicyConfig, TierPolicy
+from mainstem.kv.ranking import PolicyKind
 
+DISK, REMOTE = 1, 2
 SEEING = [PolicyKind.LOOKAHEAD, PolicyKind.BELADY]
 BLIND = [PolicyKind.LRU, PolicyKind.FIFO]
 
@@ -21,12 +23,12 @@ BLIND = [PolicyKind.LRU, PolicyKind.FIFO]
 def a_policy(
     host: int, disk: int = 0, kind: PolicyKind = PolicyKind.LOOKAHEAD, ttl_s: float | None = None
 ) -> TierPolicy[str]:
-    return TierPolicy(PolicyConfig(host, disk, kind, headroom=0.0, ttl_s=ttl_s))
+    return TierPolicy(PolicyConfig((host, disk), kind, headroom=0.0, ttl_s=ttl_s))
 
 
 def tiers(policy: TierPolicy[str], keys: Sequence[str]) -> str:
     """A letter a page: h, d, or a dot for gone."""
-    letter = {TierKind.HOST: "h", TierKind.DISK: "d", None: "."}
+    letter = {HOST: "h", DISK: "d", REMOTE: "r", None: "."}
     return "".join(letter[policy.tier_of(key)] for key in keys)
 
 
@@ -34,7 +36,7 @@ def tiers(policy: TierPolicy[str], keys: Sequence[str]) -> str:
 def test_a_chain_leaves_from_its_tail(kind: PolicyKind) -> None:
     policy = a_policy(4, kind=kind)
     policy.admit("abcd", 0)
-    assert policy.choose_victims(TierKind.HOST, 2).drop == ["d", "c"]
+    assert policy.choose_victims(HOST, 2).drop == ["d", "c"]
     assert tiers(policy, "abcd") == "hh.."
 
 
@@ -83,7 +85,7 @@ def test_of_pages_waited_for_the_tail_of_the_queue_goes_first() -> None:
         policy.expect(job, job)
     policy.choose_prefetch(10)
     assert tiers(policy, "1234") == "hhdd"
-    moves = policy.choose_victims(TierKind.HOST, 1)  # 2 is wanted later than 1, sooner than 3, 4
+    moves = policy.choose_victims(HOST, 1)  # 2 is wanted later than 1, sooner than 3, 4
     assert moves.write == ["2"]
     assert moves.drop == ["4"]
     assert tiers(policy, "1234") == "hdd."
@@ -121,7 +123,7 @@ def test_prefetch_brings_the_soonest_first_and_keeps_the_disk_copy() -> None:
     moves = policy.choose_prefetch(1)
     assert moves.load == ["a"]
     assert policy.choose_prefetch(9).load == ["b"]
-    assert policy.is_on_disk("a")
+    assert policy.places("a") == 0b11
     assert tiers(policy, "abcdef") == "hhdddd"
 
 
@@ -138,15 +140,15 @@ def test_prefetch_stops_at_what_the_host_holds() -> None:
 
 
 def test_prefetch_leaves_the_headroom_free() -> None:
-    policy: TierPolicy[int] = TierPolicy(PolicyConfig(10, 100, headroom=0.2))
+    policy: TierPolicy[int] = TierPolicy(PolicyConfig((10, 100), headroom=0.2))
     policy.admit(range(30), 0)
-    policy.choose_victims(TierKind.HOST, 10)
+    policy.choose_victims(HOST, 10)
     policy.expect("job", range(30))
     assert len(policy.choose_prefetch(99).load) == 8
     policy.admit(range(40, 42), 1)
-    assert policy.num_host == 10
+    assert policy.num_pages(HOST) == 10
     policy.make_headroom()
-    assert policy.num_host == 8
+    assert policy.num_pages(HOST) == 8
 
 
 def test_a_near_page_that_was_pushed_out_is_brought_back() -> None:
@@ -154,7 +156,7 @@ def test_a_near_page_that_was_pushed_out_is_brought_back() -> None:
     policy.admit("ab", 0)
     policy.expect("job", "ab")
     policy.choose_prefetch(9)
-    policy.choose_victims(TierKind.HOST, 1)
+    policy.choose_victims(HOST, 1)
     assert tiers(policy, "ab") == "hd"
     assert policy.choose_prefetch(9).load == ["b"]
 
@@ -162,9 +164,9 @@ def test_a_near_page_that_was_pushed_out_is_brought_back() -> None:
 def test_a_page_with_a_disk_copy_is_released_without_a_write() -> None:
     policy = a_policy(1, 2)
     policy.admit("a", 0)
-    assert policy.back_up("a").write == ["a"]
+    assert policy.back_up(DISK, "a").write == ["a"]
     moves = policy.admit("b", 1)
-    assert moves.release == ["a"]
+    assert moves.free == ["a"]
     assert not moves.write
 
 
@@ -204,8 +206,8 @@ def test_what_is_kept_pushes_out_nothing_that_is_waited_for() -> None:
 
 
 def test_what_comes_back_late_from_disk_takes_room_that_is_free() -> None:
-    policy: TierPolicy[str] = TierPolicy(PolicyConfig(10, 90, headroom=0.2))
-    policy.recover("zyxwvutsrqponmlkjihgfedcba", 0)
+    policy: TierPolicy[str] = TierPolicy(PolicyConfig((10, 90), headroom=0.2))
+    policy.recover(DISK, "zyxwvutsrqponmlkjihgfedcba", 0)
     assert not policy.keep("lmnopqrstu", 1)
     assert tiers(policy, "lmnopqrstu") == "hhhhhhhhdd"
 
@@ -221,7 +223,7 @@ def test_of_conversations_that_return_in_turn_some_stay_in_the_host(kind: Policy
     for now in range(1, 5):
         hits.append(0)
         for chain in chains:
-            hits[-1] += sum(policy.find(chain))
+            hits[-1] += policy.find(chain).count(HOST)
             policy.keep(chain, now)
             policy.note_use(chain, now)
     assert hits == ([12] * 4 if kind is PolicyKind.LOOKAHEAD else [0] * 4)
@@ -237,15 +239,15 @@ def test_where_most_return_soon_who_comes_back_late_pushes_out_the_least_recent(
             policy.keep(chain, now)
             policy.note_use(chain, now)
     policy.keep(chains[0], 10)
-    assert all(policy.find(chains[0]))
-    assert not any(policy.find(chains[30]))  # the first of thirty that were there
+    assert not any(policy.find(chains[0]))
+    assert HOST not in policy.find(chains[30])  # the first of thirty that were there
     policy.admit(["1-4"], 11, after=["1-3"])
-    assert policy.tier_of("1-4") is TierKind.HOST
+    assert policy.tier_of("1-4") == HOST
     policy.drop(["1-4", *(key for chain in chains for key in chain)])  # and all are strangers
     for chain in chains:
         policy.admit(chain, 12)
     policy.keep(chains[0], 13)
-    assert not any(policy.find(chains[0]))
+    assert HOST not in policy.find(chains[0])
 
 
 def test_a_page_that_is_kept_does_not_make_room_for_itself() -> None:
@@ -266,10 +268,10 @@ def test_who_returns_often_gets_into_a_host_full_of_those_who_do_not() -> None:
     for chain in chains:
         policy.admit(chain, 0)
     for now in range(1, 3):
-        assert not any(policy.find(chains[0]))
+        assert HOST not in policy.find(chains[0])
         policy.keep(chains[0], now)
         policy.note_use(chains[0], now)
-    assert all(policy.find(chains[0]))
+    assert not any(policy.find(chains[0]))
 
 
 @pytest.mark.parametrize("kind", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
@@ -287,11 +289,11 @@ def test_the_tail_of_a_chain_that_only_the_disk_has_pushes_nobody_out(kind: Poli
 def test_copies_of_host_pages_make_room_on_disk_first() -> None:
     policy = a_policy(2, 1)
     policy.admit("a", 0)
-    policy.back_up("a")
+    policy.back_up(DISK, "a")
     policy.admit("b", 1)
     policy.note_use("a", 2)
     moves = policy.admit("c", 3)
-    assert (moves.forget, moves.write, moves.drop) == (["a"], ["b"], [])
+    assert (moves.free, moves.write, moves.drop) == (["a"], ["b"], [])
     assert tiers(policy, "abc") == "hdh"
 
 
@@ -350,26 +352,27 @@ def test_who_gives_up_behind_many_that_want_the_same_is_not_searched_for() -> No
 
 def test_pages_found_at_the_start_are_on_disk_in_their_order() -> None:
     policy = a_policy(1, 2)
-    moves = policy.recover("abc", 0)
+    moves = policy.recover(DISK, "abc", 0)
     assert moves.drop == ["a"]
     assert tiers(policy, "abc") == ".dd"
 
 
 def test_the_window_is_capacity_over_mean_size() -> None:
-    assert PolicyConfig(100, 900).window_length(25.0) == 40
-    assert PolicyConfig(0, 0).window_length(25.0) == 1
+    assert PolicyConfig((100, 900)).window_length(25.0) == 40
+    assert PolicyConfig((0, 0)).window_length(25.0) == 1
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"host_pages": -1},
-        {"host_pages": 1, "disk_pages": -1},
-        {"host_pages": 1, "headroom": 1.0},
-        {"host_pages": 1, "ttl_s": 0.0},
+        {"tier_pages": (-1,)},
+        {"tier_pages": ()},
+        {"tier_pages": (1, -1)},
+        {"tier_pages": (1,), "headroom": 1.0},
+        {"tier_pages": (1,), "ttl_s": 0.0},
     ],
 )
-def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
+def test_impossible_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         PolicyConfig(**wrong)  # type: ignore[arg-type]
 
@@ -436,7 +439,7 @@ def hits_of_model(chains: list[list[int]], capacity: int, known: int) -> int:
 @pytest.mark.parametrize("capacity", [3, 12, 40])
 def test_belady_hits_what_a_full_search_would(capacity: int, known: int) -> None:
     chains = random_chains(capacity, 120)
-    config = PolicyConfig(capacity, kind=PolicyKind.BELADY)
+    config = PolicyConfig((capacity,), kind=PolicyKind.BELADY)
     assert hits_of_policy(chains, config, known) == hits_of_model(chains, capacity, known)
 
 
@@ -444,14 +447,14 @@ def test_two_tiers_hit_what_one_of_their_size_would() -> None:
     """All but a page now and then: one that moves up has its disk place until it has arrived."""
     chains = random_chains(7, 200)
     for kind in (PolicyKind.LOOKAHEAD, PolicyKind.LRU):
-        one = hits_of_policy(chains, PolicyConfig(30, kind=kind), 20)
-        two = hits_of_policy(chains, PolicyConfig(10, 20, kind, headroom=0.0), 20)
+        one = hits_of_policy(chains, PolicyConfig((30,), kind=kind), 20)
+        two = hits_of_policy(chains, PolicyConfig((10, 20), kind, headroom=0.0), 20)
         assert one == pytest.approx(two, rel=0.03), kind
 
 
 def test_knowing_more_of_the_queue_does_not_hit_less() -> None:
     chains = random_chains(3, 200)
-    config = PolicyConfig(10, 20, headroom=0.0)
+    config = PolicyConfig((10, 20), headroom=0.0)
     hits = [hits_of_policy(chains, config, known) for known in (0, 5, 20, 200)]
     assert hits == sorted(hits)
     assert hits[0] < hits[-1]
@@ -466,27 +469,39 @@ CHAIN = st.builds(lambda start, size: range(start, start + size), KEYS, st.integ
 class PolicyMachine(RuleBasedStateMachine):
     """Any order of calls keeps the tiers whole, and the moves say what happened."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy: TierPolicy[int] = TierPolicy(PolicyConfig(6, 9, headroom=0.2, ttl_s=20))
-        self.host: set[int] = set()  # where a store that carries out every move has its bytes
-        self.disk: set[int] = set()
+    @initialize(tier_pages=st.sampled_from([(6,), (6, 9), (6, 9, 12)]))
+    def open(self, tier_pages: tuple[int, ...]) -> None:
+        self.policy: TierPolicy[int] = TierPolicy(PolicyConfig(tier_pages, headroom=0.2, ttl_s=20))
+        # where a store that carries out every move has its bytes
+        self.tiers: list[set[int]] = [set() for _ in tier_pages]
         self.tickets: list[int] = []
         self.now = 0.0
         self.names = count()
 
+    def stored(self) -> set[int]:
+        return set().union(*self.tiers)
+
     def carry_out(self, moves: Moves[int], in_hand: Sequence[int] = ()) -> None:
         """Do as a store would: pages in hand are those just computed."""
-        lists = [*moves.load, *moves.write, *moves.release, *moves.forget, *moves.drop]
+        lists = [*moves.load, *moves.write, *moves.free, *moves.drop]
         assert len(set(lists)) == len(lists), "a page is moved twice"
-        self.host |= {key for key in in_hand if self.policy.tier_of(key) is TierKind.HOST}
-        assert set(moves.write) <= self.host | set(in_hand), "bytes to write are not at hand"
-        self.disk |= set(moves.write)
-        assert set(moves.load) <= self.disk, "bytes to load are not there"
-        assert set(moves.release) <= self.disk, "the disk does not have it"
-        self.host |= set(moves.load)
-        self.host -= {*moves.write, *moves.release, *moves.drop}
-        self.disk -= {*moves.forget, *moves.drop}
+        assert set(moves.write) <= self.stored() | set(in_hand), "bytes to write are not at hand"
+        assert set(moves.load) <= self.stored() - self.tiers[HOST], "bytes to load are not there"
+        for key in in_hand:
+            if self.policy.tier_of(key) == HOST:
+                self.tiers[HOST].add(key)
+        for key in lists:
+            places = self.policy.places(key)
+            had = sum(1 << tier for tier, pages in enumerate(self.tiers) if key in pages)
+            new = places & ~had
+            assert not new or key in moves.write or (new == 1 and key in moves.load)
+            assert bool(places) == (key not in moves.drop)
+            self.put(key)
+
+    def put(self, key: int) -> None:
+        """A page is where the policy has it."""
+        for tier, pages in enumerate(self.tiers):
+            (pages.add if self.policy.places(key) >> tier & 1 else pages.discard)(key)
 
     @rule(keys=CHAIN)
     def admit(self, keys: range) -> None:
@@ -501,7 +516,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(keys=CHAIN)
     def keep(self, keys: range) -> None:
-        read = [key for key in keys if self.policy.tier_of(key) is TierKind.DISK]
+        read = [key for key in keys if self.policy.tier_of(key)]
         self.carry_out(self.policy.keep(keys, self.now), read)
 
     @rule(keys=CHAIN, data=st.data())
@@ -529,21 +544,27 @@ class PolicyMachine(RuleBasedStateMachine):
             index = data.draw(st.integers(0, len(self.tickets) - 1))
             self.policy.dismiss(self.tickets.pop(index))
 
-    @rule(limit=st.integers(0, 8))
-    def prefetch(self, limit: int) -> None:
-        moves = self.policy.choose_prefetch(limit)
-        assert len(moves.load) <= limit
+    @rule(limits=st.tuples(st.integers(0, 8), st.integers(0, 8)))
+    def prefetch(self, limits: tuple[int, int]) -> None:
+        before = [set(pages) for pages in self.tiers]
+        limits = limits[: len(self.tiers) - 1]  # type: ignore[assignment]
+        moves = self.policy.choose_prefetch(*limits)
+        loaded, faster = set(moves.load), set[int]()
+        for limit, pages in zip(limits, before[1:], strict=True):
+            assert len(loaded & pages - faster) <= limit
+            faster |= pages
         self.carry_out(moves)
 
-    @rule(tier=st.sampled_from(TierKind), num=st.integers(0, 5))
-    def victims(self, tier: TierKind, num: int) -> None:
+    @rule(data=st.data(), num=st.integers(0, 5))
+    def victims(self, data: st.DataObject, num: int) -> None:
+        tier = data.draw(st.integers(0, len(self.tiers) - 1))
         self.carry_out(self.policy.choose_victims(tier, num))
 
     @rule(num=st.integers(0, 5))
     def free(self, num: int) -> None:
-        waited_for = {key for key in self.host if key in self.policy._next_use}
+        waited_for = {key for key in self.tiers[HOST] if key in self.policy._next_use}
         self.carry_out(self.policy.free_unwaited(num))
-        assert waited_for <= self.host, "a page that is waited for left the host"
+        assert waited_for <= self.tiers[HOST], "a page that is waited for left the host"
 
     @rule()
     def headroom(self) -> None:
@@ -552,32 +573,45 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(key=KEYS)
     def lose(self, key: int) -> None:
         self.policy.drop([key])
-        self.host.discard(key)
-        self.disk.discard(key)
+        self.put(key)
 
-    @rule(keys=CHAIN)
-    def back_up(self, keys: range) -> None:
-        moves = self.policy.back_up(keys)
-        assert set(moves.write) <= self.host
-        self.disk |= set(moves.write)
-        self.disk -= set(moves.drop)
+    @rule(keys=CHAIN, data=st.data())
+    def lose_from(self, keys: range, data: st.DataObject) -> None:
+        tier = data.draw(st.integers(0, len(self.tiers) - 1))
+        self.policy.drop_from(tier, keys)
+        self.tiers[tier] -= set(keys)
+
+    @rule(keys=CHAIN, data=st.data())
+    def back_up(self, keys: range, data: st.DataObject) -> None:
+        tier = data.draw(st.integers(0, len(self.tiers) - 1))
+        if tier:
+            self.carry_out(self.policy.back_up(tier, keys))
+
+    @rule(keys=CHAIN, data=st.data())
+    def find_in_tier(self, keys: range, data: st.DataObject) -> None:
+        """Somebody else has put pages there."""
+        tier = data.draw(st.integers(0, len(self.tiers) - 1))
+        if tier:
+            self.tiers[tier] |= set(keys)
+            self.carry_out(self.policy.recover(tier, keys, self.now))
+            for key in keys:
+                self.put(key)
 
     @rule(seconds=st.integers(0, 30))
     def expire(self, seconds: int) -> None:
         self.now += seconds
-        gone = set(self.policy.expire(self.now))
-        self.host -= gone
-        self.disk -= gone
+        for key in self.policy.expire(self.now):
+            self.put(key)
 
     @invariant()
     def policy_is_whole(self) -> None:
         self.policy.check()
-        stored = self.host | self.disk
-        assert len(self.policy) == len(stored)
+        stored = self.stored()
+        assert self.policy.keys() == stored
         for key in stored:
-            assert (self.policy.tier_of(key) is TierKind.HOST) == (key in self.host)
-            assert self.policy.is_on_disk(key) == (key in self.disk)
+            had = sum(1 << tier for tier, pages in enumerate(self.tiers) if key in pages)
+            assert self.policy.places(key) == had
 
 
 TestPolicyMachine = PolicyMachine.TestCase
-TestPolicyMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestPolicyMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

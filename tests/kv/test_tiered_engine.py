@@ -9,7 +9,7 @@ import pytest
 from mainstem.core.events import EventBus, PagesLost, SavesSkipped, StoreOpened
 from mainstem.core.metrics import Counters
 from mainstem.kv.keys import PageChain
-from mainstem.kv.policy import PolicyKind
+from mainstem.kv.ranking import PolicyKind
 from mainstem.kv.store import Match
 from mainstem.sched.loading import Loader
 from tests import fakes
@@ -142,9 +142,9 @@ def test_clearing_forgets_every_tier(tmp_path: Path) -> None:
     tiered = a_tiered_engine(disk_dir=tmp_path)
     ask(tiered, [CHATS[0]])
     tiered.store.flush()
-    assert tiered.tiers.num_host_pages == tiered.tiers.num_disk_pages == 8
+    assert tiered.tiers.num_pages("host") == tiered.tiers.num_pages("disk") == 8
     tiered.engine.clear_cache()
-    assert tiered.tiers.num_host_pages == tiered.tiers.num_disk_pages == 0
+    assert tiered.tiers.num_pages("host") == tiered.tiers.num_pages("disk") == 0
     assert ask(tiered, [CHATS[0]]) == [0]
     tiered.engine.close()
 
@@ -156,7 +156,7 @@ def test_unused_pages_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     later = monotonic() + 1000.0
     monkeypatch.setattr("mainstem.kv.tiers.monotonic", lambda: later)
     tiered.store.poll()
-    assert tiered.tiers.num_host_pages == tiered.tiers.num_disk_pages == 0
+    assert tiered.tiers.num_pages("host") == tiered.tiers.num_pages("disk") == 0
     tiered.engine.check()
     tiered.engine.close()
 
@@ -334,12 +334,12 @@ def test_what_an_urgent_request_needs_is_read_ahead_before_what_came_earlier(
     chains = [again.store.chain(np.array(chat, np.int32), b"") for chat in CHATS[:2]]
     again.engine.step()
     deadline_s = monotonic() + 10
-    while again.tiers.find(chains[1].keys).num_on_disk and monotonic() < deadline_s:
+    while again.tiers.find(chains[1].keys).num_below and monotonic() < deadline_s:
         again.store.poll()  # as steps do, which would come to an end before a slow disk does
         again.store.prefetch()
         sleep(0.001)
     assert again.engine.num_waiting == 2
-    assert [again.tiers.find(chain.keys).num_on_disk for chain in chains] == [7, 0]
+    assert [again.tiers.find(chain.keys).num_below for chain in chains] == [7, 0]
     again.engine.close()
 
 
@@ -379,7 +379,7 @@ def test_a_graceful_stop_saves_what_waits_in_the_write_buffer(tmp_path: Path) ->
     run_all(tiered.engine, [a_request(token_ids, 1)])
     tiered.engine.close()
     again = a_tiered_engine(**sizes)  # type: ignore[arg-type]
-    assert again.tiers.num_disk_pages == 50
+    assert again.tiers.num_pages("disk") == 50
     again.engine.close()
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mainstem.core.request import FinishReason
-from mainstem.kv.policy import PolicyKind
+from mainstem.kv.ranking import PolicyKind
 from tests.builders import VOCAB, Collector, a_request
 from tests.fakes import fake_answer
 from tests.kv.faulty import FaultyFiles

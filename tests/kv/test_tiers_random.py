@@ -1,13 +1,11 @@
-"""LowerTiers under anything: saves, loads, a queue, a disk that is slow, full or fails. No threads.
+"""LowerTiers under anything: saves, loads, a queue, tiers that are slow, full or fail. No threads.
 
 Bytes and policy may never part: a page is where the policy says, or nowhere at all.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -17,11 +15,10 @@ from mainstem.core.events import EventBus
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
 from mainstem.kv import tiers as tiers_module
-from mainstem.kv.bytes.disk import Read, ReadJob, WriteJob, Written
-from mainstem.kv.bytes.page_index import PageRow
-from mainstem.kv.policy import PolicyKind
-from mainstem.kv.tiers import Load, LowerTiers
-from mainstem.kv.transfer import LoadId
+from mainstem.kv.ranking import PolicyKind
+from mainstem.kv.tier import Answer, Emptied, Read, ReadJob, StoredPage, WriteJob, Written
+from mainstem.kv.tiers import LowerTiers
+from mainstem.kv.transfer import LoadId, SharedLink
 
 TOKENS = b"tokens"
 TTL_S = 100.0
@@ -67,74 +64,106 @@ class _Copier:
     def close(self) -> None: ...
 
 
-class _Disk:
-    """As much of DiskTier as LowerTiers uses; what is under way ends at some later `poll`."""
+class _Lower:
+    """A tier below host memory; what is under way ends at some later `poll`."""
 
-    def __init__(self, rng: Random, num_records: int) -> None:
-        self.folder, self.found = Path(), None
-        self.lost: Counter[str] = Counter()
-        self.rows: list[PageRow] = []
-        self.num_records = num_records
+    def __init__(self, rng: Random, name: str, num_places: int) -> None:
+        self.name = name
+        self.is_shared = name == "remote"
+        self.is_open = self.can_write = True
+        self.num_places = num_places
+        self.link = SharedLink(1e9)
         self.num_writes_pending = 0
         self.is_full = False
         self._rng = rng
-        self._free = list(range(num_records))
-        self._under_way: list[WriteJob | ReadJob] = []
+        self._num_slack = 2
+        self._taken: set[PageKey] = set()
+        self._there: set[PageKey] = set()
+        self._under_way: list[WriteJob | ReadJob | Sequence[PageKey] | Emptied] = []
 
-    def take_record(self) -> int | None:
-        return None if self.is_full or not self._free else self._free.pop()
+    def recover(self) -> Sequence[StoredPage]:
+        return []
 
-    def give_back_record(self, record: int) -> None:
-        assert record not in self._free
-        self._free.append(record)
+    def opened(self, num_pages: int) -> None: ...
 
-    def delete(self, keys: Sequence[PageKey]) -> None: ...
+    def take(self, key: PageKey) -> bool:
+        assert key not in self._taken
+        if self.is_full or len(self._taken) >= self.num_places + self._num_slack:
+            return False
+        self._taken.add(key)
+        return True
+
+    def delete(self, key: PageKey) -> None:
+        jobs = [job for job in self._under_way if isinstance(job, WriteJob | ReadJob)]
+        assert key not in {job.key for job in jobs}, "a page under way is deleted"
+        self._taken.remove(key)
+        self._there.discard(key)
+
     def touch(self, used_at: dict[PageKey, float]) -> None: ...
     def close(self) -> None: ...
 
     def write(self, job: WriteJob) -> None:
+        assert job.key in self._taken
         self.num_writes_pending += 1
         self._under_way.append(job)
 
-    def read(self, jobs: Sequence[ReadJob]) -> None:
+    def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
+        assert self._there.issuperset(job.key for job in jobs), "what is read is not there"
         self._under_way += jobs
+
+    def ask(self, keys: Sequence[PageKey]) -> None:
+        self._under_way.append(keys)
+
+    def fail(self) -> None:
+        """A server that was lost, and may be empty now."""
+        self._under_way.append(Emptied())
 
     def flush(self) -> None:
         """All that was written is told by the next `poll`."""
 
-    def poll(self) -> Iterator[Written | Read]:
+    def poll(self) -> Iterator[Written | Read | Answer | Emptied]:
         while self._under_way and self._rng.random() < 0.7:
             job = self._under_way.pop(0)
+            if isinstance(job, Emptied):
+                yield job
+                continue
+            if not isinstance(job, WriteJob | ReadJob):
+                found = job[: self._rng.randint(0, len(job))]
+                self._there.update(found)
+                yield Answer(job[-1], found)
+                continue
             problem = "EIO" if self._rng.random() < 0.1 else None
             if isinstance(job, WriteJob):
                 self.num_writes_pending -= 1
-                yield Written(job.key, 0, problem)
+                (self._there.add if problem is None else self._taken.remove)(job.key)
+                yield Written(job.key, problem)
             else:
                 yield Read(job.key, len(job.buffer), 0.0, 1e-3, problem)
 
 
 class _Driver:
-    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, seed: int, stack: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = rng = Random(seed)
         self.now_s = 0.0
         for name in ("monotonic", "time", "perf_counter"):
             monkeypatch.setattr(tiers_module, name, lambda: self.now_s)
-        self.disk = _Disk(rng, rng.randint(2, 14)) if rng.random() < 0.8 else None
+        names = [[], ["disk"], ["remote"], ["disk", "remote"]][stack]
+        self.below = [_Lower(rng, name, rng.randint(2, 14)) for name in names]
         kind = rng.choice([PolicyKind.LOOKAHEAD, PolicyKind.LOOKAHEAD, PolicyKind.LRU])
         copier = _Copier(rng, rng.randint(2, 10))
-        self.tiers = LowerTiers(copier, kind, TTL_S, self.disk, EventBus())  # type: ignore[arg-type]
+        self.tiers = LowerTiers(copier, kind, TTL_S, self.below, EventBus())
         self.chains = [
             [PageKey(f"{chain}-{page}".encode()) for page in range(CHAIN_PAGES)]
             for chain in range(NUM_CHAINS)
         ]
         self.tickets: list[int] = []
         self.load_ids, self.new_tickets = map(LoadId, count()), count()
-        self.loads: list[Load] = []
+        self.awaited: set[PageKey] = set()
 
     def act(self) -> None:
         tiers, rng = self.tiers, self.rng
         keys = rng.choice(self.chains)[: rng.randint(1, CHAIN_PAGES)]
-        match rng.randrange(9):
+        match rng.randrange(11):
             case 0 | 1:
                 missing = [number for number, key in enumerate(keys) if not tiers.has(key)]
                 new = missing[: tiers.make_room(len(missing))]
@@ -153,8 +182,15 @@ class _Driver:
                 tiers.dismiss(self.tickets.pop(rng.randrange(len(self.tickets))))
             case 5:
                 tiers.prefetch()
-            case 6 if self.disk is not None:
-                self.disk.is_full = rng.random() < 0.5
+            case 6 if self.below:
+                rng.choice(self.below).is_full = rng.random() < 0.5
+            case 9 if self.below:
+                asked = tiers.ask(keys)
+                assert asked is None or tiers.is_asked(asked)
+                if asked is not None and tiers.awaits(asked, 3.0):
+                    self.awaited.add(asked)
+            case 10 if rng.random() < 0.2 and self.below and self.below[-1].is_shared:
+                self.below[-1].fail()
             case 7 if rng.random() < 0.2:
                 self.now_s += TTL_S / 2
             case 8 if rng.random() < 0.1:
@@ -162,20 +198,24 @@ class _Driver:
             case _:
                 tiers.note_use(keys)
         self.now_s += 1.0
-        tiers.poll()
+        self.awaited.difference_update(tiers.poll().answered)
         tiers.check()
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_bytes_and_policy_never_part(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = _Driver(seed, monkeypatch)
+@pytest.mark.parametrize("stack", range(4), ids=["host", "disk", "remote", "both"])
+@pytest.mark.parametrize("seed", range(30))
+def test_bytes_and_policy_never_part(
+    seed: int, stack: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = _Driver(seed, stack, monkeypatch)
     for _ in range(150):
         driver.act()
     driver.tiers.flush()
     for _ in range(100):
-        driver.tiers.poll()
+        driver.awaited.difference_update(driver.tiers.poll().answered)
+    assert not driver.awaited, "somebody waits for an answer for ever"
     driver.tiers.check()
     assert driver.tiers.num_copies == 0
     driver.tiers.clear()
     driver.tiers.check()
-    assert driver.tiers.num_host_pages == driver.tiers.num_disk_pages == 0
+    assert sum(map(driver.tiers.num_pages, ("host", "disk", "remote"))) == 0

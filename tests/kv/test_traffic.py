@@ -113,7 +113,7 @@ def test_a_load_is_startable_when_it_will_be_there_in_time() -> None:
     for prompt in prompts:
         chain = store.chain(np.array(prompt, np.int32), b"")
         assert store.load(StoredRun(chain, 0, 4), nothing, start_layers=tiers.num_layers)
-    load_s = tiers.host_link.pass_s(4 * tiers.page_bytes)
+    load_s = tiers.links[0].pass_s(4 * tiers.page_bytes)
     assert [len(tiers.poll(part * load_s).startable) for part in (0.0, 0.9, 1.1, 1.9, 2.1)] == [
         0,
         0,

@@ -13,9 +13,12 @@ from mainstem.core.events import EventBus
 from mainstem.core.step import InFlight, Int32s, Step
 from mainstem.engine.engine import Engine
 from mainstem.kv.bytes.disk import DiskTier
+from mainstem.kv.bytes.line import Address
+from mainstem.kv.bytes.remote import RemoteSettings, RemoteTier
 from mainstem.kv.bytes.segments import SegmentFiles
-from mainstem.kv.policy import PolicyKind
+from mainstem.kv.ranking import PolicyKind
 from mainstem.kv.store import KVStore
+from mainstem.kv.tier import LowerTier
 from mainstem.kv.tiers import LowerTiers
 from mainstem.kv.transfer import LoadId
 from mainstem.sched.fetching import Fetching, StepTimes
@@ -23,6 +26,7 @@ from mainstem.sched.scheduler import Scheduler
 from tests.builders import VOCAB
 from tests.fakes import FakeRunner
 
+REMOTE = RemoteSettings(b"fake", b"a secret", ttl_s=60.0, max_bytes=1 << 30)
 NUM_LAYERS = 2  # token ids and positions: a page that is half there shows
 
 
@@ -186,18 +190,24 @@ def a_tiered_engine(  # noqa: PLR0917
     preload: str = "auto",
     chunk_tokens: int = 64,
     max_model_len: int = 10_000,
+    remote: Address | None = None,
+    remote_settings: RemoteSettings = REMOTE,
+    fetch: Fetch = Fetch.ALWAYS,
 ) -> Tiered:
     bus = bus or EventBus()
     runner = TieredRunner(num_pages, page_size, can_overlap)
     copier = FakeCopier(runner, num_slots)
     runner.copier = copier
-    disk = None
+    below = list[LowerTier]()
     if disk_dir is not None:
         record_bytes = files(disk_dir, copier.page_bytes).record_bytes
-        disk = DiskTier(disk_dir, copier.page_bytes, num_records * record_bytes, "fake", files)
-    tiers = LowerTiers(copier, policy, ttl_s, disk, bus)
+        room = num_records * record_bytes
+        below.append(DiskTier(disk_dir, copier.page_bytes, room, "fake", files))
+    if remote is not None:
+        below.append(RemoteTier(remote, copier.page_bytes, remote_settings))
+    tiers = LowerTiers(copier, policy, ttl_s, below, bus)
     store = KVStore(num_pages, page_size, b"fake", bus, tiers)
-    config = StoreConfig(host_gb=1.0, fetch=Fetch.ALWAYS, preload=preload)
+    config = StoreConfig(host_gb=1.0, fetch=fetch, preload=preload)
     fetching = Fetching(config, tiers, page_size, StepTimes(token_s=1e-3))
     sched = SchedConfig(chunk_tokens=chunk_tokens)
     scheduler = Scheduler(sched, store, VOCAB, max_model_len, bus, fetching=fetching)

@@ -5,16 +5,16 @@ for a read, or because there is nothing to do. So a crowd on a large card takes 
 comes out the same each time.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mainstem.core.config import SchedConfig, StoreConfig
 from mainstem.core.events import EventBus
+from mainstem.core.ids import PageKey
 from mainstem.core.metrics import Counters
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Int32s, Step, StepResult
@@ -22,11 +22,12 @@ from mainstem.engine import engine as engine_module
 from mainstem.engine.engine import Engine
 from mainstem.kv import tiers as tiers_module
 from mainstem.kv import transfer as transfer_module
-from mainstem.kv.bytes.disk import NUM_READERS, READ_RUN, DiskTier, Read, ReadJob, WriteJob, Written
-from mainstem.kv.policy import PolicyKind
+from mainstem.kv.bytes.disk import FIRST_RATE, NUM_READERS, READ_RUN
+from mainstem.kv.ranking import PolicyKind
 from mainstem.kv.store import KVStore
+from mainstem.kv.tier import Read, ReadJob, StoredPage, WriteJob, Written
 from mainstem.kv.tiers import LowerTiers
-from mainstem.kv.transfer import LoadId
+from mainstem.kv.transfer import LoadId, SharedLink
 from mainstem.sched import loading as loading_module
 from mainstem.sched import scheduler as scheduler_module
 from mainstem.sched.fetching import Fetching, StepTimes
@@ -128,15 +129,17 @@ class _Run:
 
 
 class VirtualDisk:
-    """As much of DiskTier as LowerTiers uses. Reads share the rate evenly, some at a time; writes
-    have it when there are none."""
+    """A lower tier. Reads share the rate evenly, some at a time; writes have it when there are
+    none."""
+
+    name = "disk"
+    is_shared = False
+    is_open = can_write = True
 
     def __init__(self, clock: VirtualClock, num_records: int, bytes_per_s: float) -> None:
-        self.folder, self.found = Path(), None
-        self.lost: Counter[str] = Counter()
-        self.rows: list[object] = []
-        self.num_records = num_records
+        self.num_places = max(1, num_records - 1 - num_records // 64)
         self.num_writes_pending = 0
+        self.link = SharedLink(FIRST_RATE, NUM_READERS * READ_RUN * PAGE_BYTES)
         self._clock, self._bytes_per_s = clock, bytes_per_s
         self._records = iter(range(num_records))
         self._now_s = clock.now_s
@@ -145,16 +148,22 @@ class VirtualDisk:
         self._writes: deque[WriteJob] = deque()
         self._done: list[Read | Written] = []
 
-    def take_record(self) -> int | None:
-        return next(self._records, None)
+    def recover(self) -> Sequence[StoredPage]:
+        return []
 
-    def give_back_record(self, record: int) -> None:
+    def opened(self, num_pages: int) -> None:
         pass
 
-    def delete(self, keys: Sequence[bytes]) -> None:
+    def take(self, key: PageKey) -> bool:
+        return next(self._records, None) is not None
+
+    def delete(self, key: PageKey) -> None:
         pass
 
-    def touch(self, used_at: dict[bytes, float]) -> None:
+    def touch(self, used_at: dict[PageKey, float]) -> None:
+        pass
+
+    def ask(self, keys: Sequence[PageKey]) -> None:
         pass
 
     def write(self, job: WriteJob) -> None:
@@ -162,7 +171,7 @@ class VirtualDisk:
         self._writes.append(job)
         self.num_writes_pending += 1
 
-    def read(self, jobs: Sequence[ReadJob]) -> None:
+    def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
         self._pass_time()
         self._reads.extend(
             jobs[begin : begin + READ_RUN] for begin in range(0, len(jobs), READ_RUN)
@@ -191,7 +200,7 @@ class VirtualDisk:
                 self._read_on(self._clock.now_s - self._now_s)
             elif self._writes:
                 self._now_s += PAGE_BYTES / self._bytes_per_s
-                self._done.append(Written(self._writes.popleft().key, 0))
+                self._done.append(Written(self._writes.popleft().key))
             else:
                 self._now_s = self._clock.now_s
 
@@ -290,8 +299,8 @@ def a_virtual_card(
     copier = tiers = fetching = None
     if host_pages:
         copier = VirtualCopier(clock, host_pages)
-        disk: DiskTier = VirtualDisk(clock, 50_000, disk_bytes_per_s)  # type: ignore[assignment]
-        tiers = LowerTiers(copier, PolicyKind.LOOKAHEAD, None, disk, bus)
+        disk = VirtualDisk(clock, 50_000, disk_bytes_per_s)
+        tiers = LowerTiers(copier, PolicyKind.LOOKAHEAD, None, [disk], bus)
         fetching = Fetching(StoreConfig(host_gb=1.0), tiers, PAGE_SIZE, StepTimes(25e-6, 3.5e-3))
     store = KVStore(device_tokens // PAGE_SIZE, PAGE_SIZE, b"virtual", bus, tiers)
     config = SchedConfig(chunk_tokens=2048)

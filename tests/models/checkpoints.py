@@ -68,7 +68,12 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "llama biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "smollm2 (tied)": (LlamaConfig, {"tie_word_embeddings": True}),
     "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 16}),
+    "mistral window": (MistralConfig, {"sliding_window": 24, "head_dim": 16}),
     "qwen2": (Qwen2Config, {}),
+    "qwen2 windows above": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
     "qwen3": (Qwen3Config, {"head_dim": 32}),
 }
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainstem.core.errors import ConfigError
-from mainstem.core.plan import Int64s, Plan, Prompts
+from mainstem.core.plan import Plan, Prompts
 from mainstem.plan.cost import TokenCosts
 from mainstem.plan.cut import Cut, cut_plan
 from mainstem.plan.groups import LongRuns
 from mainstem.plan.planner import PlanConfig, plan_prompts
+from mainstem_bench.shares import lengths_only
 from tests.plan.strategies import PromptLists, prompt_lists
 from tests.plan.test_datasets import SETS, load
 
@@ -114,30 +115,6 @@ def test_no_workers_are_refused() -> None:
         cut_of([[1]], 0)
 
 
-def lengths_only(num_rows: int) -> tuple[Plan, Int64s]:
-    """A plan of groups of 1 to 40 rows, of whose prompts only the lengths are known."""
-    rng = np.random.default_rng(3)
-    sizes = rng.integers(1, 41, num_rows)
-    starts = np.append(0, np.cumsum(sizes))
-    starts = np.append(starts[starts < num_rows], num_rows)
-    count = len(starts) - 1
-    prefixes = rng.integers(50, 2000, count)
-    zero = np.zeros(1, dtype=np.int64)
-    nodes = np.repeat(np.arange(1, count + 1), np.diff(starts))
-    plan = Plan(
-        members=np.arange(num_rows),
-        member_nodes=nodes,
-        group_starts=starts,
-        group_nodes=np.arange(1, count + 1),
-        node_parents=np.zeros(count + 1, dtype=np.int64),
-        node_tokens=np.append(zero, prefixes),
-        node_begins=np.append(zero, starts[:-1]),
-        node_ends=np.append(zero + num_rows, starts[1:]),
-        node_is_span=np.zeros(count + 1, dtype=np.bool_),
-    )
-    return plan, plan.node_tokens[nodes] + rng.integers(1, 200, num_rows)
-
-
 def test_many_rows_are_cut_evenly() -> None:
     plan, lengths = lengths_only(20_000)
     cut = cut_plan(plan, lengths, np.full(20_000, 64.0), 50)
@@ -174,19 +151,3 @@ def test_data_sets_are_cut_evenly(name: str) -> None:
     assert evenness <= 1.05
     if prefix < 0.1:
         assert lost <= 1.1
-
-
-def main() -> None:
-    """Print how long large plans take to be cut, lengths only."""
-    from time import perf_counter  # noqa: PLC0415
-
-    for num_rows, num_workers in ((1_000_000, 8), (10_000_000, 1000)):
-        plan, lengths = lengths_only(num_rows)
-        began_s = perf_counter()
-        cut = cut_plan(plan, lengths, np.full(num_rows, 64.0), num_workers)
-        seconds = perf_counter() - began_s
-        print(f"{num_rows:,} rows, {num_workers:,} workers: {seconds:.2f} s, {cut.balance:.4f}")
-
-
-if __name__ == "__main__":
-    main()

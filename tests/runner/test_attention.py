@@ -5,8 +5,9 @@ import torch
 
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import reference
+from mainstem.kernels.attention.window import clip_spans
 from mainstem.runner.attention import narrow_spans
-from tests.runner.steps import make_spans
+from tests.runner.steps import make_spans, positions_of
 
 SPANS = make_spans(
     [
@@ -29,6 +30,16 @@ def test_the_rows_see_what_they_saw() -> None:
     everything = attend(SPANS, q)
     for rows in ([0], [3], [0, 3, 6], [0, 2, 3, 4, 5, 6], [5, 6], list(range(7))):
         narrowed = narrow_spans(SPANS, np.array(rows), 7)
+        assert narrowed is not None
+        torch.testing.assert_close(attend(narrowed, q[rows]), everything[rows])
+
+
+def test_windows_stay_with_their_rows() -> None:
+    q = torch.randn(7, 4, 8, generator=torch.Generator().manual_seed(1))
+    clipped = clip_spans(SPANS, positions_of(SPANS, 7), 6, 4)
+    everything = attend(clipped, q)
+    for rows in ([0], [0, 3, 6], [5, 6]):
+        narrowed = narrow_spans(clipped, np.array(rows), 7)
         assert narrowed is not None
         torch.testing.assert_close(attend(narrowed, q[rows]), everything[rows])
 

@@ -18,6 +18,7 @@ from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
 from mainstem.kernels.attention.plan import Launches
 from mainstem.models.shapes import llama_shape
+from mainstem.models.spec import ModelSpec
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import RandomOrigin
 from tests.runner.recorded_graphs import Piece, Recorder
@@ -44,15 +45,15 @@ def a_config(share: Share = Share.READS, page_size: int = 16) -> EngineConfig:
     )
 
 
-def on_gpu(config: EngineConfig) -> Engine:
+def on_gpu(config: EngineConfig, shape: ModelSpec = SHAPE) -> Engine:
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
 
-    runner, facts = load_gpu_runner(RandomOrigin(SHAPE, 0), config, torch.device("cpu"))
+    runner, facts = load_gpu_runner(RandomOrigin(shape, 0), config, torch.device("cpu"))
     return join(runner, facts, config, EventBus())
 
 
-def on_cpu(config: EngineConfig) -> Engine:
-    runner, facts = load_cpu_runner(RandomOrigin(SHAPE, 0), config)
+def on_cpu(config: EngineConfig, shape: ModelSpec = SHAPE) -> Engine:
+    runner, facts = load_cpu_runner(RandomOrigin(shape, 0), config)
     return join(runner, facts, config, EventBus())
 
 
@@ -81,6 +82,23 @@ def test_same_tokens_as_on_the_cpu(sampling: SamplingParams) -> None:
     assert answers(on_gpu(a_config()), prompts(), sampling) == answers(
         on_cpu(a_config()), prompts(), sampling
     )
+
+
+@interpreted
+def test_same_tokens_of_layers_of_several_kinds() -> None:
+    """A window with sinks, a softcap without rotation, a window with another rotation."""
+    plain = SHAPE.layers[0].attention
+    assert plain.rope is not None
+    kinds = (
+        replace(plain, window=14, has_sinks=True),
+        replace(plain, rope=None, softcap=0.5),
+        replace(plain, window=14, rope=replace(plain.rope, theta=500.0)),
+    )
+    shape = replace(SHAPE, layers=tuple(replace(SHAPE.layers[0], attention=kind) for kind in kinds))
+    some = prompts()[:2]
+    found = answers(on_gpu(a_config(), shape), some, GREEDY)
+    assert found == answers(on_cpu(a_config(), shape), some, GREEDY)
+    assert found != answers(on_cpu(a_config()), some, GREEDY)
 
 
 @interpreted

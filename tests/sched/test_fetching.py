@@ -22,8 +22,7 @@ class Tiers:
 
     num_layers: int = 32
     page_bytes: int = PAGE_BYTES
-    host_link: Link = field(default_factory=lambda: Link(50e9))
-    disk_link: SharedLink = field(default_factory=lambda: SharedLink(4.2e9))
+    links: list[Link] = field(default_factory=lambda: [Link(50e9), SharedLink(4.2e9)])
     num_free_slots: int = 10_000
 
     def is_crowded(self, num_pages: int) -> bool:
@@ -40,14 +39,14 @@ def a_fetching(fetch: Fetch = Fetch.AUTO, preload: str = "auto") -> tuple[Fetchi
 
 def assign(fetching: Fetching, tiers: Tiers, count: int, is_on_disk: bool) -> tuple[int, int]:
     """Histories that come at once: how many are loaded, how many computed."""
-    stored = Stored(HISTORY, HISTORY if is_on_disk else 0)
+    stored = Stored(HISTORY, (HISTORY,) if is_on_disk else ())
     num_loaded, tokens_ahead = 0, 0
     for index in range(count):
         if fetching.is_worth_it(stored, tokens_ahead, count - index):
             num_loaded += 1
-            tiers.host_link.start(HISTORY * PAGE_BYTES)
+            tiers.links[0].start(HISTORY * PAGE_BYTES)
             if is_on_disk:
-                tiers.disk_link.start(HISTORY * PAGE_BYTES)
+                tiers.links[1].start(HISTORY * PAGE_BYTES)
             tokens_ahead += 100
         else:
             tokens_ahead += HISTORY * 16 + 100
@@ -69,7 +68,7 @@ def test_a_disk_as_fast_as_the_device_gets_about_half_of_a_crowd() -> None:
 @pytest.mark.parametrize(("rate", "fewest"), [(4.2e9, 9), (2.5e9, 6), (1.5e9, 4)])
 def test_disk_and_device_end_together_on_a_crowd(rate: float, fewest: int) -> None:
     fetching, tiers = a_fetching()
-    tiers.disk_link = SharedLink(rate)
+    tiers.links[1] = SharedLink(rate)
     loaded, computed = assign(fetching, tiers, 24, is_on_disk=True)
     assert loaded >= fewest
     load_s = loaded * HISTORY * PAGE_BYTES / rate
@@ -84,18 +83,18 @@ def test_settings_overrule_the_comparison() -> None:
 
 def test_a_slow_link_loses_once_it_was_seen_to_be_slow() -> None:
     fetching, tiers = a_fetching()
-    stored = Stored(HISTORY, HISTORY)
-    tiers.disk_link = SharedLink(100e9)
+    stored = Stored(HISTORY, (HISTORY,))
+    link = tiers.links[1] = SharedLink(100e9)
     assert fetching.is_worth_it(stored, 0, 0)
     for second in range(20):
-        tiers.disk_link.start(PAGE_BYTES)
-        tiers.disk_link.finish_between(PAGE_BYTES, second, second + 1.0)
+        link.start(PAGE_BYTES)
+        link.finish_between(PAGE_BYTES, second, second + 1.0)
     assert not fetching.is_worth_it(stored, 0, 0)
 
 
 def test_short_histories_are_computed_where_the_link_is_taken() -> None:
     fetching, tiers = a_fetching()
-    tiers.host_link.start(100 * HISTORY * PAGE_BYTES)  # half a second of other loads
+    tiers.links[0].start(100 * HISTORY * PAGE_BYTES)  # half a second of other loads
     assert not fetching.is_worth_it(Stored(2), 0, 0)
 
 
@@ -119,7 +118,7 @@ def test_a_started_prompt_waits_for_no_layer() -> None:
     fetching, tiers = a_fetching()
     for new_tokens in (1, 50, 100, 200, 400):
         start = fetching.start_layers(Stored(HISTORY), new_tokens)
-        layer_load_s = tiers.host_link.pass_s(HISTORY * PAGE_BYTES) / 32
+        layer_load_s = tiers.links[0].pass_s(HISTORY * PAGE_BYTES) / 32
         layer_prompt_s = new_tokens * TOKEN_S / 32
         for layer in range(32):
             there_s = (layer + 1) * layer_load_s
@@ -257,8 +256,8 @@ def test_a_standing_queue_does_not_hide_that_a_link_is_slow(
 def test_a_way_is_busy_while_others_have_its_slots() -> None:
     fetching, tiers = a_fetching()
     tiers.num_free_slots = HISTORY - 1
-    assert fetching.is_busy(Stored(HISTORY, HISTORY))
-    assert not fetching.is_busy(Stored(HISTORY, HISTORY - 1))
+    assert fetching.is_busy(Stored(HISTORY, (HISTORY,)))
+    assert not fetching.is_busy(Stored(HISTORY, (HISTORY - 1,)))
     assert not fetching.is_busy(Stored(HISTORY))
 
 
@@ -275,7 +274,7 @@ def test_nothing_stored_is_nothing_to_load() -> None:
 
 def test_a_way_has_enough_to_do_when_it_lasts_until_the_next_look() -> None:
     fetching, tiers = a_fetching()
-    tiers.host_link.start(50 * PAGE_BYTES * HISTORY // 5)  # 53 ms
+    tiers.links[0].start(50 * PAGE_BYTES * HISTORY // 5)  # 53 ms
     assert fetching.is_busy(Stored(HISTORY))
     fetching.steps.interval_s = 0.1
     assert not fetching.is_busy(Stored(HISTORY))

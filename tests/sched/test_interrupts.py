@@ -155,7 +155,7 @@ def test_an_interrupt_while_pages_are_flushed_loses_none(tmp_path: Path) -> None
         run_all(tiered.engine, [a_request(range(20), 4)])
         with suppress(KeyboardInterrupt), Interrupt(when) as interrupt:
             tiered.engine.flush()
-        disk = tiered.tiers._disk
+        disk = tiered.tiers._below[0][1]
         assert disk is not None
         disk.flush()
         tiered.tiers.poll()

@@ -31,7 +31,7 @@ def test_distinct_sessions_are_counted_within_the_ttl() -> None:
 
 def test_the_capacity_found_reaches_the_target_and_less_does_not() -> None:
     trace = read_trace(SESSIONS, ReadOptions(page_tokens=512, limit=500))
-    replay = Replay(trace, PolicyConfig(0, ttl_s=3600), lookahead=20)
+    replay = Replay(trace, PolicyConfig((0,), ttl_s=3600), lookahead=20)
     target = 0.8 * replay.hit_rate(replay.all_pages)
     pages = replay.least_pages(target, unseen)
     assert replay.hit_rate(pages) >= target

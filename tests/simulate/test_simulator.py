@@ -8,7 +8,7 @@ import pytest
 
 from mainstem.cli import simulate as cli
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.kv.policy import PolicyKind
+from mainstem.kv.ranking import PolicyKind
 from mainstem.simulate import plots
 from mainstem.simulate.service import Prices, ServiceRates
 from mainstem.simulate.simulator import Queue, Report, SimulationConfig, simulate

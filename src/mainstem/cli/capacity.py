@@ -24,7 +24,7 @@ from mainstem.cli.trace_flags import (
     warn_if_nothing_is_shared,
 )
 from mainstem.core.errors import InvalidRequest
-from mainstem.kv.policy import PolicyKind
+from mainstem.kv.ranking import PolicyKind
 from mainstem.simulate.capacity import (
     DEFAULT_TTL_S,
     CapacityQuestion,

@@ -79,9 +79,11 @@ def _store_words(config: StoreConfig, free_bytes: int) -> str:
     if config.host_bytes == 0:
         return (
             f"pages on the device only; --host-gb (of {gigabytes(free_bytes)}) and --disk-dir "
-            f"(at most --disk-gb {config.disk_gb:g}) keep more: {policy}"
+            f"(at most --disk-gb {config.disk_gb:g}) keep more, --remote shares it with other "
+            f"processes: {policy}"
         )
-    return f"{gigabytes(config.host_bytes)} of host memory, disk {config.disk_dir}: {policy}"
+    below = f"disk {config.disk_dir}" + (f", {config.remote}" if config.remote else "")
+    return f"{gigabytes(config.host_bytes)} of host memory, {below}: {policy}"
 
 
 def find_warnings(cpu: DeviceFacts, default: ModelRecord, free_disk_bytes: int) -> list[str]:

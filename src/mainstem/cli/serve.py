@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from time import time
 
 import uvicorn
 
@@ -25,36 +24,28 @@ from mainstem.cli.flags import (
 )
 from mainstem.cli.kv_event_flags import add_kv_event_flags, kv_events_config
 from mainstem.core.config import EngineConfig
-from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.errors import ConfigError
 from mainstem.server.apps_registry import AppFile, AppRegistry
 from mainstem.server.auth import Access, KeyRing
+from mainstem.server.build import GatewaySettings, make_gateway
 from mainstem.server.connection import guarded_by
-from mainstem.server.engine_client import EngineClient, EngineState, Launched
+from mainstem.server.engine_client import EngineState, Launched
 from mainstem.server.engine_process import EngineProcess
 from mainstem.server.file_store import lock_folder
 from mainstem.server.gateway import Gateway
 from mainstem.server.kv_events import KvEventsConfig
 from mainstem.server.limits import ServerLimits
-from mainstem.server.live import Live
 from mainstem.server.logs import LEVELS, set_up_logs
 from mainstem.server.messages import Begin
-from mainstem.server.metrics import ServerMetrics
-from mainstem.server.recording import Recorder
-from mainstem.server.response_file import ResponseFile
 from mainstem.server.routes import make_app
-from mainstem.server.served_model import ServedModel
 from mainstem.server.sites import host_names
 from mainstem.text.encoding import App
-from mainstem.text.parsers.formats import find_formats
-from mainstem.text.session_file import SessionFile
-from mainstem.text.sessions import SessionLimits, Sessions, tokenizer_identity
+from mainstem.text.sessions import SessionLimits
 from mainstem.text.tokenizer import Tokenizer
 
 MIB = 1 << 20
 GIB = 1 << 30
 GRACE_S = 5.0  # after the deadline, for last words to be sent
-SESSIONS_FILE = "sessions.sqlite"
-RESPONSES_FILE = "responses.sqlite"
 APPS_FILE = "apps.json"
 BACKLOG = 2048  # connections that wait to be accepted
 
@@ -251,7 +242,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
     )
     keys = None if args.api_key_file is None else KeyRing.load(args.api_key_file)
     admin_keys = None if args.admin_key_file is None else KeyRing.load(args.admin_key_file)
-    sessions = Sessions(SessionLimits(args.session_ttl_s, args.max_sessions))
+    session_limits = SessionLimits(args.session_ttl_s, args.max_sessions)
     folder = _data_folder(args.data_dir, config.store.disk_dir)
     kept = None if args.data_dir is None else AppFile(args.data_dir / APPS_FILE)
     apps = AppRegistry([App.from_flag(flag) for flag in args.app], kept)
@@ -262,30 +253,20 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
             log.warning("anybody who reaches this address may use it; see --api-key-file")
         log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes
         tokenizer, launch = open_(config, args.log_level, kv_events)
-        formats = find_formats(tokenizer, args.tool_call_parser, args.reasoning_parser)
-        engine = EngineClient(tokenizer, launch)
-        metrics = ServerMetrics(engine.bus, names[0])
-        gateway = Gateway(
-            engine,
-            ServedModel(
-                names, int(time()), model_defaults(args, tokenizer), str(config.model), formats
-            ),
+        settings = GatewaySettings(
+            config,
+            names,
             Access(keys, admin_keys),
             apps,
+            model_defaults(args, tokenizer),
             limits,
-            Live(names[0], metrics.counters),
-            metrics,
-            sessions,
+            session_limits,
+            (args.tool_call_parser, args.reasoning_parser),
+            args.data_dir,
+            folder,
+            args.record,
         )
-        if args.data_dir is not None:
-            gateway.open_batches(args.data_dir)
-        if folder is not None:
-            identity = tokenizer_identity(tokenizer)
-            gateway.keep_sessions(SessionFile(folder / SESSIONS_FILE, identity))
-            gateway.keep_responses(ResponseFile(folder / RESPONSES_FILE))
-        if args.record is not None:
-            gateway.recorder = Recorder(args.record)
-        _check_apps(gateway)
+        gateway = make_gateway(settings, tokenizer, launch)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("listening", extra={"facts": {"url": url, "model": names[0]}})
@@ -308,15 +289,6 @@ def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:
     if given is not None:
         lock_folder(given).close()  # for good once the model is there; this one fails sooner
     return folder
-
-
-def _check_apps(gateway: Gateway) -> None:
-    """Raise ConfigError if the prompt of an app that a flag gives leaves no room for an answer."""
-    for name, app in gateway.apps.given.items():
-        try:
-            gateway.filler.prefixes(app)
-        except InvalidRequest as error:
-            raise ConfigError(f"--app {name}: {error}") from None
 
 
 def _bind(host: str, port: int) -> socket.socket:

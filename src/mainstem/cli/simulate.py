@@ -2,23 +2,28 @@
 
 Replays a trace through the policy that the engine's store uses. With several policies or sizes
 (comma lists) each combination is one line of the answer and one bar of the plot.
+
+With --replicas N it simulates many replicas behind a router instead, which has flags of its own:
+`mainstem simulate --replicas 1 --help`.
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from mainstem.cli import simulate_replicas
 from mainstem.cli.flag_types import (
     comma_list,
     member_of,
     not_negative,
     not_negative_count,
-    positive,
     positive_count,
 )
 from mainstem.cli.trace_flags import (
+    add_rate_flags,
     add_storage_prices,
     add_trace_flags,
     kv_bytes_per_token,
@@ -27,7 +32,8 @@ from mainstem.cli.trace_flags import (
 )
 from mainstem.core.errors import ConfigError
 from mainstem.core.tables import table
-from mainstem.kv.policy import HEADROOM, PolicyKind
+from mainstem.kv.policy import HEADROOM
+from mainstem.kv.ranking import PolicyKind
 from mainstem.simulate.plots import plot_reports, require_matplotlib
 from mainstem.simulate.service import Prices, ServiceRates
 from mainstem.simulate.simulator import Queue, Report, SimulationConfig, simulate
@@ -36,7 +42,7 @@ from mainstem.simulate.traces import read_trace
 
 
 def parser() -> argparse.ArgumentParser:
-    rates, prices = ServiceRates(), Prices()
+    prices = Prices()
     made = argparse.ArgumentParser(
         prog="mainstem simulate",
         description=__doc__,
@@ -77,16 +83,7 @@ def parser() -> argparse.ArgumentParser:
     world.add_argument(
         "--warmup", type=not_negative_count, default=0, metavar="N", help="requests not counted"
     )
-    for name, flag, unit in (
-        ("prefill_tokens_per_s", "--prefill-rate", "tokens/s"),
-        ("decode_tokens_per_s", "--decode-rate", "tokens/s, all requests together"),
-        ("host_gb_per_s", "--host-bandwidth", "GB/s to the device"),
-        ("disk_gb_per_s", "--disk-bandwidth", "GB/s to host memory"),
-    ):
-        default = getattr(rates, name)
-        world.add_argument(
-            flag, dest=name, type=positive, default=default, help=f"{unit} ({default:g})"
-        )
+    add_rate_flags(world, list(ServiceRates.__dataclass_fields__))
     money = made.add_argument_group("prices")
     money.add_argument(
         "--gpu-price",
@@ -109,7 +106,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if any(word.partition("=")[0] == "--replicas" for word in words):
+        return simulate_replicas.main(words)
+    args = parser().parse_args(words)
     if args.plot is not None:
         require_matplotlib()
     trace = read_trace(args.trace, read_options(args))

@@ -2,13 +2,14 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mainstem.checkpoints.hub import config_folder
 from mainstem.cli.flag_types import not_negative, positive, positive_count
 from mainstem.core.config import DType
 from mainstem.runner.kv_size import kv_size
-from mainstem.simulate.service import Prices
+from mainstem.simulate.service import Prices, ServiceRates
 from mainstem.simulate.trace_records import ReadOptions, Trace, TraceFormat
 
 
@@ -86,6 +87,23 @@ def kv_bytes_per_token(args: argparse.Namespace) -> float:
     said = f"K and V of {args.model} take {size.bytes_per_token:,} bytes a token"
     print(f"{said} in {size.dtype.value}", file=sys.stderr)
     return size.bytes_per_token
+
+
+def add_rate_flags(group: argparse._ActionsContainer, names: Sequence[str]) -> None:
+    """How fast the device and the ways to it are."""
+    flags = {
+        "prefill_tokens_per_s": ("--prefill-rate", "tokens/s"),
+        "decode_tokens_per_s": ("--decode-rate", "tokens/s, all requests together"),
+        "host_gb_per_s": ("--host-bandwidth", "GB/s to the device"),
+        "disk_gb_per_s": ("--disk-bandwidth", "GB/s to host memory"),
+    }
+    rates = ServiceRates()
+    for name in names:
+        flag, unit = flags[name]
+        default = getattr(rates, name)
+        group.add_argument(
+            flag, dest=name, type=positive, default=default, help=f"{unit} ({default:g})"
+        )
 
 
 def add_storage_prices(group: argparse._ActionsContainer) -> None:

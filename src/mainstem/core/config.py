@@ -4,6 +4,7 @@ is said of each (core/settings.py) stands here and nowhere else.
 The only place that reads the environment:
     MAINSTEM_CACHE   folder for converted models and stores
     XDG_CACHE_HOME   where that folder lies otherwise
+    MAINSTEM_REMOTE_USERNAME, _PASSWORD, _KEY   secrets of a remote store, see RemoteSecrets
 and writes to it, or hands it on (child_environment):
     MIMALLOC_PURGE_DELAY   unless set, see keep_freed_memory
 """
@@ -66,6 +67,39 @@ def child_environment() -> dict[str, str]:
     if "OMP_WAIT_POLICY" not in os.environ:
         own["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "1000")
     return os.environ | own
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSecrets:
+    """Who we are for the server of a remote store, and the key that pages there are signed with.
+    Never an argument of a command: others can read those."""
+
+    username: str | None = None
+    password: str | None = None
+    key: str | None = None
+
+    @classmethod
+    def read(cls, path: Path | None) -> "RemoteSecrets":
+        """From a TOML file with these names; what it does not have, or all without a file, from the
+        environment."""
+        names = [field.name for field in fields(cls)]
+        found = {name: os.environ.get(f"MAINSTEM_REMOTE_{name.upper()}") for name in names}
+        if path is None:
+            return cls(**found)
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read remote_secrets {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+            raise ConfigError(f"remote_secrets {path} is not valid TOML") from None
+        for name, value in table.items():
+            if name not in names or not isinstance(value, str) or not value:
+                known = ", ".join(names)
+                raise ConfigError(f"{path}: {name!r} is not a secret with a text. Known: {known}")
+        return cls(**found | table)
+
+    def __repr__(self) -> str:
+        return "RemoteSecrets(...)"
 
 
 class Share(Enum):
@@ -277,7 +311,10 @@ class StoreConfig:
     host_gb: float | None = field(
         default=None,
         metadata=about(
-            "host memory for pages", unset="none; 1 with a disk", range=NOT_NEGATIVE, metavar="GB"
+            "host memory for pages",
+            unset="none; 1 with a disk or remote",
+            range=NOT_NEGATIVE,
+            metavar="GB",
         ),
     )
     disk_dir: str | None = field(
@@ -287,6 +324,40 @@ class StoreConfig:
     disk_gb: float = field(
         default=20.0,
         metadata=about("most that one model's pages take there", range=POSITIVE, metavar="GB"),
+    )
+    remote: str | None = field(
+        default=None,
+        metadata=about(
+            "a Redis or Valkey server for pages that several processes share: redis://, rediss:// "
+            "(TLS), valkey://, valkeys:// or unix://",
+            unset="none",
+            metavar="URL",
+        ),
+    )
+    remote_gb: float = field(
+        default=20.0,
+        metadata=about(
+            "most memory of that server, where it does not bound itself",
+            range=POSITIVE,
+            metavar="GB",
+        ),
+    )
+    remote_ttl_s: float = field(
+        default=86400.0,
+        metadata=about(
+            "seconds after which unused pages go from that server",
+            range=POSITIVE,
+            metavar="S",
+            argument="remote_ttl",
+        ),
+    )
+    remote_secrets: str | None = field(
+        default=None,
+        metadata=about(
+            "TOML file with username, password and key (what pages are signed with)",
+            unset="from MAINSTEM_REMOTE_USERNAME, _PASSWORD, _KEY",
+            metavar="FILE",
+        ),
     )
     ttl_s: float | None = field(
         default=None,
@@ -322,20 +393,24 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.disk_dir is not None and self.host_gb == 0:
-            raise ConfigError("pages reach the disk through host memory: host_gb must be above 0")
+        if self.host_gb == 0 and (self.disk_dir is not None or self.remote is not None):
+            raise ConfigError("pages go through host memory: host_gb must be above 0")
 
     @property
     def host_bytes(self) -> int:
         """Host memory for pages; 0: there is no tier below the device."""
         given = self.host_gb
         if given is None:
-            given = 0.0 if self.disk_dir is None else 1.0
+            given = 0.0 if self.disk_dir is None and self.remote is None else 1.0
         return int(given * 1e9)
 
     @property
     def disk_bytes(self) -> int:
         return int(self.disk_gb * 1e9)
+
+    @property
+    def remote_bytes(self) -> int:
+        return int(self.remote_gb * 1e9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class StoreLog:
             log.warning(event.words, extra={"facts": facts})
 
     def _skipped(self, event: SavesSkipped) -> None:
-        if event.tier == "disk":  # host memory is skipped whenever it is busy, which is no trouble
+        if event.tier != "host":  # which is skipped whenever it is busy, and that is no trouble
             self._note("pages are not stored", event)
 
     def _lost(self, event: PagesLost) -> None:

@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
-from mainstem.core.config import StoreConfig
+from mainstem.core.config import RemoteSecrets, StoreConfig
 from mainstem.core.events import EventBus
 from mainstem.core.step import Runner
 from mainstem.kv.bytes.disk import DiskTier
 from mainstem.kv.bytes.ledger import ledger_of
-from mainstem.kv.policy import PolicyKind
+from mainstem.kv.bytes.line import Address
+from mainstem.kv.bytes.remote import RemoteSettings, RemoteTier
+from mainstem.kv.ranking import PolicyKind
 from mainstem.kv.store import KVStore
+from mainstem.kv.tier import LowerTier
 from mainstem.kv.tiers import LowerTiers
 from mainstem.plan.cost import Card, ModelSize, step_s
 from mainstem.runner.transfer import connect
@@ -25,7 +28,7 @@ def make_tiers(
     if config.host_bytes == 0:
         return None
     copier = connect(runner, config.host_bytes)
-    disk = None
+    below: list[LowerTier] = []
     if config.disk_dir is not None:
         folder = store_folder(Path(config.disk_dir), identity)
         disk = DiskTier(
@@ -36,8 +39,22 @@ def make_tiers(
             model=name,
             ledger=ledger_of(folder),
         )
+        below.append(disk)
+    if config.remote is not None:
+        below.append(make_remote(config.remote, identity, copier.page_bytes, config))
     kind = PolicyKind(config.policy.value)
-    return LowerTiers(copier, kind, config.ttl_s, disk, bus)
+    return LowerTiers(copier, kind, config.ttl_s, below, bus)
+
+
+def make_remote(url: str, identity: bytes, page_bytes: int, config: StoreConfig) -> RemoteTier:
+    """Pages on a server that other processes of the same model share. Without a key pages are
+    signed with the model's identity, which whoever has the model's files can compute, too."""
+    path = None if config.remote_secrets is None else Path(config.remote_secrets).expanduser()
+    secrets = RemoteSecrets.read(path)
+    ttl_s = min(config.remote_ttl_s, config.ttl_s or config.remote_ttl_s)
+    secret = identity if secrets.key is None else secrets.key.encode()
+    settings = RemoteSettings(identity, secret, ttl_s, config.remote_bytes)
+    return RemoteTier(Address(url, secrets.username, secrets.password), page_bytes, settings)
 
 
 def store_folder(root: Path, identity: bytes) -> Path:

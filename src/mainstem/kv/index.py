@@ -14,6 +14,7 @@ from mainstem.core.step import Bools, Int32s
 from mainstem.kv.keys import PageChain
 from mainstem.kv.page_logprobs import PageLogprobs
 from mainstem.kv.pool import PagePool
+from mainstem.kv.ranking import Lru, Ranking
 
 MAX_FOLLOWERS_TRIED = 256
 NO_PAGE = NO_TOKEN = -1
@@ -32,8 +33,12 @@ class PrefixIndex:
     Invariant: keys and pages are one to one, and every indexed page has the index as a holder.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, bus: EventBus) -> None:
+    def __init__(
+        self, pool: PagePool, page_size: int, bus: EventBus, ranking: Ranking | None = None
+    ) -> None:
+        """`ranking` orders idle pages; None: the least recently used goes first."""
         self._pool = pool
+        self._ranking = Lru() if ranking is None else ranking
         self._bus = bus
         self._page_of: dict[PageKey, int] = {}
         # the pages after a key, by their first token, are a list, linked both ways: most have one,
@@ -48,7 +53,7 @@ class PrefixIndex:
         self._key_of: list[PageKey | None] = [None] * pool.num_pages
         self._is_indexed = np.zeros(pool.num_pages, np.bool_)
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
-        self._last_used = np.zeros(pool.num_pages, np.int64)
+        self._rank = np.zeros(pool.num_pages, np.int64)
         self._depth = np.zeros(pool.num_pages, np.int32)  # pages before it in its chain
         self._is_tail = np.zeros(pool.num_pages, np.bool_)  # it is not full, and will not be
         self._pins: dict[int, int] = {}  # how often a page was pinned; few are
@@ -234,21 +239,21 @@ class PrefixIndex:
     def touch(self, pages: Int32s) -> None:
         """Pages were just used: they go last when room is needed."""
         self._clock += 1
-        self._last_used[pages] = self._clock
+        self._rank[pages] = self._ranking.used(self._rank[pages], self._clock)
 
     def retire(self, pages: Int32s) -> None:
         """Pages nobody is going to ask for: they go first when room is needed."""
-        self._last_used[pages] = 0
+        self._rank[pages] = 0
 
     def evict(self, count: int) -> int:
-        """Free up to `count` idle pages, least recently used first; returns how many.
+        """Free up to `count` idle pages, the smallest rank first; returns how many.
 
         A chain is always touched as a whole, so of equals the deepest goes first and a prefix never
         goes before what follows it. Pinned pages go after all others.
         """
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):
-            worth = self._last_used[idle] * MAX_DEPTH - self._depth[idle]
+            worth = self._rank[idle] * MAX_DEPTH - self._depth[idle]
             worth[np.isin(idle, list(self._pins))] += PINNED
             idle = np.sort(idle[np.argpartition(worth, count)[:count]])
         self._remove(idle.astype(np.int32))
@@ -282,6 +287,7 @@ class PrefixIndex:
                 self._bus.publish(PagesRemoved("device", were_ready))
         self._is_indexed[pages] = False
         self._is_ready[pages] = False
+        self._rank[pages] = 0
         for page in self._pins.keys() & set(pages.tolist()) if self._pins else ():
             del self._pins[page]
         self._pool.give_back(pages)

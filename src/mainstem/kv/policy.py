@@ -1,21 +1,17 @@
 """Which stored pages stay, move and go (AttentionStore 3.3): decided here, carried out elsewhere.
 
-    saved --admit--> HOST --write--> DISK --drop--> gone
-                      |  ^--load------'|
-                      |  ^--keep-------|     load: ahead of a request; keep: read for one and used
-                      `--release       `--forget     a page may be in both: either copy can go alone
+    saved --admit--> tier 0 --write--> tier 1 --write--> tier 2 ... --drop--> gone
+                      |  ^--load--------'|
+                      |  ^--keep---------|   load: ahead of a request; keep: read for one and used
+                      `--release         `--forget     a page may be in several: each copy can go
 
-The engine's store and `mainstem simulate` drive the same object. It holds names and numbers only,
-so it needs neither bytes nor a clock of its own. Every decision comes back as `Moves`, already
-written down here; whoever carries them out reports a page that could not be moved with `drop`.
+Tiers are numbered, the fastest first; tier 0 is host memory, and all pages pass through it. The
+engine's store and `mainstem simulate` drive the same object. It holds names and numbers only, so it
+needs neither bytes nor a clock of its own. Every decision comes back as `Moves`, already written
+down here; whoever carries them out reports a page that could not be moved with `drop`.
 
-Order of leaving, from both tiers:
-
-    kind        not waited for        waited for by a queued request
-    lookahead   least recent first    after those, the tail of the queue first
-    belady      as lookahead, without headroom: the bound for what is known of the queue
-    lru         least recent first    (does not look at the queue)
-    fifo        oldest first          (does not look at the queue)
+The order of leaving is a `Ranking`'s (kv/ranking.py), in all tiers alike; one that sees the queue
+lets pages that are waited for go last, the tail of the queue first.
 
 Pages of one chain leave from its tail, because a prefix without its tail is still useful. A page
 that is worth less than all there is goes straight on to the next tier, or is refused.
@@ -23,135 +19,130 @@ that is worth less than all there is goes straight on to the next tier, or is re
 
 from collections.abc import Hashable, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Generic, TypeVar
 
 from mainstem.core.errors import ConfigError
+from mainstem.kv.ranking import RANKINGS, PolicyKind
 from mainstem.kv.window import QueueWindow
 
 K = TypeVar("K", bound=Hashable)
 
+HOST = 0  # the number of the fastest tier
+NOWHERE = 1 << 10  # the tier of a page that is in none
 HEADROOM = 0.05  # share of the host tier that is kept free for saves and loads
 WAITED_FOR = 1 << 100  # worth of a queued page is this less its `when`: above every rank
+UNWAITED = 1 << 90  # above every rank, below what is waited for
 RETURNS_KNOWN = 0.25  # of the host, as many pages that return tell how soon others do
 SPARE_ITEMS = 4096  # outdated heap items that are not worth a clean-up
-
-
-class PolicyKind(Enum):
-    LOOKAHEAD = "lookahead"
-    LRU = "lru"
-    FIFO = "fifo"
-    BELADY = "belady"
-
-
-class TierKind(Enum):
-    HOST = "host"
-    DISK = "disk"
 
 
 @dataclass(slots=True)
 class Moves(Generic[K]):
     """What has to happen to pages. A key is in one list at most.
 
-    Later moves may follow while these are under way: a copy that is being read when it is to be
-    forgotten has to be read first.
+    Where a page is to be afterwards, `TierPolicy.places` says. Later moves may follow while these
+    are under way: a copy that is being read when it is to be freed has to be read first.
     """
 
-    load: list[K] = field(default_factory=list)  # copy from disk to host; disk keeps its copy
-    write: list[K] = field(default_factory=list)  # write to disk, then free in host
-    release: list[K] = field(default_factory=list)  # free in host; disk has it
-    forget: list[K] = field(default_factory=list)  # free on disk; host has it
+    load: list[K] = field(default_factory=list)  # copy to host; the lower tier keeps its copy
+    write: list[K] = field(default_factory=list)  # write to a lower tier, free where it leaves
+    free: list[K] = field(default_factory=list)  # free in one tier; another one has it
     drop: list[K] = field(default_factory=list)  # gone from every tier, or refused on arrival
+    # copies freed in this very call, whose bytes are still there
+    forgotten: set[tuple[int, K]] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        return bool(self.load or self.write or self.release or self.forget or self.drop)
+        return bool(self.load or self.write or self.free or self.drop)
 
     def settled(self) -> "Moves[K]":
         """The same, with what one page went through in one call shortened to where it ended up."""
-        if gone := set(self.drop):
-            self.write = [key for key in self.write if key not in gone]
-            self.release = [key for key in self.release if key not in gone]
-            self.forget = [key for key in self.forget if key not in gone]
-        if kept := set(self.forget).intersection(self.write):  # its copy need not have gone
-            self.write = [key for key in self.write if key not in kept]
-            self.forget = [key for key in self.forget if key not in kept]
-            self.release.extend(kept)
+        if self.free or self.drop or len(set(self.write)) < len(self.write):
+            gone = set(self.drop)
+            written = dict.fromkeys(key for key in self.write if key not in gone)
+            self.free = [k for k in dict.fromkeys(self.free) if k not in gone and k not in written]
+            self.write = list(written)
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """How much the tiers hold, in pages, and by which rule pages leave them."""
+    """How much the tiers hold, in pages and the fastest first, and by which rule pages leave."""
 
-    host_pages: int
-    disk_pages: int = 0
+    tier_pages: tuple[int, ...]
     kind: PolicyKind = PolicyKind.LOOKAHEAD
-    headroom: float = HEADROOM  # share of the host kept free; without a disk none is needed
+    headroom: float = HEADROOM  # share of the host kept free; with nothing below none is needed
     ttl_s: float | None = None  # a page unused for so long is dropped
 
     def __post_init__(self) -> None:
-        if self.host_pages < 0 or self.disk_pages < 0:
-            raise ConfigError(f"pages must not be negative: {self.host_pages}, {self.disk_pages}")
+        if not self.tier_pages or min(self.tier_pages) < 0:
+            raise ConfigError(f"a tier cannot hold less than no pages: {self.tier_pages}")
         if not 0 <= self.headroom < 1:
             raise ConfigError(f"headroom must be in [0, 1), got {self.headroom}")
         if self.ttl_s is not None and self.ttl_s <= 0:
             raise ConfigError(f"ttl_s must be above 0, got {self.ttl_s}")
 
     @property
+    def host_pages(self) -> int:
+        return self.tier_pages[HOST]
+
+    @property
     def headroom_pages(self) -> int:
-        if self.kind is PolicyKind.BELADY or not self.disk_pages:
+        if not RANKINGS[self.kind].has_headroom or not any(self.tier_pages[1:]):
             return 0
         return int(self.host_pages * self.headroom)
 
     def window_length(self, chain_pages: float) -> int:
         """Requests worth knowing ahead: (C_mem + C_disk) / S_kv, `chain_pages` a mean."""
-        return max(1, round((self.host_pages + self.disk_pages) / max(chain_pages, 1.0)))
+        return max(1, round(sum(self.tier_pages) / max(chain_pages, 1.0)))
 
 
 class _Entry:
     """A stored page: where it is, and how it ranks while nobody waits for it."""
 
-    __slots__ = ("in_host", "is_exempt", "on_disk", "rank", "used_s")
+    __slots__ = ("is_exempt", "places", "rank", "top", "used_s")
 
-    def __init__(self, rank: int) -> None:
-        self.in_host = False
-        self.on_disk = False
+    def __init__(self) -> None:
+        self.places = 0  # a bit for each tier that has it
+        self.top = NOWHERE  # the fastest of these
         self.is_exempt = False  # makes no room at present
-        self.rank = rank
+        self.rank = 0
         self.used_s = 0.0
 
 
 class TierPolicy(Generic[K]):
-    """Decides for every stored page in which tier it lives, and when it goes.
+    """Decides for every stored page in which tiers it lives, and when it goes.
 
     Call order per request: `expect` when it is queued; `dismiss` when it is served, and only then
     `admit` with all its pages, used and new ones (or `finish`, which is both): as long as a request
     waits, its pages are worth more than all others. `make_headroom` and `choose_prefetch` whenever
     there is time. All cost O(log n) a page; nothing scans a tier.
 
-    Invariant: a tier never holds more than its pages, every entry is in a tier, and every page that
-    may leave a tier has an item of its present worth in that tier's heap.
+    Invariant: a tier never holds more than its pages, every entry is in a tier, and every page has
+    an item of its present worth in the heap of the fastest tier that has it. In slower tiers it is
+    a copy: those go before all others there.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
         self.config = config
-        self._sees_queue = config.kind in (PolicyKind.LOOKAHEAD, PolicyKind.BELADY)
-        self._ranks_use = config.kind is not PolicyKind.FIFO
+        ranking, num_tiers = RANKINGS[config.kind], len(config.tier_pages)
+        self._sees_queue = ranking.sees_queue
+        self._rank_used = ranking.used
         self._has_ttl = config.ttl_s is not None
+        self._pages = config.tier_pages
+        self._headroom_pages = config.headroom_pages
         self._entries: dict[K, _Entry] = {}
-        self._host: list[tuple[int, K]] = []  # heaps of (worth, key); outdated items are skipped
-        self._disk: list[tuple[int, K]] = []
-        self._copies: dict[K, None] = {}  # on disk and in host too: the disk copies that go first
-        self._num_host = 0
-        self._num_disk = 0
-        self._clock = 0  # the next rank
+        # by tier: heaps of (worth, key), whose outdated items are skipped; copies; pages
+        self._heaps: list[list[tuple[int, K]]] = [[] for _ in range(num_tiers)]
+        self._copies: list[dict[K, None]] = [{} for _ in range(num_tiers)]
+        self._counts = [0] * num_tiers
+        self._clock = 0  # of uses
         self._by_use: dict[K, None] = {}  # least recently used first; filled only with a TTL
         self._window: QueueWindow[K] = QueueWindow(config.host_pages - config.headroom_pages)
         self._next_use = self._window.next_use
         self._soon = 0.0  # share of pages that returned soon, lately
-        self._wanted: list[tuple[int, K]] = []  # heap of (when, key): near, and only on disk
+        self._wanted: list[tuple[int, K]] = []  # heap of (when, key): near, and not in host
 
     # -- what is where -------------------------------------------------------------------------
 
@@ -165,28 +156,22 @@ class TierPolicy(Generic[K]):
         """All stored pages."""
         return self._entries.keys()
 
-    @property
-    def num_host(self) -> int:
-        return self._num_host
-
-    @property
-    def num_disk(self) -> int:
-        return self._num_disk
+    def num_pages(self, tier: int) -> int:
+        return self._counts[tier]
 
     @property
     def num_queued(self) -> int:
         return len(self._window)
 
-    def tier_of(self, key: K) -> TierKind | None:
+    def tier_of(self, key: K) -> int | None:
         """The fastest tier that has `key`."""
         entry = self._entries.get(key)
-        if entry is None:
-            return None
-        return TierKind.HOST if entry.in_host else TierKind.DISK
+        return None if entry is None else entry.top
 
-    def is_on_disk(self, key: K) -> bool:
+    def places(self, key: K) -> int:
+        """The tiers that have `key`, a bit each."""
         entry = self._entries.get(key)
-        return entry is not None and entry.on_disk
+        return 0 if entry is None else entry.places
 
     def match(self, keys: Sequence[K]) -> int:
         """How many leading pages of a chain are stored."""
@@ -196,14 +181,14 @@ class TierPolicy(Generic[K]):
                 return index
         return len(keys)
 
-    def find(self, keys: Sequence[K]) -> list[bool]:
-        """For every leading page of a chain that is stored: is it in host memory?"""
+    def find(self, keys: Sequence[K]) -> list[int]:
+        """For every leading page of a chain that is stored: the fastest tier that has it."""
         entries, found = self._entries, []
         for key in keys:
             entry = entries.get(key)
             if entry is None:
                 break
-            found.append(entry.in_host)
+            found.append(entry.top)
         return found
 
     # -- the queue -----------------------------------------------------------------------------
@@ -237,10 +222,10 @@ class TierPolicy(Generic[K]):
     def admit(self, keys: Sequence[K], now: float, after: Sequence[K | None] = ()) -> Moves[K]:
         """A chain, whose pages are all in hand, is used and wants to be in the host tier.
 
-        Afterwards `tier_of` says where each of its pages belongs; new ones that are among `write`
-        go to disk without staying in the host, those among `drop` are not kept. `after` names the
-        page before each, where that is known: what follows a page that only the disk has pushes
-        nobody out of the host, since whoever wants it has to wait for the disk anyway.
+        Afterwards `places` says where each of its pages belongs; new ones that are among `write`
+        go to a lower tier without staying in the host, those among `drop` are not kept. `after`
+        names the page before each, where that is known: what follows a page that only lower tiers
+        have pushes nobody out of the host, since whoever wants it has to wait for them anyway.
         """
         moves: Moves[K] = Moves()
         entries, missing = self._entries, []
@@ -249,7 +234,7 @@ class TierPolicy(Generic[K]):
             if entry is None:
                 entry = entries[key] = self._new_entry()
             self._touch(key, entry, now)
-            if not entry.in_host:
+            if entry.top:
                 missing.append((key, entry))
         is_choosy = self._sees_queue and not self._is_lively
         before = dict(zip(keys, after, strict=True)) if after and is_choosy else {}
@@ -258,18 +243,18 @@ class TierPolicy(Generic[K]):
                 continue
             worth, spared = self._worth(key, entry), 0
             previous = before.get(key)
-            if previous is not None and self.tier_of(previous) is TierKind.DISK:
-                worth, spared = 0, self.config.headroom_pages
-            if self._make_host_room(worth, moves, spared):
-                self._enter_host(key, entry)
-            elif not entry.on_disk:
-                self._write_or_drop(key, entry, moves)
+            if previous is not None and self.tier_of(previous):
+                worth, spared = 0, self._headroom_pages
+            if self._make_room(HOST, worth, moves, spared):
+                self._enter(HOST, key, entry)
+            elif not entry.places:
+                self._write_or_drop(HOST + 1, key, entry, moves)
         self._clean()
         return moves.settled()
 
     def keep(self, keys: Sequence[K], now: float) -> Moves[K]:
         """Stored pages were brought up for a request, which has them now: may those that came from
-        disk stay in the host?
+        lower tiers stay in the host?
 
         If conversations that return mostly do so soon, yes, in place of the least recent. Else they
         only push out what was last used before they were, until this use: who comes back later than
@@ -283,13 +268,13 @@ class TierPolicy(Generic[K]):
             return self.admit([key for key, _ in entries], now)
         moves: Moves[K] = Moves()
         for key, entry in entries:
-            if entry.in_host or self._entries.get(key) is not entry:
+            if not entry.top or self._entries.get(key) is not entry:
                 continue
             entry.is_exempt = True  # it does not make room for itself
-            is_welcome = self._make_host_room(entry.rank, moves, self.config.headroom_pages)
+            is_welcome = self._make_room(HOST, entry.rank, moves, self._headroom_pages)
             entry.is_exempt = False
             if is_welcome:
-                self._enter_host(key, entry)
+                self._enter(HOST, key, entry)
             else:
                 self._file(key, entry)
         self.note_use(keys, now)
@@ -316,101 +301,108 @@ class TierPolicy(Generic[K]):
         self._file_all(waited_for)
         return self.admit(keys, now)
 
-    def recover(self, keys: Iterable[K], now: float) -> Moves[K]:
-        """Pages found on disk at the start, least recently used first."""
+    def recover(self, tier: int, keys: Iterable[K], now: float) -> Moves[K]:
+        """Pages that were found in a tier, least recently used first."""
         moves: Moves[K] = Moves()
         for key in keys:
-            if key in self._entries:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = self._new_entry()
+                self._touch(key, entry, now)
+            elif entry.places >> tier & 1:
                 continue
-            entry = self._entries[key] = self._new_entry()
-            self._touch(key, entry, now)
-            if self._make_disk_room(self._worth(key, entry), moves):
-                self._enter_disk(key, entry)
-            else:
+            if self._make_room(tier, self._worth(key, entry), moves):
+                self._enter(tier, key, entry)
+            elif not entry.places:
                 self._remove(key)
                 moves.drop.append(key)
+        moves.drop = [key for key in moves.drop if key not in self._entries]  # found after all
         self._clean()
-        return moves
+        return moves.settled()
 
-    def back_up(self, keys: Sequence[K]) -> Moves[K]:
-        """Have host pages on disk too, head first, as far as only older pages must go for it.
+    def back_up(self, tier: int, keys: Sequence[K]) -> Moves[K]:
+        """Have host pages in a lower tier too, where only older pages must go for it.
 
         The copies are listed in `write`; the host keeps its own.
         """
         moves: Moves[K] = Moves()
         for key in keys:
             entry = self._entries.get(key)
-            if entry is None or not entry.in_host or entry.on_disk:
+            if entry is None or entry.top or entry.places >> tier & 1:
                 continue
-            if self._num_disk >= self.config.disk_pages and not self._drop_worst_on_disk(
-                self._worth(key, entry), moves
-            ):
-                break
-            self._enter_disk(key, entry)
+            is_full = self._counts[tier] >= self._pages[tier]
+            if is_full and not self._push_out(tier, self._worth(key, entry), moves):
+                continue
+            self._enter(tier, key, entry)
             moves.write.append(key)
-        return moves
+        return moves.settled()
 
-    def choose_prefetch(self, limit: int) -> Moves[K]:
-        """Bring up to `limit` pages of near requests from disk to host, soonest first.
+    def choose_prefetch(self, *limits: int) -> Moves[K]:
+        """Bring pages of near requests from lower tiers to host, soonest first; `limits` says how
+        many of each tier, from tier 1 on.
 
         Host pages that are wanted later make room; the headroom is left alone.
         """
         moves: Moves[K] = Moves()
-        entries, wanted = self._entries, self._wanted
+        entries, wanted, left = self._entries, self._wanted, [0, *limits]
         for key in self._window.take_news():
             entry = entries.get(key)
-            if entry is not None and not entry.in_host and self._window.is_near(key):
+            if entry is not None and entry.top and self._window.is_near(key):
                 self._want(key)
-        while wanted and len(moves.load) < limit:
+        put_off: list[tuple[int, K]] = []  # in tiers of which no more may be brought
+        sources: list[tuple[int, K]] = []
+        while wanted and any(left):
             when, key = wanted[0]
             entry = entries.get(key)
-            is_due = entry is not None and not entry.in_host and self._window.is_near(key)
+            is_due = entry is not None and entry.top and self._window.is_near(key)
             if not is_due or self._next_use.get(key) != when:
                 heappop(wanted)
                 if is_due:
                     self._want(key)
                 continue
             assert entry is not None
-            spared = self.config.headroom_pages
-            if not self._make_host_room(WAITED_FOR - when, moves, spared):
+            source = entry.top
+            if source >= len(left) or not left[source]:
+                put_off.append(heappop(wanted))
+                continue
+            if not self._make_room(HOST, WAITED_FOR - when, moves, self._headroom_pages):
                 break
             heappop(wanted)
-            self._enter_host(key, entry)
-            del self._copies[key]  # the copy is what is to be loaded: it cannot make room yet
+            self._enter(HOST, key, entry)
+            del self._copies[source][key]  # it is what is to be loaded: it cannot make room yet
+            sources.append((source, key))
+            left[source] -= 1
             moves.load.append(key)
-        self._copies.update(dict.fromkeys(moves.load))
+        for item in put_off:
+            heappush(wanted, item)
+        for source, key in sources:
+            self._copies[source][key] = None
         return moves.settled()
 
     # -- pages go ------------------------------------------------------------------------------
 
-    def choose_victims(self, tier: TierKind, count: int) -> Moves[K]:
+    def choose_victims(self, tier: int, count: int) -> Moves[K]:
         """Free up to `count` pages of `tier`, least worth first."""
         moves: Moves[K] = Moves()
         for _ in range(count):
-            if tier is TierKind.DISK:
-                if not self._free_on_disk(moves):
-                    break
-            else:
-                key = self._pop(self._host, TierKind.HOST, None)
-                if key is None:
-                    break
-                self._demote(key, self._entries[key], moves)
+            if self._copies[tier]:
+                self._forget_copy(tier, moves)
+            elif not self._push_out(tier, None, moves):
+                break
         return moves.settled()
 
     def free_unwaited(self, count: int) -> Moves[K]:
         """Free up to `count` host pages that no queued request waits for, least worth first."""
         moves: Moves[K] = Moves()
         for _ in range(count):
-            key = self._pop(self._host, TierKind.HOST, self._clock + 1)
-            if key is None:
+            if not self._push_out(HOST, UNWAITED, moves):
                 break
-            self._demote(key, self._entries[key], moves)
         return moves.settled()
 
     def make_headroom(self) -> Moves[K]:
         """Free host pages until the headroom is there."""
-        short = self._num_host + self.config.headroom_pages - self.config.host_pages
-        return self.choose_victims(TierKind.HOST, max(0, short))
+        short = self._counts[HOST] + self._headroom_pages - self._pages[HOST]
+        return self.choose_victims(HOST, max(0, short))
 
     def expire(self, now: float) -> list[K]:
         """Drop pages that were not used for the TTL; returns them.
@@ -438,6 +430,17 @@ class TierPolicy(Generic[K]):
         if not self._entries:
             self._soon = 0.0  # who comes now is a stranger
 
+    def drop_from(self, tier: int, keys: Iterable[K]) -> None:
+        """These pages are gone from one tier; they stay where else they are."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None or not entry.places >> tier & 1:
+                continue
+            if entry.places == 1 << tier:
+                self._remove(key)
+            else:
+                self._leave(tier, key, entry)
+
     # -- inside --------------------------------------------------------------------------------
 
     def _worth(self, key: K, entry: _Entry) -> int:
@@ -447,29 +450,26 @@ class TierPolicy(Generic[K]):
 
     def _new_entry(self) -> _Entry:
         self._clock += 1
-        return _Entry(self._clock)
+        return _Entry()
 
     def _touch(self, key: K, entry: _Entry, now: float) -> None:
         entry.used_s = now
         if self._has_ttl:
             self._by_use.pop(key, None)
             self._by_use[key] = None
-        if self._ranks_use:
-            self._clock += 1
-            entry.rank = self._clock
-            if (entry.in_host or entry.on_disk) and key not in self._next_use:
-                self._file(key, entry)
+        self._clock = clock = self._clock + 1
+        before = entry.rank
+        entry.rank = rank = self._rank_used(before, clock)
+        if rank != before and entry.places and not entry.is_exempt and key not in self._next_use:
+            heappush(self._heaps[entry.top], (rank, key))
 
     def _file(self, key: K, entry: _Entry) -> None:
         """Put an item of the page's present worth into the heap of the tier it may leave."""
-        if entry.is_exempt:
+        if entry.is_exempt or not entry.places:
             return
         when = self._next_use.get(key)
         worth = entry.rank if when is None else WAITED_FOR - when
-        if entry.in_host:
-            heappush(self._host, (worth, key))
-        elif entry.on_disk:
-            heappush(self._disk, (worth, key))
+        heappush(self._heaps[entry.top], (worth, key))
 
     def _file_all(self, keys: Iterable[K]) -> None:
         entries, file = self._entries, self._file
@@ -480,29 +480,27 @@ class TierPolicy(Generic[K]):
 
     def _clean(self) -> None:
         """Rebuild a heap that has become mostly outdated items."""
-        if len(self._host) > 4 * self._num_host + SPARE_ITEMS:
-            self._host = self._cleaned(TierKind.HOST)
-        if len(self._disk) > 4 * self._num_disk + SPARE_ITEMS:
-            self._disk = self._cleaned(TierKind.DISK)
+        for tier, heap in enumerate(self._heaps):
+            if len(heap) > 4 * self._counts[tier] + SPARE_ITEMS:
+                self._heaps[tier] = self._cleaned(tier)
 
-    def _cleaned(self, tier: TierKind) -> list[tuple[int, K]]:
+    def _cleaned(self, tier: int) -> list[tuple[int, K]]:
         """A heap without outdated items."""
         items = [
             (self._worth(key, entry), key)
             for key, entry in self._entries.items()
-            if not entry.is_exempt and (entry.in_host or entry.on_disk)
-            if entry.in_host == (tier is TierKind.HOST)
+            if entry.top == tier and not entry.is_exempt
         ]
         heapify(items)
         return items
 
-    def _pop(self, heap: list[tuple[int, K]], tier: TierKind, below: int | None) -> K | None:
-        """The page of least worth, taken off `heap`; None if none is worth less than `below`."""
-        entries, next_use, is_host = self._entries, self._next_use, tier is TierKind.HOST
+    def _pop(self, tier: int, below: int | None) -> K | None:
+        """The page of least worth, taken off a heap; None if none is worth less than `below`."""
+        entries, next_use, heap = self._entries, self._next_use, self._heaps[tier]
         while heap:
             worth, key = heap[0]
             entry = entries.get(key)
-            if entry is not None and not entry.is_exempt and entry.in_host == is_host:
+            if entry is not None and not entry.is_exempt and entry.top == tier:
                 when = next_use.get(key)
                 if worth == (entry.rank if when is None else WAITED_FOR - when):
                     if below is not None and worth >= below:
@@ -512,90 +510,75 @@ class TierPolicy(Generic[K]):
             heappop(heap)
         return None
 
-    def _make_host_room(self, worth: int, moves: Moves[K], spared: int = 0) -> bool:
-        """Room for a page of `worth`, `spared` pages apart; False if all there are worth more."""
-        if self._num_host + spared < self.config.host_pages:
+    def _make_room(self, tier: int, worth: int, moves: Moves[K], spared: int = 0) -> bool:
+        """Room for a page of `worth`, `spared` pages apart: copies go first, then what is worth
+        less; False if all there are worth more."""
+        if self._counts[tier] + spared < self._pages[tier]:
             return True
-        key = self._pop(self._host, TierKind.HOST, worth)
+        if self._copies[tier]:
+            self._forget_copy(tier, moves)
+            return True
+        return self._push_out(tier, worth, moves)
+
+    def _forget_copy(self, tier: int, moves: Moves[K]) -> None:
+        key = next(iter(self._copies[tier]))
+        self._leave(tier, key, self._entries[key])
+        moves.forgotten.add((tier, key))
+        moves.free.append(key)
+
+    def _push_out(self, tier: int, worth: int | None, moves: Moves[K]) -> bool:
+        """Have the page of least worth leave a tier, to a lower one if it is worth a place there;
+        False if none is worth less than `worth`."""
+        key = self._pop(tier, worth)
         if key is None:
             return False
-        self._demote(key, self._entries[key], moves)
+        entry = self._entries[key]
+        self._leave(tier, key, entry)
+        if entry.places:
+            moves.free.append(key)
+        else:
+            self._write_or_drop(tier + 1, key, entry, moves)
         return True
 
-    def _make_disk_room(self, worth: int, moves: Moves[K]) -> bool:
-        """Room for a page of `worth`: copies of host pages go first, then what is worth less."""
-        if self._num_disk < self.config.disk_pages:
-            return True
-        if self._copies:
-            self._forget_copy(moves)
-            return True
-        return self._drop_worst_on_disk(worth, moves)
-
-    def _free_on_disk(self, moves: Moves[K]) -> bool:
-        if self._copies:
-            self._forget_copy(moves)
-            return True
-        return self._drop_worst_on_disk(None, moves)
-
-    def _forget_copy(self, moves: Moves[K]) -> None:
-        key = next(iter(self._copies))
-        self._leave_disk(key, self._entries[key])
-        moves.forget.append(key)
-
-    def _drop_worst_on_disk(self, worth: int | None, moves: Moves[K]) -> bool:
-        key = self._pop(self._disk, TierKind.DISK, worth)
-        if key is None:
-            return False
+    def _write_or_drop(self, first: int, key: K, entry: _Entry, moves: Moves[K]) -> None:
+        """A page goes to the first tier, from this one on, that has room for it."""
+        for tier in range(first, len(self._pages)):
+            if self._make_room(tier, self._worth(key, entry), moves):
+                self._enter(tier, key, entry)
+                is_there = (tier, key) in moves.forgotten
+                (moves.free if is_there else moves.write).append(key)
+                return
         self._remove(key)
         moves.drop.append(key)
-        return True
 
-    def _demote(self, key: K, entry: _Entry, moves: Moves[K]) -> None:
-        """A host page leaves the host: to disk if it is worth a place there."""
-        self._leave_host(key, entry)
-        if entry.on_disk:
-            moves.release.append(key)
-            self._settle_on_disk(key, entry)
+    def _enter(self, tier: int, key: K, entry: _Entry) -> None:
+        entry.places |= 1 << tier
+        self._counts[tier] += 1
+        before = entry.top
+        if tier > before:
+            self._copies[tier][key] = None
+            return
+        if before != NOWHERE:
+            self._copies[before][key] = None
+        entry.top = tier
+        self._settle_at_top(key, entry)
+
+    def _leave(self, tier: int, key: K, entry: _Entry) -> None:
+        entry.places = places = entry.places & ~(1 << tier)
+        self._counts[tier] -= 1
+        if tier != entry.top:
+            del self._copies[tier][key]
+        elif places:
+            entry.top = (places & -places).bit_length() - 1
+            self._copies[entry.top].pop(key, None)  # it may be what is to be loaded
+            self._settle_at_top(key, entry)
         else:
-            self._write_or_drop(key, entry, moves)
+            entry.top = NOWHERE
 
-    def _write_or_drop(self, key: K, entry: _Entry, moves: Moves[K]) -> None:
-        if self._make_disk_room(self._worth(key, entry), moves):
-            self._enter_disk(key, entry)
-            moves.write.append(key)
-        else:
-            self._remove(key)
-            moves.drop.append(key)
-
-    def _enter_host(self, key: K, entry: _Entry) -> None:
-        entry.in_host = True
-        self._num_host += 1
-        if entry.on_disk:
-            self._copies[key] = None
+    def _settle_at_top(self, key: K, entry: _Entry) -> None:
+        """A page may go from its fastest tier from here on; below host it may be wanted back."""
         self._file(key, entry)
-
-    def _leave_host(self, key: K, entry: _Entry) -> None:
-        entry.in_host = False
-        self._num_host -= 1
-        self._copies.pop(key, None)
-
-    def _enter_disk(self, key: K, entry: _Entry) -> None:
-        entry.on_disk = True
-        self._num_disk += 1
-        if entry.in_host:
-            self._copies[key] = None
-        else:
-            self._settle_on_disk(key, entry)
-
-    def _leave_disk(self, key: K, entry: _Entry) -> None:
-        entry.on_disk = False
-        self._num_disk -= 1
-        self._copies.pop(key, None)
-
-    def _settle_on_disk(self, key: K, entry: _Entry) -> None:
-        """The page lives on disk alone: it may go from there, and may be wanted back."""
-        self._file(key, entry)
-        if self._window.is_near(key):
+        if entry.top and self._window.is_near(key):
             self._want(key)
 
     def _want(self, key: K) -> None:
@@ -605,27 +588,33 @@ class TierPolicy(Generic[K]):
 
     def _remove(self, key: K) -> None:
         entry = self._entries.pop(key)
-        if entry.in_host:
-            self._leave_host(key, entry)
-        if entry.on_disk:
-            self._leave_disk(key, entry)
+        places, tier = entry.places, 0
+        while places:
+            if places & 1:
+                self._counts[tier] -= 1
+                self._copies[tier].pop(key, None)
+            places >>= 1
+            tier += 1
         self._by_use.pop(key, None)
 
     def check(self) -> None:
         """Raise if the invariant is broken."""
         self._window.check()
-        entries = self._entries
-        host = {key for key, entry in entries.items() if entry.in_host}
-        disk = {key for key, entry in entries.items() if entry.on_disk}
-        assert len(host) == self._num_host <= self.config.host_pages, "host pages miscounted"
-        assert len(disk) == self._num_disk <= self.config.disk_pages, "disk pages miscounted"
-        assert host | disk == entries.keys(), "an entry is in no tier"
-        assert self._copies.keys() == host & disk, "copies differ"
-        for heap, keys in ((self._host, host), (self._disk, disk - host)):
-            items = set(heap)
-            for key in keys:
+        entries, places = self._entries, 0
+        for tier, most in enumerate(self._pages):
+            keys = {key for key, entry in entries.items() if entry.places >> tier & 1}
+            assert len(keys) == self._counts[tier] <= most, f"pages of tier {tier} miscounted"
+            copies = {key for key in keys if entries[key].top < tier}
+            assert self._copies[tier].keys() == copies, "copies differ"
+            items = set(self._heaps[tier])
+            for key in keys - copies:
                 entry = entries[key]
+                assert entry.top == tier, "a page is in a faster tier than it knows"
                 assert (self._worth(key, entry), key) in items, "a page cannot leave"
+            places |= 1 << tier
+        for entry in entries.values():
+            assert entry.places, "an entry is in no tier"
+            assert not entry.places & ~places, "an entry is in a tier that there is not"
         if self.config.ttl_s is not None:
             assert self._by_use.keys() == entries.keys(), "a page cannot expire"
             times = [entries[key].used_s for key in self._by_use]

@@ -16,7 +16,7 @@ from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, root_key
 from mainstem.kv.page_logprobs import MAX_TOP
 from mainstem.kv.pool import PagePool
-from mainstem.kv.tiers import NOTHING_STORED, LowerTiers, Stored
+from mainstem.kv.tiers import NOTHING_STORED, READ_LIMIT_S, LowerTiers, Stored
 from mainstem.kv.traffic import Traffic
 
 EVICT_SHARE = 64  # of all pages one in so many is given up at a time
@@ -50,6 +50,7 @@ class StoredRun:
     chain: PageChain
     first: int
     num_pages: int
+    limit_s: float = READ_LIMIT_S  # whoever wants them would rather compute them after that
 
     @property
     def keys(self) -> tuple[PageKey, ...]:
@@ -276,12 +277,25 @@ class KVStore:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a load waits for the disk."""
+        """Whether a load waits for a tier below host memory."""
         return self._traffic is not None and self._traffic.tiers.is_reading
 
     def stored(self, keys: Sequence[PageKey]) -> Stored:
         """How many of these pages, the leading ones, lower tiers have."""
         return NOTHING_STORED if self._traffic is None else self._traffic.find(keys)
+
+    def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
+        """Ask tiers that other processes fill for pages that nobody here has; returns the key that
+        the answer goes by, which `poll` tells. None: nobody is to be asked."""
+        return None if self._traffic is None else self._traffic.tiers.ask(keys)
+
+    def is_asked(self, key: PageKey) -> bool:
+        """Whether an answer is still to come."""
+        return self._traffic is not None and self._traffic.tiers.is_asked(key)
+
+    def awaits(self, key: PageKey, most_s: float) -> bool:
+        """Whether an answer should be waited for, up to `most_s` after the question."""
+        return self._traffic is not None and self._traffic.tiers.awaits(key, most_s)
 
     def load(self, run: StoredRun, kept: Int32s, start_layers: int) -> PageKey | None:
         """Bring up a run of pages that lower tiers have, giving up none of `kept` for it.
@@ -296,7 +310,7 @@ class KVStore:
         finally:
             self.release(kept)
         self._index.touch(kept)
-        return self._traffic.load(run.chain, run.first, pages, start_layers)
+        return self._traffic.load(run.chain, run.first, pages, start_layers, run.limit_s)
 
     def launched(self, step_id: StepId) -> None:
         """What was committed since the last step is filled by this one."""
@@ -320,12 +334,12 @@ class KVStore:
             self._traffic.tiers.expect(place, chain.keys)
 
     def prefetch(self) -> None:
-        """Bring from disk to host memory what those that wait need next."""
+        """Bring to host memory what those that wait need next."""
         if self._traffic is not None:
             self._traffic.tiers.prefetch()
 
     def dismiss(self, place: int) -> None:
-        """Who stood there waits no longer, or not for stored pages."""
+        """The request at this place left the queue, or does not wait for stored pages."""
         if self._traffic is not None:
             self._traffic.tiers.dismiss(place)
 

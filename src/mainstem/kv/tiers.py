@@ -1,22 +1,22 @@
-"""The tiers below the device: host memory and disk behind the policy that decides who stays.
+"""The tiers below the device, behind the policy that decides who stays where.
 
-A stored page, its bytes and who uses them:
+A stored page, its bytes and who uses them (tier 0 is host memory):
 
-    save ---> slot (filling) ---> slot (full) ----> record (being written) ---> record (full)
-                                    ^  |                                          |
-                                    |  `--> device: a load                        |
-                                    `---------------- read: a load or a prefetch -'
+    save ---> slot (filling) ---> slot (full) ---> lower tier (being written) ---> lower tier (full)
+                                    ^  |                                              |
+                                    |  `--> device: a load                            |
+                                    `----------------- read: a load or a prefetch ----'
 
 The policy says where a page should be; the bytes follow as soon as no copy uses them (`_settle`).
-Copies count as `holds`, so a slot or record is never reused under one. Owned by the engine's
-thread; copies and disk work go on elsewhere and are looked at in `poll`.
+Copies count as `holds`, so a place is never reused under one. What one lower tier gives up for the
+next goes by a slot, too. Owned by the engine's thread; copies and the work of lower tiers go on
+elsewhere and are looked at in `poll`.
 """
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from logging import getLogger
 from math import ceil
 from time import monotonic, perf_counter, time
 
@@ -32,21 +32,24 @@ from mainstem.core.events import (
     PagesSaved,
     PagesStored,
     SavesSkipped,
-    StoreOpened,
 )
 from mainstem.core.ids import PageKey
 from mainstem.core.interrupts import held_interrupts
 from mainstem.core.step import Int32s
-from mainstem.kv.bytes.disk import NUM_READERS, READ_RUN, DiskTier, Read, ReadJob, WriteJob, Written
-from mainstem.kv.policy import Moves, PolicyConfig, PolicyKind, TierKind, TierPolicy
-from mainstem.kv.transfer import Link, LoadId, PageCopier, SharedLink, Transfer
+from mainstem.kv.host import HostTier
+from mainstem.kv.policy import HOST, Moves, PolicyConfig, TierPolicy
+from mainstem.kv.ranking import PolicyKind
+from mainstem.kv.tier import Answer, Emptied, LowerTier, Read, ReadJob, Tier, WriteJob, Written
+from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
 
-SLACK = 16  # one slot in so many is beyond what the policy gives away: copies under way need them
-READ_AHEAD_S = 0.02  # reading ahead gives the disk so much to do: loads must not queue behind it
+SLACK = 16  # 1/16 of the slots is reserved for copies in flight
+READ_LIMIT_S = 5.0  # for what nobody waits for in particular
+READ_AHEAD_S = 0.02  # reading ahead gives a tier so much to do: loads must not queue behind it
+MAX_ASKED = 4096  # pages of one question to shared tiers
 CHORE_S = 0.5  # between looks at what has expired
+IN_HOST = 1 << HOST
+SURE = 1.5  # an answer is waited for where there is time for this many round trips
 NO_PAGES = np.empty(0, np.int32)
-
-log = getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,15 +59,22 @@ class _Entry:
     key: PageKey
     token_ids: bytes
     parent: PageKey | None  # the page before it
-    slot: int | None = None
-    is_in_host: bool = False  # its slot is filled
-    record: int | None = None
-    is_on_disk: bool = False  # its record is committed
-    crc32: int = 0
-    holds: int = 0  # copies that use slot or record
+    taken: int = 0  # tiers where it has a place, a bit each ...
+    full: int = 0  # ... and those of them that have its bytes
+    holds: int = 0  # copies that use its places
     is_lost: bool = False
     skips_load: bool = False  # a load that began with it failed: whoever asks next computes it
-    is_recovered: bool = False  # from disk, which does not know parents
+    is_recovered: bool = False  # from an earlier process: its parent is not known
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """Pages that shared tiers were asked for."""
+
+    asked_s: float
+    num_open: int  # tiers that have not answered
+    give_up_s: float = float("inf")  # when whoever waits for the answer does so no longer
+    is_late: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -77,17 +87,10 @@ class Load:
     entries: list[_Entry]
     start_layers: int  # enough for a prompt to start on
     began_s: float
-    num_from_disk: int
-    transfer: Transfer | None = None  # None: still being read from disk
+    num_below: dict[str, int]  # pages that are read, by tier
+    transfer: Transfer | None = None  # None: still being read
     is_startable: bool = False
     has_failed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Save:
-    pages: Int32s
-    entries: list[_Entry]
-    transfer: Transfer
 
 
 @dataclass(slots=True)
@@ -98,6 +101,7 @@ class Arrivals:
     failed: list[Load] = field(default_factory=list)
     startable: list[Load] = field(default_factory=list)  # not there yet, but soon enough
     saved: list[Int32s] = field(default_factory=list)  # device pages that were copied
+    answered: list[PageKey] = field(default_factory=list)  # see `ask`; or not waited for any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,136 +109,212 @@ class Stored:
     """The pages after a chain's device pages that lower tiers have."""
 
     num_pages: int = 0
-    num_on_disk: int = 0  # of these, not in host memory
+    below: tuple[int, ...] = ()  # of these, not in host memory: by the tier that they are read from
+
+    @property
+    def num_below(self) -> int:
+        """Pages that must be read into host memory first."""
+        return sum(self.below)
 
 
 NOTHING_STORED = Stored()
 
 
 class LowerTiers:
-    """Host memory and disk. `copier` reaches the device; without `disk` there is none."""
+    """Host memory and the tiers below it, fastest first. `copier` reaches the device."""
 
     def __init__(
         self,
         copier: PageCopier,
         kind: PolicyKind,
         ttl_s: float | None,
-        disk: DiskTier | None,
+        below: Sequence[LowerTier],
         bus: EventBus,
     ) -> None:
-        self._copier = copier
-        self._disk = disk
+        self._host = host = HostTier(copier)
+        self._below: list[tuple[int, LowerTier]] = list(enumerate(below, HOST + 1))
+        self._tiers: list[Tier] = [host, *below]
+        self.links: list[Link] = [tier.link for tier in self._tiers]  # the way up from each
         self._bus = bus
-        slack = 1 + copier.num_slots // SLACK
-        disk_pages = 0 if disk is None else max(1, disk.num_records - 1 - disk.num_records // 64)
-        host_pages = max(1, copier.num_slots - slack)
-        self._policy: TierPolicy[PageKey] = TierPolicy(
-            PolicyConfig(host_pages, disk_pages, kind, ttl_s=ttl_s)
-        )
+        host_pages = max(1, host.num_places - 1 - host.num_places // SLACK)
+        tier_pages = (host_pages, *(tier.num_places for tier in below))
+        self._policy: TierPolicy[PageKey] = TierPolicy(PolicyConfig(tier_pages, kind, ttl_s=ttl_s))
         self._entries: dict[PageKey, _Entry] = {}
-        self._free_slots = list(range(copier.num_slots - 1, -1, -1))
-        self._saves: list[_Save] = []
         self._loads: list[Load] = []
         self._arrivals = Arrivals()  # that nobody was told of yet
-        self._filling: dict[PageKey, Transfer] = {}  # saves whose slot the writer must wait for
-        self._to_back_up: deque[PageKey] = deque()
-        self._max_pending_writes = max(1, copier.num_slots // 2)
-        self._used: set[PageKey] = set()  # on disk, used since its row was last written
+        # the oldest are forgotten where a tier cannot keep up: they have left host memory
+        self._to_back_up = [deque[PageKey](maxlen=host.num_places) for _ in self._tiers]
+        self._shared = [(number, tier) for number, tier in self._below if tier.is_shared]
+        self._untold = {tier.name for _, tier in self._shared}  # events do not tell of these
+        self._in_shared = sum(1 << number for number, _ in self._shared)
+        self._questions: dict[PageKey, _Question] = {}  # by the first page asked for
+        self._used: set[PageKey] = set()  # used since lower tiers were told
         self._next_chore_s = 0.0
-        self.host_link = Link(20e9)
-        self.disk_link = SharedLink(3e9, NUM_READERS * READ_RUN * copier.page_bytes)
-        if disk is not None:
-            self._recover(disk, ttl_s)
+        for number, tier in self._below:
+            self._recover(number, tier, ttl_s)
 
     @property
     def page_bytes(self) -> int:
-        return self._copier.page_bytes
+        return self._host.page_bytes
 
     @property
     def num_layers(self) -> int:
-        return self._copier.num_layers
+        return self._host.num_layers
 
-    @property
-    def num_host_pages(self) -> int:
-        return self._policy.num_host
-
-    @property
-    def num_disk_pages(self) -> int:
-        return self._policy.num_disk
+    def num_pages(self, name: str) -> int:
+        """Pages in a tier; 0 where there is no such tier."""
+        numbers = [n for n, tier in enumerate(self._tiers) if tier.name == name]
+        return self._policy.num_pages(numbers[0]) if numbers else 0
 
     @property
     def num_copies(self) -> int:
         """Saves and loads under way."""
-        return len(self._saves) + len(self._loads)
+        return self._host.num_saves + len(self._loads)
 
     @property
     def is_reading(self) -> bool:
-        """Whether a load waits for the disk."""
+        """Whether a load waits for a lower tier."""
         return any(load.transfer is None for load in self._loads)
 
     @property
     def num_pages_saving(self) -> int:
-        return sum(len(save.pages) for save in self._saves)
+        return self._host.num_pages_saving
 
     def has(self, key: PageKey) -> bool:
-        """Whether a page is stored or being saved."""
-        return key in self._entries
+        """Whether a page is stored or being saved; what only others may have kept is not."""
+        entry = self._entries.get(key)
+        return entry is not None and (entry.holds > 0 or bool(entry.full & ~self._in_shared))
 
     def find(self, keys: Iterable[PageKey]) -> Stored:
         """How many of `keys`, the leading ones, could be loaded."""
-        num_pages = num_on_disk = 0
+        num_pages, below = 0, list[int]()
+        entries = self._entries
         for key in keys:
-            entry = self._entries.get(key)
-            if entry is None or not (entry.is_in_host or entry.is_on_disk):
+            entry = entries.get(key)
+            if entry is None or not (full := entry.full):
                 break
             num_pages += 1
-            num_on_disk += not entry.is_in_host
-        return Stored(num_pages, num_on_disk)
+            if not full & IN_HOST:
+                below.append(full)
+        if not below:
+            return Stored(num_pages)
+        counts = [0] * len(self._tiers)
+        for full, count in Counter(below).items():
+            counts[_fastest(full)] += count
+        return Stored(num_pages, tuple(counts[HOST + 1 :]))
 
     def stored_keys(self) -> dict[str, set[PageKey]]:
-        """The pages that could be loaded, by tier."""
+        """The pages that could be loaded, by tier; shared tiers are not ours to tell of."""
         entries = self._entries.values()
-        found = {"host": {entry.key for entry in entries if entry.is_in_host}}
-        if self._disk is not None:
-            found["disk"] = {entry.key for entry in entries if entry.is_on_disk}
-        return found
+        return {
+            tier.name: {entry.key for entry in entries if entry.full >> number & 1}
+            for number, tier in enumerate(self._tiers)
+            if not self._in_shared >> number & 1
+        }
 
     # --- the queue ------------------------------------------------------------------------------
 
     def expect(self, place: int, keys: Sequence[PageKey]) -> None:
         """Somebody who wants `keys` waits, at a place of its own in the queue, small is soon; what
-        it needs from disk is read ahead."""
+        it needs from lower tiers is read ahead."""
         self._policy.expect(place, keys, place)
 
     def dismiss(self, place: int) -> None:
-        """Who stood there waits no longer."""
+        """The request at this place left the queue."""
         self._policy.dismiss(place)
 
     def note_use(self, keys: Sequence[PageKey]) -> None:
         """A chain was used on the device."""
         self._policy.note_use(keys, monotonic())
-        if self._disk is not None:
-            self._used.update(key for key in keys if self._policy.is_on_disk(key))
+        if self._below:
+            self._used.update(keys)
+
+    # --- what other processes have ---------------------------------------------------------------
+
+    def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
+        """Ask shared tiers for the pages of a chain that are not known yet, from the first of them
+        on; returns the key that `awaits` and the answer go by, the last of them. None: nobody is to
+        be asked."""
+        tiers = [tier for _, tier in self._shared if tier.is_open]
+        if not tiers:
+            return None
+        num_known = self.find(keys).num_pages
+        rest = keys[num_known : num_known + MAX_ASKED]
+        if not rest:
+            return None
+        if rest[-1] not in self._questions:
+            self._questions[rest[-1]] = _Question(monotonic(), len(tiers))
+            for tier in tiers:
+                tier.ask(rest)
+        return rest[-1]
+
+    def is_asked(self, key: PageKey) -> bool:
+        """Whether the answer to a question is still to come, late or not."""
+        return key in self._questions
+
+    def awaits(self, key: PageKey, most_s: float) -> bool:
+        """Whether somebody who waits at most `most_s` for an answer should: it is expected before.
+        The wait ends with the answer, or when that time is over."""
+        question = self._questions.get(key)
+        if question is None or question.is_late:
+            return False
+        expected_s = max(tier.link.round_trip_s for _, tier in self._shared)
+        if SURE * expected_s > most_s:
+            return False
+        question.give_up_s = min(question.give_up_s, question.asked_s + most_s)
+        return True
+
+    def _take_answer(self, number: int, tier: LowerTier, answer: Answer) -> None:
+        """Pages that others have put into a tier, or that we did before it was lost."""
+        question = self._questions[answer.asked]
+        question.num_open -= 1
+        if not question.num_open:
+            del self._questions[answer.asked]
+            self._arrivals.answered.append(answer.asked)
+        bit = 1 << number
+        entries: list[_Entry] = []
+        for key in answer.keys:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = _Entry(key, b"", None, is_recovered=True)
+            if not entry.taken & bit and tier.take(key):
+                entry.taken |= bit
+                entry.full |= bit
+                entries.append(entry)
+        # the head of a chain goes last
+        moves = self._policy.recover(number, [e.key for e in reversed(entries)], monotonic())
+        self._carry_out(moves, "room")
+        for key in answer.keys:
+            if (entry := self._entries.get(key)) is not None:
+                self._settle(entry)
+
+    def _empty(self, number: int) -> None:
+        """What a tier was known to have is not counted on any more."""
+        there = [entry for entry in self._entries.values() if entry.taken >> number & 1]
+        self._policy.drop_from(number, [entry.key for entry in there])
+        for entry in there:
+            self._settle(entry)
 
     # --- saving ---------------------------------------------------------------------------------
 
     def make_room(self, count: int) -> int:
-        """How many of `count` pages can be saved now. Slots whose pages the disk has, or is about
-        to have, are freed for them; some only when it has."""
-        if self._disk is None:
+        """How many of `count` pages can be saved now. Slots whose pages a lower tier has, or is
+        about to have, are freed for them; some only when it has."""
+        if not self._below:
             return count
-        num_leaving = self._copier.num_slots - len(self._free_slots) - self._policy.num_host
-        short = count - len(self._free_slots) - max(0, num_leaving)
+        num_free = self._host.num_free
+        num_leaving = self._host.num_places - num_free - self._policy.num_pages(HOST)
+        short = count - num_free - max(0, num_leaving)
         if short > 0:
             self._carry_out(self._policy.free_unwaited(short), "room")
-        return min(count, len(self._free_slots))
+        return min(count, self._host.num_free)
 
     def has_room(self, count: int) -> bool:
         """Whether so many pages can be saved, or waiting would not make it more."""
-        if len(self._free_slots) >= count:
+        if self._host.num_free >= count:
             return True
-        is_writing = self._disk is not None and self._disk.num_writes_pending > 0
-        return not (self._saves or is_writing)
+        is_writing = any(tier.num_writes_pending for _, tier in self._below)
+        return not (self._host.num_saves or is_writing)
 
     def save(
         self,
@@ -246,21 +326,26 @@ class LowerTiers:
         """Start copying device pages to host memory; returns those that are being copied.
 
         `keys` are in chain order where pages belong to one chain, each comes `after` another or is
-        the first; none is stored yet. No step depends on a save: one that fails is told as skipped,
-        and may be tried again.
+        the first; none is stored yet, unless in a shared tier. No step depends on a save: one that
+        fails is told as skipped, and may be tried again.
         """
-        moves = self._policy.admit(keys, monotonic(), after)
-        self._carry_out(moves, "room")
+        self._carry_out(self._policy.admit(keys, monotonic(), after), "room")
         kept: list[int] = []
         entries: list[_Entry] = []
         refused = 0
         for index, key in enumerate(keys):
-            slot = self._take_slot() if key in self._policy else None
-            if slot is None:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = _Entry(key, token_ids[index], after[index])
+            elif not self._policy.places(key) & ~entry.taken:
+                continue  # a shared tier has it, and no other wants it
+            if key not in self._policy or not self._host.take(key):
                 self._policy.drop([key])
+                self._settle(entry)
                 refused += 1
                 continue
-            entry = _Entry(key, token_ids[index], after[index], slot, holds=1)
+            entry.taken |= IN_HOST
+            entry.holds += 1
             self._entries[key] = entry
             entries.append(entry)
             kept.append(index)
@@ -269,21 +354,15 @@ class LowerTiers:
         if not entries:
             return NO_PAGES
         copied = pages[kept]
-        slots = np.array([entry.slot for entry in entries], np.int32)
-        try:
-            transfer = self._copier.save(copied, slots)
-        except Exception as error:
-            self._rest(error)
+        if not self._host.save([entry.key for entry in entries], copied):
             self._give_up_save(entries)
             return NO_PAGES
-        self._saves.append(_Save(copied, entries, transfer))
         for entry in entries:
-            self._filling[entry.key] = transfer
-            if self._policy.is_on_disk(entry.key):  # worth less than all in host memory
-                self._write(entry)
-        if self._disk is not None:
-            self._to_back_up.extend(entry.key for entry in entries)
-            self._back_up()
+            if self._policy.places(entry.key) != IN_HOST:  # worth less than all in host memory
+                self._place(entry)
+        for number, _ in self._below:
+            self._to_back_up[number].extend(entry.key for entry in entries)
+        self._back_up()
         return copied
 
     def _give_up_save(self, entries: Sequence[_Entry]) -> None:
@@ -295,30 +374,36 @@ class LowerTiers:
     # --- loading --------------------------------------------------------------------------------
 
     def load(
-        self, load_id: LoadId, keys: Sequence[PageKey], pages: Int32s, start_layers: int
+        self,
+        load_id: LoadId,
+        keys: Sequence[PageKey],
+        pages: Int32s,
+        start_layers: int,
+        limit_s: float = READ_LIMIT_S,
     ) -> Load | None:
         """Start bringing stored pages to the device, the leading ones that there are slots to read
-        into; None: there is not one, or copying fails."""
+        into; None: there is not one, or copying fails. Reads that take longer than `limit_s` are
+        given up where a tier can."""
         entries = [self._entries[key] for key in keys]
         if entries[0].skips_load:
             entries[0].skips_load = False
             return None
         for entry in entries:
             entry.holds += 1
-        short = sum(entry.slot is None for entry in entries) - len(self._free_slots)
+        short = sum(not entry.taken & IN_HOST for entry in entries) - self._host.num_free
         if short > 0:
-            self._carry_out(self._policy.choose_victims(TierKind.HOST, short), "room")
+            self._carry_out(self._policy.choose_victims(HOST, short), "room")
         count = self._num_with_slots(entries)
         for entry in entries[count:]:
             self._release(entry)
         if not count:
             return None
         keys, pages, entries = keys[:count], pages[:count], entries[:count]
-        num_from_disk = sum(not entry.is_in_host for entry in entries)
-        missing = [entry for entry in entries if entry.slot is None]
-        self._read([self._to_read(entry, self._free_slots.pop()) for entry in missing])
-        load = Load(load_id, keys, pages, entries, start_layers, perf_counter(), num_from_disk)
-        self.host_link.start(len(pages) * self.page_bytes)
+        below = [_fastest(entry.full) for entry in entries if not entry.full & IN_HOST]
+        num_below = {tier.name: below.count(number) for number, tier in self._below}
+        self._read([entry for entry in entries if not entry.taken & IN_HOST], limit_s)
+        load = Load(load_id, keys, pages, entries, start_layers, perf_counter(), num_below)
+        self._host.link.start(len(pages) * self.page_bytes)
         self._loads.append(load)
         self._advance(load)
         if load.has_failed:
@@ -328,26 +413,25 @@ class LowerTiers:
 
     def is_crowded(self, num_pages: int) -> bool:
         """Whether loads under way have the slots that so many pages would be read into."""
-        is_reading = any(load.transfer is None for load in self._loads)
-        return is_reading and len(self._free_slots) < num_pages
+        return self.is_reading and self._host.num_free < num_pages
 
     def _num_with_slots(self, entries: Sequence[_Entry]) -> int:
         """Leading entries that have a slot or can be given one."""
-        num_free = len(self._free_slots)
+        num_free = self._host.num_free
         for index, entry in enumerate(entries):
-            num_free -= entry.slot is None
+            num_free -= not entry.taken & IN_HOST
             if num_free < 0:
                 return index
         return len(entries)
 
-    def run_length(self, keys: Sequence[PageKey], most_from_disk: int) -> int:
-        """Leading pages that are loaded together: all in host memory, or some from disk."""
+    def run_length(self, keys: Sequence[PageKey], most_read: int) -> int:
+        """Leading pages that are loaded together: all in host memory, or some that are read."""
         first = self._entries.get(keys[0])
-        in_host = first is not None and first.is_in_host
-        limit = len(keys) if in_host else min(len(keys), most_from_disk)
+        in_host = 0 if first is None else first.full & IN_HOST
+        limit = len(keys) if in_host else min(len(keys), most_read)
         for index in range(1, limit):
             entry = self._entries.get(keys[index])
-            if entry is not None and entry.is_in_host != in_host:
+            if entry is not None and entry.full & IN_HOST != in_host:
                 return index
         return limit
 
@@ -357,10 +441,14 @@ class LowerTiers:
         width = len(token_ids) // len(keys)
         for index, key in enumerate(keys):
             entry = self._entries.get(key)
-            if entry is None or not (entry.is_in_host or entry.is_on_disk):
+            if entry is None or not entry.full:
                 return False
-            if entry.token_ids != token_ids[index * width : (index + 1) * width]:
-                self._bus.publish(PagesLost(1, "disk" if entry.is_on_disk else "host", "tokens"))
+            wanted = token_ids[index * width : (index + 1) * width]
+            if not entry.token_ids:  # a shared tier goes by the name, which stands for the tokens
+                entry.token_ids = wanted
+            if entry.token_ids != wanted:
+                slowest = self._tiers[entry.full.bit_length() - 1]
+                self._bus.publish(PagesLost(1, slowest.name, "tokens"))
                 self._policy.drop([key])
                 self._settle(entry)
                 return False
@@ -371,15 +459,17 @@ class LowerTiers:
     def poll(self, lead_s: float = 0.0) -> Arrivals:
         """Look at everything under way; start what can go on. Whoever starts now reads pages in
         `lead_s` at the earliest."""
-        if self._disk is not None:
-            self._poll_disk(self._disk)
+        self._poll_below()
         self._poll_saves()
         left_s = lead_s
         for load in list(self._loads):
             left_s = self._poll_load(load, left_s)
-        if self._disk is not None:
-            self._back_up()
+        self._back_up()
         now_s = monotonic()
+        for key, question in self._questions.items():
+            if not question.is_late and now_s >= question.give_up_s:
+                question.is_late = True
+                self._arrivals.answered.append(key)
         if now_s >= self._next_chore_s:
             self._next_chore_s = now_s + CHORE_S
             self._expire(now_s)
@@ -397,103 +487,85 @@ class LowerTiers:
         return len(keys)
 
     def flush(self) -> None:
-        """Return when everything that was saved is where it belongs, on disk included."""
-        for save in self._saves:
-            with suppress(Exception):  # `poll` finds out
-                save.transfer.wait()
-        if self._disk is None:
-            return
-        while self._to_back_up or self._disk.num_writes_pending:
-            self._disk.flush()
+        """Return when everything that was saved is where it belongs, in all tiers."""
+        self._host.flush()
+        while any(self._to_back_up[n] or tier.num_writes_pending for n, tier in self._below):
+            for _, tier in self._below:
+                tier.flush()
             with held_interrupts():
-                self._poll_disk(self._disk)
+                self._poll_below()
                 self._back_up()
         self._write_uses()
 
     def close(self) -> None:
-        """Finish saves and loads, and let the folder go."""
+        """Finish saves and loads, and let the tiers go."""
         for load in self._loads:
             if load.transfer is not None:
                 with suppress(Exception):  # nobody wants it any more
                     load.transfer.wait()
         self.flush()
-        self._copier.close()
-        if self._disk is not None:
-            self._disk.close()
+        for tier in self._tiers:
+            tier.close()
 
     def check(self) -> None:
-        """Raise if a slot or record was lost, or bytes and policy disagree at rest."""
+        """Raise if a place was lost, or bytes and policy disagree at rest."""
         self._policy.check()
-        slots = [entry.slot for entry in self._entries.values() if entry.slot is not None]
-        assert len(set(slots)) == len(slots), "two pages in one slot"
-        lost = {e.slot for load in self._loads for e in load.entries if e.is_lost}
-        assert not lost - {None}, "a lost page keeps a slot"
-        used, free = set(slots), set(self._free_slots)
-        assert len(free) == len(self._free_slots), "a slot is free twice"
-        assert not used & free, "a slot is both free and used"
-        assert len(used) + len(free) == self._copier.num_slots, "a slot was lost"
-        records = [entry.record for entry in self._entries.values() if entry.record is not None]
-        assert len(set(records)) == len(records), "two pages in one record"
+        in_slots = {key for key, entry in self._entries.items() if entry.taken & IN_HOST}
+        self._host.check(in_slots)
+        loading = [entry for load in self._loads for entry in load.entries]
+        assert not any(entry.taken for entry in loading if entry.is_lost), "a lost page has a place"
         assert self._policy.keys() <= self._entries.keys(), "a page is nowhere"
         for key, entry in self._entries.items():
             assert entry.key == key, "a page answers to another key"
-            assert entry.holds >= 0, "a page is held less than not at all"
-            assert not entry.is_in_host or entry.slot is not None, "a page in no slot"
-            assert not entry.is_on_disk or entry.record is not None, "a page in no record"
+            assert entry.holds >= 0, "negative hold count"
+            assert not entry.full & ~entry.taken, "a page in no place"
             if entry.holds == 0:
-                in_host = self._policy.tier_of(key) is TierKind.HOST
-                assert entry.is_in_host == in_host, "host memory and policy disagree"
-                assert entry.is_on_disk == self._policy.is_on_disk(key), "disk, policy disagree"
+                assert entry.full == entry.taken, "nobody fills a place that was taken"
+                assert entry.full == self._policy.places(key), "bytes and policy disagree"
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _recover(self, disk: DiskTier, ttl_s: float | None) -> None:
-        """Take over what an earlier process left on disk."""
-        fresh = [row for row in disk.rows if ttl_s is None or row.used_at + ttl_s > time()]
-        for row in disk.rows:
-            self._entries[row.key] = _Entry(
-                row.key,
-                row.token_ids,
-                None,
-                record=row.record,
-                is_on_disk=True,
-                crc32=row.crc32,
-                is_recovered=True,
-            )
-        self._tell_stored("disk", list(self._entries.values()))
-        moves = self._policy.recover([row.key for row in fresh], monotonic())
-        num_old = len(disk.rows) - len(fresh)
+    def _recover(self, number: int, tier: LowerTier, ttl_s: float | None) -> None:
+        """Take over what an earlier process left in a tier."""
+        found, bit = tier.recover(), 1 << number
+        fresh = [page for page in found if ttl_s is None or page.used_at + ttl_s > time()]
+        for page in found:
+            entry = self._entries.get(page.key)
+            if entry is None:
+                entry = _Entry(page.key, page.token_ids, None, is_recovered=True)
+                self._entries[page.key] = entry
+            entry.taken |= bit
+            entry.full |= bit
+        entries = [self._entries[page.key] for page in found]
+        self._tell_stored(tier.name, entries)
+        moves = self._policy.recover(number, [page.key for page in fresh], monotonic())
+        num_old = len(found) - len(fresh)
         if moves.drop or num_old:
-            self._bus.publish(PagesEvicted(len(moves.drop) + num_old, "ttl", "disk"))
-        for row in disk.rows:
-            if row.key not in self._policy:
-                self._settle(self._entries[row.key])
-        self._bus.publish(
-            StoreOpened(str(disk.folder), len(self._policy), disk.found, dict(+disk.lost))
-        )
-        disk.rows = []
-
-    def _take_slot(self) -> int | None:
-        return self._free_slots.pop() if self._free_slots else None
+            self._bus.publish(PagesEvicted(len(moves.drop) + num_old, "ttl", tier.name))
+        for entry in entries:
+            self._settle(entry)
+        if (opened := tier.opened(self._policy.num_pages(number))) is not None:
+            self._bus.publish(opened)
 
     def _settle(self, entry: _Entry) -> None:
         """Bring bytes in line with the policy, unless a copy uses them: then it happens later."""
         if entry.holds:
             return
-        if entry.slot is not None and self._policy.tier_of(entry.key) is not TierKind.HOST:
-            self._free_slots.append(entry.slot)
-            if entry.is_in_host:
-                self._tell_removed("host", entry)
-            entry.slot, entry.is_in_host = None, False
-        if entry.record is not None and not self._policy.is_on_disk(entry.key):
-            assert self._disk is not None
-            self._disk.delete([entry.key])
-            self._disk.give_back_record(entry.record)
-            if entry.is_on_disk:
-                self._tell_removed("disk", entry)
-            entry.record, entry.is_on_disk = None, False
-        if entry.slot is None and entry.record is None:
+        extra = entry.taken & ~self._policy.places(entry.key)
+        if extra:
+            self._free(entry, extra)
+        if not entry.taken:
             self._entries.pop(entry.key, None)
+
+    def _free(self, entry: _Entry, places: int) -> None:
+        """Give back the places of a page in some tiers."""
+        for number, tier in enumerate(self._tiers):
+            if places >> number & 1:
+                tier.delete(entry.key)
+                if entry.full >> number & 1:
+                    self._tell_removed(tier.name, entry)
+        entry.taken &= ~places
+        entry.full &= ~places
 
     def _release(self, entry: _Entry) -> None:
         """A copy no longer uses the page."""
@@ -501,193 +573,190 @@ class LowerTiers:
         if not entry.is_lost:
             self._settle(entry)
 
-    def _lose(self, entry: _Entry, reason: str) -> None:
+    def _lose(self, entry: _Entry, tier: Tier, reason: str) -> None:
         """A tier did not give back what it was given: the page is a miss from here on."""
-        tier = "disk" if entry.is_on_disk else "host"
-        self._bus.publish(PagesLost(1, tier, reason))
+        is_gone = reason == "missing" and tier.name in self._untold  # a server makes room by itself
+        lost = PagesEvicted(1, "room", tier.name) if is_gone else PagesLost(1, tier.name, reason)
+        self._bus.publish(lost)
         self._policy.drop([entry.key])
         entry.is_lost = True
-        if entry.slot is not None:
-            self._free_slots.append(entry.slot)
-        if entry.record is not None:
-            assert self._disk is not None
-            self._disk.delete([entry.key])
-            self._disk.give_back_record(entry.record)
-        if entry.is_in_host:
-            self._tell_removed("host", entry)
-        if entry.is_on_disk:
-            self._tell_removed("disk", entry)
-        entry.slot = entry.record = None
-        entry.is_in_host = entry.is_on_disk = False
+        self._free(entry, entry.taken)
         del self._entries[entry.key]
 
     def _carry_out(self, moves: Moves[PageKey], reason: str) -> None:
         """Do what the policy decided."""
         if moves.drop:
             self._tell_dropped(moves.drop, reason)
-        for keys in (moves.drop, moves.release, moves.forget):
+        for keys in (moves.drop, moves.free):
             for key in keys:
                 if (entry := self._entries.get(key)) is not None:
                     self._settle(entry)
-        jobs: list[ReadJob] = []
-        without_slot: list[PageKey] = []  # copies under way have the spare ones: they stay on disk
-        for key in moves.load:
-            entry = self._entries[key]
-            if entry.slot is not None:  # a copy that is under way has read it
-                continue
-            slot = self._take_slot()
-            if slot is None:
-                without_slot.append(key)
-            else:
-                jobs.append(self._to_read(entry, slot))
-        self._read(jobs)
-        for key in without_slot:
-            self._policy.drop([key])
-            self._carry_out(self._policy.recover([key], monotonic()), "room")
-        # last, since room on disk may be made from what is read, which is held here
+        if moves.load:
+            self._prefetch(moves.load)
+        # last, since room below may be made from what is read, which is held here
         for key in moves.write:
-            if (entry := self._entries.get(key)) is not None and entry.record is None:
-                self._write(entry)
+            if (entry := self._entries.get(key)) is not None:
+                self._place(entry)
+
+    def _prefetch(self, keys: Sequence[PageKey]) -> None:
+        """Read pages into slots; where copies under way have the spare ones they stay below."""
+        # who has a slot already is being read by a copy that is under way
+        entries = [e for key in keys if not (e := self._entries[key]).taken & IN_HOST]
+        num_free = self._host.num_free
+        self._read(entries[:num_free])
+        self._policy.drop_from(HOST, [entry.key for entry in entries[num_free:]])
 
     def _tell_dropped(self, keys: Sequence[PageKey], reason: str) -> None:
         stored = [entry for key in keys if (entry := self._entries.get(key)) is not None]
-        num_on_disk = sum(entry.is_on_disk for entry in stored)
-        for count, tier in ((num_on_disk, "disk"), (len(stored) - num_on_disk, "host")):
-            if count:
-                self._bus.publish(PagesEvicted(count, reason, tier))
+        slowest = [max(entry.full.bit_length() - 1, HOST) for entry in stored]
+        for number, tier in reversed(list(enumerate(self._tiers))):
+            if count := slowest.count(number):
+                self._bus.publish(PagesEvicted(count, reason, tier.name))
 
     def _tell_stored(self, tier: str, entries: Sequence[_Entry]) -> None:
-        if entries and self._bus.has_listeners(PagesStored):
+        if entries and tier not in self._untold and self._bus.has_listeners(PagesStored):
             keys = [entry.key for entry in entries]
             token_ids = [b"" if entry.is_recovered else entry.token_ids for entry in entries]
             parents = [entry.parent for entry in entries]
             self._bus.publish(PagesStored(tier, keys, parents, token_ids))
 
     def _tell_removed(self, tier: str, entry: _Entry) -> None:
-        if self._bus.has_listeners(PagesRemoved):
+        if tier not in self._untold and self._bus.has_listeners(PagesRemoved):
             self._bus.publish(PagesRemoved(tier, [entry.key]))
 
-    def _write(self, entry: _Entry) -> None:
-        """Give a page in a slot, filled or filling, to the disk."""
-        assert self._disk is not None
-        assert entry.slot is not None
-        record = self._disk.take_record()
-        if record is None:
-            self._carry_out(self._policy.choose_victims(TierKind.DISK, 1), "room")
-            record = self._disk.take_record()
-        if record is None or not self._policy.is_on_disk(entry.key):
-            if record is not None:
-                self._disk.give_back_record(record)
-            self._keep_off_disk(entry, "no room on disk")
-            return
-        entry.record = record
-        entry.holds += 1
-        filling = self._filling.get(entry.key)
-        self._disk.write(
-            WriteJob(
-                entry.key,
-                record,
-                entry.token_ids,
-                self._copier.slot(entry.slot),
-                None if filling is None else filling.wait,
-            )
-        )
+    def _place(self, entry: _Entry) -> None:
+        """Have a page in the lower tiers where the policy wants it, through a slot."""
+        missing = self._policy.places(entry.key) & ~entry.taken & ~IN_HOST
+        if not missing:
+            self._settle(entry)
+        elif entry.taken & IN_HOST:
+            after = self._host.filled(entry.key)
+            if after is None and not entry.full & IN_HOST:
+                return  # it is being read: `_take_read` goes on from there
+            for number, tier in self._below:
+                if missing >> number & 1:
+                    self._write(entry, number, tier, after)
+        elif self._host.num_free:
+            self._read([entry])
+        else:
+            self._policy.drop([entry.key])
+            self._bus.publish(SavesSkipped(1, "host", "no room in host memory"))
+            self._settle(entry)
 
-    def _keep_off_disk(self, entry: _Entry, reason: str) -> None:
-        """A page did not reach the disk; in host memory it stays if it was to be there."""
-        self._bus.publish(SavesSkipped(1, "disk", reason))
-        in_host = self._policy.tier_of(entry.key) is TierKind.HOST
-        self._policy.drop([entry.key])
-        if in_host:
-            self._carry_out(self._policy.admit([entry.key], monotonic()), "room")
+    def _write(
+        self, entry: _Entry, number: int, tier: LowerTier, after: Callable[[], None] | None
+    ) -> None:
+        """Give a page in a slot, which `after` waits for, to a lower tier."""
+        key = entry.key
+        has_place = tier.take(key)
+        if not has_place and tier.can_write:
+            self._carry_out(self._policy.choose_victims(number, 1), "room")
+            has_place = tier.take(key)
+        if not has_place or not self._policy.places(key) >> number & 1:
+            if has_place:
+                tier.delete(key)
+            self._keep_off(entry, number, f"no room on {tier.name}")
+            return
+        entry.taken |= 1 << number
+        entry.holds += 1
+        tier.write(WriteJob(key, entry.token_ids, self._host.view(key), after))
+
+    def _keep_off(self, entry: _Entry, number: int, reason: str) -> None:
+        """A page did not reach a lower tier; elsewhere it stays if it was to be there."""
+        self._bus.publish(SavesSkipped(1, self._tiers[number].name, reason))
+        self._policy.drop_from(number, [entry.key])
         self._settle(entry)
 
     def _back_up(self) -> None:
-        """Have what is in host memory on disk too, so that it outlives the process."""
-        disk = self._disk
-        assert disk is not None
-        while self._to_back_up and disk.num_writes_pending < self._max_pending_writes:
-            key = self._to_back_up.popleft()
-            if key not in self._entries:
-                continue
-            moves = self._policy.back_up([key])
-            self._carry_out(moves, "room")
+        """Have what is in host memory in lower tiers too, so that it outlives the process."""
+        for number, tier in self._below:
+            waiting = self._to_back_up[number]
+            if not tier.can_write:
+                waiting.clear()
+            # what is sent has a slot until it is there: a slow server must not have them all
+            most = max(1, self._host.num_places // (8 if tier.is_shared else 2))
+            while waiting and (room := most - tier.num_writes_pending) > 0:
+                keys = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+                self._carry_out(self._policy.back_up(number, keys), "room")
 
-    def _to_read(self, entry: _Entry, slot: int) -> ReadJob:
-        """A page's way into a slot, for `_read`."""
-        assert entry.record is not None
-        entry.slot = slot
-        entry.holds += 1
-        return ReadJob(entry.key, entry.record, entry.crc32, self._copier.slot(slot))
+    def _read(self, entries: Sequence[_Entry], limit_s: float = READ_LIMIT_S) -> None:
+        """Bring pages into slots, of which there are enough, each from the fastest tier it is
+        in."""
+        jobs: dict[int, list[ReadJob]] = {}
+        for entry in entries:
+            key = entry.key
+            has_slot = self._host.take(key)
+            assert has_slot, "a page is read that there is no slot for"
+            entry.taken |= IN_HOST
+            entry.holds += 1
+            jobs.setdefault(_fastest(entry.full), []).append(ReadJob(key, self._host.view(key)))
+        for number, tier in self._below:
+            if number in jobs:
+                tier.link.start(sum(len(job.buffer) for job in jobs[number]))
+                tier.read(jobs[number], limit_s)
 
-    def _read(self, jobs: list[ReadJob]) -> None:
-        if jobs:
-            assert self._disk is not None
-            self.disk_link.start(sum(len(job.buffer) for job in jobs))
-            self._disk.read(jobs)
-
-    def _poll_disk(self, disk: DiskTier) -> None:
-        num_written = num_read = 0
-        for done in disk.poll():
-            entry = self._entries.get(done.key)
-            if isinstance(done, Written):
+    def _poll_below(self) -> None:
+        num_read = 0
+        for number, tier in self._below:
+            num_written = 0
+            for done in tier.poll():
+                if isinstance(done, Answer):
+                    self._take_answer(number, tier, done)
+                    continue
+                if isinstance(done, Emptied):
+                    self._empty(number)
+                    continue
+                entry = self._entries.get(done.key)
                 assert entry is not None, "a page under way is not forgotten"
-                num_written += self._take_written(entry, done)
-            else:
-                num_read += self._take_read(entry, done)
-        if num_written:
-            self._bus.publish(PagesSaved(num_written, "disk"))
+                if isinstance(done, Written):
+                    num_written += self._take_written(entry, number, done)
+                else:
+                    num_read += self._take_read(entry, tier, done)
+            if num_written:
+                self._bus.publish(PagesSaved(num_written, tier.name))
         if num_read:
             self._bus.publish(PagesPrefetched(num_read))
 
-    def _take_written(self, entry: _Entry, done: Written) -> bool:
-        assert entry.record is not None
+    def _take_written(self, entry: _Entry, number: int, done: Written) -> bool:
         if done.problem is None:
-            entry.is_on_disk, entry.crc32 = True, done.crc32
-            self._tell_stored("disk", [entry])
+            entry.full |= 1 << number
+            self._tell_stored(self._tiers[number].name, [entry])
             self._release(entry)
             return True
-        assert self._disk is not None
-        self._disk.give_back_record(entry.record)
-        entry.record = None
+        entry.taken &= ~(1 << number)
         entry.holds -= 1
-        self._keep_off_disk(entry, done.problem)
+        self._keep_off(entry, number, done.problem)
         return False
 
-    def _take_read(self, entry: _Entry | None, done: Read) -> bool:
+    def _take_read(self, entry: _Entry, tier: LowerTier, done: Read) -> bool:
         """Whether the page was read for nobody in particular yet."""
-        assert entry is not None, "a page under way is not forgotten"
         if done.problem is not None:
-            self.disk_link.give_up(done.num_bytes)
+            tier.link.give_up(done.num_bytes)
             entry.holds -= 1
-            self._lose(entry, done.problem)
+            self._lose(entry, tier, done.problem)
             return False
-        self.disk_link.finish_between(done.num_bytes, done.began_s, done.ended_s)
-        entry.is_in_host = True
+        tier.link.finish_between(done.num_bytes, done.began_s, done.ended_s)
+        entry.full |= IN_HOST
+        if done.token_ids is not None:
+            entry.token_ids = done.token_ids
         self._tell_stored("host", [entry])
+        if self._policy.places(entry.key) & ~entry.taken:  # it is on its way to another tier
+            self._place(entry)
         self._release(entry)
         return entry.holds == 0
 
     def _poll_saves(self) -> None:
-        """Saves end in the order they were started."""
         num_saved = 0
-        while self._saves:
-            save = self._saves[0]
-            num_done = self._num_layers_done(save.transfer)
-            if num_done is not None and num_done < self.num_layers:
-                break
-            self._saves.pop(0)
+        for save, is_good in self._host.poll_saves():
             self._arrivals.saved.append(save.pages)
-            for entry in save.entries:
-                if self._filling.get(entry.key) is save.transfer:
-                    del self._filling[entry.key]
-            if num_done is None:
-                self._give_up_save(save.entries)
+            entries = [self._entries[key] for key in save.keys]
+            if not is_good:
+                self._give_up_save(entries)
                 continue
-            num_saved += len(save.entries)
-            self._tell_stored("host", save.entries)
-            for entry in save.entries:
-                entry.is_in_host = True
+            num_saved += len(entries)
+            self._tell_stored("host", entries)
+            for entry in entries:
+                entry.full |= IN_HOST
                 self._release(entry)
         if num_saved:
             self._bus.publish(PagesSaved(num_saved, "host"))
@@ -698,7 +767,7 @@ class LowerTiers:
         self._advance(load)
         num_done: int | None = 0
         if load.transfer is not None:
-            num_done = self._num_layers_done(load.transfer)
+            num_done = self._host.num_layers_done(load.transfer)
         if load.has_failed or num_done is None:
             load.entries[0].skips_load = True
             return self._fail(load, left_s)
@@ -710,7 +779,7 @@ class LowerTiers:
             self._end(load, load.transfer.seconds())
             self._tell_loaded(load)
             return left_s
-        layer_s = self.host_link.pass_s(len(load.pages) * self.page_bytes) / self.num_layers
+        layer_s = self._host.link.pass_s(len(load.pages) * self.page_bytes) / self.num_layers
         if not load.is_startable and num_done + left_s / layer_s >= load.start_layers:
             load.is_startable = True
             self._arrivals.startable.append(load)
@@ -723,55 +792,43 @@ class LowerTiers:
 
     def _advance(self, load: Load) -> None:
         """Copy to the device once everything is in host memory."""
-        if load.transfer is None and all(entry.is_in_host for entry in load.entries):
-            slots = np.array([entry.slot for entry in load.entries], np.int32)
-            try:
-                load.transfer = self._copier.load(load.load_id, slots, load.pages)
-            except Exception as error:
-                self._rest(error)
-                load.has_failed = True
-
-    def _num_layers_done(self, transfer: Transfer) -> int | None:
-        """None: the copy failed, and is at rest."""
-        try:
-            return transfer.num_layers_done()
-        except Exception as error:
-            self._rest(error)
-            return None
-
-    def _rest(self, error: Exception) -> None:
-        """A copy failed: its pages and slots are anybody's once nothing moves."""
-        log.warning("a copy of pages failed", exc_info=error)
-        with suppress(Exception):  # a device that is lost says so to the next step
-            self._copier.drain()
+        if load.transfer is None and all(entry.full & IN_HOST for entry in load.entries):
+            load.transfer = self._host.load(load.load_id, load.keys, load.pages)
+            load.has_failed = load.transfer is None
 
     def _end(self, load: Load, seconds: float | None) -> None:
         self._loads.remove(load)
-        self._copier.forget(load.load_id)
+        self._host.forget(load.load_id)
         num_bytes = len(load.pages) * self.page_bytes
         if seconds is None:
-            self.host_link.give_up(num_bytes)
+            self._host.link.give_up(num_bytes)
         else:
-            self.host_link.finish(num_bytes, seconds)
+            self._host.link.finish(num_bytes, seconds)
             self._carry_out(self._policy.keep(load.keys, monotonic()), "room")
         for entry in load.entries:
             self._release(entry)
 
     def _tell_loaded(self, load: Load) -> None:
         seconds = perf_counter() - load.began_s
-        num_from_host = len(load.pages) - load.num_from_disk
-        for count, tier in ((num_from_host, "host"), (load.num_from_disk, "disk")):
+        num_from_host = len(load.pages) - sum(load.num_below.values())
+        for tier, count in (("host", num_from_host), *load.num_below.items()):
             if count:
                 self._bus.publish(PagesLoaded(count, tier, seconds))
 
     def prefetch(self) -> None:
-        """Read from disk what waiting requests will need next, while the disk has little to do."""
-        idle_s = READ_AHEAD_S - self.disk_link.expect_s(0)
-        if self._disk is None or idle_s <= 0 or self.is_reading or not self._policy.num_queued:
+        """Read into host memory what waiting requests will need next, from tiers that have little
+        to do."""
+        if not self._below or self.is_reading or not self._policy.num_queued:
             return
-        room = min(ceil(idle_s / self.disk_link.pass_s(self.page_bytes)), len(self._free_slots))
-        if room:
-            self._carry_out(self._policy.choose_prefetch(room), "room")
+        limits = [self._num_to_prefetch(tier.link) for _, tier in self._below]
+        if any(limits):
+            self._carry_out(self._policy.choose_prefetch(*limits), "room")
+
+    def _num_to_prefetch(self, link: Link) -> int:
+        idle_s = READ_AHEAD_S - link.expect_s(0)
+        if idle_s <= 0:
+            return 0
+        return min(ceil(idle_s / link.pass_s(self.page_bytes)), self._host.num_free)
 
     def _expire(self, now_s: float) -> None:
         gone = self._policy.expire(now_s)
@@ -781,7 +838,17 @@ class LowerTiers:
                 self._settle(self._entries[key])
 
     def _write_uses(self) -> None:
-        if self._used and self._disk is not None:
-            now = time()
-            self._disk.touch(dict.fromkeys(self._used, now))
-            self._used.clear()
+        """Tell lower tiers which of their pages were used."""
+        if not self._used:
+            return
+        now = time()
+        for number, tier in self._below:
+            found = [key for key in self._used if self._policy.places(key) >> number & 1]
+            if found:
+                tier.touch(dict.fromkeys(found, now))
+        self._used.clear()
+
+
+def _fastest(places: int) -> int:
+    """The number of the fastest tier of these."""
+    return (places & -places).bit_length() - 1

@@ -24,7 +24,7 @@ from mainstem.kv.transfer import LoadId
 
 WRITE_BUFFER = 2  # one device page in so many may be under a save
 SAVE_PIECE = 64  # pages that were put off are looked at again when there are slots for so many
-DISK_PIECE = 32  # pages read from disk together go on to the device together
+READ_PIECE = 32  # pages read from a lower tier together go on to the device together
 
 
 class Traffic:
@@ -137,7 +137,7 @@ class Traffic:
         return self.tiers.find(keys)
 
     def load(
-        self, chain: PageChain, first: int, pages: Int32s, start_layers: int
+        self, chain: PageChain, first: int, pages: Int32s, start_layers: int, limit_s: float
     ) -> PageKey | None:
         """Fill `pages`, just taken, with the chain's stored pages from number `first` on.
 
@@ -148,9 +148,9 @@ class Traffic:
         keys = chain.keys[first : first + len(pages)]
         try:
             while place < len(pages):
-                size = self.tiers.run_length(keys[place:], DISK_PIECE)
+                size = self.tiers.run_length(keys[place:], READ_PIECE)
                 piece = pages[place : place + size]
-                started = self._start(chain, first + place, piece, start_layers)
+                started = self._start(chain, first + place, piece, start_layers, limit_s)
                 place += started
                 if started < size:
                     break
@@ -174,6 +174,7 @@ class Traffic:
         arrivals = self.tiers.poll(lead_s)
         for pages in arrivals.saved:
             self._let_go(pages)
+        self._news += arrivals.answered
         for load in arrivals.startable:
             self._news += load.keys
         for load in arrivals.loaded:
@@ -210,7 +211,9 @@ class Traffic:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _start(self, chain: PageChain, first: int, pages: Int32s, start_layers: int) -> int:
+    def _start(
+        self, chain: PageChain, first: int, pages: Int32s, start_layers: int, limit_s: float
+    ) -> int:
         """Start to load the chain's pages from number `first` on; returns how many, 0: none can."""
         size = chain.page_size
         keys = chain.keys[first : first + len(pages)]
@@ -218,7 +221,7 @@ class Traffic:
         if not self.tiers.has_all(keys, token_ids):  # some may be gone to make room for others
             return 0
         load_id = LoadId(next(self._load_ids))
-        load = self.tiers.load(load_id, keys, pages, start_layers)
+        load = self.tiers.load(load_id, keys, pages, start_layers, limit_s)
         if load is None:
             return 0
         self._copying[load.pages] += 1  # the taker's hold is the copy's from here on

@@ -10,6 +10,7 @@ LoadId = NewType("LoadId", int)  # a load that a Step may name, so that its laye
 LEARNING = 0.3  # weight of the latest copy in a link's rate
 FADE_S = 1.0  # of work on a shared link, after which what was before counts for half
 GUESS_S = 0.05  # of work, that its first rate counts for
+FORGET_LATE_S = 30.0  # after which a distant link that was too slow is tried again
 
 
 class Transfer(Protocol):
@@ -74,6 +75,8 @@ class PageCopier(Protocol):
 
 class Link:
     """One way between two tiers: what is queued on it, and its rate as last seen."""
+
+    round_trip_s = 0.0  # until a question is answered
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -166,3 +169,37 @@ class SharedLink(Link):
         self._queued_bytes -= num_bytes
         under_way = min(self._queued_bytes, self._most_under_way)
         self._partial_bytes = min(max(0.0, self._partial_bytes - num_bytes), under_way)
+
+
+class DistantLink(SharedLink):
+    """One with a round trip before the first byte, which is measured apart from the rate.
+
+    A copy that was given up because it took too long halves the rate; after a while the link gets
+    another chance.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        super().__init__(bytes_per_s)
+        self._first_rate = bytes_per_s
+        self._late_s: float | None = None  # when it was last too slow
+
+    def pass_s(self, num_bytes: int) -> float:
+        if self._late_s is not None and perf_counter() - self._late_s > FORGET_LATE_S:
+            self._late_s = None
+            self._reset(self._first_rate)
+        return self.round_trip_s + super().pass_s(num_bytes)
+
+    def note_round_trip(self, seconds: float) -> None:
+        """A short question was answered in so many seconds. Quick ones count at once: an answer is
+        late for many reasons, and early for none."""
+        weight = 1.0 if seconds < self.round_trip_s or not self.round_trip_s else LEARNING
+        self.round_trip_s += weight * (seconds - self.round_trip_s)
+
+    def note_late(self) -> None:
+        """What should have passed by now has not."""
+        self._late_s = perf_counter()
+        self._reset(self._bytes_per_s / 2)
+
+    def _reset(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._busy_s, self._passed_bytes = GUESS_S, bytes_per_s * GUESS_S

@@ -193,7 +193,8 @@ class ModelSpec:
             is_partial = rope.rotary_dim < self.head_dim
             if is_partial and rope.score_factor != 1.0 and self.qk_norm is not QkNorm.NONE:
                 raise UnsupportedModel(
-                    f"rope_type {rope.scaling.value} that rotates a part of heads that are normed"
+                    f"rope_type {rope.scaling.value} on a part of each head is not supported where "
+                    "queries and keys are normed"
                 )
         if len({rope.rotary_dim for rope in self.ropes}) > 1:
             raise UnsupportedModel("layers that rotate different numbers of dims")

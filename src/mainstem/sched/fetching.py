@@ -5,13 +5,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mainstem.core.config import Fetch, StoreConfig
-from mainstem.kv.tiers import LowerTiers, Stored
+from mainstem.kv.policy import HOST
+from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers, Stored
 from mainstem.kv.transfer import Link
 
 BUSY_S = 0.03  # of work on a link, beyond what it does until somebody looks again
 LEARNING = 0.3  # weight of the latest step in what steps are known to take
 SURPRISE = 2.0  # a step that takes longer than so many times what was expected is an accident
 CAUTION = 0.8  # of a step that runs, so much is counted on: a step that waits holds up everybody
+MIN_LIMIT_S = 0.1  # that reading stored pages may take, however quickly they are computed
+ANSWER_SHARE = 0.05  # of what a prompt takes to compute, it may wait to hear what others have
+ALWAYS_PATIENCE_S = 1.0  # the same where stored pages are always loaded
 HELD_UP = 4.0  # of those that wait, so many count at most: the others may take the other way
 
 
@@ -69,10 +73,29 @@ class Fetching:
         passes = list(self._passes(stored))
         slowest_s = max(pass_s for _, pass_s in passes)
         num_held_up = min(num_waiting, HELD_UP, compute_s / slowest_s)
-        # from disk through host memory: the slower way decides, the other adds its own part
+        # from below through host memory: the slower way decides, the other adds its own part
         queue_s = max(link.expect_s(0) + num_held_up * pass_s for link, pass_s in passes)
         load_s = queue_s + sum(pass_s for _, pass_s in passes)
         return load_s < tokens_ahead * token_s + (1 + num_held_up) * compute_s
+
+    def patience_s(self, num_tokens: int) -> float:
+        """Seconds that a prompt with so many tokens to compute may wait for the answer of a tier
+        that other processes fill: a small part of what computing takes."""
+        if self.config.fetch is Fetch.ALWAYS:
+            return ALWAYS_PATIENCE_S
+        return ANSWER_SHARE * num_tokens * self.steps.token_s
+
+    def limit_s(self, stored: Stored) -> float:
+        """Seconds after which a load is given up where a tier can do that: computing it would have
+        taken no longer."""
+        if self.config.fetch is Fetch.ALWAYS:
+            return READ_LIMIT_S
+        return max(MIN_LIMIT_S, stored.num_pages * self.page_size * self.steps.token_s)
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether anything would be loaded at all."""
+        return self.config.fetch is not Fetch.NEVER
 
     def is_open(self, stored: Stored) -> bool:
         """Whether what is not worth it now may be later, when a way is free."""
@@ -81,7 +104,7 @@ class Fetching:
     def is_busy(self, stored: Stored) -> bool:
         """Whether the way has enough to do until somebody looks again, a step later. What is begun
         then can still be given to somebody more urgent, and does not hold up the step at hand."""
-        if stored.num_on_disk and self.tiers.is_crowded(stored.num_on_disk):
+        if stored.num_below and self.tiers.is_crowded(stored.num_below):
             return True
         enough_s = BUSY_S + self.steps.interval_s
         return any(link.expect_s(0) > enough_s for link, _ in self._passes(stored))
@@ -98,7 +121,7 @@ class Fetching:
             return num_layers
         if self.config.preload != "auto":
             return min(int(self.config.preload), num_layers)
-        load_s = self.tiers.host_link.pass_s(stored.num_pages * self.tiers.page_bytes)
+        load_s = self.tiers.links[HOST].pass_s(stored.num_pages * self.tiers.page_bytes)
         prompt_s = self.steps.expect_s(new_tokens)
         if load_s <= prompt_s:
             return 1
@@ -113,8 +136,8 @@ class Fetching:
 
     def _passes(self, stored: Stored) -> Iterator[tuple[Link, float]]:
         """The links on the way of what is stored, and the seconds it takes on each."""
-        host_s = self.tiers.host_link.pass_s(stored.num_pages * self.tiers.page_bytes)
-        yield self.tiers.host_link, host_s
-        if stored.num_on_disk:
-            disk_s = self.tiers.disk_link.pass_s(stored.num_on_disk * self.tiers.page_bytes)
-            yield self.tiers.disk_link, disk_s
+        host, *below = self.tiers.links
+        yield host, host.pass_s(stored.num_pages * self.tiers.page_bytes)
+        for link, num_pages in zip(below, stored.below, strict=False):
+            if num_pages:
+                yield link, link.pass_s(num_pages * self.tiers.page_bytes)

@@ -1,7 +1,7 @@
 """Pages of waiting sequences: what is there of them, and what is brought up from lower tiers."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -146,13 +146,14 @@ class Loader:
                 match = found.match
                 if match.outcome is Lookup.LOADING:
                     continue
+                is_asking = self._ask(found) is not None
                 pages_ahead += -(-found.num_known // self._page_size) - len(match.pages)
                 if not self._fits(sequence, pages_ahead, available, work):
                     return
                 num_tokens = found.num_known - len(match.pages) * self._page_size
                 if must_wait:
                     self._put_off[sequence] = found
-                    if not match.stored.num_on_disk:
+                    if not match.stored.num_below:
                         return  # nobody comes up but from host memory
                 elif self.load(found, tokens_ahead) is not None:
                     num_tokens -= match.stored.num_pages * self._page_size
@@ -160,9 +161,33 @@ class Loader:
                     available = self._store.num_available()
                     sequence.num_to_compute = num_tokens
                     self._queue.move_up(sequence)
-                elif not (found.may_fetch and self.fetching.is_open(match.stored)):
+                elif not (is_asking or (found.may_fetch and self.fetching.is_open(match.stored))):
                     sequence.num_to_compute = num_tokens
             tokens_ahead += num_tokens
+
+    def _ask(self, found: Candidate) -> PageKey | None:
+        """Ask other processes, once, for what nobody here has of a sequence; returns what the
+        answer goes by while it is to come."""
+        sequence, chain = found.sequence, found.chain
+        if chain is None or self.fetching is None or not self.fetching.may_ask:
+            return None
+        if not sequence.has_asked:
+            sequence.has_asked = True
+            end = (found.num_known - 1) // self._page_size
+            sequence.asked = self._store.ask(chain.keys[len(found.match.pages) : end])
+        if sequence.asked is not None and not self._store.is_asked(sequence.asked):
+            sequence.asked = None
+        return sequence.asked
+
+    def awaited_answer(self, found: Candidate) -> PageKey | None:
+        """An answer that a sequence waits for before it starts, since it is expected in no time;
+        None: it starts, and if the answer comes later it is of use to others."""
+        asked = self._ask(found)
+        if asked is None or self.fetching is None:
+            return None
+        num_there = len(found.match.pages) + found.match.stored.num_pages
+        num_tokens = found.num_known - num_there * self._page_size
+        return asked if self._store.awaits(asked, self.fetching.patience_s(num_tokens)) else None
 
     def _fits(self, sequence: Sequence, num_pages: int, available: int, work: PromptWork) -> bool:
         """Whether a sequence could start that takes so many pages, with those before it."""
@@ -230,8 +255,9 @@ class Loader:
             kept = np.append(kept, np.int32(match.similar_page))
         awaited: PageKey | None = None
         try:
+            limit_s = fetching.limit_s(stored)
             for run in runs:
-                awaited = self._store.load(run, kept, layers) or awaited
+                awaited = self._store.load(replace(run, limit_s=limit_s), kept, layers) or awaited
         except OutOfPages:  # the pages it has itself were counted on
             pass
         if awaited is not None:

@@ -333,9 +333,9 @@ class Scheduler:
             num_held_pages=store.num_held(),
             num_cached_pages=store.num_cached_pages,
             stems=self._running.tree.view(store.page_size),
-            num_host_pages=0 if store.tiers is None else store.tiers.num_host_pages,
+            num_host_pages=0 if store.tiers is None else store.tiers.num_pages("host"),
             stored_page_bytes=0 if store.tiers is None else store.tiers.page_bytes,
-            num_disk_pages=0 if store.tiers is None else store.tiers.num_disk_pages,
+            num_disk_pages=0 if store.tiers is None else store.tiers.num_pages("disk"),
             num_copies=0 if store.tiers is None else store.tiers.num_copies,
             prompts=self._running.prompts(),
         )

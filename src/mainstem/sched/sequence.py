@@ -6,7 +6,7 @@ from enum import Enum
 
 import numpy as np
 
-from mainstem.core.ids import SeqSlot
+from mainstem.core.ids import PageKey, SeqSlot
 from mainstem.core.request import Request, TokenLogprobs, TokenMask
 from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
@@ -39,6 +39,8 @@ class Sequence:
     num_dropped_tokens: int = 0  # of the prompt, by truncation
     has_fetched: bool = False  # pages are brought up for it from lower tiers
     num_pages_then: int = -1  # that it had on the device when that was last done; -1: never
+    has_asked: bool = False  # other processes, by way of a tier that they fill, for its pages
+    asked: PageKey | None = None  # what the answer goes by, while it is to come
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting

@@ -100,7 +100,7 @@ class Starter:
         if not self._may_start(found, work) or self._loader.must_wait(found, tokens_ahead):
             self._store.release(found.match.pages)
             return None
-        awaited = self._loader.load(found, tokens_ahead)
+        awaited = self._loader.awaited_answer(found) or self._loader.load(found, tokens_ahead)
         movable = NOTHING_MOVABLE
         if awaited is None and found.sequence.origins is not None:
             wanted = range(len(found.match.pages), (found.num_known - 1) // self._page_size)

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from math import log, log2, sqrt
 
-from mainstem.kv.policy import PolicyConfig, PolicyKind, TierPolicy
+from mainstem.kv.policy import PolicyConfig, TierPolicy
+from mainstem.kv.ranking import PolicyKind
 from mainstem.simulate.plots import CapacityPoint
 from mainstem.simulate.service import GB, ServiceRates
 from mainstem.simulate.simulator import without_garbage_collection
@@ -68,7 +69,7 @@ class Replay:
 
     def hit_rate(self, num_pages: int) -> float:
         """Prompt tokens saved by a store of `num_pages`, of all."""
-        config = replace(self._config, host_pages=num_pages)
+        config = replace(self._config, tier_pages=(num_pages,))
         window = self._lookahead
         if window is None:
             window = config.window_length(self._trace.mean_chain_pages)
@@ -161,7 +162,7 @@ def plan_capacity(
 ) -> tuple[CapacityReport, Replay]:
     """The paper's three numbers, and the search for the target."""
     requests, ttl_s, target = trace.requests, asked.ttl_s, asked.target_hit_rate
-    replay = Replay(trace, PolicyConfig(0, kind=asked.policy, ttl_s=ttl_s), asked.lookahead)
+    replay = Replay(trace, PolicyConfig((0,), kind=asked.policy, ttl_s=ttl_s), asked.lookahead)
     page_gb = trace.page_tokens * asked.kv_bytes_per_token / GB
     dsput = most_sessions(requests, ttl_s)
     session_tokens = float(asked.context_tokens or most_tokens(requests, ttl_s) / dsput)

@@ -28,7 +28,7 @@ class CapacityPoint:
 
 def plot_reports(reports: Sequence[Report], path: Path) -> None:
     """Fig. 21: hit rate by policy and storage, split into DRAM and disk, and the device time."""
-    figure = _figure(11, 4)
+    figure = new_figure(11, 4)
     hits, times = figure.subplots(1, 2)
     sizes = list(dict.fromkeys((report.host_gb, report.disk_gb) for report in reports))
     policies = list(dict.fromkeys(report.policy for report in reports))
@@ -62,7 +62,7 @@ def plot_reports(reports: Sequence[Report], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, ncols=2, loc="upper left", frameon=False)
     times.set_ylim(0, times.get_ylim()[1] * 1.25)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_capacity(
@@ -72,7 +72,7 @@ def plot_capacity(
 
     `found_gb` is the capacity that reaches the target.
     """
-    figure = _figure(11, 4.2)
+    figure = new_figure(11, 4.2)
     hits, speed = figure.subplots(1, 2)
     sizes = [point.capacity_gb for point in points]
     hits.plot(sizes, [point.hit_rate for point in points], "o-", color=COLOURS["lookahead"])
@@ -91,7 +91,7 @@ def plot_capacity(
         if found_gb is not None:
             axes.axvline(found_gb, color=COLOURS["lru"], linewidth=0.8, linestyle="--")
             axes.text(found_gb, 0, f" target: {found_gb:,.4g} GB", fontsize=8, va="bottom")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _log_ticks(axes: "Axes", points: Sequence[CapacityPoint]) -> None:
@@ -113,13 +113,15 @@ def require_matplotlib() -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'mainstem[plot]'")
 
 
-def _figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty picture, inches."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write it in the format that the name ends in; raises InvalidRequest."""
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

@@ -20,7 +20,8 @@ from heapq import heapify, heappop, heappush
 from time import perf_counter
 
 from mainstem.core.errors import ConfigError
-from mainstem.kv.policy import HEADROOM, PolicyConfig, PolicyKind, TierPolicy
+from mainstem.kv.policy import HEADROOM, HOST, PolicyConfig, TierPolicy
+from mainstem.kv.ranking import PolicyKind
 from mainstem.simulate.service import GB, Prices, ServiceRates
 from mainstem.simulate.trace_records import Trace, TraceRequest
 
@@ -61,8 +62,7 @@ class SimulationConfig:
     def policy_config(self, page_tokens: int) -> PolicyConfig:
         page_gb = page_tokens * self.kv_bytes_per_token / GB
         return PolicyConfig(
-            host_pages=int(self.host_gb / page_gb),
-            disk_pages=int(self.disk_gb / page_gb),
+            tuple(int(tier_gb / page_gb) for tier_gb in (self.host_gb, self.disk_gb)),
             kind=self.policy,
             headroom=self.headroom,
             ttl_s=self.ttl_s,
@@ -186,8 +186,8 @@ class _Simulation:
             lookahead=self._window,
             host_gb=config.host_gb,
             disk_gb=config.disk_gb,
-            host_pages=policy_config.host_pages,
-            disk_pages=policy_config.disk_pages,
+            host_pages=policy_config.tier_pages[HOST],
+            disk_pages=policy_config.tier_pages[1],
             page_tokens=trace.page_tokens,
             warmup=config.warmup,
         )
@@ -269,15 +269,13 @@ class _Simulation:
 
     def _look_up(self, request: TraceRequest, now: float) -> tuple[int, int, float]:
         """Hit pages in host memory, hit pages on disk, and the wait for the latter."""
-        disk, is_in_host = self._disk, self._policy.find(request.keys)
-        num_hits = len(is_in_host)
-        from_host = sum(is_in_host)
+        disk, tiers = self._disk, self._policy.find(request.keys)
+        num_hits = len(tiers)
+        from_host = tiers.count(HOST)
         to_read, wait_s = num_hits - from_host, 0.0
         if from_host and disk.is_busy(now):  # some of them may still be on their way
             waits = [disk.wait_s(key, now) for key in request.keys[:num_hits]]
-            late = [
-                wait for wait, is_here in zip(waits, is_in_host, strict=True) if is_here and wait
-            ]
+            late = [wait for wait, tier in zip(waits, tiers, strict=True) if tier == HOST and wait]
             from_host -= len(late)
             wait_s = max(late, default=0.0)
         if to_read:

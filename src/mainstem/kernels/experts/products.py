@@ -10,9 +10,8 @@ columns of gate and the same of up, so that only the activated rows are written.
 grouped product over gathered rows, the activation as a pass of its own. `choose` decides by the
 number of rows, which the host knows.
 
-Every output is one sum over K, in steps of tile.k from first to last. Tiles of 64 rows and more
-use the same matrix instruction, so a row has the same bits in all of them, whatever rows are beside
-it; smaller tiles, for decode steps, use another one (see dense/invariant.py).
+Every output is one sum over K, in steps of tile.k from first to last, so within one kind of tile a
+row's bits do not depend on the rows beside it. The deterministic setting uses one kind throughout.
 
 From Hopper on weights and sorted rows are read in boxes by the copy engine, elsewhere by plain
 loads.
@@ -63,19 +62,30 @@ GROUPED = Tiles(MANY.gate_up, MANY.down, Method.LIBRARY)
 FULL_PRECISION = Tiles(Tile(64, 32, 32, warps=4, stages=3), Tile(64, 64, 32, warps=4, stages=3))
 _MOST_OF_FEW = 8
 _MOST_OF_SOME = 48
+_LIBRARY_FROM: float | None = None  # where torch's product is the faster one; None: nowhere
 
 
-def choose(num_rows: int, num_experts: int, dtype: torch.dtype, is_deterministic: bool) -> Tiles:
-    """The tiles for a step of `num_rows` = tokens * top_k rows."""
+def choose(
+    num_rows: int,
+    num_experts: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_deterministic: bool,
+) -> Tiles:
+    """How a step of `num_rows` = tokens * top_k rows is computed."""
     if dtype == torch.float32:
         return FULL_PRECISION
+    if is_deterministic:
+        return SOME
     rows = num_rows / num_experts
-    if rows <= _MOST_OF_FEW and not is_deterministic:
+    if _LIBRARY_FROM is not None and rows >= _LIBRARY_FROM and has_library(dtype, device):
+        return GROUPED
+    if rows <= _MOST_OF_FEW:
         return FEW
     return SOME if rows <= _MOST_OF_SOME else MANY
 
 
-def can_use_library(dtype: torch.dtype, device: torch.device) -> bool:
+def has_library(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether torch has a grouped product that does not wait for the device."""
     if dtype != torch.bfloat16 or device.type != "cuda" or torch.version.hip is not None:
         return False

@@ -356,6 +356,8 @@ def _check(x: Tensor, router: Router, routing: Routing) -> None:
             f"router must be [{experts}, {x.shape[1]}], perhaps with one more row, "
             f"got {tuple(router.weight.shape)}"
         )
+    if router.weight.dtype != x.dtype:
+        raise LayoutError(f"x is {x.dtype}, the router {router.weight.dtype}")
     if not 1 <= top_k <= min(experts, MAX_TOP_K) or experts > MAX_EXPERTS:
         raise LayoutError(
             f"at most {MAX_TOP_K} of at most {MAX_EXPERTS} experts, got {top_k} of {experts}"

@@ -52,7 +52,7 @@ SURVEY = tl.constexpr(8)  # numbers kept of each part: its mass and six counts
 MAX_PARTS = tl.constexpr(64)
 EMPTY = tl.constexpr(-(2**63))
 
-_MAX_VOCAB = 1 << 18
+_MAX_VOCAB = 300_000  # search.py: sums of mass fit in 63 bits up to 2^19
 _ARGMAX_BLOCK = 4096
 _SPLIT_ROWS = 1024  # more rows fill the card without being split
 _ARGMAX_PROGRAMS = 1024  # enough to fill a large card with loads ...

@@ -20,7 +20,7 @@ import triton.language as tl
 KEY_STEPS = tl.constexpr(33554432.0)  # 2^25
 LOWEST = tl.constexpr(-46.0)  # below 2^-44 a token has no mass
 LOWEST_KEY = tl.constexpr(-46 * 2**25)
-MASS_STEPS = tl.constexpr(17592186044416.0)  # 2^44: 2^18 tokens still fit in 62 bits
+MASS_STEPS = tl.constexpr(17592186044416.0)  # 2^44: nearly 2^19 tokens fit in 63 bits
 NO_KEY = tl.constexpr(2147483647)
 MAX_ROUNDS = tl.constexpr(32)  # half are enough; a row of NaN must not keep the card
 

@@ -1,9 +1,9 @@
 """DiskTier: pages in a folder, written and read by threads of its own.
 
     engine thread        writer thread                        reader threads
-    write(jobs) ------>  wait for the copies, write some
+    write(job) ------->  wait for the copies, write some
                          side by side, fsync, commit --.
-    delete(keys) ----->  delete rows                   |
+    delete(key) ------>  delete rows                   |
     read(jobs) --------------------------------------- | --->  read, compare checksums
     poll() <-------------------------------------------+-------------'
 
@@ -28,12 +28,16 @@ from time import monotonic, perf_counter, sleep, time
 from zlib import crc32
 
 from mainstem.core.errors import StoreError
+from mainstem.core.events import StoreOpened
 from mainstem.core.ids import PageKey
 from mainstem.kv.bytes.folder import StoreFolder
 from mainstem.kv.bytes.ledger import Ledger
 from mainstem.kv.bytes.page_index import FILE, MODEL, PageIndex, PageRow, remove_index
 from mainstem.kv.bytes.segments import SegmentFiles
+from mainstem.kv.tier import Read, ReadJob, StoredPage, WriteJob, Written
+from mainstem.kv.transfer import SharedLink
 
+FIRST_RATE = 3e9  # bytes a second, until reads were seen
 NUM_READERS = 16  # checksums take about as long as reading, and all stand in line for Python's lock
 READ_RUN = 8  # pages that are read in one go: disks are faster at 16 MB than at 2
 NUM_WRITERS = 8  # pages of a batch that are written side by side, likewise
@@ -47,16 +51,13 @@ DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # an index that cannot
 
 
 @dataclass(frozen=True, slots=True)
-class WriteJob:
-    key: PageKey
+class _RecordWrite:
+    job: WriteJob
     record: int
-    token_ids: bytes
-    buffer: memoryview
-    after: Callable[[], None] | None = None  # waits until `buffer` is filled
 
 
 @dataclass(frozen=True, slots=True)
-class ReadJob:
+class _RecordRead:
     key: PageKey
     record: int
     crc32: int
@@ -64,28 +65,14 @@ class ReadJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A page is on the disk, or `problem` says why not."""
-
+class _Committed:
     key: PageKey
     crc32: int
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A page was read, or `problem` says why not."""
-
-    key: PageKey
-    num_bytes: int
-    began_s: float
-    ended_s: float
-    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Delete:
-    keys: Sequence[PageKey]
+    key: PageKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +80,15 @@ class _Touch:
     used_at: dict[PageKey, float]
 
 
-_Order = WriteJob | _Delete | _Touch | Event | None  # Event: set it; None: stop
+_Order = _RecordWrite | _Delete | _Touch | Event | None  # Event: set it; None: stop
 
 
 class DiskTier:
     """Owned by one thread, which makes the calls; see the module for who does the work."""
+
+    name = "disk"
+    is_shared = False
+    is_open = can_write = True
 
     def __init__(
         self,
@@ -130,22 +121,25 @@ class DiskTier:
         try:
             if self.num_records < 1:
                 raise StoreError(f"{max_bytes} bytes do not hold a page of {page_bytes}")
-            self._index, self.rows = self._open_index()
+            self._index, self._rows = self._open_index()
         except BaseException:
             self._lock.close()
             raise
-        self._num_rows = len(self.rows)  # of the index, for the writer thread
+        self._num_rows = len(self._rows)  # of the index, for the writer thread
         self._ledger.open(folder)
         self._ledger.note(self._num_rows)
+        self._records = {row.key: row.record for row in self._rows}
+        self._crc32s = {row.record: row.crc32 for row in self._rows}
+        self.link = SharedLink(FIRST_RATE, NUM_READERS * READ_RUN * page_bytes)
         self._free: list[int] = []  # heap: low records first, so that files fill in order
         self._next_record = 0  # every record from here on was never used
         self._skip_used()
         self._full_until_s = 0.0
         self._num_pending = 0
         self._orders: SimpleQueue[_Order] = SimpleQueue()
-        self._reads: SimpleQueue[list[ReadJob] | None] = SimpleQueue()  # []: look at those below
-        self._again: SimpleQueue[ReadJob] = SimpleQueue()  # of runs that failed: they go first
-        self._done: SimpleQueue[Written | Read] = SimpleQueue()
+        self._reads: SimpleQueue[list[_RecordRead] | None] = SimpleQueue()  # []: see below
+        self._again: SimpleQueue[_RecordRead] = SimpleQueue()  # of runs that failed: they go first
+        self._done: SimpleQueue[_Committed | Written | Read] = SimpleQueue()
         self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="kv-write")
         self._threads = [Thread(target=self._write_all, name="kv-writer", daemon=True)]
         self._is_reading = [False] * NUM_READERS
@@ -163,41 +157,59 @@ class DiskTier:
         """Pages given to `write` whose outcome `poll` has not told."""
         return self._num_pending
 
-    def take_record(self) -> int | None:
-        """A record to write to; None: there is no room."""
-        if self._free:
-            return heappop(self._free)
-        if self._next_record >= self.num_records or monotonic() < self._full_until_s:
-            return None
-        self._next_record += 1
-        return self._next_record - 1
+    @property
+    def num_places(self) -> int:
+        """Some records are beyond what is promised: pages that leave are freed a moment later."""
+        return max(1, self.num_records - 1 - self.num_records // 64)
 
-    def give_back_record(self, record: int) -> None:
-        heappush(self._free, record)
+    def recover(self) -> Sequence[StoredPage]:
+        """The pages of the index, least recently used first; asked once."""
+        rows, self._rows = self._rows, []
+        return [StoredPage(row.key, row.token_ids, row.used_at) for row in rows]
+
+    def opened(self, num_pages: int) -> StoreOpened:
+        """What to tell of the start, with so many pages of it kept."""
+        return StoreOpened(str(self.folder), num_pages, self.found, dict(+self.lost))
+
+    def take(self, key: PageKey) -> bool:
+        """Take a record for a page; False: there is no room."""
+        if self._free:
+            self._records[key] = heappop(self._free)
+            return True
+        if self._next_record >= self.num_records or monotonic() < self._full_until_s:
+            return False
+        self._records[key] = self._next_record
+        self._next_record += 1
+        return True
 
     def write(self, job: WriteJob) -> None:
         """Write a page; its buffer must stay as it is until `poll` tells the outcome."""
         self._num_pending += 1
-        self._orders.put(job)
+        self._orders.put(_RecordWrite(job, self._records[job.key]))
 
-    def read(self, jobs: Sequence[ReadJob]) -> None:
+    def read(self, jobs: Sequence[ReadJob], limit_s: float = float("inf")) -> None:
         """Read pages into their buffers, which belong to the tier until `poll` tells the outcome.
 
-        Neighbours on the disk are read in one go."""
-        run: list[ReadJob] = []
+        Neighbours on the disk are read in one go. A read that has begun cannot be given up."""
+        run: list[_RecordRead] = []
         for job in jobs:
+            record = self._records[job.key]
             if run and (
-                len(run) == READ_RUN or not self._files.are_neighbours(run[-1].record, job.record)
+                len(run) == READ_RUN or not self._files.are_neighbours(run[-1].record, record)
             ):
                 self._reads.put(run)
                 run = []
-            run.append(job)
+            run.append(_RecordRead(job.key, record, self._crc32s[record], job.buffer))
         if run:
             self._reads.put(run)
 
-    def delete(self, keys: Sequence[PageKey]) -> None:
-        """Forget pages; their records may be given back at once."""
-        self._orders.put(_Delete(keys))
+    def delete(self, key: PageKey) -> None:
+        """Forget a page; its record may be taken again at once."""
+        self._orders.put(_Delete(key))
+        self._give_back(key)
+
+    def ask(self, keys: Sequence[PageKey]) -> None:
+        """Nobody else writes here: what there is, is known."""
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
         """Keep for the next start when pages were last used (seconds since 1970)."""
@@ -210,11 +222,21 @@ class DiskTier:
                 done = self._done.get_nowait()
             except Empty:
                 return
-            if isinstance(done, Written):
-                self._num_pending -= 1
-                if done.problem == "disk full":
-                    self._full_until_s = monotonic() + FULL_PAUSE_S
+            if isinstance(done, Read):
+                yield done
+                continue
+            self._num_pending -= 1
+            if isinstance(done, _Committed):
+                self._crc32s[self._records[done.key]] = done.crc32
+                yield Written(done.key)
+                continue
+            self._give_back(done.key)
+            if done.problem == "disk full":
+                self._full_until_s = monotonic() + FULL_PAUSE_S
             yield done
+
+    def _give_back(self, key: PageKey) -> None:
+        heappush(self._free, self._records.pop(key))
 
     def flush(self) -> None:
         """Return when everything given to `write` and `delete` so far is done."""
@@ -310,7 +332,7 @@ class DiskTier:
         return _code(error) == sqlite3.SQLITE_FULL
 
     def _skip_used(self) -> None:
-        used = {row.record for row in self.rows}
+        used = {row.record for row in self._rows}
         self._next_record = max(used, default=-1) + 1
         for record in range(self._next_record):
             if record not in used:
@@ -322,16 +344,18 @@ class DiskTier:
         order: _Order = _Touch({})
         while order is not None:
             order = self._orders.get()
-            if isinstance(order, WriteJob):
+            if isinstance(order, _RecordWrite):
                 self._let_reads_pass()
-                jobs = [order]
-                while len(jobs) < MAX_BATCH and isinstance(order := self._next_order(), WriteJob):
-                    jobs.append(order)
-                self._write_batch(jobs)
-                if isinstance(order, WriteJob):
+                writes = [order]
+                while len(writes) < MAX_BATCH and isinstance(
+                    order := self._next_order(), _RecordWrite
+                ):
+                    writes.append(order)
+                self._write_batch(writes)
+                if isinstance(order, _RecordWrite):
                     continue
             if isinstance(order, _Delete):
-                self._in_index(partial(self._delete, order.keys))
+                self._in_index(partial(self._delete, [order.key]))
             elif isinstance(order, _Touch):
                 self._in_index(partial(self._index.touch, order.used_at))
             elif isinstance(order, Event):
@@ -353,16 +377,16 @@ class DiskTier:
         self._num_rows -= self._index.delete(keys)
         self._ledger.note(self._num_rows)
 
-    def _write_batch(self, jobs: list[WriteJob]) -> None:
+    def _write_batch(self, writes: list[_RecordWrite]) -> None:
         """Records first, then fsync, then their rows: a row never points at less than its page."""
-        rows = [row for row in self._writers.map(self._write_page, jobs) if row is not None]
+        rows = [row for row in self._writers.map(self._write_page, writes) if row is not None]
         with self._reporting([row.key for row in rows]):
             self._files.sync([row.record for row in rows])
             self._index.insert(rows)
             self._num_rows += len(rows)
             self._ledger.note(self._num_rows)
             for row in rows:
-                self._done.put(Written(row.key, row.crc32))
+                self._done.put(_Committed(row.key, row.crc32))
 
     def _let_reads_pass(self) -> None:
         """Somebody waits for what is read, and the disk is slow at both at once."""
@@ -374,14 +398,15 @@ class DiskTier:
         ):
             sleep(0.005)
 
-    def _write_page(self, job: WriteJob) -> PageRow | None:
+    def _write_page(self, write: _RecordWrite) -> PageRow | None:
         """The row of a page that was written; None: it was not, and that was told."""
         row: PageRow | None = None
+        job = write.job
         with self._reporting([job.key]):
             if job.after is not None:
                 job.after()
-            self._files.write(job.record, job.buffer)
-            row = PageRow(job.key, job.record, job.token_ids, crc32(job.buffer), time())
+            self._files.write(write.record, job.buffer)
+            row = PageRow(job.key, write.record, job.token_ids, crc32(job.buffer), time())
         return row
 
     @contextmanager
@@ -391,7 +416,7 @@ class DiskTier:
             yield
         except Exception as error:  # a copy from the device may fail in ways of its own
             for key in keys:
-                self._done.put(Written(key, 0, _words(error)))
+                self._done.put(Written(key, _words(error)))
 
     def _read_all(self, number: int) -> None:
         while (jobs := self._reads.get()) is not None:
@@ -401,7 +426,7 @@ class DiskTier:
                 self._read_run(jobs)
             self._is_reading[number] = False
 
-    def _read_run(self, jobs: list[ReadJob]) -> None:
+    def _read_run(self, jobs: list[_RecordRead]) -> None:
         began_s = perf_counter()
         problem = None
         try:
@@ -416,7 +441,7 @@ class DiskTier:
         for job, problem in zip(jobs, found, strict=True):
             self._done.put(Read(job.key, len(job.buffer), began_s, ended_s, problem))
 
-    def _read_alone(self, jobs: list[ReadJob]) -> None:
+    def _read_alone(self, jobs: list[_RecordRead]) -> None:
         """Each by whoever is free: a bad spot may take long to fail, the others need not wait."""
         for job in jobs:
             self._again.put(job)
@@ -429,7 +454,7 @@ class DiskTier:
                 self._read_run([self._again.get_nowait()])
 
 
-def _compare(job: ReadJob) -> str | None:
+def _compare(job: _RecordRead) -> str | None:
     return None if crc32(job.buffer) == job.crc32 else "checksum"
 
 

@@ -121,15 +121,17 @@ class GpuExperts:
         self._is_deterministic = is_deterministic
         self._tiles = tiles
         self._activation = spec.activation.value
-        self._router = _router_of(tensors, spec)
+        self.router = _router_of(tensors, spec)
         self._shared = _shared_of(tensors, spec, space, make_linear)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """out [tokens, hidden] of x [tokens, hidden]; they may not overlap."""
         spec, space, tensors = self._spec, self._space, self._tensors
         num_rows = len(x) * spec.top_k
-        tiles = self._tiles or choose(num_rows, spec.num_experts, x.dtype, self._is_deterministic)
-        route(x, self._router, space.routing, tiles.rows)
+        tiles = self._tiles or choose(
+            num_rows, spec.num_experts, x.dtype, x.device, self._is_deterministic
+        )
+        route(x, self.router, space.routing, tiles.rows)
         if tiles.method is Method.LIBRARY:
             rows = self._run_library(x, num_rows)
         else:

@@ -37,7 +37,10 @@ def cut_parts(spans: Spans, page_size: int) -> Iterator[Part]:
             if firsts.any():
                 hidden = np.arange(num_queries)[::-1] if is_causal else np.zeros(num_queries, int)
                 seen = np.stack((firsts, num_keys - hidden), axis=1).astype(np.int64)
-                yield Part(rows, pages, 0, num_keys, False, seen)
+                count = max(1, _MAX_BUCKET_ELEMENTS // num_keys)  # the mask has a cell for each key
+                for i in range(0, num_queries, count):
+                    some = slice(i, i + count)
+                    yield Part(rows[some], pages, 0, num_keys, False, seen[some])
                 continue
         if not is_causal or num_queries == 1:
             yield Part(rows, pages, 0, num_keys, False)
@@ -81,8 +84,7 @@ def group_parts(parts: list[Part], shape: PageShape) -> Iterator[list[Part]]:
 
 
 def _few_at_once(bucket: list[Part]) -> Iterator[list[Part]]:
-    """As many parts as have a mask of bounded size together; it has a cell for every query and
-    key."""
+    """As many parts as have a mask of bounded size together."""
     cells = len(bucket[0].rows) * bucket[0].num_keys  # of the longest
     count = max(1, _MAX_BUCKET_ELEMENTS // cells)
     for first in range(0, len(bucket), count):

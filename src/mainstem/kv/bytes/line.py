@@ -1,0 +1,197 @@
+"""A line to a Redis or Valkey server: one connection, commands sent together, answers in order.
+
+    thread A   call: send c1 c2 c3 ---> r1, r2, r3 as they come        one round trip for all
+    thread B   cut: the line is overdue ---> thread A gets LineError
+
+The client library (`redis` or `valkey`, the extra `remote`) connects, authenticates, encrypts and
+parses; it is imported when a line is opened, and not before.
+"""
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from socket import SHUT_RDWR, socket
+from time import monotonic
+from typing import Protocol
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from mainstem.core.errors import ConfigError
+
+CONNECT_S = 1.0  # for a connection to be made
+STALL_S = 2.0  # without a byte, after which a server is given up
+SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
+TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
+CLIENTS = ("redis", "valkey")
+
+Command = tuple[bytes | str | int | memoryview, ...]
+Reply = object  # bytes, int, str, None, or Refusal
+
+
+class LineError(Exception):
+    """The server cannot be reached, does not answer, or was cut off; says why."""
+
+
+class Overdue(LineError):
+    """A call took too long, and was cut."""
+
+
+class BadCredentials(LineError):
+    """The server does not let us in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The server answered a command with an error."""
+
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is, and who we are there."""
+
+    url: str
+    username: str | None = None
+    password: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """For people: without anything private."""
+        parts = urlsplit(self.url)
+        place = parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"
+        return f"{parts.scheme}://{place}"
+
+
+class _Connection(Protocol):
+    """As much of a client's connection as is used here."""
+
+    def connect(self) -> None: ...
+    def disconnect(self) -> None: ...
+    def pack_commands(self, commands: Sequence[Command]) -> list[bytes]: ...
+    def send_packed_command(self, command: list[bytes]) -> None: ...
+    def read_response(self) -> Reply: ...
+
+
+class _Client(Protocol):
+    """As much of the module of a client."""
+
+    ConnectionPool: "type[_Pool]"
+    exceptions: "_Errors"
+
+
+class _Pool(Protocol):
+    @classmethod
+    def from_url(cls, url: str, **options: object) -> "_Pool": ...
+    def make_connection(self) -> _Connection: ...
+
+
+class _Errors(Protocol):
+    AuthenticationError: type[Exception]
+    AuthorizationError: type[Exception]
+    ResponseError: type[Exception]
+
+
+def check_url(url: str) -> str:
+    """The address as the client knows it; ConfigError says what is wrong with it."""
+    parts = urlsplit(url)
+    is_known = parts.scheme in SCHEMES and bool(parts.hostname) and _has_port(parts)
+    if not is_known and (parts.scheme != "unix" or not parts.path):
+        known = ", ".join(f"{scheme}://HOST:PORT" for scheme in SCHEMES)
+        raise ConfigError(f"remote must be {known} or unix:///PATH")
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            "remote must not hold a user or password: others can see them in the list of "
+            "processes. Put them into a file that --remote-secrets names"
+        )
+    for name, _ in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in TLS_OPTIONS:
+            known = ", ".join(sorted(TLS_OPTIONS))
+            raise ConfigError(f"remote has an unknown option {name!r}. Known: {known}")
+    return SCHEMES.get(parts.scheme, parts.scheme) + url[len(parts.scheme) :]
+
+
+def _has_port(parts: SplitResult) -> bool:
+    """Whether the port is a number, or none."""
+    try:
+        return parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+
+
+class Line:
+    """One connection, used by one thread, made when it is first needed and after it broke."""
+
+    def __init__(self, address: Address) -> None:
+        """Raises ConfigError for an address that cannot be, or without a client."""
+        client = _client()
+        self._errors = client.exceptions
+        options: dict[str, object] = {
+            "socket_timeout": STALL_S,
+            "socket_connect_timeout": CONNECT_S,
+            "protocol": 2,
+            "username": address.username,
+            "password": address.password,
+        }
+        pool = client.ConnectionPool.from_url(check_url(address.url), **options)
+        self._connection = pool.make_connection()
+        self._is_open = False
+        self._due_s = float("inf")  # when a call that is under way should have ended
+        self._is_cut = False
+
+    def call(self, commands: Sequence[Command], limit_s: float) -> Iterator[Reply]:
+        """Send all commands at once and give their answers as they come; raises LineError. Whoever
+        looks at the line may cut it when it takes longer than `limit_s`."""
+        self._is_cut = False
+        self._due_s = monotonic() + limit_s
+        try:
+            if not self._is_open:
+                self._connection.connect()
+                self._is_open = True
+            self._connection.send_packed_command(self._connection.pack_commands(commands))
+            for _ in commands:
+                yield self._read()
+        except GeneratorExit:
+            self.close()  # answers that nobody read would be taken for those of the next call
+            raise
+        except Exception as error:  # the client's own, or what a cut line made of it
+            self.close()
+            refusals = (self._errors.AuthenticationError, self._errors.AuthorizationError)
+            kind = BadCredentials if isinstance(error, refusals) else LineError
+            if self._is_cut:
+                kind = Overdue
+            raise kind(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        finally:
+            self._due_s = float("inf")
+
+    def cut_if_overdue(self) -> bool:
+        """End a call that takes too long, from another thread; whether there was one."""
+        if monotonic() < self._due_s:
+            return False
+        self._due_s = float("inf")
+        self._is_cut = True
+        # under the client's own connection: whoever reads there finds that it has ended
+        found: socket | None = getattr(self._connection, "_sock", None)
+        if found is not None:
+            with suppress(OSError):
+                found.shutdown(SHUT_RDWR)
+        return True
+
+    def close(self) -> None:
+        self._is_open = False
+        with suppress(Exception):  # it may be half open, or cut
+            self._connection.disconnect()
+
+    def _read(self) -> Reply:
+        try:
+            return self._connection.read_response()
+        except self._errors.ResponseError as error:
+            return Refusal(str(error))
+
+
+def _client() -> _Client:
+    for name in CLIENTS:
+        with suppress(ImportError):
+            client: _Client = importlib.import_module(name)
+            return client
+    raise ConfigError("--remote needs a client for the server: pip install 'mainstem[remote]'")

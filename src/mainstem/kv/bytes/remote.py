@@ -1,0 +1,480 @@
+"""RemoteTier: pages on a Redis or Valkey server that several processes share.
+
+    engine thread      asking thread        writing thread           reading threads
+    ask(keys) -------> EXISTS ... ---.
+    write(job) ---------------------- | --> sign, SET ... EX ---.
+    read(jobs) ---------------------- | ----------------------- | --> GET ..., compare the signature
+    poll() <--------------------------+-------------------------+---------------'
+
+Each thread has a line of its own (kv/bytes/line.py), so a question is not behind pages that are
+sent. Commands go out together, so a hundred pages cost one round trip. A value is
+
+    format | BLAKE2b(secret; name, what follows) | length | token ids | page, layer by layer
+
+and its name is BLAKE2b(secret; model identity, page's key): a page is only believed from who knows
+the secret, under the name it was stored by, and only for this model. Whatever goes wrong costs
+pages, which are computed instead: a server that cannot be reached or hangs is left alone for a
+while, one that is full is not written to.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from hmac import compare_digest
+from logging import getLogger
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from time import monotonic, perf_counter
+from typing import Generic, TypeVar
+
+from mainstem.core.errors import StoreError
+from mainstem.core.ids import PageKey
+from mainstem.kv.bytes.line import (
+    Address,
+    BadCredentials,
+    Command,
+    Line,
+    LineError,
+    Overdue,
+    Refusal,
+    Reply,
+)
+from mainstem.kv.tier import Answer, Emptied, Read, ReadJob, StoredPage, WriteJob, Written
+from mainstem.kv.transfer import DistantLink
+
+FORMAT = b"mainstem remote page 1"
+NAME_BYTES = 24
+TAG_BYTES = 32
+NUM_READERS = 4
+WRITE_BATCH = 8  # pages that are sent together
+FIRST_RATE = 250e6  # bytes a second, until reads were seen
+WRITE_LIMIT_S = 10.0  # nobody waits for writes
+ASK_LIMIT_S = 1.0
+PAUSE_S = 1.0  # a server that failed is left alone for so long, twice as long each time ...
+MAX_PAUSE_S = 30.0  # ... up to this
+FULL_PAUSE_S = 30.0  # a full server is not written to for so long
+CHECK_S = 5.0  # between looks at how much memory the server uses
+
+log = getLogger("mainstem.store")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """Who may believe whom, and how much is left where."""
+
+    identity: bytes  # of the model
+    secret: bytes
+    ttl_s: float
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    keys: Sequence[PageKey]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    jobs: deque[ReadJob]  # that are not told yet
+    due_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Writes:
+    jobs: deque[WriteJob]  # that are not told yet
+
+
+@dataclass(frozen=True, slots=True)
+class _Down:
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundTrip:
+    seconds: float
+
+
+class _Worker(Generic[T]):
+    """A thread with a line and orders of one kind. An order that fails, however, is given up with
+    what is said of it; the thread goes on."""
+
+    def __init__(
+        self,
+        name: str,
+        line: Line,
+        work: Callable[[Line, T], None],
+        give_up: Callable[[T], None],
+        tell_down: Callable[[str], None],
+    ) -> None:
+        self.line = line
+        self._orders: SimpleQueue[T | Event | None] = SimpleQueue()
+        self._work, self._give_up, self._tell_down = work, give_up, tell_down
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, order: T) -> None:
+        self._orders.put(order)
+
+    def take_more(self) -> T | None:
+        """The next order, if there is one, for who does several at once."""
+        with suppress(Empty):
+            order = self._orders.get_nowait()
+            if not isinstance(order, Event) and order is not None:
+                return order
+            self._orders.put(order)
+        return None
+
+    def flush(self) -> None:
+        """Return when every order so far is done or given up."""
+        done = Event()
+        self._orders.put(done)
+        while not done.wait(0.05):
+            self.line.cut_if_overdue()
+
+    def close(self) -> None:
+        self._orders.put(None)
+        while self._thread.is_alive():
+            self._thread.join(0.05)
+            self.line.cut_if_overdue()
+        self.line.close()
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            if isinstance(order, Event):
+                order.set()
+                continue
+            try:
+                self._work(self.line, order)
+            except Exception as error:  # whatever it is, somebody waits
+                self.line.close()
+                if not isinstance(error, Overdue):
+                    self._tell_down(str(error) if isinstance(error, LineError) else repr(error))
+                self._give_up(order)
+
+
+class RemoteTier:
+    """Owned by one thread, which makes the calls; see the module for who does the work."""
+
+    name = "remote"
+    is_shared = True
+
+    def __init__(self, address: Address, page_bytes: int, settings: RemoteSettings) -> None:
+        """A server that cannot be reached is told in the log, and tried again later. Raises
+        StoreError where it refuses the credentials, ConfigError for an impossible address."""
+        self._shown = address.shown
+        self._page_bytes = page_bytes
+        self._settings = settings
+        self._secret = blake2b(settings.secret, digest_size=32, person=b"mainstem remote").digest()
+        self._prefix = b"mainstem:" + self._digest(NAME_BYTES, settings.identity)[:8].hex().encode()
+        self.num_places = max(1, settings.max_bytes // page_bytes)
+        self.link = DistantLink(FIRST_RATE)
+        self._num_pending = 0
+        self._num_reads = 0
+        self._next_reader = 0
+        self._down_until_s = self._full_until_s = 0.0
+        self._pause_s = PAUSE_S
+        self._is_down = False
+        self._check_s = 0.0  # when the writing thread looks at the server's memory next
+        self._done: SimpleQueue[Written | Read | Answer | _Down | _RoundTrip] = SimpleQueue()
+        self._greet(Line(address))
+        self._asker: _Worker[_Question] = _Worker(
+            "kv-remote-ask", Line(address), self._ask, self._give_up_question, self._tell_down
+        )
+        self._writer: _Worker[_Writes | dict[PageKey, float]] = _Worker(
+            "kv-remote-write", Line(address), self._write, self._give_up_writes, self._tell_down
+        )
+        self._readers: list[_Worker[_Reads]] = [
+            _Worker(
+                "kv-remote-read", Line(address), self._read, self._give_up_reads, self._tell_down
+            )
+            for _ in range(NUM_READERS)
+        ]
+
+    # --- the owner's calls ----------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server is there, as far as is known."""
+        return not self._is_down or monotonic() >= self._down_until_s
+
+    @property
+    def can_write(self) -> bool:
+        """Whether the server is there and not full: it finds a place for a page by itself."""
+        return self.is_open and monotonic() >= self._full_until_s
+
+    @property
+    def num_writes_pending(self) -> int:
+        return self._num_pending
+
+    def recover(self) -> Sequence[StoredPage]:
+        """What there is, is found by asking."""
+        return []
+
+    def opened(self, num_pages: int) -> None:
+        """The log tells of the server."""
+
+    def take(self, key: PageKey) -> bool:
+        return self.can_write
+
+    def delete(self, key: PageKey) -> None:
+        """On the server a page stays for others, until it expires."""
+
+    def ask(self, keys: Sequence[PageKey]) -> None:
+        """Ask for the leading pages of a chain; answered with none where that is of no use."""
+        if self.is_open:
+            self._asker.put(_Question(keys))
+        else:
+            self._done.put(Answer(keys[-1], ()))
+
+    def write(self, job: WriteJob) -> None:
+        """Send a page; its buffer must stay as it is until `poll` tells the outcome."""
+        self._num_pending += 1
+        self._writer.put(_Writes(deque([job])))
+
+    def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
+        """Fetch pages into their buffers, which belong to the tier until `poll` tells; what is not
+        there in `limit_s` is given up."""
+        self._num_reads += len(jobs)
+        reader = self._readers[self._next_reader]
+        self._next_reader = (self._next_reader + 1) % len(self._readers)
+        reader.put(_Reads(deque(jobs), monotonic() + limit_s))
+
+    def touch(self, used_at: dict[PageKey, float]) -> None:
+        """Pages that are used do not expire."""
+        if self.is_open:
+            self._writer.put(used_at)
+
+    def poll(self) -> Iterator[Written | Read | Answer | Emptied]:
+        """What was done since the last call."""
+        if self._num_reads:
+            for reader in self._readers:
+                if reader.line.cut_if_overdue():
+                    self.link.note_late()
+        while True:
+            try:
+                done = self._done.get_nowait()
+            except Empty:
+                return
+            if isinstance(done, _RoundTrip):
+                self._note_up(done.seconds)
+            elif isinstance(done, _Down):
+                self._note_down(done.words)
+                yield Emptied()
+            else:
+                self._note(done)
+                yield done
+
+    def flush(self) -> None:
+        """Return when everything given to `write` so far is done or has failed."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Finish what was given and stop the threads."""
+        self._asker.close()
+        self._writer.close()
+        for reader in self._readers:
+            reader.close()
+
+    def _note(self, done: Written | Read | Answer) -> None:
+        if isinstance(done, Read):
+            self._num_reads -= 1
+        elif isinstance(done, Written):
+            self._num_pending -= 1
+            if done.problem == "server full":
+                self._full_until_s = monotonic() + FULL_PAUSE_S
+
+    def _note_up(self, seconds: float) -> None:
+        self.link.note_round_trip(seconds)
+        if self._is_down:
+            log.warning("the remote store at %s is there again", self._shown)
+        self._is_down, self._pause_s = False, PAUSE_S
+
+    def _note_down(self, words: str) -> None:
+        if not self._is_down:
+            log.warning(
+                "the remote store at %s failed: %s. Pages are computed instead; it is tried again "
+                "in a while",
+                self._shown,
+                words,
+            )
+            self._is_down = True
+        elif monotonic() >= self._down_until_s:  # several threads tell of one failure
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+        else:
+            return
+        self._down_until_s = monotonic() + self._pause_s
+
+    def _greet(self, line: Line) -> None:
+        """See whether the server is there, how far away, and whether we are let in."""
+        try:
+            for _ in range(2):  # the first makes the connection
+                began_s = perf_counter()
+                (reply,) = line.call([("PING",)], ASK_LIMIT_S)
+                seconds = perf_counter() - began_s
+        except BadCredentials as error:
+            raise StoreError(f"{self._shown} refuses us: {error}") from error
+        except LineError as error:
+            self._note_down(str(error))
+        else:
+            if isinstance(reply, Refusal):
+                raise StoreError(f"{self._shown} refuses us: {reply.words}")
+            self.link.note_round_trip(seconds)
+        finally:
+            line.close()
+
+    # --- threads --------------------------------------------------------------------------------
+
+    def _tell_down(self, words: str) -> None:
+        self._done.put(_Down(words))
+
+    def _ask(self, line: Line, question: _Question) -> None:
+        commands: list[Command] = [("EXISTS", self._name(key)) for key in question.keys]
+        began_s = perf_counter()
+        replies = list(line.call(commands, ASK_LIMIT_S))
+        self._done.put(_RoundTrip(perf_counter() - began_s))
+        num_found = next((i for i, reply in enumerate(replies) if reply != 1), len(replies))
+        self._done.put(Answer(question.keys[-1], question.keys[:num_found]))
+
+    def _give_up_question(self, question: _Question) -> None:
+        self._done.put(Answer(question.keys[-1], ()))
+
+    def _write(self, line: Line, order: _Writes | dict[PageKey, float]) -> None:
+        if isinstance(order, dict):
+            self._refresh(line, list(order))
+            return
+        touched: list[PageKey] = []
+        while len(order.jobs) < WRITE_BATCH and (more := self._writer.take_more()) is not None:
+            if isinstance(more, dict):
+                touched += more
+            else:
+                order.jobs.extend(more.jobs)
+        self._send(line, order.jobs)
+        if touched:
+            self._refresh(line, touched)
+
+    def _send(self, line: Line, jobs: deque[WriteJob]) -> None:
+        ttl_ms = int(1000 * self._settings.ttl_s)
+        if self._is_too_large(line):
+            self._tell_unwritten(jobs, "server full")
+            return
+        commands: list[Command] = []
+        for job in list(jobs):
+            try:
+                if job.after is not None:
+                    job.after()
+            except Exception as error:  # a copy from the device fails in ways of its own
+                jobs.remove(job)
+                self._done.put(Written(job.key, repr(error)))
+                continue
+            name = self._name(job.key)
+            commands.append(("SET", name, self._value(name, job), "PX", ttl_ms))
+        for reply in line.call(commands, WRITE_LIMIT_S) if commands else ():
+            self._done.put(Written(jobs.popleft().key, _problem(reply)))
+
+    def _is_too_large(self, line: Line) -> bool:
+        """Whether the server's memory is used up, and it does not make room by itself."""
+        if monotonic() < self._check_s:
+            return False
+        (reply,) = line.call([("INFO", "memory")], ASK_LIMIT_S)
+        facts = _facts(reply)
+        is_bounded = facts.get("maxmemory", "0") != "0"
+        evicts = is_bounded and facts.get("maxmemory_policy") != "noeviction"
+        is_large = int(facts.get("used_memory", "0")) >= self._settings.max_bytes and not evicts
+        if not is_large:
+            self._check_s = monotonic() + CHECK_S
+        return is_large
+
+    def _refresh(self, line: Line, keys: Sequence[PageKey]) -> None:
+        ttl_ms = int(1000 * self._settings.ttl_s)
+        for _ in line.call([("PEXPIRE", self._name(key), ttl_ms) for key in keys], WRITE_LIMIT_S):
+            pass
+
+    def _give_up_writes(self, order: _Writes | dict[PageKey, float]) -> None:
+        if isinstance(order, _Writes):
+            self._tell_unwritten(order.jobs, "server lost")
+
+    def _tell_unwritten(self, jobs: deque[WriteJob], problem: str) -> None:
+        while jobs:
+            self._done.put(Written(jobs.popleft().key, problem))
+
+    def _read(self, line: Line, order: _Reads) -> None:
+        if not self.is_open:
+            raise LineError("it has failed a moment ago")
+        jobs = order.jobs
+        began_s = perf_counter()
+        commands: list[Command] = [("GET", self._name(job.key)) for job in jobs]
+        for reply in line.call(commands, order.due_s - monotonic()):
+            job = jobs[0]
+            token_ids, problem = self._take(job, reply)
+            ended_s = perf_counter()
+            # the round trip is counted apart
+            sent_s = min(began_s + self.link.round_trip_s, ended_s)
+            jobs.popleft()
+            self._done.put(
+                Read(job.key, len(job.buffer), sent_s, ended_s, problem, token_ids=token_ids)
+            )
+
+    def _give_up_reads(self, order: _Reads) -> None:
+        now_s = perf_counter()
+        while order.jobs:
+            job = order.jobs.popleft()
+            self._done.put(Read(job.key, len(job.buffer), now_s, now_s, "server lost"))
+
+    # --- names and values -----------------------------------------------------------------------
+
+    def _digest(self, size: int, *parts: bytes | memoryview) -> bytes:
+        """A hash that only who knows the secret can make."""
+        digest = blake2b(FORMAT, key=self._secret, digest_size=size)
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.digest()
+
+    def _name(self, key: PageKey) -> bytes:
+        """What a page is called on the server; it tells nothing of the page's tokens."""
+        return self._prefix + self._digest(NAME_BYTES, self._settings.identity, key)
+
+    def _value(self, name: bytes, job: WriteJob) -> bytes:
+        tag = self._digest(TAG_BYTES, name, job.token_ids, job.buffer)
+        size = len(job.token_ids).to_bytes(4, "little")
+        return b"".join((FORMAT, tag, size, job.token_ids, job.buffer))
+
+    def _take(self, job: ReadJob, reply: Reply) -> tuple[bytes | None, str | None]:
+        """Put a value into its buffer; returns the page's tokens, or what is wrong with it."""
+        if reply is None:
+            return None, "missing"
+        if not isinstance(reply, bytes):
+            return None, f"read: {reply}"
+        value = memoryview(reply)
+        start = len(FORMAT) + TAG_BYTES
+        num_token_bytes = int.from_bytes(value[start : start + 4], "little")
+        start += 4
+        size = start + num_token_bytes + len(job.buffer)
+        if value[: len(FORMAT)] != FORMAT or len(value) != size:
+            return None, "format"
+        token_ids, page = value[start : start + num_token_bytes], value[start + num_token_bytes :]
+        tag = self._digest(TAG_BYTES, self._name(job.key), token_ids, page)
+        if not compare_digest(tag, bytes(value[len(FORMAT) : len(FORMAT) + TAG_BYTES])):
+            return None, "checksum"
+        job.buffer[:] = page
+        return bytes(token_ids), None
+
+
+def _problem(reply: Reply) -> str | None:
+    """Why a page was not taken; None: it was."""
+    if not isinstance(reply, Refusal):
+        return None
+    is_full = "maxmemory" in reply.words or reply.words.startswith("OOM")
+    return "server full" if is_full else reply.words
+
+
+def _facts(reply: Reply) -> dict[str, str]:
+    """An answer of INFO; a server that does not give one has no bounds that we know."""
+    if not isinstance(reply, bytes):
+        return {}
+    lines = reply.decode(errors="replace").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)

@@ -1,0 +1,153 @@
+"""HostTier: pages in slots of host memory, copied from the device and to it.
+
+    take ---> save: device -> slot ---> told by `poll_saves`        load: slot -> device
+
+Copies are of many pages at once and go layer by layer, so that a step can follow a load. A copy
+that fails is waited for until nothing moves: its pages and slots are anybody's then.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from logging import getLogger
+
+import numpy as np
+
+from mainstem.core.ids import PageKey
+from mainstem.core.step import Int32s
+from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
+
+FIRST_RATE = 20e9  # bytes a second, until a copy was seen
+
+log = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Save:
+    """A copy from the device under way."""
+
+    keys: Sequence[PageKey]
+    pages: Int32s
+    transfer: Transfer
+
+
+class HostTier:
+    """Slots, who has which, and the copies that use them."""
+
+    name = "host"
+
+    def __init__(self, copier: PageCopier) -> None:
+        self._copier = copier
+        self._slots: dict[PageKey, int] = {}
+        self._free = list(range(copier.num_slots - 1, -1, -1))
+        self._saves: list[Save] = []
+        self._filling: dict[PageKey, Transfer] = {}  # saves whose slot a writer must wait for
+        self.link = Link(FIRST_RATE)
+        self.num_places = copier.num_slots
+        self.num_layers = copier.num_layers
+        self.page_bytes = copier.page_bytes
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_saves(self) -> int:
+        return len(self._saves)
+
+    @property
+    def num_pages_saving(self) -> int:
+        return sum(len(save.pages) for save in self._saves)
+
+    def take(self, key: PageKey) -> bool:
+        """Give a page a slot; False: none is free."""
+        if not self._free:
+            return False
+        self._slots[key] = self._free.pop()
+        return True
+
+    def delete(self, key: PageKey) -> None:
+        """A page's slot is free."""
+        self._free.append(self._slots.pop(key))
+
+    def view(self, key: PageKey) -> memoryview:
+        """The bytes of a page's slot."""
+        return self._copier.slot(self._slots[key])
+
+    def filled(self, key: PageKey) -> Callable[[], None] | None:
+        """What waits until a page's slot is filled; None: it is."""
+        filling = self._filling.get(key)
+        return None if filling is None else filling.wait
+
+    def save(self, keys: Sequence[PageKey], pages: Int32s) -> bool:
+        """Start copying device pages to the slots of `keys`; False: that failed."""
+        try:
+            transfer = self._copier.save(pages, self._slots_of(keys))
+        except Exception as error:
+            self._rest(error)
+            return False
+        self._saves.append(Save(keys, pages, transfer))
+        self._filling.update(dict.fromkeys(keys, transfer))
+        return True
+
+    def poll_saves(self) -> Iterator[tuple[Save, bool]]:
+        """Saves that came to an end, and whether they did well; in the order they were started."""
+        while self._saves:
+            save = self._saves[0]
+            num_done = self.num_layers_done(save.transfer)
+            if num_done is not None and num_done < self.num_layers:
+                return
+            self._saves.pop(0)
+            for key in save.keys:
+                if self._filling.get(key) is save.transfer:
+                    del self._filling[key]
+            yield save, num_done is not None
+
+    def load(self, load_id: LoadId, keys: Sequence[PageKey], pages: Int32s) -> Transfer | None:
+        """Start copying the slots of `keys` to device pages; None: that failed."""
+        try:
+            return self._copier.load(load_id, self._slots_of(keys), pages)
+        except Exception as error:
+            self._rest(error)
+            return None
+
+    def forget(self, load_id: LoadId) -> None:
+        """A load is done, or given up."""
+        self._copier.forget(load_id)
+
+    def num_layers_done(self, transfer: Transfer) -> int | None:
+        """None: the copy failed, and is at rest."""
+        try:
+            return transfer.num_layers_done()
+        except Exception as error:
+            self._rest(error)
+            return None
+
+    def flush(self) -> None:
+        """Return when saves are done, or have failed."""
+        for save in self._saves:
+            with suppress(Exception):  # `poll_saves` finds out
+                save.transfer.wait()
+
+    def close(self) -> None:
+        """Finish what was started."""
+        self._copier.close()
+
+    def check(self, keys: set[PageKey]) -> None:
+        """Raise if a slot was lost, or others than `keys` have one."""
+        used, free = set(self._slots.values()), set(self._free)
+        assert self._slots.keys() == keys, "a page's slot is not known"
+        assert len(used) == len(self._slots), "two pages in one slot"
+        assert len(free) == len(self._free), "a slot is free twice"
+        assert not used & free, "a slot is both free and used"
+        assert len(used) + len(free) == self.num_places, "a slot was lost"
+
+    def _slots_of(self, keys: Sequence[PageKey]) -> Int32s:
+        slots = self._slots
+        return np.array([slots[key] for key in keys], np.int32)
+
+    def _rest(self, error: Exception) -> None:
+        """A copy failed: its pages and slots are anybody's once nothing moves."""
+        log.warning("a copy of pages failed", exc_info=error)
+        with suppress(Exception):  # a device that is lost says so to the next step
+            self._copier.drain()

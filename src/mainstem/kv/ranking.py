@@ -1,0 +1,81 @@
+"""In which order pages leave a tier: the smallest rank goes first.
+
+A ranking says what a use does to a page's rank. `TierPolicy` asks it for every page it stores, the
+index of the device for arrays of pages, so `used` takes and returns numbers or arrays of them.
+"""
+
+from enum import Enum
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from mainstem.core.step import Int64s
+
+R = TypeVar("R", int, Int64s)
+
+
+class Ranking(Protocol):
+    """How pages are ordered while nobody in the queue waits for them."""
+
+    @property
+    def sees_queue(self) -> bool:
+        """Whether pages that queued requests wait for go after all others, the queue's tail
+        first."""
+        ...
+
+    @property
+    def has_headroom(self) -> bool:
+        """Whether part of host memory is kept free for what comes."""
+        ...
+
+    def used(self, rank: R, clock: int) -> R:
+        """The rank after a use at `clock`, which grows with every use; 0 is a page's first rank."""
+        ...
+
+
+class Lru:
+    """The least recently used page goes first."""
+
+    sees_queue = False
+    has_headroom = True
+
+    def used(self, rank: R, clock: int) -> R:
+        return clock  # type: ignore[return-value]  # one for all of an array
+
+
+class Fifo:
+    """The page that came first goes first."""
+
+    sees_queue = False
+    has_headroom = True
+
+    def used(self, rank: R, clock: int) -> R:
+        return np.where(rank == 0, clock, rank) if isinstance(rank, np.ndarray) else rank or clock
+
+
+class Lookahead(Lru):
+    """Of pages that nobody waits for the least recently used; then the queue's tail
+    (AttentionStore 3.3)."""
+
+    sees_queue = True
+
+
+class Belady(Lookahead):
+    """As lookahead, without headroom: the bound for what is known of the queue."""
+
+    has_headroom = False
+
+
+class PolicyKind(Enum):
+    LOOKAHEAD = "lookahead"
+    LRU = "lru"
+    FIFO = "fifo"
+    BELADY = "belady"
+
+
+RANKINGS: dict[PolicyKind, Ranking] = {
+    PolicyKind.LOOKAHEAD: Lookahead(),
+    PolicyKind.LRU: Lru(),
+    PolicyKind.FIFO: Fifo(),
+    PolicyKind.BELADY: Belady(),
+}

@@ -1,0 +1,163 @@
+"""What a tier is: a place for pages, with a way to it.
+
+    host memory    the first: its other side is the device (kv/host.py)
+    disk           kv/bytes/disk.py
+    a server       kv/bytes/remote.py; other processes put pages there, too
+                   each is slower than the one before it, and reached through host memory
+
+A tier knows where its pages lie and moves their bytes; which pages it is given is decided
+elsewhere. It is owned by one thread, and nothing here waits except `flush` and `close`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mainstem.core.events import StoreOpened
+from mainstem.core.ids import PageKey
+from mainstem.kv.transfer import Link, SharedLink
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    key: PageKey
+    token_ids: bytes
+    buffer: memoryview
+    after: Callable[[], None] | None = None  # waits until `buffer` is filled
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    key: PageKey
+    buffer: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A page is in the tier, or `problem` says why not: then its place is free again."""
+
+    key: PageKey
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A page was read, or `problem` says why not."""
+
+    key: PageKey
+    num_bytes: int
+    began_s: float
+    ended_s: float
+    problem: str | None = None
+    token_ids: bytes | None = None  # of the page, where the tier knows them
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a shared tier has of the pages it was asked for: the leading ones."""
+
+    asked: PageKey  # the last of them
+    keys: Sequence[PageKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Emptied:
+    """A tier may have lost everything that was not written since."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """A page that an earlier process left."""
+
+    key: PageKey
+    token_ids: bytes
+    used_at: float  # seconds since 1970
+
+
+class Tier(Protocol):
+    """A bounded number of places for pages."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_places(self) -> int: ...
+
+    @property
+    def link(self) -> Link:
+        """The way up from here, and its rate as last seen."""
+        ...
+
+    def take(self, key: PageKey) -> bool:
+        """Take a place for a page; False: there is no room."""
+        ...
+
+    def delete(self, key: PageKey) -> None:
+        """Forget a page and give its place back, whether it was written or not."""
+        ...
+
+    def flush(self) -> None:
+        """Return when every write and delete so far is done, or has failed."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was given."""
+        ...
+
+
+class LowerTier(Tier, Protocol):
+    """A tier below host memory: it writes from slots and reads into them."""
+
+    @property
+    def link(self) -> SharedLink: ...
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes put pages there: then it is asked what it has."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether questions have a chance at present."""
+        ...
+
+    @property
+    def can_write(self) -> bool:
+        """Whether writes have a chance at present."""
+        ...
+
+    @property
+    def num_writes_pending(self) -> int:
+        """Pages given to `write` whose outcome `poll` has not told."""
+        ...
+
+    def recover(self) -> Sequence[StoredPage]:
+        """The pages that are there at the start, least recently used first; asked once."""
+        ...
+
+    def opened(self, num_pages: int) -> StoreOpened | None:
+        """What to tell of the start, with so many pages of it kept; None: nothing."""
+        ...
+
+    def write(self, job: WriteJob) -> None:
+        """Write a page that has a place; its buffer must stay as it is until `poll` tells the
+        outcome."""
+        ...
+
+    def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
+        """Read pages into their buffers, which belong to the tier until `poll` tells the outcome.
+        After `limit_s` nobody wants them: a tier that can gives them up then."""
+        ...
+
+    def touch(self, used_at: dict[PageKey, float]) -> None:
+        """Keep for others, and for the next start, when pages were last used."""
+        ...
+
+    def ask(self, keys: Sequence[PageKey]) -> None:
+        """Ask a shared tier which of `keys`, the leading ones, it has: an Answer of `poll`. Where
+        it cannot be asked it has none."""
+        ...
+
+    def poll(self) -> Iterator[Written | Read | Answer | Emptied]:
+        """What was done since the last call."""
+        ...

@@ -1,0 +1,498 @@
+"""The front of many replicas under Ray Serve: HTTP in, a replica chosen, its reply passed on.
+
+    client --HTTP--> Serve's proxy --> Front: Router --serve(call)--> Replica 0
+                                          |  `------------------------> Replica 1 ...
+                                          `-- status(), every second --> all of them
+
+A reply begins when its first piece is there. Until then a replica that dies, does not accept, or
+says that it cannot answer (503) costs nothing but time: the request goes to another one. After
+that, nobody can take over: the stream ends with an error event. A reply that is no stream is passed
+on when it is whole.
+"""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from mainstem.core.errors import MainstemError
+from mainstem.ray.prompts import PAGE_TOKENS, PREVIOUS, read_request, session_of
+from mainstem.ray.replica import ACCEPTED, Head, HttpCall, Piece, ReplicaStatus
+from mainstem.route.router import (
+    NoReplica,
+    ReplicaState,
+    Router,
+    RouterConfig,
+    RouteRequest,
+    RouterKind,
+    Ticket,
+)
+from mainstem.server.auth import shown_key
+from mainstem.server.body import parse_json
+from mainstem.server.error_shapes import error_response, is_messages_path, messages_error
+from mainstem.server.faults import ApiError, unavailable
+from mainstem.server.limits import ServerLimits
+
+LOOK_S = 1.0  # between two looks at a replica
+STATUS_S = 5.0  # for its answer: slower is down
+ACCEPT_S = 15.0  # for a replica to take a request: it does so at once
+UNAVAILABLE = 503
+NOT_FOUND = 404
+OK = 200
+REPLICA_HEADER = "x-mainstem-replica"  # who has answered
+STREAM_TYPE = b"text/event-stream"
+MAX_DEPTH = ServerLimits().max_depth
+NOT_OVER_REPLICAS = ("/v1/files", "/v1/batches")
+OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
+UNKNOWN_ID = b'"previous_response_not_found"'  # here; another replica may have it
+EVENT = b"data: "
+FAULT = "server_error"
+FIRST_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,128})"')
+
+log = logging.getLogger("mainstem.server")
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """How requests are spread."""
+
+    kind: RouterKind = RouterKind.AFFINE
+    apps: tuple[tuple[str, tuple[int, ...]], ...] = ()  # those on some replicas only
+    max_body_bytes: int = ServerLimits().body_bytes
+
+
+class ReplicaLost(MainstemError):
+    """A replica has gone, or takes nothing; the message says how."""
+
+
+class ReplicaFailed(MainstemError):
+    """A replica is there and could not answer this request: no other one would."""
+
+
+class Front:
+    """Routes HTTP requests to replicas; a Ray Serve deployment is made of it.
+
+    One of it runs: the router's memory is here. What it knows is lost with it, and learned again.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, settings: FrontSettings, replicas: Sequence[Any]
+    ) -> None:
+        """`replicas` are handles of Ray Serve, each of a deployment with one replica."""
+        self._settings = settings
+        self._replicas = list(replicas)
+        config = RouterConfig(kind=settings.kind, page_tokens=PAGE_TOKENS)
+        self._router = Router(len(self._replicas), config)
+        for app, places in settings.apps:
+            self._router.place_app(app, places)
+        self._boots: list[str | None] = [None] * len(self._replicas)
+        self._drained: set[int] = set()
+        for replica in range(len(self._replicas)):
+            self._router.set_state(replica, ReplicaState.DOWN)  # until it says that it is up
+        self._num_retries = 0
+        self._watching = [
+            asyncio.create_task(self._watch(replica)) for replica in range(len(self._replicas))
+        ]
+
+    async def __call__(self, request: Request) -> Response:
+        """The reply to any request."""
+        request.scope.setdefault("state", {})["request_id"] = uuid4().hex
+        try:
+            return await self._answer(request)
+        except ApiError as error:
+            return error_response(error, request.scope)
+        except NoReplica as error:
+            return error_response(unavailable(str(error)), request.scope)
+        except ReplicaFailed as error:
+            log.error("a replica failed", extra={"facts": {"reason": str(error)}})
+            return error_response(ApiError(500, "internal error", kind=FAULT), request.scope)
+
+    async def _answer(self, request: Request) -> Response:
+        path = _path(request)
+        if path in ("/health", "/ready"):
+            return self._health()
+        if path.startswith(NOT_OVER_REPLICAS):
+            message = "files and batches are not served over replicas: use `mainstem batch --ray`"
+            raise ApiError(501, f"{message} or --workers", code="not_supported")
+        call = await self._read(request)
+        if path.startswith("/admin/replicas"):
+            return await self._admin(call)
+        if path.startswith("/admin/") and call.method != "GET":
+            return await self._ask_all(call, self._places(path))
+        if path.startswith(("/v1/responses/", "/v1/sessions/")):
+            return await self._ask_home(call)
+        if path == "/v1/sessions":
+            return await self._list_sessions(call)
+        return await self._ask(call, _routed(call))
+
+    # --- one replica ----------------------------------------------------------------------------
+
+    async def _ask(self, call: HttpCall, routed: RouteRequest) -> Response:
+        """The reply of the replica that the router chooses, or of another one if it fails."""
+        failed: set[int] = set()
+        refusal: Response | None = None
+        is_lost = routed.must_stay and self._router.home(routed.session) is None
+        while True:
+            try:
+                ticket = self._router.choose(routed, frozenset(failed))
+            except NoReplica:
+                if refusal is not None:
+                    return refusal
+                raise
+            try:
+                reply = _Reply(self._replicas[ticket.replica], call)
+                await reply.begin()
+            except ReplicaLost as error:
+                self._lose(ticket, error)
+            except BaseException:
+                self._router.finish(ticket, None)
+                raise
+            else:
+                is_refused = reply.head.status == UNAVAILABLE
+                if not is_refused and not (is_lost and UNKNOWN_ID in reply.first):
+                    return self._passed_on(reply, ticket, call)
+                self._router.finish(ticket, None)
+                refusal = reply.whole()
+            failed.add(ticket.replica)
+            self._num_retries += 1
+
+    def _lose(self, ticket: Ticket, error: ReplicaLost) -> None:
+        self._router.finish(ticket, None)
+        self._set_down(ticket.replica, str(error))
+
+    def _passed_on(self, reply: "_Reply", ticket: Ticket, call: HttpCall) -> Response:
+        if call.path == "/v1/responses":
+            found = FIRST_ID.search(reply.first)
+            if found is not None:
+                name = found[1].decode()
+                session = session_of(PREVIOUS, name, _key(call))
+                self._router.settle(session, ticket.replica)
+        if reply.is_stream:
+            response: Response = _Stream(reply, call.path, lambda found: self._end(ticket, found))
+            self._router.start(ticket)
+        else:
+            self._router.finish(ticket, _output_tokens(reply.first))
+            response = reply.whole()
+        response.headers[REPLICA_HEADER] = str(ticket.replica)
+        return response
+
+    def _end(self, ticket: Ticket, found: int | ReplicaLost | None) -> None:
+        """A stream has ended: its events, how its replica was lost, or None: otherwise."""
+        if isinstance(found, ReplicaLost):
+            self._lose(ticket, found)
+        else:
+            self._router.finish(ticket, found)
+
+    # --- several replicas -----------------------------------------------------------------------
+
+    async def _ask_home(self, call: HttpCall) -> Response:
+        """What is kept under an id: of the replica that has it, or of the first that knows it."""
+        kind, name = call.path.removeprefix("/v1/").split("/")[:2]
+        field = "session_id" if kind == "sessions" else PREVIOUS
+        home = self._router.home(session_of(field, name, _key(call)))
+        places = self._up()
+        places.sort(key=lambda place: place != home)
+        reply: Response | None = None
+        for place in places:
+            with suppress(ReplicaLost):
+                reply = await self._whole(place, call)
+                if reply.status_code != NOT_FOUND:
+                    return reply
+        return reply or self._nobody()
+
+    async def _ask_all(self, call: HttpCall, places: Sequence[int]) -> Response:
+        """A change of all replicas; the first refusal is the reply, if there is one."""
+        reply: Response | None = None
+        for place in places:
+            try:
+                reply = await self._whole(place, call)
+            except ReplicaLost as error:
+                self._set_down(place, str(error))
+                raise unavailable(f"replica {place} was lost: {error}; send it again") from None
+            if reply.status_code != OK:
+                return reply
+        return reply or self._nobody()
+
+    async def _list_sessions(self, call: HttpCall) -> Response:
+        """Those of all replicas, the latest used first."""
+        found: list[dict[str, Any]] = []
+        for place in self._up():
+            with suppress(ReplicaLost):
+                reply = await self._whole(place, call)
+                if reply.status_code != OK:
+                    return reply
+                found += json.loads(bytes(reply.body))["data"]
+        found.sort(key=lambda session: -session["last_used"])
+        return JSONResponse({"object": "list", "data": found})
+
+    async def _whole(self, replica: int, call: HttpCall) -> Response:
+        """The whole reply of one replica; raises ReplicaLost."""
+        reply = _Reply(self._replicas[replica], call)
+        await reply.begin()
+        if reply.is_stream:  # a stored response that is told again
+            return _Stream(reply, call.path, lambda _: None)
+        return reply.whole()
+
+    def _places(self, path: str) -> list[int]:
+        """The replicas that a change concerns: for an app, those that it is on."""
+        name = path.removeprefix("/admin/apps/")
+        chosen = dict(self._settings.apps).get(name)
+        return [place for place in self._up() if chosen is None or place in chosen]
+
+    def _up(self) -> list[int]:
+        states = [self._router.state(place) for place in range(len(self._replicas))]
+        return [place for place, state in enumerate(states) if state is not ReplicaState.DOWN]
+
+    def _nobody(self) -> Response:
+        raise unavailable("no replica is up")
+
+    # --- how they are ---------------------------------------------------------------------------
+
+    async def _watch(self, replica: int) -> None:
+        while True:
+            try:
+                asked = self._replicas[replica].status.remote()
+                status = await asyncio.wait_for(_awaited(asked), STATUS_S)
+                self._note(replica, status)
+            except Exception as error:
+                self._set_down(replica, _last_line(error))
+            await asyncio.sleep(LOOK_S)
+
+    def _note(self, replica: int, status: ReplicaStatus) -> None:
+        if not status.is_ready:
+            self._set_down(replica, "its engine is being started")
+            return
+        if status.boot != self._boots[replica]:
+            self._router.set_state(replica, ReplicaState.DOWN)  # what it held is gone
+            self._boots[replica] = status.boot
+            self._router.set_capacity(replica, status.kv_tokens)
+        is_drained = replica in self._drained
+        self._router.set_state(replica, ReplicaState.DRAINING if is_drained else ReplicaState.UP)
+
+    def _set_down(self, replica: int, reason: str) -> None:
+        if self._router.state(replica) is not ReplicaState.DOWN:
+            log.warning("replica down", extra={"facts": {"replica": replica, "reason": reason}})
+            self._router.set_state(replica, ReplicaState.DOWN)
+
+    def _health(self) -> Response:
+        states = [self._router.state(place).value for place in range(len(self._replicas))]
+        is_up = ReplicaState.UP.value in states
+        body = {"status": "ok" if is_up else "no replica is up", "replicas": states}
+        return JSONResponse(body, OK if is_up else UNAVAILABLE)
+
+    # --- admin ----------------------------------------------------------------------------------
+
+    async def _admin(self, call: HttpCall) -> Response:
+        """GET /admin/replicas; POST /admin/replicas/N/drain, /admin/replicas/N/resume."""
+        probe = HttpCall("GET", "/admin/apps", b"", call.headers, b"", call.client, call.scheme)
+        allowed = await self._ask(probe, RouteRequest((), 0))
+        if allowed.status_code != OK:
+            return allowed  # no admin key
+        if call.method == "GET" and call.path == "/admin/replicas":
+            return JSONResponse({"replicas": self._listed(), "retries": self._num_retries})
+        found = re.fullmatch(r"/admin/replicas/(\d{1,6})/(drain|resume)", call.path)
+        if found is None or call.method != "POST" or int(found[1]) >= len(self._replicas):
+            raise ApiError(404, f"there is no {call.method} {call.path}", code="not_found")
+        replica = int(found[1])
+        if found[2] == "drain":
+            self._drained.add(replica)
+        else:
+            self._drained.discard(replica)
+        if self._router.state(replica) is not ReplicaState.DOWN:
+            is_drained = replica in self._drained
+            state = ReplicaState.DRAINING if is_drained else ReplicaState.UP
+            self._router.set_state(replica, state)
+        return JSONResponse(self._listed()[replica])
+
+    def _listed(self) -> list[dict[str, object]]:
+        router = self._router
+        return [
+            {
+                "replica": place,
+                "state": router.state(place).value,
+                "open_requests": router.num_open(place),
+                "open_work_tokens": round(router.open_work(place)),
+                "pages": router.num_pages(place),
+            }
+            for place in range(len(self._replicas))
+        ]
+
+    async def _read(self, request: Request) -> HttpCall:
+        most = self._settings.max_body_bytes
+        too_large = ApiError(413, f"the body may have {most} bytes", code="too_large")
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > most:
+                raise too_large
+        client = request.client
+        return HttpCall(
+            request.method,
+            _path(request),
+            request.scope.get("query_string", b""),
+            request.headers.raw,
+            bytes(body),
+            None if client is None else (client.host, client.port),
+            request.url.scheme,
+        )
+
+
+class _Reply:
+    """The reply of one replica to one call, as it comes."""
+
+    def __init__(self, replica: Any, call: HttpCall) -> None:
+        self._pieces = replica.options(stream=True).serve.remote(call)
+        self.head = Head(0, ())
+        self.first = b""  # the first piece of a stream, or the whole body
+
+    @property
+    def is_stream(self) -> bool:
+        kind = next((value for name, value in self.head.headers if name == b"content-type"), b"")
+        return kind.startswith(STREAM_TYPE)
+
+    async def begin(self) -> None:
+        """Wait for the first piece, or for all of it where it is no stream; raises ReplicaLost."""
+        try:
+            accepted = await asyncio.wait_for(self._next(), ACCEPT_S)
+            assert accepted == ACCEPTED, "a replica begins with ACCEPTED"
+            head = await self._next()
+            assert isinstance(head, Head), "a reply begins with its head"
+            self.head = head
+            if self.is_stream:
+                first = await self._next()
+                self.first = first if isinstance(first, bytes) else b""
+            else:
+                self.first = b"".join([piece async for piece in self.rest()])
+        except TimeoutError:
+            self.cancel()
+            raise ReplicaLost(f"it accepted nothing for {ACCEPT_S:.0f} s") from None
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def rest(self) -> AsyncGenerator[bytes, None]:
+        """The pieces that follow; raises ReplicaLost."""
+        while (piece := await self._next()) is not None:
+            if isinstance(piece, bytes):
+                yield piece
+
+    def whole(self) -> Response:
+        """The reply, where it is no stream."""
+        response = Response(self.first, self.head.status)
+        response.raw_headers = list(self.head.headers)
+        return response
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        with suppress(Exception):
+            self._pieces.cancel()
+
+    async def _next(self) -> Piece | None:
+        from ray import exceptions  # noqa: PLC0415  # an extra
+        from ray.serve.exceptions import RayServeException  # noqa: PLC0415
+
+        try:
+            piece: Piece = await anext(self._pieces)
+        except StopAsyncIteration:
+            return None
+        except exceptions.RayTaskError as error:  # raised by the replica's own code
+            raise ReplicaFailed(_last_line(error)) from None
+        except (exceptions.RayError, RayServeException) as error:
+            raise ReplicaLost(_last_line(error)) from None
+        return piece
+
+
+class _Stream(Response):
+    """The stream of a replica, passed on. `on_end` is told how it ended, in any case."""
+
+    def __init__(
+        self, reply: _Reply, path: str, on_end: Callable[[int | ReplicaLost | None], None]
+    ) -> None:
+        super().__init__(status_code=reply.head.status)
+        self.raw_headers = list(reply.head.headers)
+        self._reply, self._path, self._on_end = reply, path, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found: int | ReplicaLost | None = None
+        try:
+            status = self.status_code
+            await send(
+                {"type": "http.response.start", "status": status, "headers": self.raw_headers}
+            )
+            try:
+                found = await self._pass_on(send)
+            except (ReplicaLost, ReplicaFailed) as error:
+                found = error if isinstance(error, ReplicaLost) else None
+                await _send(send, _last_words(self._path, error))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:  # also when the client has left
+            self._reply.cancel()
+            self._on_end(found)
+
+    async def _pass_on(self, send: Send) -> int:
+        """The number of events: about that of tokens."""
+        num_events = self._reply.first.count(EVENT)
+        await _send(send, self._reply.first)
+        async for piece in self._reply.rest():
+            num_events += piece.count(EVENT)
+            await _send(send, piece)
+        return num_events
+
+
+async def _send(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def _routed(call: HttpCall) -> RouteRequest:
+    """What the router is told of a call; nothing of one that has no prompt, or a broken one: the
+    replica says what is wrong with it."""
+    if call.method == "POST" and call.body:
+        with suppress(ApiError):
+            return read_request(parse_json(call.body, MAX_DEPTH), _key(call))
+    return RouteRequest((), 0)
+
+
+def _path(request: Request) -> str:
+    """Without the prefix that the application may have."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", "").rstrip("/"))
+
+
+def _key(call: HttpCall) -> bytes:
+    """Tells callers apart; the key itself is not kept."""
+    return sha256(shown_key(list(call.headers))).digest()
+
+
+def _output_tokens(body: bytes) -> int | None:
+    """Of a whole reply, if it says so."""
+    found = OUTPUT_TOKENS.search(body)
+    return None if found is None else int(found[1])
+
+
+def _last_words(path: str, reason: ReplicaLost | ReplicaFailed) -> bytes:
+    """The event that ends a stream which nobody can go on with."""
+    error = unavailable(f"the replica was lost while it answered: {reason}")
+    if is_messages_path(path):
+        body = messages_error(error, uuid4().hex)
+        return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"
+    return b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+
+
+async def _awaited(response: Any) -> ReplicaStatus:
+    status: ReplicaStatus = await response
+    return status
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__

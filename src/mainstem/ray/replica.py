@@ -1,0 +1,222 @@
+"""A replica under Ray Serve: a whole server in an actor, reached by Ray instead of by a socket.
+
+    front --serve(call)--> Replica: ASGI application --> engine's process
+          <-- ACCEPTED, Head, bytes, bytes, ... --
+
+The application is that of `mainstem serve`: keys, limits and sites are checked here.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message
+
+from mainstem.checkpoints.hub import resolve_model
+from mainstem.core.config import EngineConfig, with_arguments
+from mainstem.core.errors import ConfigError, MainstemError
+from mainstem.core.request import SamplingParams
+from mainstem.server.apps_registry import AppRegistry
+from mainstem.server.auth import Access, KeyRing
+from mainstem.server.build import GatewaySettings, make_gateway
+from mainstem.server.engine_client import EngineState
+from mainstem.server.engine_process import EngineProcess
+from mainstem.server.gateway import Gateway
+from mainstem.server.limits import ServerLimits
+from mainstem.server.logs import set_up_logs
+from mainstem.server.messages import Begin
+from mainstem.server.routes import make_app
+from mainstem.text.encoding import App
+from mainstem.text.tokenizer import Tokenizer
+
+UNSENT = 64  # pieces of an answer that wait for a slow reader; beyond it the engine's text waits
+LEAVE_S = 30.0  # for the application to end when the client has left
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """What a replica is made from; the same for all of them, but for the apps."""
+
+    engine: Mapping[str, object]  # settings as LLM has them
+    names: tuple[str, ...] = ()  # what clients call the model
+    apps: Mapping[str, str] = field(default_factory=dict)  # name -> prompt
+    api_key_file: str | None = None
+    admin_key_file: str | None = None
+    max_queue: int = ServerLimits().open_answers
+    max_body_bytes: int = ServerLimits().body_bytes
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpCall:
+    """A request as it came, its body whole."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: Sequence[tuple[bytes, bytes]]
+    body: bytes
+    client: tuple[str, int] | None = None
+    scheme: str = "http"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The beginning of a reply."""
+
+    status: int
+    headers: Sequence[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """How a replica is."""
+
+    boot: str  # another one: it has been started again and holds nothing
+    is_ready: bool
+    kv_tokens: int  # that it can hold, in all tiers
+
+
+ACCEPTED = "accepted"
+Piece = str | Head | bytes
+
+
+class Replica:
+    """One engine and the server around it; a Ray Serve deployment is made of it."""
+
+    async def __init__(self, settings: ReplicaSettings) -> None:  # type: ignore[misc]
+        """Ready when the model is loaded and the apps are filled; Ray Serve awaits it."""
+        self._boot = uuid4().hex
+        set_up_logs(settings.log_level)
+        self._config = with_arguments(EngineConfig(), settings.engine, "engine")
+        self._gateway = await asyncio.to_thread(open_gateway, settings, self._config)
+        hosts = settings.allowed_hosts or None
+        self._application: ASGIApp = make_app(self._gateway, settings.allowed_origins, hosts)
+        await self._gateway.engine.start()
+        await self._gateway.start()
+
+    async def serve(self, call: HttpCall) -> AsyncGenerator[Piece, None]:
+        """ACCEPTED at once, then the reply's head and its body as it comes."""
+        yield ACCEPTED
+        pieces: asyncio.Queue[Head | bytes | None] = asyncio.Queue(UNSENT)
+        has_left = asyncio.Event()
+        is_read = False
+
+        async def receive() -> Message:
+            nonlocal is_read
+            if not is_read:
+                is_read = True
+                return {"type": "http.request", "body": call.body, "more_body": False}
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await pieces.put(Head(message["status"], list(message.get("headers", ()))))
+            elif message["type"] == "http.response.body" and message.get("body"):
+                await pieces.put(bytes(message["body"]))
+
+        async def answer() -> None:
+            try:
+                await self._application(_scope(call), receive, send)
+            finally:
+                await pieces.put(None)
+
+        answering = asyncio.create_task(answer())
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield piece
+            await answering
+        finally:
+            has_left.set()
+            if not answering.done():
+                await self._end(answering, pieces)
+
+    async def _end(self, answering: "asyncio.Task[None]", pieces: asyncio.Queue[Any]) -> None:
+        """The client has left: let the application clean up."""
+
+        async def drain() -> None:
+            while await pieces.get() is not None:
+                pass
+
+        with suppress(Exception):
+            await asyncio.wait_for(asyncio.gather(drain(), answering), LEAVE_S)
+
+    def status(self) -> ReplicaStatus:
+        """For the front, every second or so."""
+        gateway = self._gateway
+        is_running = gateway.engine.state is EngineState.RUNNING
+        snapshot, store = gateway.engine.snapshot, self._config.store
+        num_pages = snapshot.num_pages
+        if snapshot.stored_page_bytes:
+            lower_bytes = store.host_bytes + (store.disk_bytes if store.disk_dir else 0)
+            num_pages += lower_bytes // snapshot.stored_page_bytes
+        return ReplicaStatus(self._boot, is_running, num_pages * snapshot.page_size)
+
+    def check_health(self) -> None:
+        """Ray Serve starts a replica again if this raises."""
+        if self._gateway.engine.state is EngineState.FAILED:
+            raise RuntimeError("the engine failed")
+
+    async def __del__(self) -> None:
+        """Ray Serve awaits it when the replica has answered what it had."""
+        gateway = getattr(self, "_gateway", None)
+        if gateway is not None:
+            await gateway.close()
+
+
+def _scope(call: HttpCall) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": call.method,
+        "scheme": call.scheme,
+        "path": call.path,
+        "raw_path": call.path.encode(),
+        "query_string": call.query,
+        "root_path": "",
+        "headers": list(call.headers),
+        "client": call.client,
+        "server": None,
+    }
+
+
+def open_gateway(settings: ReplicaSettings, config: EngineConfig) -> Gateway:
+    """Load the model in a process of its own; raises ConfigError."""
+    model = config.model
+    folder = resolve_model(model.model)
+    tokenizer = Tokenizer.load(folder, model.chat_template, model.allow_special_tokens)
+    begin = Begin(config, str(folder), settings.log_level, None)
+    return make_gateway(
+        GatewaySettings(
+            config,
+            settings.names or (Path(model.model).name,),
+            Access(_keys(settings.api_key_file), _keys(settings.admin_key_file)),
+            AppRegistry([App(name, prompt) for name, prompt in settings.apps.items()]),
+            _sampling(tokenizer),
+            ServerLimits(open_answers=settings.max_queue, body_bytes=settings.max_body_bytes),
+        ),
+        tokenizer,
+        partial(EngineProcess.start, begin),
+    )
+
+
+def _keys(path: str | None) -> KeyRing | None:
+    return None if path is None else KeyRing.load(Path(path))
+
+
+def _sampling(tokenizer: Tokenizer) -> Mapping[str, object]:
+    """What the model's makers advise."""
+    try:
+        SamplingParams(**tokenizer.sampling_defaults)  # type: ignore[arg-type]  # it checks them
+    except MainstemError as error:
+        raise ConfigError(f"the model's generation config: {error}") from None
+    return tokenizer.sampling_defaults

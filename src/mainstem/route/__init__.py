@@ -1,0 +1,1 @@
+"""Which of many replicas answers a request: no I/O, no clock (docs/scale.md)."""

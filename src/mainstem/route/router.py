@@ -1,0 +1,270 @@
+"""The router of many replicas: prefix-affine, with bounded loads.
+
+A request goes where it costs least: where the work that is open already and what would have to be
+computed of its prompt are least together. So a prompt goes to the replica that holds most of it,
+until waiting there costs more than computing it elsewhere; that replica then holds it, too.
+
+    cost[i] = open work + NEW_COST * new tokens of the prompt + recent work / SPREAD      (tokens)
+
+- Work is counted in prompt tokens; a token of an answer costs as much as `output_cost` of them.
+- Bounded load: a replica is not asked if its open work would exceed LOAD_BOUND times the mean and
+  FREE_REQUESTS requests like this one. The least loaded replica is always below, so no replica
+  becomes hot. What a replica holds counts under any load: affinity is never switched off.
+- Recent work, which fades, decides between replicas that are equal otherwise: new prompts spread
+  over all memories, not over the first idle one.
+- A session stays at its replica as long as that is up and below the bound; one that must stay, as
+  long as it is not down.
+- Draining replicas get nothing else. A replica that was down has forgotten everything.
+
+Memory is bounded: pages of each replica, sessions, and what is open.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.core.errors import ConfigError, MainstemError
+from mainstem.route.holdings import Holdings, PageHash
+
+LOAD_BOUND = 1.25
+FREE_REQUESTS = 2.0
+NEW_COST = 6.0  # computing again what another replica holds delays everybody who comes after
+SPREAD = 64.0
+RECENT_REQUESTS = 64.0  # of each replica: how many requests recent work goes back
+FIRST_OUTPUT_TOKENS = 256.0  # of an answer, until some have ended
+OUTPUT_MEMORY = 0.01  # weight of one more answer in the mean length
+
+Floats = NDArray[np.float64]
+
+
+class RouterKind(Enum):
+    AFFINE = "affine"
+    RANDOM = "random"
+    ROUND_ROBIN = "round-robin"
+
+
+class ReplicaState(Enum):
+    UP = "up"
+    DRAINING = "draining"  # answers what it has, gets nothing new
+    DOWN = "down"
+
+
+class NoReplica(MainstemError):
+    """No replica can take a request; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Bounds and costs."""
+
+    kind: RouterKind = RouterKind.AFFINE
+    page_tokens: int = 512  # of a page, as its hashes count
+    pages_per_replica: int = 1 << 14  # that a replica is thought to hold
+    max_sessions: int = 1 << 17  # beyond it the one unused for longest is forgotten
+    output_cost: float = 5.0  # of a token of an answer, in tokens of a prompt
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("page_tokens", "pages_per_replica", "max_sessions"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.output_cost > 0:
+            raise ConfigError(f"output_cost must be above 0, got {self.output_cost}")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """What a router may know of a request."""
+
+    pages: Sequence[PageHash]  # of the prompt's leading pages, chained
+    prompt_tokens: int
+    session: Hashable | None = None
+    app: str | None = None
+    must_stay: bool = False  # only the session's replica has what it goes on from
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request at its replica."""
+
+    replica: int
+    held_tokens: int  # of the prompt, as the router believes
+    prompt_work: float  # open, in tokens
+    output_work: float
+
+
+class Router:
+    """Chooses replicas and counts their work. One thread uses it.
+
+    Each ticket of `choose` is handed back once, to `finish`.
+    """
+
+    def __init__(self, num_replicas: int, config: RouterConfig | None = None) -> None:
+        if num_replicas < 1:
+            raise ConfigError(f"a router needs at least one replica, got {num_replicas}")
+        self._config = config or RouterConfig()
+        self._states = [ReplicaState.UP] * num_replicas
+        self._holdings = Holdings(num_replicas, self._config.pages_per_replica)
+        self._sessions: OrderedDict[Hashable, int] = OrderedDict()  # least recently used first
+        self._apps: dict[str, frozenset[int]] = {}  # those that are on some replicas only
+        self._open = np.zeros(num_replicas)  # tokens of work
+        self._recent = np.zeros(num_replicas)
+        self._fading = 1 - 1 / (RECENT_REQUESTS * num_replicas)
+        self._num_open = [0] * num_replicas
+        self._output_tokens = FIRST_OUTPUT_TOKENS
+        self._random = Random(self._config.seed)
+        self._turn = 0
+
+    # --- replicas -------------------------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._states)
+
+    def state(self, replica: int) -> ReplicaState:
+        return self._states[replica]
+
+    def set_state(self, replica: int, state: ReplicaState) -> None:
+        """A replica that goes down has lost its pages; sessions look for another one."""
+        self._states[replica] = state
+        if state is ReplicaState.DOWN:
+            self._holdings.forget(replica)
+            self._recent[replica] = 0.0
+
+    def place_app(self, app: str, replicas: Sequence[int]) -> None:
+        """An app is on these replicas only."""
+        if not replicas or not all(0 <= replica < self.num_replicas for replica in replicas):
+            raise ConfigError(f"app {app}: there are replicas 0 to {self.num_replicas - 1}")
+        self._apps[app] = frozenset(replicas)
+
+    def set_capacity(self, replica: int, num_tokens: int) -> None:
+        """A replica holds this many tokens; `pages_per_replica` remains the most."""
+        num_pages = max(1, num_tokens // self._config.page_tokens)
+        self._holdings.bound(replica, min(num_pages, self._config.pages_per_replica))
+
+    def open_work(self, replica: int) -> float:
+        """Estimated work that a replica has to do, in prompt tokens."""
+        return float(self._open[replica])
+
+    def num_open(self, replica: int) -> int:
+        return self._num_open[replica]
+
+    def num_pages(self, replica: int) -> int:
+        """Pages that a replica is thought to hold."""
+        return self._holdings.num_pages(replica)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def choose(self, request: RouteRequest, excluded: frozenset[int] = frozenset()) -> Ticket:
+        """The replica for a request, whose work counts as open from here on.
+
+        Those in `excluded` have failed it already. Raises NoReplica.
+        """
+        home = self._sessions.get(request.session) if request.must_stay else None
+        is_there = home is not None and self._states[home] is not ReplicaState.DOWN
+        if home is not None and is_there and home not in excluded:
+            return self._open_at(home, request, 0)
+        able = self._able(request, excluded)
+        match self._config.kind:
+            case RouterKind.AFFINE:
+                replica, held_tokens = self._nearest(request, able)
+            case RouterKind.RANDOM:
+                replica, held_tokens = self._random.choice(able), 0
+            case RouterKind.ROUND_ROBIN:
+                replica, held_tokens = self._next_in_turn(able), 0
+        return self._open_at(replica, request, held_tokens)
+
+    def start(self, ticket: Ticket) -> None:
+        """The first token came: its prompt is no longer work to do."""
+        self._open[ticket.replica] -= ticket.prompt_work
+        ticket.prompt_work = 0.0
+
+    def finish(self, ticket: Ticket, output_tokens: int | None) -> None:
+        """An answer has ended; None: it failed, which says nothing of its length."""
+        replica = ticket.replica
+        self._open[replica] -= ticket.prompt_work + ticket.output_work
+        self._num_open[replica] -= 1
+        if not self._num_open[replica]:
+            self._open[replica] = 0.0  # without what rounding has left
+        if output_tokens is not None:
+            self._output_tokens += OUTPUT_MEMORY * (output_tokens - self._output_tokens)
+
+    def home(self, session: Hashable) -> int | None:
+        """Where a session is."""
+        return self._sessions.get(session)
+
+    def settle(self, session: Hashable, replica: int) -> None:
+        """A session is at this replica from now on."""
+        self._sessions[session] = replica
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > self._config.max_sessions:
+            self._sessions.popitem(last=False)
+
+    def _able(self, request: RouteRequest, excluded: frozenset[int]) -> list[int]:
+        places: Sequence[int] | frozenset[int] = range(self.num_replicas)
+        if request.app is not None:
+            places = self._apps.get(request.app, places)
+        able = [
+            place
+            for place in places
+            if self._states[place] is ReplicaState.UP and place not in excluded
+        ]
+        if not able:
+            where = "" if request.app is None else f" of app {request.app!r}"
+            raise NoReplica(f"no replica{where} can take a request: {self._said(places)}")
+        return able
+
+    def _said(self, places: Sequence[int] | frozenset[int]) -> str:
+        states = [self._states[place] for place in places]
+        counts = ((state.value, states.count(state)) for state in ReplicaState)
+        return ", ".join(f"{count} {name}" for name, count in counts if count)
+
+    def _nearest(self, request: RouteRequest, able: list[int]) -> tuple[int, int]:
+        """The replica that answers soonest, and the tokens of the prompt that it holds."""
+        places = np.array(able)
+        held = self._holdings.num_leading(request.pages)[places] * self._config.page_tokens
+        new = np.maximum(0, request.prompt_tokens - held)
+        loads, output_work = self._open[places], self._output_work()
+        most = LOAD_BOUND * loads.mean() + FREE_REQUESTS * (request.prompt_tokens + output_work)
+        costs = loads + NEW_COST * new + self._recent[places] / SPREAD
+        costs[loads + new + output_work > most] = np.inf
+        best = int(costs.argmin())
+        home = None if request.session is None else self._sessions.get(request.session)
+        if home in able and costs[able.index(home)] < np.inf:
+            best = able.index(home)
+        return able[best], int(request.prompt_tokens - new[best])
+
+    def _next_in_turn(self, able: list[int]) -> int:
+        chosen = able[self._turn % len(able)]
+        self._turn += 1
+        return chosen
+
+    def _output_work(self) -> float:
+        return self._config.output_cost * self._output_tokens
+
+    def _open_at(self, replica: int, request: RouteRequest, held_tokens: int) -> Ticket:
+        prompt_work = float(request.prompt_tokens - held_tokens)
+        ticket = Ticket(replica, held_tokens, prompt_work, self._output_work())
+        work = ticket.prompt_work + ticket.output_work
+        self._open[replica] += work
+        self._num_open[replica] += 1
+        self._recent *= self._fading
+        self._recent[replica] += work
+        if self._config.kind is RouterKind.AFFINE:
+            self._holdings.note(replica, request.pages)
+        if request.session is not None:
+            self.settle(request.session, replica)
+        return ticket
+
+    def check(self) -> None:
+        """Raise if a bound is exceeded or work is counted that nobody has."""
+        self._holdings.check()
+        assert len(self._sessions) <= self._config.max_sessions, "more sessions than the bound"
+        for replica, count in enumerate(self._num_open):
+            assert count >= 0, "a ticket was handed back twice"
+            assert count or not self._open[replica], "work is open that nobody has"

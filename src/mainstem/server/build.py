@@ -1,0 +1,85 @@
+"""Joins the parts of a server, for `mainstem serve` and for replicas under Ray Serve."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import time
+
+from mainstem.core.config import EngineConfig
+from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.server.apps_registry import AppRegistry
+from mainstem.server.auth import Access
+from mainstem.server.engine_client import EngineClient, Launched
+from mainstem.server.gateway import Gateway
+from mainstem.server.limits import ServerLimits
+from mainstem.server.live import Live
+from mainstem.server.metrics import ServerMetrics
+from mainstem.server.recording import Recorder
+from mainstem.server.response_file import ResponseFile
+from mainstem.server.served_model import ServedModel
+from mainstem.text.parsers.formats import AUTO, find_formats
+from mainstem.text.session_file import SessionFile
+from mainstem.text.sessions import SessionLimits, Sessions, tokenizer_identity
+from mainstem.text.tokenizer import Tokenizer
+
+SESSIONS_FILE = "sessions.sqlite"
+RESPONSES_FILE = "responses.sqlite"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """What a server is made of, beside its engine."""
+
+    config: EngineConfig
+    names: tuple[str, ...]  # of the model, for clients
+    access: Access
+    apps: AppRegistry
+    sampling: Mapping[str, object] = field(default_factory=dict)  # of requests that do not say
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    sessions: SessionLimits = field(default_factory=SessionLimits)
+    parsers: tuple[str, str] = (AUTO, AUTO)  # of tool calls and of reasoning
+    data_dir: Path | None = None  # of files and batches
+    kept_in: Path | None = None  # sessions and responses
+    record: Path | None = None
+
+
+def make_gateway(
+    settings: GatewaySettings, tokenizer: Tokenizer, launch: Callable[[], Launched]
+) -> Gateway:
+    """Start the engine, wait for it, and join the rest; raises ConfigError."""
+    formats = find_formats(tokenizer, *settings.parsers)
+    engine = EngineClient(tokenizer, launch)
+    name = settings.names[0]
+    metrics = ServerMetrics(engine.bus, name)
+    model = ServedModel(
+        settings.names, int(time()), settings.sampling, str(settings.config.model), formats
+    )
+    gateway = Gateway(
+        engine,
+        model,
+        settings.access,
+        settings.apps,
+        settings.limits,
+        Live(name, metrics.counters),
+        metrics,
+        Sessions(settings.sessions),
+    )
+    if settings.data_dir is not None:
+        gateway.open_batches(settings.data_dir)
+    if settings.kept_in is not None:
+        identity = tokenizer_identity(tokenizer)
+        gateway.keep_sessions(SessionFile(settings.kept_in / SESSIONS_FILE, identity))
+        gateway.keep_responses(ResponseFile(settings.kept_in / RESPONSES_FILE))
+    if settings.record is not None:
+        gateway.recorder = Recorder(settings.record)
+    _check_apps(gateway)
+    return gateway
+
+
+def _check_apps(gateway: Gateway) -> None:
+    """Raise ConfigError if the prompt of an app that a flag gives leaves no room for an answer."""
+    for name, app in gateway.apps.given.items():
+        try:
+            gateway.filler.prefixes(app)
+        except InvalidRequest as error:
+            raise ConfigError(f"--app {name}: {error}") from None

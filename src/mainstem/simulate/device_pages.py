@@ -1,0 +1,94 @@
+"""Pages of a trace as arrays, and a memory of them that is fast enough for hundreds of replicas."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from mainstem.core.step import Int64s
+from mainstem.simulate.trace_records import Trace, TraceFormat, TraceRequest
+
+LEAST_PAGE_TOKENS = 512  # smaller pages are taken together: what is lost is half of one a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTrace:
+    """A trace whose pages are numbered from 0 and have at least LEAST_PAGE_TOKENS."""
+
+    page_tokens: int
+    num_pages: int  # different ones
+    requests: list[TraceRequest]
+    kept: list[Int64s]  # of each request: pages that stay afterwards
+    prompts: list[Int64s]  # the first of these: whole pages of the prompt
+    names: list[list[int]]  # the same, for the router
+    has_sessions: bool  # the trace names them; guessed ones are not shown to the router
+
+    @classmethod
+    def of(cls, trace: Trace) -> "PagedTrace":
+        """A key stands for all that comes before it, so that every n-th one is enough."""
+        step = max(1, LEAST_PAGE_TOKENS // trace.page_tokens)
+        chains = [np.array(r.kept[step - 1 :: step], np.int64) for r in trace.requests]
+        known, numbers = np.unique(np.concatenate(chains), return_inverse=True)
+        kept = np.split(numbers, np.cumsum([len(chain) for chain in chains])[:-1])
+        prompts = [
+            pages[: len(request.keys) // step]
+            for pages, request in zip(kept, trace.requests, strict=True)
+        ]
+        names = [pages.tolist() for pages in prompts]
+        return cls(
+            page_tokens=trace.page_tokens * step,
+            num_pages=len(known),
+            requests=trace.requests,
+            kept=kept,
+            prompts=prompts,
+            names=names,
+            has_sessions=trace.format is not TraceFormat.MOONCAKE,
+        )
+
+
+class DevicePages:
+    """The `capacity` pages that were used last; of a chain the tail goes first."""
+
+    def __init__(self, capacity: int, num_pages: int) -> None:
+        self._capacity = capacity
+        self._is_here = np.zeros(num_pages, dtype=np.bool_)
+        self._last_use = np.zeros(num_pages, dtype=np.int32)
+        self._uses: deque[tuple[int, Int64s]] = deque()  # oldest first
+        self._num_uses = 0
+        self._num_here = 0
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def num_leading(self, pages: Int64s) -> int:
+        """How many of the first pages of a chain are here."""
+        is_here = self._is_here[pages]
+        first = int(is_here.argmin()) if len(pages) else 0
+        return first if len(pages) and not is_here[first] else len(pages)
+
+    def use(self, pages: Int64s) -> None:
+        """Keep a chain; what was used least recently goes."""
+        if not self._capacity or not len(pages):
+            return
+        self._num_uses += 1
+        self._num_here += len(pages) - int(np.count_nonzero(self._is_here[pages]))
+        self._is_here[pages] = True
+        self._last_use[pages] = self._num_uses
+        self._uses.append((self._num_uses, pages))
+        while self._num_here > self._capacity:
+            self._drop_oldest(self._num_here - self._capacity)
+
+    def _drop_oldest(self, most: int) -> None:
+        """Drop pages of the oldest use, its tail first, that were not used since."""
+        number, pages = self._uses[0]
+        left = pages[self._is_here[pages] & (self._last_use[pages] == number)]
+        if len(left) <= most:
+            self._uses.popleft()
+        dropped = left[-most:]
+        self._is_here[dropped] = False
+        self._num_here -= len(dropped)
+
+    def check(self) -> None:
+        """Raise if pages are counted wrong."""
+        assert self._num_here == int(np.count_nonzero(self._is_here)) <= self._capacity

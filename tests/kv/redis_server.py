@@ -1,0 +1,171 @@
+"""A real redis-server on a free port, and a proxy before it that delays, cuts and swallows."""
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from time import monotonic, sleep
+
+import pytest
+
+from mainstem.kv.bytes.line import Address, Line, Reply
+
+CHUNK = 1 << 18
+
+
+def skip_without_server() -> None:
+    """Skip a test where there is no redis-server, or no client for it."""
+    pytest.importorskip("redis", reason="needs the client: pip install 'mainstem[remote]'")
+    if shutil.which("redis-server") is None:
+        pytest.skip("needs redis-server on PATH")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+class RedisServer:
+    """One server process; what it holds is gone when it ends."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.port = free_port()
+        self.socket = folder / "redis.sock"
+        self._folder = folder
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [
+                "redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
+                "--appendonly", "no", "--unixsocket", str(self.socket), "--dir", str(self._folder),
+                *self._options,
+            ],
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        until_s = monotonic() + 10.0
+        while not self.socket.exists() and monotonic() < until_s:
+            sleep(0.01)
+
+    def call(self, *command: bytes | str | int) -> Reply:
+        """One command, past any proxy."""
+        line = Line(Address(f"unix://{self.socket}"))
+        (reply,) = line.call([command], 10.0)
+        line.close()
+        return reply
+
+    def names(self) -> list[bytes]:
+        """What the values are called."""
+        found = self.call("KEYS", "*")
+        assert isinstance(found, list)
+        return found
+
+    def pause(self) -> None:
+        """It hangs, and nobody is told."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        assert self._process is not None
+        self.go_on()
+        self._process.kill()
+        self._process.wait()
+        self.socket.unlink(missing_ok=True)
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+
+class Proxy:
+    """Passes bytes on `delay_s` later, half of it each way, until it is cut."""
+
+    def __init__(self, server_port: int, delay_s: float = 0.0) -> None:
+        self._server_port = server_port
+        self.delay_s = delay_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self._is_closed = Event()
+        Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def cut(self) -> None:
+        """End every connection, in the middle of whatever goes on there."""
+        ends, self._open = self._open, []
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._is_closed.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while not self._is_closed.is_set():
+                near, _ = self._listener.accept()
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._server_port))
+                except OSError:
+                    near.close()
+                    continue
+                self._open += [near, far]
+                for one, other in ((near, far), (far, near)):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    chunks: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
+                    Thread(target=self._take, args=(one, chunks), daemon=True).start()
+                    Thread(target=self._pass, args=(other, chunks), daemon=True).start()
+
+    def _take(self, end: socket.socket, chunks: "SimpleQueue[tuple[float, bytes]]") -> None:
+        chunk = b"more"
+        while chunk:
+            try:
+                chunk = end.recv(CHUNK)
+            except OSError:
+                chunk = b""
+            chunks.put((monotonic() + self.delay_s / 2, chunk))
+
+    def _pass(self, end: socket.socket, chunks: "SimpleQueue[tuple[float, bytes]]") -> None:
+        while (item := chunks.get())[1]:
+            sleep(max(0.0, item[0] - monotonic()))
+            with suppress(OSError):
+                end.sendall(item[1])
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()
+
+
+def main(argv: Sequence[str]) -> None:
+    """A proxy in a process of its own: its port on a line, until standard input ends."""
+    proxy = Proxy(int(argv[0]), float(argv[1]))
+    print(proxy.port, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

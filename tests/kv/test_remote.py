@@ -1,0 +1,487 @@
+"""Pages on a server that processes share: found by the next one, never believed blindly, and never
+in the way of an answer, whatever the server does."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from time import monotonic, sleep
+
+import pytest
+
+from mainstem.core.config import Fetch, RemoteSecrets, StoreConfig
+from mainstem.core.errors import ConfigError, StoreError
+from mainstem.core.events import EventBus, PagesEvicted, PagesLoaded, PagesLost, SavesSkipped
+from mainstem.core.ids import PageKey
+from mainstem.engine.tiers import make_remote
+from mainstem.kv.bytes import remote as remote_module
+from mainstem.kv.bytes.line import Address, check_url
+from mainstem.kv.bytes.remote import RemoteTier
+from mainstem.kv.tier import Answer, Read, ReadJob, WriteJob, Written
+from mainstem.kv.transfer import DistantLink
+from tests.builders import VOCAB, a_request, run_all
+from tests.fakes import fake_answer
+from tests.kv.redis_server import Proxy, RedisServer, skip_without_server
+from tests.kv.tiered import REMOTE, Tiered, a_tiered_engine
+
+PROMPT = list(range(40))
+PAGE = 256
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    skip_without_server()
+    (tmp_path / "redis").mkdir()
+    made = RedisServer(tmp_path / "redis")
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def proxy(server: RedisServer) -> Iterator[Proxy]:
+    made = Proxy(server.port)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that failed is tried again at once."""
+    monkeypatch.setattr(remote_module, "PAUSE_S", 0.02)
+
+
+class Seen:
+    """What an engine told of its tiers."""
+
+    def __init__(self) -> None:
+        self.bus = EventBus()
+        self.loaded: list[PagesLoaded] = []
+        self.lost: list[PagesLost] = []
+        self.skipped: list[SavesSkipped] = []
+        self.evicted: list[PagesEvicted] = []
+        self.bus.subscribe(PagesLoaded, self.loaded.append)
+        self.bus.subscribe(PagesLost, self.lost.append)
+        self.bus.subscribe(SavesSkipped, self.skipped.append)
+        self.bus.subscribe(PagesEvicted, self.evicted.append)
+
+    def num_loaded(self, tier: str = "remote") -> int:
+        return sum(event.num_pages for event in self.loaded if event.tier == tier)
+
+
+def answer(tiered: Tiered, prompt: list[int] = PROMPT) -> None:
+    """Ask, and compare."""
+    request = a_request(prompt, 4)
+    got = run_all(tiered.engine, [request])
+    assert got.tokens[str(request.request_id), 0] == fake_answer(prompt, 4, VOCAB)
+    tiered.engine.check()
+
+
+def store_prompt(url: str, prompt: list[int] = PROMPT) -> None:
+    """An engine computes a prompt, and ends."""
+    first = a_tiered_engine(remote=Address(url))
+    answer(first, prompt)
+    first.engine.close()
+
+
+# -- lines -----------------------------------------------------------------------------------------
+
+
+def key(number: int) -> PageKey:
+    return PageKey(number.to_bytes(32, "little"))
+
+
+def exchange(address: Address) -> None:
+    """Write pages, ask for them, and read them back."""
+    tier = RemoteTier(address, PAGE, REMOTE)
+    for number in range(20):
+        assert tier.take(key(number))
+        tier.write(WriteJob(key(number), b"tokens", memoryview(bytes([number]) * PAGE)))
+    tier.flush()
+    assert list(tier.poll()) == [Written(key(number)) for number in range(20)]
+    tier.ask([key(number) for number in range(30)])
+    assert wait(tier, 1) == [Answer(key(29), [key(number) for number in range(20)])]
+    buffers = [memoryview(bytearray(PAGE)) for _ in range(20)]
+    tier.read([ReadJob(key(number), buffers[number]) for number in range(20)], 10.0)
+    for done in wait(tier, 20):
+        assert isinstance(done, Read)
+        assert done.problem is None
+        assert done.token_ids == b"tokens"
+    assert buffers == [bytes([number]) * PAGE for number in range(20)]
+    tier.close()
+
+
+def wait(tier: RemoteTier, count: int) -> list[object]:
+    found: list[object] = []
+    until_s = monotonic() + 10.0
+    while len(found) < count and monotonic() < until_s:
+        found += tier.poll()
+        sleep(0.001)
+    return found
+
+
+def test_over_tcp_and_by_its_other_name(server: RedisServer) -> None:
+    exchange(Address(server.url))
+    exchange(Address(server.url.replace("redis://", "valkey://") + "/3"))
+
+
+def test_over_a_unix_socket(server: RedisServer) -> None:
+    exchange(Address(f"unix://{server.socket}"))
+
+
+def test_over_tls(tmp_path: Path) -> None:
+    skip_without_server()
+    certificate, private = tmp_path / "server.crt", tmp_path / "server.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost",
+         "-keyout", str(private), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    server = RedisServer(tmp_path, "--tls-cert-file", str(certificate), "--tls-key-file",
+                         str(private), "--tls-auth-clients", "no", "--tls-port", "0")  # fmt: skip
+    try:
+        port = remote_port(server)
+        exchange(Address(f"rediss://localhost:{port}?ssl_ca_certs={certificate}"))
+        exchange(Address(f"valkeys://localhost:{port}?ssl_ca_certs={certificate}"))
+        untrusting = RemoteTier(Address(f"rediss://localhost:{port}"), PAGE, REMOTE)
+        untrusting.ask([key(0)])  # it cannot prove who it is
+        assert Answer(key(0), ()) in wait(untrusting, 2)
+        untrusting.close()
+    finally:
+        server.stop()
+
+
+def remote_port(server: RedisServer) -> int:
+    """The port for TLS, opened beside the plain one."""
+    from tests.kv.redis_server import free_port  # noqa: PLC0415
+
+    port = free_port()
+    assert server.call("CONFIG", "SET", "tls-port", str(port)) == b"OK"
+    return port
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis://:secret@host:1", "remote-secrets"),
+        ("redis://user@host", "remote-secrets"),
+        ("http://host", "redis://HOST:PORT"),
+        ("redis://", "redis://HOST:PORT"),
+        ("redis://host:port", "redis://HOST:PORT"),
+        ("redis://host?retries=3", "unknown option 'retries'"),
+    ],
+)
+def test_addresses_that_are_refused(url: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_url(url)
+    assert "secret@" not in str(caught.value)
+
+
+def test_credentials_come_from_a_file_or_the_environment(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.call("ACL", "SETUSER", "pages", "on", ">right", "~*", "+@all")
+    server.call("CONFIG", "SET", "requirepass", "other")
+    secrets = tmp_path / "secrets.toml"
+    config = StoreConfig(remote=server.url, remote_secrets=str(secrets))
+
+    def open_it(config: StoreConfig) -> None:
+        make_remote(server.url, b"model", PAGE, config).close()
+
+    secrets.write_text('username = "pages"\npassword = "right"\nkey = "k"\n')
+    open_it(config)
+    secrets.write_text('username = "pages"\npassword = "wrong"\n')
+    with pytest.raises(StoreError, match="refuses us") as caught:
+        open_it(config)
+    assert "wrong" not in str(caught.value).replace("WRONGPASS", "")
+    monkeypatch.setenv("MAINSTEM_REMOTE_PASSWORD", "other")
+    open_it(StoreConfig(remote=server.url))
+    secrets.write_text('pasword = "x"\n')
+    with pytest.raises(ConfigError, match="pasword"):
+        open_it(config)
+    assert "right" not in repr(RemoteSecrets(password="right"))
+
+
+# -- what is shared --------------------------------------------------------------------------------
+
+
+def test_the_next_engine_finds_what_was_computed(server: RedisServer) -> None:
+    store_prompt(server.url)
+    seen = Seen()
+    second = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
+    answer(second)
+    assert seen.num_loaded() == 9, "all but the page of the last token"
+    second.engine.close()
+
+
+ANOTHER = """
+import sys
+from tests.kv.test_remote import store_prompt
+store_prompt(sys.argv[1])
+"""
+
+
+def test_another_process_finds_it_as_well(server: RedisServer) -> None:
+    subprocess.run([sys.executable, "-c", ANOTHER, server.url], check=True, cwd=ROOT)
+    seen = Seen()
+    second = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
+    answer(second, [*PROMPT, 1, 2, 3])
+    assert seen.num_loaded() == 10
+    second.engine.close()
+
+
+def test_models_and_secrets_do_not_mix(server: RedisServer) -> None:
+    store_prompt(server.url)
+    for other in (replace(REMOTE, identity=b"other"), replace(REMOTE, secret=b"other")):
+        seen = Seen()
+        tiered = a_tiered_engine(remote=Address(server.url), remote_settings=other, bus=seen.bus)
+        answer(tiered)
+        assert seen.num_loaded() == 0
+        assert not seen.lost
+        tiered.engine.close()
+
+
+def test_a_foreign_writer_is_not_believed(server: RedisServer) -> None:
+    """Values of other names, bits that flipped, and what is no page at all."""
+    store_prompt(server.url)
+    names = sorted(server.names())
+    values = [server.call("GET", name) for name in names]
+    damages: list[list[object]] = [values[1:] + values[:1]]
+    damages.append([value[:-1] + b"\x55" for value in values if isinstance(value, bytes)])
+    damages += [[b""] * len(names), [b"x" * 70] * len(names)]
+    for damaged in damages:
+        for name, value in zip(names, damaged, strict=True):
+            assert isinstance(value, bytes)
+            server.call("SET", name, value)
+        seen = Seen()
+        tiered = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
+        answer(tiered)
+        assert {event.reason for event in seen.lost} <= {"checksum", "format"}
+        assert seen.lost
+        assert seen.num_loaded() == 0
+        tiered.engine.close()
+    server.call("DEL", names[0])
+    server.call("LPUSH", names[0], "not a string")
+    tiered = a_tiered_engine(remote=Address(server.url))
+    answer(tiered)
+    tiered.engine.close()
+
+
+def test_what_was_damaged_is_stored_again(server: RedisServer) -> None:
+    store_prompt(server.url)
+    for name in server.names():
+        server.call("SET", name, b"rubbish")
+    store_prompt(server.url)
+    seen = Seen()
+    third = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
+    answer(third)
+    assert seen.num_loaded() == 9
+    third.engine.close()
+
+
+def test_pages_that_the_disk_gives_up_go_to_the_server(server: RedisServer, tmp_path: Path) -> None:
+    """Even where the server was not there when they were saved."""
+    tiered = a_tiered_engine(
+        num_slots=48, num_records=50, disk_dir=tmp_path / "disk", remote=Address(server.url)
+    )
+    server.stop()
+    answer(tiered)
+    tiered.store.flush()
+    server.start()
+    sleep(0.1)
+    rng = Random(0)
+    for _ in range(50):
+        answer(tiered, [rng.randrange(VOCAB) for _ in range(8)])
+        tiered.store.flush()
+    tiered.engine.close()
+    seen = Seen()
+    second = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
+    answer(second)
+    assert seen.num_loaded() == 9
+    second.engine.close()
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there_is_told_once(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.stop()
+    with caplog.at_level(logging.WARNING, "mainstem.store"):
+        tiered = a_tiered_engine(remote=Address(server.url))
+        for first in range(10):
+            answer(tiered, list(range(first, first + 40)))
+    assert len([line for line in caplog.messages if "failed" in line]) == 1
+    server.start()
+    sleep(0.2)
+    for first in range(10, 14):
+        answer(tiered, list(range(first, first + 40)))
+        tiered.store.flush()
+    assert "is there again" in caplog.messages[-1]
+    assert server.names()
+    tiered.engine.close()
+
+
+def test_a_restarted_server_costs_hits(server: RedisServer) -> None:
+    seen = Seen()
+    tiered = a_tiered_engine(num_slots=4, remote=Address(server.url), bus=seen.bus)
+    answer(tiered)
+    tiered.store.flush()
+    server.restart()
+    for first in range(4):
+        answer(tiered, list(range(first, first + 40)))
+    answer(tiered)
+    assert not seen.lost or {event.reason for event in seen.lost} == {"server lost"}
+    tiered.engine.close()
+
+
+def test_a_server_that_hangs_holds_nobody_up(server: RedisServer) -> None:
+    store_prompt(server.url)
+    tiered = a_tiered_engine(remote=Address(server.url), fetch=Fetch.AUTO)
+    asked = tiered.tiers.ask(tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys)
+    assert asked is not None
+    while tiered.tiers.is_asked(asked):
+        tiered.engine.step()
+        sleep(0.001)
+    server.pause()
+    began_s = monotonic()
+    answer(tiered)
+    assert monotonic() - began_s < 1.0
+    server.go_on()
+    tiered.engine.close()
+
+
+def test_an_answer_that_takes_too_long_is_not_waited_for(server: RedisServer) -> None:
+    """40 tokens take 40 ms here, of which 2 may be spent on hearing from others."""
+    store_prompt(server.url)
+    proxy = Proxy(server.port, delay_s=0.2)
+    seen = Seen()
+    tiered = a_tiered_engine(remote=Address(proxy.url), fetch=Fetch.AUTO, bus=seen.bus)
+    began_s = monotonic()
+    answer(tiered)
+    assert monotonic() - began_s < 0.15
+    assert seen.num_loaded() == 0
+    tiered.engine.close()
+    proxy.close()
+
+
+def test_a_late_answer_is_given_up(server: RedisServer) -> None:
+    """It was quick before."""
+    store_prompt(server.url)
+    tiered = a_tiered_engine(remote=Address(server.url), fetch=Fetch.AUTO)
+    server.pause()
+    began_s = monotonic()
+    answer(tiered)
+    assert monotonic() - began_s < 0.5
+    server.go_on()
+    tiered.engine.close()
+
+
+def test_a_full_server_is_not_written_to(server: RedisServer) -> None:
+    server.call("CONFIG", "SET", "maxmemory", "1")
+    seen = Seen()
+    tiered = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
+    answer(tiered)
+    tiered.store.flush()
+    assert {(event.tier, event.reason) for event in seen.skipped} == {("remote", "server full")}
+    answer(tiered, PROMPT[5:])
+    tiered.engine.close()
+
+
+def test_a_server_without_a_bound_is_held_to_ours(server: RedisServer) -> None:
+    seen = Seen()
+    small = replace(REMOTE, max_bytes=100_000)
+    tiered = a_tiered_engine(remote=Address(server.url), remote_settings=small, bus=seen.bus)
+    answer(tiered)
+    tiered.store.flush()
+    assert {event.reason for event in seen.skipped} == {"server full"}
+    assert not server.names()
+    tiered.engine.close()
+
+
+def test_a_server_that_makes_room_by_itself_costs_hits(server: RedisServer) -> None:
+    store_prompt(server.url)
+    seen = Seen()
+    tiered = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
+    asked = tiered.tiers.ask(tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys)
+    assert asked is not None
+    while tiered.tiers.is_asked(asked):
+        tiered.tiers.poll()
+    server.call("FLUSHALL")
+    answer(tiered)
+    assert not seen.lost
+    assert sum(event.num_pages for event in seen.evicted if event.tier == "remote") > 0
+    tiered.engine.close()
+
+
+def test_pages_expire_unless_they_are_used(server: RedisServer) -> None:
+    brief = replace(REMOTE, ttl_s=1.5)
+    tiered = a_tiered_engine(num_pages=32, remote=Address(server.url), remote_settings=brief)
+    answer(tiered)
+    answer(tiered, list(range(50, 90)))
+    tiered.store.flush()
+    assert len(server.names()) == 20
+    for _ in range(5):
+        sleep(0.5)
+        answer(tiered)
+    assert 9 <= len(server.names()) <= 10, "all but the page of the last token was used"
+    tiered.engine.close()
+
+
+def test_a_thread_that_meets_the_unexpected_fails_its_loads(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_prompt(server.url)
+    seen = Seen()
+    tiered = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteTier, "_take", fail)
+        answer(tiered)
+        assert {event.reason for event in seen.lost} == {"server lost"}
+        patch.setattr(RemoteTier, "_value", fail)
+        patch.setattr(RemoteTier, "_ask", fail)
+        answer(tiered, PROMPT[3:])
+        tiered.store.flush()
+    sleep(0.1)
+    answer(tiered, PROMPT[6:])
+    tiered.store.flush()
+    answer(tiered, PROMPT[6:])
+    tiered.engine.close()
+
+
+def test_a_connection_that_is_cut_at_any_moment(proxy: Proxy) -> None:
+    tiered = a_tiered_engine(num_slots=8, remote=Address(proxy.url))
+    for first in range(30):
+        if first % 3 == 0:
+            proxy.cut()
+        answer(tiered, list(range(first % 5, first % 5 + 40)))
+    tiered.engine.close()
+
+
+# -- how far away it is ----------------------------------------------------------------------------
+
+
+def test_the_round_trip_counts_apart_from_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 10.0
+    monkeypatch.setattr("mainstem.kv.transfer.perf_counter", lambda: now_s)
+    link = DistantLink(100e6)
+    for _ in range(20):
+        link.note_round_trip(0.1)
+    assert link.pass_s(100_000_000) == pytest.approx(1.1)
+    assert link.expect_s(0) == 0.0, "nothing is queued"
+    link.note_round_trip(0.001)
+    assert link.round_trip_s == pytest.approx(0.001)
+    link.note_late()
+    assert link.pass_s(100_000_000) == pytest.approx(2.001)
+    now_s += 100.0
+    assert link.pass_s(100_000_000) == pytest.approx(1.001), "it gets another chance"
