@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import (
     FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
     GraniteConfig,
     Olmo2Config,
     Phi3Config,
@@ -26,6 +28,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "phi 3": Phi3Config(**SMALL),
     "falcon 7B": FalconConfig(**SMALL_FALCON),
     "falcon 40B": FalconConfig(**SMALL_FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "gemma 2": Gemma2Config(**SMALL, head_dim=16, query_pre_attn_scalar=16, sliding_window=11),
+    "gemma 3": Gemma3TextConfig(**SMALL, head_dim=16, query_pre_attn_scalar=16, sliding_window=11),
     "olmo 2": Olmo2Config(**SMALL),
     "granite": GraniteConfig(
         **SMALL,

@@ -236,6 +236,15 @@ def test_mistral_small_3_1() -> None:
     assert spec.dropped
 
 
+def test_other_decoders_under_the_name_of_mistral_small_are_refused() -> None:
+    config = copy.deepcopy(PUBLISHED["mistralai/Mistral-Small-3.1-24B-Instruct-2503"])
+    text = config["text_config"]
+    assert isinstance(text, dict)
+    text["model_type"] = "ministral3"
+    with pytest.raises(UnsupportedModel, match="model_type='ministral3'"):
+        spec_from_config(config)
+
+
 def experts_of(spec: ModelSpec) -> ExpertsSpec:
     """Those of all layers, which are the same."""
     (mlp,) = {layer.mlp for layer in spec.layers}

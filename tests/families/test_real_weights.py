@@ -47,7 +47,7 @@ PROMPTS = [
     "def fibonacci(n):\n",
     "1, 2, 4, 8, 16,",
     "Water boils at 100 degrees, and it freezes at",
-    "Die Hauptstadt von Deutschland ist",
+    "La capitale de la France est",
     "Q: What do bees make?\nA:",
     _STORY * 40 + "At last, one winter evening,",  # longer than Gemma's windows
 ]

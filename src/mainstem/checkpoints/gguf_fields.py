@@ -15,6 +15,8 @@ class Field(Protocol):
 
 
 class Fields:
+    """All settings by name; ModelNotFound names one that is missing."""
+
     def __init__(self, fields: Mapping[str, Field]) -> None:
         self._fields = fields
 

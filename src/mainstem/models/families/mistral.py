@@ -21,11 +21,17 @@ def _read(config: Config) -> ModelSpec:
     return make_spec(config, sizes, layers, rms_norm(config))
 
 
+def _read_part(config: Config) -> ModelSpec:
+    """Later models with this architecture's name have decoders of other kinds."""
+    config.table("text_config").only("model_type", "mistral")
+    return _read(config)
+
+
 FAMILY = Family("Mistral", ("MistralForCausalLM",), _read, notes="windows in version 0.1")
 WITH_VISION = Family(
     "Mistral Small 3 with vision",
     ("Mistral3ForConditionalGeneration",),
-    _read,
+    _read_part,
     notes="its text part",
     is_part=True,
 )
