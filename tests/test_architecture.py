@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "llm": "core plan engine text checkpoints",
     "async_llm": "core text llm",
     "ray": "core plan route checkpoints text wire batch server llm",
-    "cli": "core plan route kv checkpoints simulate text wire batch server llm runner ray",
+    "cli": "core plan route kv checkpoints simulate text wire batch server llm models runner ray",
 }
 MAIN = {"__init__", "__main__"}  # join the packages; `mainstem.LLM` is imported when asked for
 TORCH_OK = ("kernels/", "models/", "runner/")  # everything else runs without torch

@@ -112,6 +112,8 @@ def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> 
     warm_up(engine, job, shape.vocab_size, WARM_SEQS if machine.has_gpu else 16)
     window = None if args.profile is None else ProfileWindow(args.profile, args.profile_steps)
     about: dict[str, object] = {"workload": job.name, "model_shape": job.model_shape}
+    if unread := shape.kv_elements_in_windows(job.prefix + job.distinct + job.output):
+        about["kv_unread_in_windows"] = round(unread / shape.kv_elements_per_token, 3)
     if args.arrivals is not None:
         result = run_arrivals(engine, prompts, job.output, args.arrivals, window)
     else:

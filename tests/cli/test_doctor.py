@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mainstem.checkpoints.hub import ModelRecord, ModelState
-from mainstem.cli import doctor
+from mainstem.cli import doctor, models
 from mainstem.core.config import DType
 from mainstem.models.weights import compute_dtype
 from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_cpu
@@ -118,3 +118,31 @@ def test_trouble_ahead_is_a_warning(
 
 def test_a_healthy_machine_has_no_warnings() -> None:
     assert doctor.find_warnings(CPU, ABSENT, 1 << 40) == []
+
+
+def test_a_model_tells_what_its_keys_and_values_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "architectures": ["MistralForCausalLM"], "vocab_size": 100, "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": 64,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert doctor.main(["--model", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "256 bytes a token in bfloat16" in told
+    assert "75% of that has left the windows" in told
+
+
+def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert models.main(["--families"]) == 0
+    told = capsys.readouterr().out
+    for name in ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"):
+        assert name in told
+    assert models.main(["--families", "--json"]) == 0
+    entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {"name", "architectures", "notes"} == set(entries[0])

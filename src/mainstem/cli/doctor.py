@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mainstem import __version__
-from mainstem.checkpoints.hub import ModelRecord, ModelState, list_models
+from mainstem.checkpoints.hub import ModelRecord, ModelState, list_models, resolve_model
 from mainstem.core.config import Device, StoreConfig, cache_dir
 from mainstem.core.tables import gigabytes
+from mainstem.runner.kv_size import kv_size
 from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_devices, describe_torch
 
 Section = dict[str, object]
@@ -104,10 +105,36 @@ def find_warnings(cpu: DeviceFacts, default: ModelRecord, free_disk_bytes: int) 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("mainstem doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--model", help="also: what this model's keys and values take")
     args = parser.parse_args(argv)
     found = report()
+    if args.model is not None:
+        found["model"] = describe_model(args.model)
     print(json.dumps(found, indent=2) if args.json else as_text(found))
     return 0
+
+
+def describe_model(name: str) -> Section:
+    """Sizes from a model's config.json; raises UnsupportedModel for one that cannot be run."""
+    size = kv_size(resolve_model(name))
+    return {"name": name} | asdict(size) | {"dtype": size.dtype.value}
+
+
+def _model_lines(model: Section) -> list[tuple[str, str]]:
+    kept, unread = model["bytes_per_token"], model["unread_bytes_per_token"]
+    assert isinstance(kept, int)
+    assert isinstance(unread, int)
+    lines = [
+        ("model", f"{model['name']}, {model['max_positions']:,} positions"),
+        ("  KV", f"{kept:,} bytes a token in {model['dtype']}"),
+    ]
+    if unread:
+        words = (
+            f"{unread / kept:.0%} of that has left the windows of their layers at the end of the "
+            "longest context, and is kept all the same: pages hold all layers"
+        )
+        lines.append(("  windows", words))
+    return lines
 
 
 def as_text(found: dict[str, object]) -> str:
@@ -136,6 +163,9 @@ def as_text(found: dict[str, object]) -> str:
     lines.append(("  dtype", f"{use['dtype']}: {use['why_dtype']}"))
     lines.append(("  attention", str(use["attention"])))
     lines.append(("  store", str(use["store"])))
+    model = found.get("model")
+    if isinstance(model, dict):
+        lines += _model_lines(model)
     warnings = found["warnings"]
     assert isinstance(warnings, list)
     lines += [("warning", str(warning)) for warning in warnings]

@@ -8,11 +8,15 @@ from mainstem.checkpoints.hub import list_models, resolve_model
 from mainstem.checkpoints.progress import StageBar
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.tables import gigabytes, table
+from mainstem.models.families import FAMILIES
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("mainstem models", description=__doc__)
     made.add_argument("--json", action="store_true", help="one JSON object a line")
+    made.add_argument(
+        "--families", action="store_true", help="the model families that can be loaded"
+    )
     made.add_argument("--fetch", metavar="MODEL", help="fetch (and convert) a model now")
     made.add_argument(
         "--verify",
@@ -31,6 +35,9 @@ def main(argv: list[str]) -> int:
         with StageBar() as bar:
             folder = resolve_model(args.fetch or args.verify, bar, check)
         print(folder)
+        return 0
+    if args.families:
+        _print_families(args.json)
         return 0
     records = list_models()
     if args.json:
@@ -51,3 +58,18 @@ def main(argv: list[str]) -> int:
     print(table(["model", "state", "size", "origin", "folder"], rows))
     print("\nAny folder in Hugging Face layout or hub id (owner/name) works as --model too.")
     return 0
+
+
+def _print_families(is_json: bool) -> None:
+    if is_json:
+        for family in FAMILIES:
+            entry = {
+                "name": family.name,
+                "architectures": list(family.architectures),
+                "notes": family.notes,
+            }
+            print(json.dumps(entry))
+        return
+    rows = [[f.name, ", ".join(f.architectures), f.notes] for f in FAMILIES]
+    print(table(["family", "architectures in config.json", "notes"], rows))
+    print("\nOthers are refused by name; docs/add-a-model.md shows how to add one.")

@@ -13,6 +13,10 @@ class KvSize:
 
     bytes_per_token: int
     dtype: DType
+    max_positions: int
+    # of bytes_per_token, in windowed layers, and read by nobody at the end of the longest context:
+    # a page holds all layers, so keys that have left a window are kept with the others
+    unread_bytes_per_token: int
 
 
 def kv_size(folder: Path, dtype: DType = DType.AUTO) -> KvSize:
@@ -23,4 +27,9 @@ def kv_size(folder: Path, dtype: DType = DType.AUTO) -> KvSize:
     spec = read_spec(folder)
     kept = spec.dtype if dtype is DType.AUTO else dtype
     element_bytes = 4 if kept is DType.FP32 else 2
-    return KvSize(spec.kv_elements_per_token * element_bytes, kept)
+    return KvSize(
+        bytes_per_token=spec.kv_elements_per_token * element_bytes,
+        dtype=kept,
+        max_positions=spec.max_positions,
+        unread_bytes_per_token=spec.kv_elements_in_windows(spec.max_positions) * element_bytes,
+    )
