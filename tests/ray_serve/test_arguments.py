@@ -33,7 +33,7 @@ def test_apps_go_to_their_replicas(tmp_path: Path) -> None:
         ({"replica": 2}, "unknown field `replica`"),
         ({"replicas": 0}, ">= 1"),
         ({"router": "sticky"}, "sticky"),
-        ({"engine": {"modle": "x"}}, "Did you mean model?"),
+        ({"engine": {"models": "x"}}, "Did you mean model?"),
         ({"apps": {"shop": {"file": "x", "replicas": [1]}}}, "there are replicas 0 to 0"),
         ({"apps": {"shop": {"file": "x", "replicas": []}}}, "there are replicas 0 to 0"),
     ],
