@@ -77,6 +77,7 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # for busy machines
     import ray  # noqa: PLC0415  # an extra
     from ray import serve  # noqa: PLC0415
 

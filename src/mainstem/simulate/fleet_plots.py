@@ -16,6 +16,8 @@ PANELS: tuple[tuple[str, Callable[[FleetReport], float]], ...] = (
 
 def plot_fleets(reports: Sequence[FleetReport], path: Path) -> None:
     """A row for each memory, a line for each router and shared tier; dotted: one memory for all."""
+    from matplotlib.ticker import LogLocator  # noqa: PLC0415  # an extra
+
     sizes = list(dict.fromkeys(report.device_tokens for report in reports))
     figure = new_figure(13, 3.6 * len(sizes) + 0.4)
     grid = figure.subplots(len(sizes), len(PANELS), squeeze=False)
@@ -48,7 +50,11 @@ def plot_fleets(reports: Sequence[FleetReport], path: Path) -> None:
             axes.plot(counts, values, ":", color="black", label="one memory for all")
         row[0].set_ylim(bottom=0)
         row[1].set_yscale("log")
+        row[1].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        row[1].yaxis.set_major_formatter("{x:g}")
+        row[1].minorticks_off()
         row[2].axhline(1.25, color="black", linewidth=0.8, linestyle=":")
         row[2].set_ylim(bottom=1)
-        row[1].legend(fontsize=8, frameon=False)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     save_figure(figure, path)
