@@ -341,6 +341,7 @@ def test_a_restarted_server_costs_hits(server: RedisServer) -> None:
     tiered.engine.close()
 
 
+@pytest.mark.serial
 def test_a_server_that_hangs_holds_nobody_up(server: RedisServer) -> None:
     store_prompt(server.url)
     tiered = a_tiered_engine(remote=Address(server.url), fetch=Fetch.AUTO)
@@ -357,20 +358,22 @@ def test_a_server_that_hangs_holds_nobody_up(server: RedisServer) -> None:
     tiered.engine.close()
 
 
+@pytest.mark.serial
 def test_an_answer_that_takes_too_long_is_not_waited_for(server: RedisServer) -> None:
     """40 tokens take 40 ms here, of which 2 may be spent on hearing from others."""
     store_prompt(server.url)
-    proxy = Proxy(server.port, delay_s=0.2)
+    proxy = Proxy(server.port, delay_s=0.9)
     seen = Seen()
     tiered = a_tiered_engine(remote=Address(proxy.url), fetch=Fetch.AUTO, bus=seen.bus)
     began_s = monotonic()
     answer(tiered)
-    assert monotonic() - began_s < 0.15
+    assert monotonic() - began_s < 0.5
     assert seen.num_loaded() == 0
     tiered.engine.close()
     proxy.close()
 
 
+@pytest.mark.serial
 def test_a_late_answer_is_given_up(server: RedisServer) -> None:
     """It was quick before."""
     store_prompt(server.url)
@@ -420,6 +423,7 @@ def test_a_server_that_makes_room_by_itself_costs_hits(server: RedisServer) -> N
     tiered.engine.close()
 
 
+@pytest.mark.serial
 def test_pages_expire_unless_they_are_used(server: RedisServer) -> None:
     brief = replace(REMOTE, ttl_s=1.5)
     tiered = a_tiered_engine(num_pages=32, remote=Address(server.url), remote_settings=brief)
