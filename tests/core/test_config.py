@@ -118,14 +118,17 @@ def test_a_share_of_memory_can_be_asked_for() -> None:
 def test_the_store_is_set_by_flags() -> None:
     argv = ["--host-gb", "2.5", "--disk-dir", "/d", "--disk-gb", "7", "--store-ttl", "60"]
     argv += ["--store-policy", "lru", "--store-fetch", "always", "--preload", "5"]
-    store = engine_config(parse(argv)).store
-    assert store == StoreConfig(2.5, "/d", 7.0, 60.0, StorePolicy.LRU, Fetch.ALWAYS, "5")
+    argv += ["--remote", "redis://h", "--remote-gb", "3", "--remote-ttl", "9"]
+    store = engine_config(parse([*argv, "--remote-secrets", "f"])).store
+    rest = {"ttl_s": 60.0, "policy": StorePolicy.LRU, "fetch": Fetch.ALWAYS, "preload": "5"}
+    assert store == StoreConfig(2.5, "/d", 7.0, "redis://h", 3.0, 9.0, "f", **rest)  # type: ignore[arg-type]
     assert store.host_bytes == 2_500_000_000
 
 
 def test_a_disk_brings_host_memory_along() -> None:
     assert StoreConfig().host_bytes == 0
     assert StoreConfig(disk_dir="/d").host_bytes == 1_000_000_000
+    assert StoreConfig(remote="redis://h").host_bytes == 1_000_000_000
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

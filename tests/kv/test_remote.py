@@ -201,8 +201,8 @@ def test_credentials_come_from_a_file_or_the_environment(
     assert "wrong" not in str(caught.value).replace("WRONGPASS", "")
     monkeypatch.setenv("MAINSTEM_REMOTE_PASSWORD", "other")
     open_it(StoreConfig(remote=server.url))
-    secrets.write_text('pasword = "x"\n')
-    with pytest.raises(ConfigError, match="pasword"):
+    secrets.write_text('pass = "x"\n')
+    with pytest.raises(ConfigError, match="pass"):
         open_it(config)
     assert "right" not in repr(RemoteSecrets(password="right"))
 
