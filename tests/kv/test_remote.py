@@ -17,6 +17,7 @@ from mainstem.core.errors import ConfigError, StoreError
 from mainstem.core.events import EventBus, PagesEvicted, PagesLoaded, PagesLost, SavesSkipped
 from mainstem.core.ids import PageKey
 from mainstem.engine.tiers import make_remote
+from mainstem.kv.bytes import line as line_module
 from mainstem.kv.bytes import remote as remote_module
 from mainstem.kv.bytes.line import Address, check_url
 from mainstem.kv.bytes.remote import RemoteTier
@@ -180,6 +181,12 @@ def test_addresses_that_are_refused(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         check_url(url)
     assert "secret@" not in str(caught.value)
+
+
+def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_module, "CLIENTS", ("no_such_client",))
+    with pytest.raises(ConfigError, match=r"pip install 'mainstem\[remote\]'"):
+        RemoteTier(Address("redis://host"), PAGE, REMOTE)
 
 
 def test_credentials_come_from_a_file_or_the_environment(

@@ -657,7 +657,8 @@ class LowerTiers:
         if not has_place or not self._policy.places(key) >> number & 1:
             if has_place:
                 tier.delete(key)
-            self._keep_off(entry, number, f"no room on {tier.name}")
+            reason = f"no room on {tier.name}" if tier.can_write else "not reachable, or full"
+            self._keep_off(entry, number, reason)
             return
         entry.taken |= 1 << number
         entry.holds += 1
