@@ -118,11 +118,16 @@ def test_a_share_of_memory_can_be_asked_for() -> None:
 def test_the_store_is_set_by_flags() -> None:
     argv = ["--host-gb", "2.5", "--disk-dir", "/d", "--disk-gb", "7", "--store-ttl", "60"]
     argv += ["--store-policy", "lru", "--store-fetch", "always", "--preload", "5"]
-    store = engine_config(parse(argv)).store
+    argv += ["--remote", "redis://h", "--remote-gb", "3", "--remote-ttl", "9"]
+    store = engine_config(parse([*argv, "--remote-secrets", "f"])).store
     assert store == StoreConfig(
         host_gb=2.5,
         disk_dir="/d",
         disk_gb=7.0,
+        remote="redis://h",
+        remote_gb=3.0,
+        remote_ttl_s=9.0,
+        remote_secrets="f",
         ttl_s=60.0,
         policy=StorePolicy.LRU,
         fetch=Fetch.ALWAYS,
@@ -134,6 +139,7 @@ def test_the_store_is_set_by_flags() -> None:
 def test_a_disk_brings_host_memory_along() -> None:
     assert StoreConfig().host_bytes == 0
     assert StoreConfig(disk_dir="/d").host_bytes == 1_000_000_000
+    assert StoreConfig(remote="redis://h").host_bytes == 1_000_000_000
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from mainstem.kv.bytes.line import Address, Line, Reply
+from mainstem.kv.bytes.line import Address, Line, LineError, Reply
 
 CHUNK = 1 << 18
 
@@ -58,7 +58,10 @@ class RedisServer:
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
         until_s = monotonic() + 10.0
-        while not self.socket.exists() and monotonic() < until_s:
+        while monotonic() < until_s:
+            with suppress(LineError):
+                self.call("PING")
+                return
             sleep(0.01)
 
     def call(self, *command: bytes | str | int) -> Reply:
@@ -126,20 +129,23 @@ class Proxy:
         self.cut()
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            while not self._is_closed.is_set():
+        while not self._is_closed.is_set():
+            try:
                 near, _ = self._listener.accept()
-                try:
-                    far = socket.create_connection(("127.0.0.1", self._server_port))
-                except OSError:
-                    near.close()
-                    continue
-                self._open += [near, far]
-                for one, other in ((near, far), (far, near)):
+            except OSError:
+                return
+            try:
+                far = socket.create_connection(("127.0.0.1", self._server_port))
+            except OSError:
+                near.close()
+                continue
+            self._open += [near, far]
+            for one, other in ((near, far), (far, near)):
+                with suppress(OSError):  # it is cut already
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    chunks: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
-                    Thread(target=self._take, args=(one, chunks), daemon=True).start()
-                    Thread(target=self._pass, args=(other, chunks), daemon=True).start()
+                chunks: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
+                Thread(target=self._take, args=(one, chunks), daemon=True).start()
+                Thread(target=self._pass, args=(other, chunks), daemon=True).start()
 
     def _take(self, end: socket.socket, chunks: "SimpleQueue[tuple[float, bytes]]") -> None:
         chunk = b"more"

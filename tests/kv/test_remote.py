@@ -17,6 +17,7 @@ from mainstem.core.errors import ConfigError, StoreError
 from mainstem.core.events import EventBus, PagesEvicted, PagesLoaded, PagesLost, SavesSkipped
 from mainstem.core.ids import PageKey
 from mainstem.engine.tiers import make_remote
+from mainstem.kv.bytes import line as line_module
 from mainstem.kv.bytes import remote as remote_module
 from mainstem.kv.bytes.line import Address, check_url
 from mainstem.kv.bytes.remote import RemoteTier
@@ -182,6 +183,12 @@ def test_addresses_that_are_refused(url: str, words: str) -> None:
     assert "secret@" not in str(caught.value)
 
 
+def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_module, "CLIENTS", ("no_such_client",))
+    with pytest.raises(ConfigError, match=r"pip install 'mainstem\[remote\]'"):
+        RemoteTier(Address("redis://host"), PAGE, REMOTE)
+
+
 def test_credentials_come_from_a_file_or_the_environment(
     server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +348,7 @@ def test_a_restarted_server_costs_hits(server: RedisServer) -> None:
     tiered.engine.close()
 
 
+@pytest.mark.serial
 def test_a_server_that_hangs_holds_nobody_up(server: RedisServer) -> None:
     store_prompt(server.url)
     tiered = a_tiered_engine(remote=Address(server.url), fetch=Fetch.AUTO)
@@ -357,20 +365,22 @@ def test_a_server_that_hangs_holds_nobody_up(server: RedisServer) -> None:
     tiered.engine.close()
 
 
+@pytest.mark.serial
 def test_an_answer_that_takes_too_long_is_not_waited_for(server: RedisServer) -> None:
     """40 tokens take 40 ms here, of which 2 may be spent on hearing from others."""
     store_prompt(server.url)
-    proxy = Proxy(server.port, delay_s=0.2)
+    proxy = Proxy(server.port, delay_s=0.9)
     seen = Seen()
     tiered = a_tiered_engine(remote=Address(proxy.url), fetch=Fetch.AUTO, bus=seen.bus)
     began_s = monotonic()
     answer(tiered)
-    assert monotonic() - began_s < 0.15
+    assert monotonic() - began_s < 0.5
     assert seen.num_loaded() == 0
     tiered.engine.close()
     proxy.close()
 
 
+@pytest.mark.serial
 def test_a_late_answer_is_given_up(server: RedisServer) -> None:
     """It was quick before."""
     store_prompt(server.url)
@@ -420,6 +430,7 @@ def test_a_server_that_makes_room_by_itself_costs_hits(server: RedisServer) -> N
     tiered.engine.close()
 
 
+@pytest.mark.serial
 def test_pages_expire_unless_they_are_used(server: RedisServer) -> None:
     brief = replace(REMOTE, ttl_s=1.5)
     tiered = a_tiered_engine(num_pages=32, remote=Address(server.url), remote_settings=brief)

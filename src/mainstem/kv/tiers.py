@@ -39,7 +39,7 @@ from mainstem.core.step import Int32s
 from mainstem.kv.host import HostTier
 from mainstem.kv.policy import HOST, Moves, PolicyConfig, TierPolicy
 from mainstem.kv.ranking import PolicyKind
-from mainstem.kv.tier import Answer, Emptied, LowerTier, Read, ReadJob, Tier, WriteJob, Written
+from mainstem.kv.tier import Answer, LowerTier, Read, ReadJob, Tier, WriteJob, Written
 from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
 
 SLACK = 16  # 1/16 of the slots is reserved for copies in flight
@@ -183,7 +183,9 @@ class LowerTiers:
     def has(self, key: PageKey) -> bool:
         """Whether a page is stored or being saved; what only others may have kept is not."""
         entry = self._entries.get(key)
-        return entry is not None and (entry.holds > 0 or bool(entry.full & ~self._in_shared))
+        if entry is None or not self._in_shared:
+            return entry is not None
+        return entry.holds > 0 or bool(entry.full & ~self._in_shared)
 
     def find(self, keys: Iterable[PageKey]) -> Stored:
         """How many of `keys`, the leading ones, could be loaded."""
@@ -655,7 +657,8 @@ class LowerTiers:
         if not has_place or not self._policy.places(key) >> number & 1:
             if has_place:
                 tier.delete(key)
-            self._keep_off(entry, number, f"no room on {tier.name}")
+            reason = f"no room on {tier.name}" if tier.can_write else "not reachable, or full"
+            self._keep_off(entry, number, reason)
             return
         entry.taken |= 1 << number
         entry.holds += 1
@@ -700,24 +703,21 @@ class LowerTiers:
         for number, tier in self._below:
             num_written = 0
             for done in tier.poll():
-                if isinstance(done, Answer):
-                    self._take_answer(number, tier, done)
-                    continue
-                if isinstance(done, Emptied):
-                    self._empty(number)
-                    continue
-                entry = self._entries.get(done.key)
-                assert entry is not None, "a page under way is not forgotten"
                 if isinstance(done, Written):
-                    num_written += self._take_written(entry, number, done)
+                    num_written += self._take_written(number, done)
+                elif isinstance(done, Read):
+                    num_read += self._take_read(tier, done)
+                elif isinstance(done, Answer):
+                    self._take_answer(number, tier, done)
                 else:
-                    num_read += self._take_read(entry, tier, done)
+                    self._empty(number)
             if num_written:
                 self._bus.publish(PagesSaved(num_written, tier.name))
         if num_read:
             self._bus.publish(PagesPrefetched(num_read))
 
-    def _take_written(self, entry: _Entry, number: int, done: Written) -> bool:
+    def _take_written(self, number: int, done: Written) -> bool:
+        entry = self._entries[done.key]  # a page under way is not forgotten
         if done.problem is None:
             entry.full |= 1 << number
             self._tell_stored(self._tiers[number].name, [entry])
@@ -728,8 +728,9 @@ class LowerTiers:
         self._keep_off(entry, number, done.problem)
         return False
 
-    def _take_read(self, entry: _Entry, tier: LowerTier, done: Read) -> bool:
+    def _take_read(self, tier: LowerTier, done: Read) -> bool:
         """Whether the page was read for nobody in particular yet."""
+        entry = self._entries[done.key]
         if done.problem is not None:
             tier.link.give_up(done.num_bytes)
             entry.holds -= 1

@@ -98,6 +98,10 @@ class _RoundTrip:
     seconds: float
 
 
+class _NotOpen(LineError):
+    """The server failed a moment ago, and is left alone."""
+
+
 class _Worker(Generic[T]):
     """A thread with a line and orders of one kind. An order that fails, however, is given up with
     what is said of it; the thread goes on."""
@@ -109,8 +113,11 @@ class _Worker(Generic[T]):
         work: Callable[[Line, T], None],
         give_up: Callable[[T], None],
         tell_down: Callable[[str], None],
+        *,
+        fails_if_late: bool = True,
     ) -> None:
         self.line = line
+        self._fails_if_late = fails_if_late  # else what takes too long says nothing of the server
         self._orders: SimpleQueue[T | Event | None] = SimpleQueue()
         self._work, self._give_up, self._tell_down = work, give_up, tell_down
         self._thread = Thread(target=self._run, name=name, daemon=True)
@@ -151,7 +158,8 @@ class _Worker(Generic[T]):
                 self._work(self.line, order)
             except Exception as error:  # whatever it is, somebody waits
                 self.line.close()
-                if not isinstance(error, Overdue):
+                is_late = isinstance(error, Overdue) and not self._fails_if_late
+                if not is_late and not isinstance(error, _NotOpen):
                     self._tell_down(str(error) if isinstance(error, LineError) else repr(error))
                 self._give_up(order)
 
@@ -177,7 +185,8 @@ class RemoteTier:
         self._next_reader = 0
         self._down_until_s = self._full_until_s = 0.0
         self._pause_s = PAUSE_S
-        self._is_down = False
+        self._is_down = False  # and the log has told of it
+        self._last_down_s = 0.0
         self._check_s = 0.0  # when the writing thread looks at the server's memory next
         self._done: SimpleQueue[Written | Read | Answer | _Down | _RoundTrip] = SimpleQueue()
         self._greet(Line(address))
@@ -189,7 +198,12 @@ class RemoteTier:
         )
         self._readers: list[_Worker[_Reads]] = [
             _Worker(
-                "kv-remote-read", Line(address), self._read, self._give_up_reads, self._tell_down
+                "kv-remote-read",
+                Line(address),
+                self._read,
+                self._give_up_reads,
+                self._tell_down,
+                fails_if_late=False,
             )
             for _ in range(NUM_READERS)
         ]
@@ -199,7 +213,7 @@ class RemoteTier:
     @property
     def is_open(self) -> bool:
         """Whether the server is there, as far as is known."""
-        return not self._is_down or monotonic() >= self._down_until_s
+        return monotonic() >= self._down_until_s
 
     @property
     def can_write(self) -> bool:
@@ -294,6 +308,7 @@ class RemoteTier:
         self._is_down, self._pause_s = False, PAUSE_S
 
     def _note_down(self, words: str) -> None:
+        since_s, self._last_down_s = monotonic() - self._last_down_s, monotonic()
         if not self._is_down:
             log.warning(
                 "the remote store at %s failed: %s. Pages are computed instead; it is tried again "
@@ -302,11 +317,8 @@ class RemoteTier:
                 words,
             )
             self._is_down = True
-        elif monotonic() >= self._down_until_s:  # several threads tell of one failure
+        elif since_s >= self._pause_s:  # it was tried again; several threads tell of one failure
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-        else:
-            return
-        self._down_until_s = monotonic() + self._pause_s
 
     def _greet(self, line: Line) -> None:
         """See whether the server is there, how far away, and whether we are let in."""
@@ -318,7 +330,7 @@ class RemoteTier:
         except BadCredentials as error:
             raise StoreError(f"{self._shown} refuses us: {error}") from error
         except LineError as error:
-            self._note_down(str(error))
+            self._tell_down(str(error))
         else:
             if isinstance(reply, Refusal):
                 raise StoreError(f"{self._shown} refuses us: {reply.words}")
@@ -329,7 +341,13 @@ class RemoteTier:
     # --- threads --------------------------------------------------------------------------------
 
     def _tell_down(self, words: str) -> None:
+        """At once, since the owner may be waiting for what is queued; `poll` tells the rest."""
+        self._down_until_s = monotonic() + self._pause_s
         self._done.put(_Down(words))
+
+    def _check_open(self) -> None:
+        if not self.is_open:
+            raise _NotOpen
 
     def _ask(self, line: Line, question: _Question) -> None:
         commands: list[Command] = [("EXISTS", self._name(key)) for key in question.keys]
@@ -343,6 +361,7 @@ class RemoteTier:
         self._done.put(Answer(question.keys[-1], ()))
 
     def _write(self, line: Line, order: _Writes | dict[PageKey, float]) -> None:
+        self._check_open()
         if isinstance(order, dict):
             self._refresh(line, list(order))
             return
@@ -402,8 +421,7 @@ class RemoteTier:
             self._done.put(Written(jobs.popleft().key, problem))
 
     def _read(self, line: Line, order: _Reads) -> None:
-        if not self.is_open:
-            raise LineError("it has failed a moment ago")
+        self._check_open()
         jobs = order.jobs
         began_s = perf_counter()
         commands: list[Command] = [("GET", self._name(job.key)) for job in jobs]
