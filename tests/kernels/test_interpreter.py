@@ -21,7 +21,10 @@ MODULES = [
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they run directly")
 def test_kernels_pass_their_tests_under_the_interpreter() -> None:
-    paths = [f"tests/kernels/{name}" for name in MODULES] + ["tests/runner/test_gpu.py"]
+    paths = [f"tests/kernels/{name}" for name in MODULES] + [
+        "tests/runner/test_gpu.py",
+        "tests/runner/test_gpu_recipes.py",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", *paths],
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -1,0 +1,56 @@
+"""Every kind of block on a card gives the logprobs that a CPU gives; run with `make test-gpu`."""
+
+import numpy as np
+import pytest
+import torch
+
+from mainstem.core.config import DType
+from mainstem.core.events import EventBus
+from mainstem.core.ids import RequestId
+from mainstem.core.request import Request, SamplingParams
+from mainstem.engine.build import join
+from mainstem.engine.engine import Engine
+from mainstem.runner.cpu_load import load_cpu_runner
+from tests.runner.recipes import RECIPES, RecipeOrigin, a_config, deeper
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+LIMITS = {DType.FP32: (2e-3, 1e-2), DType.BF16: (0.1, 1.0)}  # in the mean, and at worst
+
+
+def logprobs(engine: Engine) -> np.ndarray:
+    """Of every token of four prompts that share a page, computed in chunks."""
+    rng = np.random.default_rng(5)
+    head = rng.integers(3, 96, 33).tolist()
+    sampling = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1, ignore_eos=True)
+    for index, count in enumerate((3, 6, 21, 40)):
+        ids = np.array(head + rng.integers(3, 96, count).tolist(), np.int32)
+        engine.submit(Request(RequestId(str(index)), ids, sampling))
+    found: dict[str, list[float]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            if output.prompt_logprobs is not None:
+                places = [each.logprob for each in output.prompt_logprobs if each]
+                found.setdefault(output.request_id, places)
+    engine.check()
+    engine.close()
+    return np.concatenate([found[name] for name in sorted(found)])
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("name", RECIPES)
+def test_same_logprobs_as_on_the_cpu(name: str, dtype: DType) -> None:
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs a card
+
+    origin, config = RecipeOrigin(deeper(RECIPES[name])), a_config(dtype)
+    runner, facts = load_gpu_runner(origin, config, torch.device("cuda"))
+    found = logprobs(join(runner, facts, config, EventBus()))
+    exact = a_config()
+    cpu_runner, facts = load_cpu_runner(origin, exact)
+    wanted = logprobs(join(cpu_runner, facts, exact, EventBus()))
+    apart = np.abs(found - wanted)
+    mean, worst = LIMITS[dtype]
+    assert apart.mean() < mean, apart.mean()
+    assert apart.max() < worst, apart.max()

@@ -1,0 +1,115 @@
+"""Small models of every kind of block, with weights of which none is at its default."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedConfig
+from mainstem.models.families import spec_from_config
+from mainstem.models.spec import ModelSpec
+from mainstem.models.weights import RandomWeights, WeightSource
+
+_SMALL: dict[str, object] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "dtype": "float32",
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": False}
+_CONFIGS: dict[str, Mapping[str, object]] = {
+    "PhiForCausalLM": {
+        "hidden_size": 160, "intermediate_size": 96, "hidden_act": "gelu_new",
+        "partial_rotary_factor": 0.4, "layer_norm_eps": 1e-5, "num_key_value_heads": 2,
+        "head_dim": None, "rms_norm_eps": None,
+    },
+    "FalconForCausalLM": {
+        "new_decoder_architecture": True, "parallel_attn": True, "bias": False, "alibi": False,
+        "num_kv_heads": 1, "layer_norm_epsilon": 1e-5, "multi_query": False,
+        "num_key_value_heads": None, "intermediate_size": None, "rms_norm_eps": None,
+        "hidden_size": 128, "head_dim": None,
+    },
+    "Gemma2ForCausalLM": {
+        "head_dim": 256, "query_pre_attn_scalar": 144, "sliding_window": 14,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "Gemma3ForCausalLM": {
+        "query_pre_attn_scalar": 64, "sliding_window": 14, "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0, "hidden_activation": "gelu_pytorch_tanh",
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "Olmo2ForCausalLM": {},
+    "GraniteForCausalLM": {
+        "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3,
+        "logits_scaling": 4.0,
+    },
+    "Qwen2MoeForCausalLM": _EXPERTS | {
+        "num_experts": 6, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1,
+        "mlp_only_layers": [0],
+    },
+    "GptOssForCausalLM": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32,
+        "sliding_window": 14, "attention_bias": True, "swiglu_limit": 7.0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "truncate": False, "beta_fast": 32.0,
+            "beta_slow": 1.0, "original_max_position_embeddings": 128,
+        },
+    },
+}  # fmt: skip
+
+
+def _spec(architecture: str) -> ModelSpec:
+    return spec_from_config({"architectures": [architecture], **_SMALL, **_CONFIGS[architecture]})
+
+
+RECIPES: dict[str, ModelSpec] = {name: _spec(name) for name in _CONFIGS}
+
+
+class _Weights(RandomWeights):
+    """Gains around one, all else larger than a model's, so that an error shows in the answers."""
+
+    def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
+        tensor = super().take(name, shape, at)
+        is_gain = "norm" in name and name.endswith(".weight")
+        noise = torch.empty(tensor.shape).normal_(generator=self._noise)
+        noise = noise.to(tensor.device, tensor.dtype)
+        return 1.0 + 0.2 * noise if is_gain else 0.15 * noise
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device, 0)
+        self._noise = torch.Generator().manual_seed(1)  # the same numbers for every device
+
+
+@dataclass(frozen=True)
+class RecipeOrigin:
+    """Equal weights wherever they are opened."""
+
+    spec: ModelSpec
+
+    def digest(self) -> bytes:
+        return b"recipe"
+
+    def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
+        return _Weights(dtype, device)
+
+
+def a_config(dtype: DType = DType.FP32) -> EngineConfig:
+    return EngineConfig(
+        ModelConfig(dtype=dtype),
+        CacheConfig(page_size=16, kv_tokens=2048),
+        SchedConfig(chunk_tokens=24),
+    )
+
+
+def deeper(spec: ModelSpec) -> ModelSpec:
+    """With every layer twice."""
+    return replace(spec, layers=spec.layers * 2)

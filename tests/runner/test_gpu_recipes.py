@@ -1,0 +1,42 @@
+"""Every kind of block gives the GPU runner, under Triton's interpreter, the CPU's tokens."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from mainstem.core.events import EventBus
+from mainstem.core.request import SamplingParams
+from mainstem.engine.build import join
+from mainstem.runner.cpu_load import load_cpu_runner
+from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
+from tests.runner.test_gpu import answers
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+QUICK = ("PhiForCausalLM", "Gemma2ForCausalLM", "Qwen2MoeForCausalLM")  # norms, residuals, experts
+
+
+def prompts() -> list[list[int]]:
+    """Two that share a page, longer than the windows."""
+    rng = np.random.default_rng(5)
+    head = rng.integers(3, 96, 17).tolist()
+    return [head + rng.integers(3, 96, count).tolist() for count in (3, 6)]
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs TRITON_INTERPRET=1; see test_interpreter.py",
+)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES],
+)
+def test_same_tokens_as_on_the_cpu(name: str) -> None:
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    origin, config = RecipeOrigin(RECIPES[name]), a_config()
+    runner, facts = load_gpu_runner(origin, config, torch.device("cpu"))
+    found = answers(join(runner, facts, config, EventBus()), prompts(), GREEDY)
+    cpu_runner, facts = load_cpu_runner(origin, config)
+    assert found == answers(join(cpu_runner, facts, config, EventBus()), prompts(), GREEDY)
