@@ -206,7 +206,7 @@ def check_fp8_rows() -> None:
     ):
         values, scale = quantize_weight(plain)
         apart = (found[0].float() - values.float()).abs()
-        assert float((apart > 0).float().mean()) < 1e-3
+        assert float((apart > 0).float().mean()) < 3e-3
         assert bool((apart <= values.float().abs() / 7 + 2**-8).all())
         torch.testing.assert_close(found[1][:, 0], scale, rtol=1e-6, atol=0)
 
