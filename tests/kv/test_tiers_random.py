@@ -130,6 +130,7 @@ class _Lower:
             if not isinstance(job, WriteJob | ReadJob):
                 found = job[: self._rng.randint(0, len(job))]
                 self._there.update(found)
+                self._taken.update(found)
                 yield Answer(job[-1], found)
                 continue
             problem = "EIO" if self._rng.random() < 0.1 else None
@@ -147,6 +148,7 @@ class _Driver:
         self.now_s = 0.0
         for name in ("monotonic", "time", "perf_counter"):
             monkeypatch.setattr(tiers_module, name, lambda: self.now_s)
+        monkeypatch.setattr("mainstem.kv.questions.monotonic", lambda: self.now_s)
         names = [[], ["disk"], ["remote"], ["disk", "remote"]][stack]
         self.below = [_Lower(rng, name, rng.randint(2, 14)) for name in names]
         kind = rng.choice([PolicyKind.LOOKAHEAD, PolicyKind.LOOKAHEAD, PolicyKind.LRU])
@@ -186,8 +188,8 @@ class _Driver:
                 rng.choice(self.below).is_full = rng.random() < 0.5
             case 9 if self.below:
                 asked = tiers.ask(keys)
-                assert asked is None or tiers.is_asked(asked)
-                if asked is not None and tiers.awaits(asked, 3.0):
+                assert asked is None or tiers.questions.is_open(asked)
+                if asked is not None and tiers.questions.awaits(asked, 3.0):
                     self.awaited.add(asked)
             case 10 if rng.random() < 0.2 and self.below and self.below[-1].is_shared:
                 self.below[-1].fail()

@@ -7,7 +7,8 @@ import pytest
 
 from mainstem.core.config import Fetch, StoreConfig
 from mainstem.kv import transfer
-from mainstem.kv.tiers import LowerTiers, Stored
+from mainstem.kv.stored import Stored
+from mainstem.kv.tiers import LowerTiers
 from mainstem.kv.transfer import Link, SharedLink
 from mainstem.sched.fetching import CAUTION, Fetching, StepTimes
 

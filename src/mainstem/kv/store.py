@@ -16,7 +16,8 @@ from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, root_key
 from mainstem.kv.page_logprobs import MAX_TOP
 from mainstem.kv.pool import PagePool
-from mainstem.kv.tiers import NOTHING_STORED, READ_LIMIT_S, LowerTiers, Stored
+from mainstem.kv.stored import NOTHING_STORED, Stored
+from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers
 from mainstem.kv.traffic import Traffic
 
 EVICT_SHARE = 64  # of all pages one in so many is given up at a time
@@ -291,11 +292,11 @@ class KVStore:
 
     def is_asked(self, key: PageKey) -> bool:
         """Whether an answer is still to come."""
-        return self._traffic is not None and self._traffic.tiers.is_asked(key)
+        return self._traffic is not None and self._traffic.tiers.questions.is_open(key)
 
     def awaits(self, key: PageKey, most_s: float) -> bool:
         """Whether an answer should be waited for, up to `most_s` after the question."""
-        return self._traffic is not None and self._traffic.tiers.awaits(key, most_s)
+        return self._traffic is not None and self._traffic.tiers.questions.awaits(key, most_s)
 
     def load(self, run: StoredRun, kept: Int32s, start_layers: int) -> PageKey | None:
         """Bring up a run of pages that lower tiers have, giving up none of `kept` for it.

@@ -54,7 +54,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a shared tier has of the pages it was asked for: the leading ones."""
+    """What a shared tier has of the pages it was asked for: the leading ones. They have places."""
 
     asked: PageKey  # the last of them
     keys: Sequence[PageKey]

@@ -16,7 +16,6 @@ elsewhere and are looked at in `poll`.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from math import ceil
 from time import monotonic, perf_counter, time
 
@@ -38,86 +37,18 @@ from mainstem.core.interrupts import held_interrupts
 from mainstem.core.step import Int32s
 from mainstem.kv.host import HostTier
 from mainstem.kv.policy import HOST, Moves, PolicyConfig, TierPolicy
+from mainstem.kv.questions import Questions
 from mainstem.kv.ranking import PolicyKind
+from mainstem.kv.stored import Arrivals, Entry, Load, Stored
 from mainstem.kv.tier import Answer, LowerTier, Read, ReadJob, Tier, WriteJob, Written
-from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
+from mainstem.kv.transfer import Link, LoadId, PageCopier
 
 SLACK = 16  # 1/16 of the slots is reserved for copies in flight
 READ_LIMIT_S = 5.0  # for what nobody waits for in particular
 READ_AHEAD_S = 0.02  # reading ahead gives a tier so much to do: loads must not queue behind it
-MAX_ASKED = 4096  # pages of one question to shared tiers
 CHORE_S = 0.5  # between looks at what has expired
 IN_HOST = 1 << HOST
-SURE = 1.5  # an answer is waited for where there is time for this many round trips
 NO_PAGES = np.empty(0, np.int32)
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A page that is stored, or about to be."""
-
-    key: PageKey
-    token_ids: bytes
-    parent: PageKey | None  # the page before it
-    taken: int = 0  # tiers where it has a place, a bit each ...
-    full: int = 0  # ... and those of them that have its bytes
-    holds: int = 0  # copies that use its places
-    is_lost: bool = False
-    skips_load: bool = False  # a load that began with it failed: whoever asks next computes it
-    is_recovered: bool = False  # from an earlier process: its parent is not known
-
-
-@dataclass(slots=True, eq=False)
-class _Question:
-    """Pages that shared tiers were asked for."""
-
-    asked_s: float
-    num_open: int  # tiers that have not answered
-    give_up_s: float = float("inf")  # when whoever waits for the answer does so no longer
-    is_late: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """Pages on their way to the device."""
-
-    load_id: LoadId
-    keys: Sequence[PageKey]
-    pages: Int32s
-    entries: list[_Entry]
-    start_layers: int  # enough for a prompt to start on
-    began_s: float
-    num_below: dict[str, int]  # pages that are read, by tier
-    transfer: Transfer | None = None  # None: still being read
-    is_startable: bool = False
-    has_failed: bool = False
-
-
-@dataclass(slots=True)
-class Arrivals:
-    """What came to an end since the last look."""
-
-    loaded: list[Load] = field(default_factory=list)
-    failed: list[Load] = field(default_factory=list)
-    startable: list[Load] = field(default_factory=list)  # not there yet, but soon enough
-    saved: list[Int32s] = field(default_factory=list)  # device pages that were copied
-    answered: list[PageKey] = field(default_factory=list)  # see `ask`; or not waited for any more
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The pages after a chain's device pages that lower tiers have."""
-
-    num_pages: int = 0
-    below: tuple[int, ...] = ()  # of these, not in host memory: by the tier that they are read from
-
-    @property
-    def num_below(self) -> int:
-        """Pages that must be read into host memory first."""
-        return sum(self.below)
-
-
-NOTHING_STORED = Stored()
 
 
 class LowerTiers:
@@ -139,7 +70,7 @@ class LowerTiers:
         host_pages = max(1, host.num_places - 1 - host.num_places // SLACK)
         tier_pages = (host_pages, *(tier.num_places for tier in below))
         self._policy: TierPolicy[PageKey] = TierPolicy(PolicyConfig(tier_pages, kind, ttl_s=ttl_s))
-        self._entries: dict[PageKey, _Entry] = {}
+        self._entries: dict[PageKey, Entry] = {}
         self._loads: list[Load] = []
         self._arrivals = Arrivals()  # that nobody was told of yet
         # the oldest are forgotten where a tier cannot keep up: they have left host memory
@@ -147,7 +78,7 @@ class LowerTiers:
         self._shared = [(number, tier) for number, tier in self._below if tier.is_shared]
         self._untold = {tier.name for _, tier in self._shared}  # events do not tell of these
         self._in_shared = sum(1 << number for number, _ in self._shared)
-        self._questions: dict[PageKey, _Question] = {}  # by the first page asked for
+        self.questions = Questions([tier for _, tier in self._shared])
         self._used: set[PageKey] = set()  # used since lower tiers were told
         self._next_chore_s = 0.0
         for number, tier in self._below:
@@ -234,52 +165,21 @@ class LowerTiers:
     # --- what other processes have ---------------------------------------------------------------
 
     def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
-        """Ask shared tiers for the pages of a chain that are not known yet, from the first of them
-        on; returns the key that `awaits` and the answer go by, the last of them. None: nobody is to
-        be asked."""
-        tiers = [tier for _, tier in self._shared if tier.is_open]
-        if not tiers:
-            return None
-        num_known = self.find(keys).num_pages
-        rest = keys[num_known : num_known + MAX_ASKED]
-        if not rest:
-            return None
-        if rest[-1] not in self._questions:
-            self._questions[rest[-1]] = _Question(monotonic(), len(tiers))
-            for tier in tiers:
-                tier.ask(rest)
-        return rest[-1]
+        """Ask shared tiers for the pages of a chain that are not known yet; returns the key that
+        the answer goes by. None: nobody is to be asked."""
+        return self.questions.ask(keys[self.find(keys).num_pages :]) if self._shared else None
 
-    def is_asked(self, key: PageKey) -> bool:
-        """Whether the answer to a question is still to come, late or not."""
-        return key in self._questions
-
-    def awaits(self, key: PageKey, most_s: float) -> bool:
-        """Whether somebody who waits at most `most_s` for an answer should: it is expected before.
-        The wait ends with the answer, or when that time is over."""
-        question = self._questions.get(key)
-        if question is None or question.is_late:
-            return False
-        expected_s = max(tier.link.round_trip_s for _, tier in self._shared)
-        if SURE * expected_s > most_s:
-            return False
-        question.give_up_s = min(question.give_up_s, question.asked_s + most_s)
-        return True
-
-    def _take_answer(self, number: int, tier: LowerTier, answer: Answer) -> None:
+    def _take_answer(self, number: int, answer: Answer) -> None:
         """Pages that others have put into a tier, or that we did before it was lost."""
-        question = self._questions[answer.asked]
-        question.num_open -= 1
-        if not question.num_open:
-            del self._questions[answer.asked]
+        if self.questions.note_answer(answer.asked):
             self._arrivals.answered.append(answer.asked)
         bit = 1 << number
-        entries: list[_Entry] = []
+        entries: list[Entry] = []
         for key in answer.keys:
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._entries[key] = _Entry(key, b"", None, is_recovered=True)
-            if not entry.taken & bit and tier.take(key):
+                entry = self._entries[key] = Entry(key, b"", None, is_recovered=True)
+            if not entry.taken & bit:
                 entry.taken |= bit
                 entry.full |= bit
                 entries.append(entry)
@@ -333,12 +233,12 @@ class LowerTiers:
         """
         self._carry_out(self._policy.admit(keys, monotonic(), after), "room")
         kept: list[int] = []
-        entries: list[_Entry] = []
+        entries: list[Entry] = []
         refused = 0
         for index, key in enumerate(keys):
             entry = self._entries.get(key)
             if entry is None:
-                entry = _Entry(key, token_ids[index], after[index])
+                entry = Entry(key, token_ids[index], after[index])
             elif not self._policy.places(key) & ~entry.taken:
                 continue  # a shared tier has it, and no other wants it
             if key not in self._policy or not self._host.take(key):
@@ -367,7 +267,7 @@ class LowerTiers:
         self._back_up()
         return copied
 
-    def _give_up_save(self, entries: Sequence[_Entry]) -> None:
+    def _give_up_save(self, entries: Sequence[Entry]) -> None:
         self._bus.publish(SavesSkipped(len(entries), "host", "copy failed"))
         self._policy.drop([entry.key for entry in entries])
         for entry in entries:
@@ -417,7 +317,7 @@ class LowerTiers:
         """Whether loads under way have the slots that so many pages would be read into."""
         return self.is_reading and self._host.num_free < num_pages
 
-    def _num_with_slots(self, entries: Sequence[_Entry]) -> int:
+    def _num_with_slots(self, entries: Sequence[Entry]) -> int:
         """Leading entries that have a slot or can be given one."""
         num_free = self._host.num_free
         for index, entry in enumerate(entries):
@@ -468,10 +368,7 @@ class LowerTiers:
             left_s = self._poll_load(load, left_s)
         self._back_up()
         now_s = monotonic()
-        for key, question in self._questions.items():
-            if not question.is_late and now_s >= question.give_up_s:
-                question.is_late = True
-                self._arrivals.answered.append(key)
+        self._arrivals.answered += self.questions.take_late()
         if now_s >= self._next_chore_s:
             self._next_chore_s = now_s + CHORE_S
             self._expire(now_s)
@@ -534,7 +431,7 @@ class LowerTiers:
         for page in found:
             entry = self._entries.get(page.key)
             if entry is None:
-                entry = _Entry(page.key, page.token_ids, None, is_recovered=True)
+                entry = Entry(page.key, page.token_ids, None, is_recovered=True)
                 self._entries[page.key] = entry
             entry.taken |= bit
             entry.full |= bit
@@ -549,7 +446,7 @@ class LowerTiers:
         if (opened := tier.opened(self._policy.num_pages(number))) is not None:
             self._bus.publish(opened)
 
-    def _settle(self, entry: _Entry) -> None:
+    def _settle(self, entry: Entry) -> None:
         """Bring bytes in line with the policy, unless a copy uses them: then it happens later."""
         if entry.holds:
             return
@@ -559,7 +456,7 @@ class LowerTiers:
         if not entry.taken:
             self._entries.pop(entry.key, None)
 
-    def _free(self, entry: _Entry, places: int) -> None:
+    def _free(self, entry: Entry, places: int) -> None:
         """Give back the places of a page in some tiers."""
         for number, tier in enumerate(self._tiers):
             if places >> number & 1:
@@ -569,13 +466,13 @@ class LowerTiers:
         entry.taken &= ~places
         entry.full &= ~places
 
-    def _release(self, entry: _Entry) -> None:
+    def _release(self, entry: Entry) -> None:
         """A copy no longer uses the page."""
         entry.holds -= 1
         if not entry.is_lost:
             self._settle(entry)
 
-    def _lose(self, entry: _Entry, tier: Tier, reason: str) -> None:
+    def _lose(self, entry: Entry, tier: Tier, reason: str) -> None:
         """A tier did not give back what it was given: the page is a miss from here on."""
         is_gone = reason == "missing" and tier.name in self._untold  # a server makes room by itself
         lost = PagesEvicted(1, "room", tier.name) if is_gone else PagesLost(1, tier.name, reason)
@@ -615,18 +512,18 @@ class LowerTiers:
             if count := slowest.count(number):
                 self._bus.publish(PagesEvicted(count, reason, tier.name))
 
-    def _tell_stored(self, tier: str, entries: Sequence[_Entry]) -> None:
+    def _tell_stored(self, tier: str, entries: Sequence[Entry]) -> None:
         if entries and tier not in self._untold and self._bus.has_listeners(PagesStored):
             keys = [entry.key for entry in entries]
             token_ids = [b"" if entry.is_recovered else entry.token_ids for entry in entries]
             parents = [entry.parent for entry in entries]
             self._bus.publish(PagesStored(tier, keys, parents, token_ids))
 
-    def _tell_removed(self, tier: str, entry: _Entry) -> None:
+    def _tell_removed(self, tier: str, entry: Entry) -> None:
         if tier not in self._untold and self._bus.has_listeners(PagesRemoved):
             self._bus.publish(PagesRemoved(tier, [entry.key]))
 
-    def _place(self, entry: _Entry) -> None:
+    def _place(self, entry: Entry) -> None:
         """Have a page in the lower tiers where the policy wants it, through a slot."""
         missing = self._policy.places(entry.key) & ~entry.taken & ~IN_HOST
         if not missing:
@@ -646,7 +543,7 @@ class LowerTiers:
             self._settle(entry)
 
     def _write(
-        self, entry: _Entry, number: int, tier: LowerTier, after: Callable[[], None] | None
+        self, entry: Entry, number: int, tier: LowerTier, after: Callable[[], None] | None
     ) -> None:
         """Give a page in a slot, which `after` waits for, to a lower tier."""
         key = entry.key
@@ -664,7 +561,7 @@ class LowerTiers:
         entry.holds += 1
         tier.write(WriteJob(key, entry.token_ids, self._host.view(key), after))
 
-    def _keep_off(self, entry: _Entry, number: int, reason: str) -> None:
+    def _keep_off(self, entry: Entry, number: int, reason: str) -> None:
         """A page did not reach a lower tier; elsewhere it stays if it was to be there."""
         self._bus.publish(SavesSkipped(1, self._tiers[number].name, reason))
         self._policy.drop_from(number, [entry.key])
@@ -682,7 +579,7 @@ class LowerTiers:
                 keys = [waiting.popleft() for _ in range(min(room, len(waiting)))]
                 self._carry_out(self._policy.back_up(number, keys), "room")
 
-    def _read(self, entries: Sequence[_Entry], limit_s: float = READ_LIMIT_S) -> None:
+    def _read(self, entries: Sequence[Entry], limit_s: float = READ_LIMIT_S) -> None:
         """Bring pages into slots, of which there are enough, each from the fastest tier it is
         in."""
         jobs: dict[int, list[ReadJob]] = {}
@@ -708,7 +605,7 @@ class LowerTiers:
                 elif isinstance(done, Read):
                     num_read += self._take_read(tier, done)
                 elif isinstance(done, Answer):
-                    self._take_answer(number, tier, done)
+                    self._take_answer(number, done)
                 else:
                     self._empty(number)
             if num_written:

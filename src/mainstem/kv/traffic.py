@@ -19,7 +19,8 @@ from mainstem.core.step import Int32s, StepId
 from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain
 from mainstem.kv.pool import PagePool
-from mainstem.kv.tiers import Load, LowerTiers, Stored
+from mainstem.kv.stored import Load, Stored
+from mainstem.kv.tiers import LowerTiers
 from mainstem.kv.transfer import LoadId
 
 WRITE_BUFFER = 2  # one device page in so many may be under a save

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from mainstem.core.config import Fetch, StoreConfig
 from mainstem.kv.policy import HOST
-from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers, Stored
+from mainstem.kv.stored import Stored
+from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers
 from mainstem.kv.transfer import Link
 
 BUSY_S = 0.03  # of work on a link, beyond what it does until the next step looks at it

@@ -1,0 +1,79 @@
+"""Questions to tiers that other processes fill: which of these pages do you have?
+
+Nothing is listed, so what a shared tier has is found by asking. An answer comes when it comes; who
+would wait for it too long does not, and it is of use to the next.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from mainstem.core.ids import PageKey
+from mainstem.kv.tier import LowerTier
+
+MAX_ASKED = 4096  # pages of one question
+SURE = 1.5  # an answer is waited for where there is time for this many round trips
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """Pages that shared tiers were asked for."""
+
+    asked_s: float
+    num_open: int  # tiers that have not answered
+    give_up_s: float = float("inf")  # when whoever waits for the answer does so no longer
+    is_late: bool = False
+
+
+class Questions:
+    """Questions under way, by the last page that each asks for."""
+
+    def __init__(self, tiers: Sequence[LowerTier]) -> None:
+        self._tiers = tiers
+        self._open: dict[PageKey, _Question] = {}
+
+    def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
+        """Ask for pages in chain order that nobody here has; returns the key that the answer goes
+        by. None: nobody is to be asked."""
+        tiers = [tier for tier in self._tiers if tier.is_open]
+        asked = keys[:MAX_ASKED]
+        if not tiers or not asked:
+            return None
+        if asked[-1] not in self._open:
+            self._open[asked[-1]] = _Question(monotonic(), len(tiers))
+            for tier in tiers:
+                tier.ask(asked)
+        return asked[-1]
+
+    def is_open(self, key: PageKey) -> bool:
+        """Whether an answer is still to come, late or not."""
+        return key in self._open
+
+    def awaits(self, key: PageKey, most_s: float) -> bool:
+        """Whether somebody who waits at most `most_s` for an answer should: it is expected before.
+        The wait ends with the answer, or when that time is over."""
+        question = self._open.get(key)
+        if question is None or question.is_late:
+            return False
+        if SURE * max(tier.link.round_trip_s for tier in self._tiers) > most_s:
+            return False
+        question.give_up_s = min(question.give_up_s, question.asked_s + most_s)
+        return True
+
+    def note_answer(self, key: PageKey) -> bool:
+        """A tier has answered; whether all have."""
+        question = self._open[key]
+        question.num_open -= 1
+        if not question.num_open:
+            del self._open[key]
+        return not question.num_open
+
+    def take_late(self) -> list[PageKey]:
+        """Answers that nobody waits for any more, told once."""
+        if not self._open:
+            return []
+        now_s = monotonic()
+        late = [k for k, q in self._open.items() if not q.is_late and now_s >= q.give_up_s]
+        for key in late:
+            self._open[key].is_late = True
+        return late

@@ -1,0 +1,66 @@
+"""Records of stored pages: where each is, those on their way to the device, what came to an end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mainstem.core.ids import PageKey
+from mainstem.core.step import Int32s
+from mainstem.kv.transfer import LoadId, Transfer
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A page that is stored, or about to be."""
+
+    key: PageKey
+    token_ids: bytes
+    parent: PageKey | None  # the page before it
+    taken: int = 0  # tiers where it has a place, a bit each ...
+    full: int = 0  # ... and those of them that have its bytes
+    holds: int = 0  # copies that use its places
+    is_lost: bool = False
+    skips_load: bool = False  # a load that began with it failed: whoever asks next computes it
+    is_recovered: bool = False  # from an earlier process: its parent is not known
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Pages on their way to the device."""
+
+    load_id: LoadId
+    keys: Sequence[PageKey]
+    pages: Int32s
+    entries: list[Entry]
+    start_layers: int  # enough for a prompt to start on
+    began_s: float
+    num_below: dict[str, int]  # pages that are read, by tier
+    transfer: Transfer | None = None  # None: still being read
+    is_startable: bool = False
+    has_failed: bool = False
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """What came to an end since the last look."""
+
+    loaded: list[Load] = field(default_factory=list)
+    failed: list[Load] = field(default_factory=list)
+    startable: list[Load] = field(default_factory=list)  # not there yet, but soon enough
+    saved: list[Int32s] = field(default_factory=list)  # device pages that were copied
+    answered: list[PageKey] = field(default_factory=list)  # see `ask`; or not waited for any more
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The pages after a chain's device pages that lower tiers have."""
+
+    num_pages: int = 0
+    below: tuple[int, ...] = ()  # of these, not in host memory: by the tier that they are read from
+
+    @property
+    def num_below(self) -> int:
+        """Pages that must be read into host memory first."""
+        return sum(self.below)
+
+
+NOTHING_STORED = Stored()
