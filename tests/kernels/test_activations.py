@@ -139,3 +139,12 @@ def test_what_is_not_taken_is_named() -> None:
         scale_logits_(x, 1.0, 0.0)
     with pytest.raises(LayoutError, match="logits"):
         scale_logits_(x.t())
+
+
+def test_rows_may_be_wider_than_a_block_of_fp8() -> None:
+    """As wide as Gemma 2 27B's; only fp8 needs a row in one block."""
+    gate_up = torch.randn(1, 2 * 36_864)
+    right = reference.gated(gate_up, Act.GELU_TANH.value)
+    torch.testing.assert_close(activate_gated(gate_up, Act.GELU_TANH), right)
+    with pytest.raises(LayoutError, match="columns"):
+        activate_gated_fp8(gate_up.bfloat16(), Act.GELU_TANH)

@@ -58,6 +58,8 @@ def test_rope_settings_of_both_generations(rope: dict[str, object]) -> None:
         ({"architectures": []}, "architectures"),
         ({"hidden_act": "mish"}, "hidden_act"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
+        ({"is_causal": False}, "is_causal"),
+        ({"sliding_window": 64}, "sliding_window=64: only null"),
         ({"residual_multiplier": 0.5}, "residual_multiplier"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -103,6 +105,17 @@ def test_a_window_that_no_context_exceeds_is_none() -> None:
     )
     assert [kind.window for kind in spec.at_context(128).attention_kinds] == [None]
     assert [kind.window for kind in spec.at_context(129).attention_kinds] == [128]
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 64}, 64)],
+)
+def test_mistrals_window_is_transformers_default(
+    changes: dict[str, object], window: int | None
+) -> None:
+    spec = spec_from_config({**LLAMA, "architectures": ["MistralForCausalLM"], **changes})
+    assert [kind.window for kind in spec.attention_kinds] == [window]
 
 
 def test_qwen2_ignores_a_window_it_does_not_use() -> None:

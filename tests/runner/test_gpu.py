@@ -207,3 +207,14 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
         choose_device(ModelConfig(quantize=Quantize.FP8))
     with pytest.raises(ConfigError, match="deterministic"):
         choose_device(ModelConfig(deterministic=True))
+
+
+def test_fp8_is_not_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mainstem.core.config import Quantize  # noqa: PLC0415
+    from mainstem.runner.load import choose_device  # noqa: PLC0415
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert choose_device(ModelConfig(quantize=Quantize.FP8)).type == "cuda"
+    with pytest.raises(ConfigError, match="deterministic does not go with quantize=fp8"):
+        choose_device(ModelConfig(quantize=Quantize.FP8, deterministic=True))

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mainstem import __version__
-from mainstem.checkpoints.hub import ModelRecord, ModelState, list_models, resolve_model
+from mainstem.checkpoints.hub import ModelRecord, ModelState, config_folder, list_models
 from mainstem.core.config import Device, StoreConfig, cache_dir
 from mainstem.core.tables import gigabytes
 from mainstem.runner.kv_size import kv_size
@@ -116,7 +116,8 @@ def main(argv: list[str]) -> int:
 
 def describe_model(name: str) -> Section:
     """Sizes from a model's config.json; raises UnsupportedModel for one that cannot be run."""
-    size = kv_size(resolve_model(name))
+    with config_folder(name) as folder:
+        size = kv_size(folder)
     return {"name": name} | asdict(size) | {"dtype": size.dtype.value}
 
 

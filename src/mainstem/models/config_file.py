@@ -105,7 +105,7 @@ class Config:
         """Raise UnsupportedModel unless the field has one of these values, or is missing."""
         value = self.get(name)
         if value is not None and value not in allowed:
-            choices = " or ".join(repr(choice) for choice in allowed)
+            choices = " or ".join(repr(choice) for choice in allowed) or "null"
             raise UnsupportedModel(f"config field {name}={value!r}: only {choices} is supported")
 
     def is_null(self, name: str) -> bool:
@@ -170,8 +170,8 @@ def check_unread(config: Config, architecture: str, ignored: Collection[str]) ->
     that are not ignored, and for known ones at values that are not supported."""
     unknown = []
     for name, value in config.unread().items():
-        if name in _HARMLESS or name.startswith("_") or value is None or value is False:
-            continue  # a field left at nothing cannot change anything
+        if name in _HARMLESS or name.startswith("_") or value is None:
+            continue
         if name == "layer_types":
             if isinstance(value, list) and set(value) <= {"full_attention"}:
                 continue
@@ -180,7 +180,7 @@ def check_unread(config: Config, architecture: str, ignored: Collection[str]) ->
             )
         if name in _NEUTRAL:
             config.only(name, *_NEUTRAL[name])
-        else:
+        elif value is not False:  # a switch that nobody knows, and that is off
             unknown.append(name)
     if refused := [name for name in unknown if name not in ignored]:
         raise UnsupportedModel(_told_unknown(config, refused, architecture))
@@ -257,6 +257,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (),
+    "is_causal": (True,),
     "is_decoder": (False, True),
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),

@@ -32,6 +32,7 @@ class NormSpec:
     eps: float
     has_bias: bool = False
     gain_offset: float = 0.0  # added to the gains of the checkpoint (Gemma: 1)
+    is_rounded_once: bool = False  # 16 bits: gains are multiplied before rounding (OLMo 2, gpt-oss)
 
 
 class NormPlace(Enum):

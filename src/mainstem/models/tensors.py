@@ -26,7 +26,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class NormTensors:
-    gain: Tensor  # fp32 where the family adds a number to the checkpoint's
+    gain: Tensor  # fp32 where it is multiplied before rounding
     bias: Tensor | None = None
 
 
@@ -131,8 +131,10 @@ class TensorReader:
         return NormTensors(gain, self._take(f"{name}.bias", size) if norm.has_bias else None)
 
     def _gain(self, name: str, size: int) -> Tensor:
-        gain, offset = self._take(name, size), self._spec.norm.gain_offset
-        return gain.float() + offset if offset else gain
+        gain, norm = self._take(name, size), self._spec.norm
+        if norm.gain_offset or norm.is_rounded_once:
+            return gain.float() + norm.gain_offset
+        return gain
 
     def _qk_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
         spec, names = self._spec, self._names

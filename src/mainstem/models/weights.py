@@ -228,7 +228,7 @@ class RandomWeights:
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         size = part_shape(tuple(shape), at)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "ln_attn.weight", "ln_mlp.weight", "ln_f.weight")):
             return torch.ones(size, dtype=self._dtype, device=self._device)
         tensor = torch.empty(size, dtype=self._dtype, device=self._device)
         return tensor.normal_(0.0, 0.02, generator=self._generator)

@@ -34,6 +34,10 @@ def choose_device(model: ModelConfig) -> torch.device:
         raise ConfigError("deterministic is a setting of the GPU")
     if not is_cpu and model.quantize is Quantize.INT8:
         raise ConfigError("quantize=int8 is for CPUs; on a GPU fp8 is the smaller form")
+    if model.deterministic and model.quantize is Quantize.FP8:
+        raise ConfigError(
+            "deterministic does not go with quantize=fp8: its products depend on their neighbours"
+        )
     return torch.device("cpu") if is_cpu else torch.device("cuda", torch.cuda.current_device())
 
 

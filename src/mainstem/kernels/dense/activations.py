@@ -120,17 +120,19 @@ def activate_gated_fp8(gate_up: Tensor, act: Act, out: Fp8Rows | None = None) ->
 def _launch(x: Tensor, act: Act, size: int, out: Tensor, scales: Tensor | None) -> None:
     """`size` of the output: that of x, or half of it where x has gates."""
     is_gated = size != x.shape[1]
+    # a row in fp8 is one block, because its peak is needed; others are cut
+    most = x.shape[1] if scales is None else MAX_MLP * (2 if is_gated else 1)
     if is_gated:
-        check_rows("gate_up", x, 2 * size, 2 * MAX_MLP)
+        check_rows("gate_up", x, 2 * size, most)
     elif act is Act.CLAMPED_SILU:
         raise LayoutError(f"activation {act} needs gates")
     else:
-        check_rows("x", x, size, MAX_MLP)
+        check_rows("x", x, size, most)
     check_out(out, len(x), size, x.dtype if scales is None else None)
     if len(x) == 0:
         return
-    options = row_options(size)
-    if scales is None and options["BLOCK"] > _BLOCK:
+    options = row_options(min(size, MAX_MLP))
+    if scales is None and size > _BLOCK:
         options = {"SIZE": size, "BLOCK": _BLOCK, "num_warps": 4}
     _activation_kernel[(len(x), triton.cdiv(size, options["BLOCK"]))](
         x, out, scales, x.stride(0), out.stride(0),

@@ -151,11 +151,15 @@ def default_scale(head_dim: int, rope: RopeSpec | None) -> float:
     return float(head_dim**-0.5 * (1.0 if rope is None else rope.score_factor**2))
 
 
-def with_window(config: Config, attention: AttentionSpec) -> AttentionSpec:
-    """Of `sliding_window` tokens, where the file has that."""
-    if config.get("sliding_window") is None:
+def with_window(
+    config: Config, attention: AttentionSpec, default: int | None = None
+) -> AttentionSpec:
+    """Of `sliding_window` tokens; where the file does not say, of `default`, or none."""
+    if config.is_null("sliding_window"):
+        default = None
+    if config.get("sliding_window") is None and default is None:
         return attention
-    return replace(attention, window=config.whole("sliding_window"))
+    return replace(attention, window=config.whole("sliding_window", default))
 
 
 def read_layer_types(config: Config, count: int) -> list[str] | None:

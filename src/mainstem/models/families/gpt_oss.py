@@ -44,7 +44,7 @@ def _read(config: Config) -> ModelSpec:
         layers_of(
             [full if kind == "full_attention" else sliding for kind in types], _experts(config)
         ),
-        rms_norm(config, 1e-5),
+        replace(rms_norm(config, 1e-5), is_rounded_once=True),
         names=_NAMES,
         has_qkv_bias=has_bias,
         has_out_bias=has_bias,

@@ -16,7 +16,8 @@ from mainstem.models.spec import ModelSpec, same_layers
 
 def _read(config: Config) -> ModelSpec:
     sizes = read_sizes(config)
-    attention = with_window(config, full_attention(sizes.head_dim, read_rope(config, sizes)))
+    plain = full_attention(sizes.head_dim, read_rope(config, sizes))
+    attention = with_window(config, plain, default=4096)  # as transformers has it
     layers = same_layers(attention, gated_mlp(config), sizes.layers)
     return make_spec(config, sizes, layers, rms_norm(config))
 

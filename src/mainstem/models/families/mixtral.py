@@ -1,7 +1,5 @@
 """Mixtral: Mistral's block with experts in place of the MLP."""
 
-from dataclasses import replace
-
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
     Family,
@@ -11,6 +9,7 @@ from mainstem.models.families.common import (
     read_rope,
     read_sizes,
     rms_norm,
+    with_window,
 )
 from mainstem.models.names import Names
 from mainstem.models.spec import ExpertsSpec, ModelSpec, layers_of
@@ -26,8 +25,7 @@ _NAMES = Names(
 def _read(config: Config) -> ModelSpec:
     sizes = read_sizes(config)
     attention = full_attention(sizes.head_dim, read_rope(config, sizes, theta=1e6))
-    if config.get("sliding_window") is not None:
-        attention = replace(attention, window=config.whole("sliding_window"))
+    attention = with_window(config, attention)
     experts = ExpertsSpec(
         num_experts=config.whole("num_local_experts", 8),
         top_k=config.whole("num_experts_per_tok", 2),

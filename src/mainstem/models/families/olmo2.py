@@ -1,5 +1,7 @@
 """OLMo 2: what attention and MLP answer is normed, and all heads of a query or key together."""
 
+from dataclasses import replace
+
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
     Family,
@@ -21,7 +23,7 @@ def _read(config: Config) -> ModelSpec:
         config,
         sizes,
         same_layers(attention, gated_mlp(config), sizes.layers),
-        rms_norm(config, 1e-5),
+        replace(rms_norm(config, 1e-5), is_rounded_once=True),
         norm_place=NormPlace.AFTER,
         qk_norm=QkNorm.ROWS,
         has_qkv_bias=has_bias,

@@ -1,7 +1,5 @@
 """Qwen 2, 2.5 and 3, dense: biases in Qwen 2, norms of queries and keys in Qwen 3."""
 
-from dataclasses import replace
-
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
     Family,
@@ -12,6 +10,7 @@ from mainstem.models.families.common import (
     read_rope,
     read_sizes,
     rms_norm,
+    with_window,
 )
 from mainstem.models.spec import AttentionSpec, ModelSpec, QkNorm, layers_of
 
@@ -45,10 +44,9 @@ def windowed_above(config: Config, attention: AttentionSpec, count: int) -> list
     a window. Newer files say so layer by layer."""
     types = read_layer_types(config, count)
     first = config.get("max_window_layers")
-    window = config.get("sliding_window")
-    if not config.flag("use_sliding_window") or window is None:
+    windowed = with_window(config, attention, default=4096)  # as transformers has it
+    if not config.flag("use_sliding_window") or windowed.window is None:
         return [attention] * count
-    windowed = replace(attention, window=config.whole("sliding_window"))
     if types is None:
         above = first if isinstance(first, int) else 28  # as transformers has it
         types = ["sliding_attention" if i >= above else "full_attention" for i in range(count)]

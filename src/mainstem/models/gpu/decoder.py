@@ -124,13 +124,16 @@ class GpuDecoder:
         return logits
 
     def touch(self, tokens: int) -> None:
-        """Run a layer's products over this number of rows: the vendor's library loads the kernel it
-        chooses for a shape when it is first asked for, and the device stands still meanwhile."""
-        space, layer = self._space, self._layers[0]
+        """Run the products of each kind of layer over this number of rows: the vendor's library
+        loads the kernel it chooses for a shape when it is first asked for, and the device stands
+        still meanwhile."""
+        space = self._space
         x = space.residual[:tokens]
-        layer.qkv(self._first.read(x), space.qkv[:tokens])
-        answer = layer.out(space.mixed[:tokens], space.answer[:tokens])
-        layer.mlp(layer.joins.between(answer, x))
+        different = {spec.mlp: index for index, spec in enumerate(self.spec.layers)}
+        for layer in (self._layers[index] for index in different.values()):
+            layer.qkv(self._first.read(x), space.qkv[:tokens])
+            answer = layer.out(space.mixed[:tokens], space.answer[:tokens])
+            layer.joins.after(layer.mlp(layer.joins.between(answer, x)), x)
 
 
 def load_gpu_decoder(

@@ -82,5 +82,5 @@ class _Parallel:
         return self._mlp.read(x)
 
     def _after(self, answer: Tensor, x: Tensor) -> Rows:
-        delta = Delta(answer, more=self._answer, scale=self._scale)
-        return self._following.read(x, delta)
+        first, self._answer = self._answer, None  # fp8 products answer in memory of their own
+        return self._following.read(x, Delta(answer, more=first, scale=self._scale))
