@@ -148,7 +148,6 @@ class _Stress:
             sink_tokens=rng.choice([None, 0, 5]),
         )
         rules = TruncationRules(
-            rng.random() < 0.8,
             (lambda pages, most: range(0, len(pages), 2)[:most]) if rng.random() < 0.3 else None,
         )
         scheduler = Scheduler(

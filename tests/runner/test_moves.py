@@ -26,8 +26,7 @@ KINDS = ["llama", "llama3 rope", "linear rope", "yarn rope", "qwen3"]
 
 def a_runner(folder: Path) -> CpuRunner:
     cache = CacheConfig(page_size=PAGE, kv_tokens=64 * PAGE)
-    runner, facts = load_cpu_runner(folder_origin(folder), EngineConfig(cache=cache))
-    assert facts.can_move_pages
+    runner, _ = load_cpu_runner(folder_origin(folder), EngineConfig(cache=cache))
     for layer in range(3):
         runner.pages.joint(layer).fill_(float("nan"))
     return runner

@@ -240,19 +240,6 @@ def test_keys_are_moved_from_the_original_while_it_is_there() -> None:
     assert len(by) > 1, "every move was by one step only: from the copy, not from the original"
 
 
-def test_models_whose_keys_cannot_be_moved_recompute() -> None:
-    bus = EventBus()
-    truncated: list[PromptTruncated] = []
-    bus.subscribe(PromptTruncated, truncated.append)
-    rules = TruncationRules(can_move_pages=False)
-    engine = an_engine(64, PAGE, max_model_len=WINDOW, bus=bus, truncation=rules)
-    chat = Chat(engine, "s")
-    chat.say(tokens(28))
-    chat.say(tokens(9))
-    assert truncated[0].policy is Overflow.RECOMPUTE
-    assert not any(len(step.move_to) for step in engine._runner.steps)  # type: ignore[attr-defined]
-
-
 def test_nothing_is_moved_where_nothing_is_shared() -> None:
     engine = an_engine(64, PAGE, SchedConfig(share=Share.NONE), max_model_len=WINDOW)
     chat = Chat(engine, "s")

@@ -101,7 +101,7 @@ def join(
         facts.vocab_size,
         facts.max_model_len,
         bus,
-        truncation=TruncationRules(facts.can_move_pages, choose_kept),
+        truncation=TruncationRules(choose_kept),
         worth_sharing=partial(worth_sharing, card, heads),
         max_step_tokens=facts.max_step_tokens,
         span_align_tokens=facts.span_align_tokens,

@@ -19,7 +19,6 @@ class RunnerFacts:
     num_kv_heads: int
     head_dim: int
     dtype: DType  # computed in
-    can_move_pages: bool  # whether keys can be turned to other positions
     device_name: str = "cpu"
     max_step_tokens: int | None = None  # what the buffers hold; None: any number
     max_span_levels: int | None = None  # shared spans above one another that fit the buffers

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from mainstem.core.config import DType, EngineConfig, Quantize
+from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.models.families import read_spec
 from mainstem.models.spec import ModelSpec
@@ -84,13 +84,12 @@ def make_facts(
         page_size=config.cache.page_size,
         vocab_size=spec.vocab_size,
         max_model_len=context,
-        identity=_identity(origin, context, dtype, config.model.quantize, layout),
+        identity=_identity(origin, context, dtype, config.model, layout),
         num_params=spec.num_layer_params,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=DType(str(dtype).removeprefix("torch.")),
-        can_move_pages=True,
     )
 
 
@@ -105,11 +104,13 @@ def context_of(spec: ModelSpec, max_model_len: int | None) -> int:
 
 
 def _identity(
-    origin: Origin, context: int, dtype: torch.dtype, quantize: Quantize, layout: bytes
+    origin: Origin, context: int, dtype: torch.dtype, model: ModelConfig, layout: bytes
 ) -> bytes:
     """Equal for two loads exactly when one may read the pages of the other."""
     digest = hashlib.sha256(origin.digest())
-    digest.update(f"{dtype}:{quantize.value}:".encode() + layout)
+    digest.update(f"{dtype}:{model.quantize.value}:".encode() + layout)
+    if model.deterministic:  # pages of others differ in their last bits
+        digest.update(b":deterministic")
     ropes = origin.spec.at_context(context).ropes
     if ropes != origin.spec.ropes:  # LongRoPE turns keys otherwise in long contexts
         digest.update(repr(ropes).encode())

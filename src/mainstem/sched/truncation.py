@@ -24,10 +24,8 @@ from mainstem.core.step import Int32s
 
 @dataclass(frozen=True, slots=True)
 class TruncationRules:
-    """What the model and the settings allow for truncation."""
+    """What the settings say about truncation."""
 
-    # False (positions are not in the keys, or not by fixed frequencies): `kv` is `recompute`
-    can_move_pages: bool = True
     choose_kept: ChooseKept | None = None  # None: only the sink is kept
 
 
@@ -131,10 +129,11 @@ class Truncator:
             self._cut(request.prompt_ids, sink_pages, number * step)
             for number in range(first, num_steps)
         )
-        policy = request.overflow_policy if self._rules.can_move_pages else Overflow.RECOMPUTE
         public = min(request.public_tokens, sink_pages * self._page_size)
         kept = replace(request, prompt_ids=kept_ids, public_tokens=public)
-        return kept, Truncation(policy, cut, tuple(before), num_prompt - len(kept_ids))
+        return kept, Truncation(
+            request.overflow_policy, cut, tuple(before), num_prompt - len(kept_ids)
+        )
 
     def _cut(self, prompt_ids: Int32s, sink_pages: int, dropped: int) -> Cut:
         rest = sink_pages + dropped
