@@ -105,8 +105,6 @@ def join(
         worth_sharing=partial(worth_sharing, card, heads),
         max_step_tokens=facts.max_step_tokens,
         span_align_tokens=facts.span_align_tokens,
-        fetching=None
-        if tiers is None
-        else make_fetching(card, facts.num_params, config.store, store),
+        fetching=None if tiers is None else make_fetching(card, facts, config.store, store),
     )
     return Engine(scheduler, runner if around is None else around(runner), bus, facts.identity)

@@ -14,6 +14,7 @@ from mainstem.kv.store import KVStore
 from mainstem.kv.tier import LowerTier
 from mainstem.kv.tiers import LowerTiers
 from mainstem.plan.cost import Card, ModelSize, step_s
+from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.transfer import connect
 from mainstem.sched.fetching import Fetching, StepTimes
 
@@ -62,10 +63,10 @@ def store_folder(root: Path, identity: bytes) -> Path:
     return root.expanduser() / identity.hex()[:16]
 
 
-def make_fetching(card: Card, num_params: int, config: StoreConfig, store: KVStore) -> Fetching:
-    """Decides between loading and computing, for a model with `num_params` in its layers."""
+def make_fetching(card: Card, facts: RunnerFacts, config: StoreConfig, store: KVStore) -> Fetching:
+    """Decides between loading and computing."""
     assert store.tiers is not None
-    size = ModelSize(num_params, 0.0, 0.0)
+    size = ModelSize(facts.num_params, 0.0, 0.0, num_idle_params=facts.num_idle_params)
     token_s = step_s(card, size, PROMPT_TOKENS, 0, 0) / PROMPT_TOKENS
     steps = StepTimes(token_s, floor_s=step_s(card, size, 0, 0, 0))
     return Fetching(config, store.tiers, store.page_size, steps)

@@ -257,15 +257,19 @@ class ModelSpec:
         )
 
     @property
-    def num_weights(self) -> int:
-        """All that are kept, every expert and the embedding too; norms and biases are few."""
-        idle = sum(
+    def num_idle_params(self) -> int:
+        """Weights of the experts that one token does not go through."""
+        return sum(
             3 * self.hidden_size * (layer.mlp.num_experts - layer.mlp.top_k) * layer.mlp.size
             for layer in self.layers
             if isinstance(layer.mlp, ExpertsSpec)
         )
+
+    @property
+    def num_weights(self) -> int:
+        """All that are kept, every expert and the embedding too; norms and biases are few."""
         ends = (1 if self.has_tied_embeddings else 2) * self.num_head_params
-        return self.num_layer_params + idle + ends
+        return self.num_layer_params + self.num_idle_params + ends
 
     def at_context(self, num_tokens: int) -> "ModelSpec":
         """The recipe for contexts of up to `num_tokens`: frequencies chosen by length are fixed,

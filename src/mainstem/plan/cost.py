@@ -199,6 +199,7 @@ class ModelSize:
     bytes_per_param: float = 2.0
     elementwise_bytes_per_token: float = 5.6e6  # norms, rope, activations: read and written
     pair_flops: float = 0.0  # of one query token against one key token, over all layers
+    num_idle_params: float = 0.0  # in experts that one token does not use; a step reads them all
 
 
 LLAMA_8B = ModelSize(
@@ -215,7 +216,8 @@ def step_s(
     and V, and elementwise traffic are added up.
     """
     flops = 2 * (model.num_params * num_tokens + model.num_head_params * num_samples)
-    weights = (model.num_params + model.num_head_params) * model.bytes_per_param
+    params = model.num_params + model.num_idle_params + model.num_head_params
+    weights = params * model.bytes_per_param
     gemm_s = max(flops / card.flops_per_s, weights / card.bytes_per_s)
     traffic = key_tokens_read * model.kv_bytes_per_token
     traffic += num_tokens * model.elementwise_bytes_per_token

@@ -14,11 +14,12 @@ class RunnerFacts:
     vocab_size: int
     max_model_len: int
     identity: bytes  # weights, dtype, quantization and page layout: part of every PageKey
-    num_params: int  # of the products in the layers
+    num_params: int  # of the products in the layers that one token goes through
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: DType  # computed in
+    num_idle_params: int = 0  # in experts that a token does not go through
     device_name: str = "cpu"
     max_step_tokens: int | None = None  # what the buffers hold; None: any number
     max_span_levels: int | None = None  # shared spans above one another that fit the buffers

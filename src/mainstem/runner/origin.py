@@ -86,6 +86,7 @@ def make_facts(
         max_model_len=context,
         identity=_identity(origin, context, dtype, config.model, layout),
         num_params=spec.num_layer_params,
+        num_idle_params=spec.num_idle_params,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
