@@ -171,3 +171,17 @@ def test_who_is_refused_leaves_no_trace(status: int) -> None:
         assert not front._router._sessions
 
     play(scene)
+
+
+def test_pages_are_forgotten_after_a_new_boot_not_after_a_slow_status() -> None:
+    async def scene(front: Front, replicas: list[PlayedReplica]) -> None:
+        await post(front, input="y" * 20_480)
+        assert front._router.num_pages(0) == 10
+        front._set_down(0, "its status took 5 s")
+        await looked(front, replicas)
+        assert front._router.num_pages(0) == 10
+        replicas[0].boot = "second"
+        await looked(front, replicas)
+        assert front._router.num_pages(0) == 0
+
+    play(scene, num_replicas=1)

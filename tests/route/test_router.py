@@ -145,12 +145,16 @@ def test_pages_are_bounded_and_heads_stay_longest() -> None:
     assert holdings.num_leading(range(30)).tolist() == [0, 0]
 
 
-def test_a_replica_that_was_down_has_forgotten() -> None:
+def test_a_replica_that_was_down_holds_what_it_held_until_it_is_started_again() -> None:
     router = a_router(2)
     home = serve(router, [1, 2, 3])
     router.set_state(home, ReplicaState.DOWN)
     router.set_state(home, ReplicaState.UP)
+    assert router.num_pages(home) == 3
+    assert serve(router, [1, 2, 3]) == home
+    router.forget(home)
     assert router.num_pages(home) == 0
+    router.check()
 
 
 def test_apps_on_some_replicas() -> None:
@@ -226,6 +230,10 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(place=st.integers(0, 2), state=st.sampled_from(ReplicaState))
     def set_state(self, place: int, state: ReplicaState) -> None:
         self.router.set_state(place, state)
+
+    @rule(place=st.integers(0, 2))
+    def forget(self, place: int) -> None:
+        self.router.forget(place)
 
     @rule(place=st.integers(0, 2), tokens=st.integers(0, 3000))
     def set_capacity(self, place: int, tokens: int) -> None:

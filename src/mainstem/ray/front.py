@@ -7,8 +7,8 @@
 A reply begins when its first piece is there. Until then a replica that dies, does not accept, or
 says that it cannot answer (503) costs nothing but time: the request goes to another one. After
 that, nobody can take over: the stream ends with an error event. A reply that is no stream is passed
-on when it is whole. What goes on from a stored response is asked where that is, and nowhere else: as
-long as that replica cannot answer, the reply is 503.
+on when it is whole. What goes on from a stored response is asked where that is, and nowhere else:
+as long as that replica cannot answer, the reply is 503.
 
 The router learns from requests that were answered (2xx) alone: replicas check keys, the front none.
 """
@@ -285,7 +285,7 @@ class Front:
             self._set_down(replica, "its engine is being started")
             return
         if status.boot != self._boots[replica]:
-            self._router.set_state(replica, ReplicaState.DOWN)  # what it held is gone
+            self._router.forget(replica)
             self._boots[replica] = status.boot
             self._router.set_capacity(replica, status.kv_tokens)
         is_drained = replica in self._drained

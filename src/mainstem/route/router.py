@@ -8,15 +8,16 @@ until waiting there costs more than computing it elsewhere; that replica then ho
 
 - Work is counted in prompt tokens; a token of an answer costs as much as `output_cost` of them.
 - Bounded load: a replica is not asked if its open work would exceed LOAD_BOUND times the mean and
-  FREE_REQUESTS requests like this one. The least loaded replica is always below, so no replica
-  becomes hot. What a replica holds counts under any load: affinity is never switched off.
+  FREE_REQUESTS requests like this one. The least loaded replica is always below, so no queue grows
+  alone. What a replica holds counts under any load: affinity is never switched off.
 - Recent work, which fades, decides between replicas that are equal otherwise: new prompts spread
   over all memories, not over the first idle one.
 - A session stays at its replica as long as that is up and below the bound. One that must stay is
   answered there or, as long as that replica is down or refuses it, nowhere.
 - Only a request that was answered teaches: where its session is, what its replica holds. Until then
   its pages are counted as coming, so that requests which share them meet.
-- Draining replicas get nothing else. A replica that was down has forgotten everything.
+- Draining replicas get nothing else. One that was down holds what it held, unless it is said to
+  have lost it (`forget`).
 
 Memory is bounded: pages of each replica, held and coming, sessions, and what is open.
 """
@@ -136,11 +137,13 @@ class Router:
         return self._states[replica]
 
     def set_state(self, replica: int, state: ReplicaState) -> None:
-        """A replica that goes down has lost its pages; sessions look for another one."""
+        """A replica that is down or draining may still hold its pages."""
         self._states[replica] = state
-        if state is ReplicaState.DOWN:
-            self._holdings.forget(replica)
-            self._recent[replica] = 0.0
+
+    def forget(self, replica: int) -> None:
+        """A replica has been started again: it has lost its pages."""
+        self._holdings.forget(replica)
+        self._recent[replica] = 0.0
 
     def place_app(self, app: str, replicas: Sequence[int]) -> None:
         """An app is on these replicas only."""
