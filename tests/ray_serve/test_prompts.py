@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from mainstem.ray.prompts import MAX_PAGES, PAGE_BYTES, app_of, read_request
+from mainstem.ray.prompts import (
+    MAX_PAGES,
+    NAME_BYTES,
+    PAGE_BYTES,
+    app_of,
+    read_request,
+    session_of,
+)
 
 KEY = b"alice"
 
@@ -55,10 +62,20 @@ def test_prompts_of_all_kinds() -> None:
 
 
 def test_sessions_and_stored_responses_are_named_with_their_key() -> None:
-    talk = read_request({"session_id": "talk"}, KEY).session
-    assert talk == ("session_id", "talk", KEY)
-    stored = read_request({"previous_response_id": "resp_1"}, KEY).session
-    assert stored == ("previous_response_id", "resp_1", KEY)
+    talk = read_request({"session_id": "talk"}, KEY)
+    assert talk.session == session_of("session_id", "talk", KEY)
+    assert not talk.must_stay
+    stored = read_request({"previous_response_id": "resp_1"}, KEY)
+    assert stored.session == session_of("previous_response_id", "resp_1", KEY)
+    assert stored.must_stay
+    others = [("session_id", "talk", b"bob"), ("session_id", "walk", KEY)]
+    others.append(("previous_response_id", "talk", KEY))
+    assert talk.session not in [session_of(*other) for other in others]
+
+
+def test_names_of_sessions_have_one_size() -> None:
+    for name in ("", "talk", "s" * 1_000_000, "\ud800"):
+        assert len(session_of("session_id", name, KEY)[1]) == NAME_BYTES
 
 
 def test_apps_are_named_by_field_or_model() -> None:

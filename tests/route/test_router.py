@@ -34,6 +34,7 @@ def a_request(pages: Sequence[int], session: object = None, app: str | None = No
 def serve(router: Router, pages: Sequence[int], **more: object) -> int:
     """A request that has been answered when the next one comes."""
     ticket = router.choose(a_request(pages, **more))  # type: ignore[arg-type]
+    router.learn(ticket)
     router.finish(ticket, 10)
     return ticket.replica
 
@@ -98,8 +99,27 @@ def test_a_session_that_must_stay_does() -> None:
     router.set_state(home, ReplicaState.DRAINING)
     tickets = [router.choose(RouteRequest([n], 10_000, "talk", None, True)) for n in range(20)]
     assert {ticket.replica for ticket in tickets} == {home}, "whatever it has to do"
+    going_on = RouteRequest([1], 10, "talk", None, True)
+    with pytest.raises(NoReplica, match=f"replica {home}, which has"):
+        router.choose(going_on, frozenset({home}))
     router.set_state(home, ReplicaState.DOWN)
-    assert router.choose(RouteRequest([1], 10, "talk", None, True)).replica != home
+    with pytest.raises(NoReplica, match=f"replica {home}, which has"):
+        router.choose(going_on)
+    router.set_state(home, ReplicaState.UP)
+    assert router.choose(going_on).replica == home
+
+
+def test_only_what_was_answered_teaches() -> None:
+    router = a_router()
+    ticket = router.choose(a_request([1, 2, 3], session="talk"))
+    together = router.choose(a_request([1, 2, 3, 4]))
+    assert together.replica == ticket.replica, "requests that share pages meet"
+    for refused in (ticket, together):
+        router.finish(refused, None)
+    router.check()
+    assert router.home("talk") is None
+    assert [router.num_pages(place) for place in range(4)] == [0] * 4
+    assert router.choose(a_request([1, 2, 3])).held_tokens == 0
 
 
 def test_sessions_are_bounded() -> None:
@@ -125,12 +145,16 @@ def test_pages_are_bounded_and_heads_stay_longest() -> None:
     assert holdings.num_leading(range(30)).tolist() == [0, 0]
 
 
-def test_a_replica_that_was_down_has_forgotten() -> None:
+def test_a_replica_that_was_down_holds_what_it_held_until_it_is_started_again() -> None:
     router = a_router(2)
     home = serve(router, [1, 2, 3])
     router.set_state(home, ReplicaState.DOWN)
     router.set_state(home, ReplicaState.UP)
+    assert router.num_pages(home) == 3
+    assert serve(router, [1, 2, 3]) == home
+    router.forget(home)
     assert router.num_pages(home) == 0
+    router.check()
 
 
 def test_apps_on_some_replicas() -> None:
@@ -199,12 +223,17 @@ class RouterMachine(RuleBasedStateMachine):
         if self.open:
             ticket = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
             if tokens is not None:
+                self.router.learn(ticket)
                 self.router.start(ticket)
             self.router.finish(ticket, tokens)
 
     @rule(place=st.integers(0, 2), state=st.sampled_from(ReplicaState))
     def set_state(self, place: int, state: ReplicaState) -> None:
         self.router.set_state(place, state)
+
+    @rule(place=st.integers(0, 2))
+    def forget(self, place: int) -> None:
+        self.router.forget(place)
 
     @rule(place=st.integers(0, 2), tokens=st.integers(0, 3000))
     def set_capacity(self, place: int, tokens: int) -> None:

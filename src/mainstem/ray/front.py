@@ -7,7 +7,10 @@
 A reply begins when its first piece is there. Until then a replica that dies, does not accept, or
 says that it cannot answer (503) costs nothing but time: the request goes to another one. After
 that, nobody can take over: the stream ends with an error event. A reply that is no stream is passed
-on when it is whole.
+on when it is whole. What goes on from a stored response is asked where that is, and nowhere else:
+as long as that replica cannot answer, the reply is 503.
+
+The router learns from requests that were answered (2xx) alone: replicas check keys, the front none.
 """
 
 import asyncio
@@ -49,6 +52,7 @@ ACCEPT_S = 15.0  # for a replica to take a request: it does so at once
 UNAVAILABLE = 503
 NOT_FOUND = 404
 OK = 200
+NOT_ANSWERED = 300  # and above: refused, failed or sent elsewhere
 REPLICA_HEADER = "x-mainstem-replica"  # who has answered
 STREAM_TYPE = b"text/event-stream"
 MAX_DEPTH = ServerLimits().max_depth
@@ -162,7 +166,8 @@ class Front:
                 if not is_refused and not (is_lost and UNKNOWN_ID in reply.first):
                     return self._passed_on(reply, ticket, call)
                 self._router.finish(ticket, None)
-                refusal = reply.whole()
+                if is_refused or refusal is None:  # one that refuses may have what others have not
+                    refusal = reply.whole()
             failed.add(ticket.replica)
             self._num_retries += 1
 
@@ -171,12 +176,8 @@ class Front:
         self._set_down(ticket.replica, str(error))
 
     def _passed_on(self, reply: "_Reply", ticket: Ticket, call: HttpCall) -> Response:
-        if call.path == "/v1/responses":
-            found = FIRST_ID.search(reply.first)
-            if found is not None:
-                name = found[1].decode()
-                session = session_of(PREVIOUS, name, _key(call))
-                self._router.settle(session, ticket.replica)
+        if reply.head.status < NOT_ANSWERED:
+            self._learn(reply, ticket, call)
         if reply.is_stream:
             response: Response = _Stream(reply, call.path, lambda found: self._end(ticket, found))
             self._router.start(ticket)
@@ -185,6 +186,13 @@ class Front:
             response = reply.whole()
         response.headers[REPLICA_HEADER] = str(ticket.replica)
         return response
+
+    def _learn(self, reply: "_Reply", ticket: Ticket, call: HttpCall) -> None:
+        self._router.learn(ticket)
+        found = FIRST_ID.search(reply.first) if call.path == "/v1/responses" else None
+        if found is not None:
+            session = session_of(PREVIOUS, found[1].decode(), _key(call))
+            self._router.settle(session, ticket.replica)
 
     def _end(self, ticket: Ticket, found: int | ReplicaLost | None) -> None:
         """A stream has ended: its events, how its replica was lost, or None: otherwise."""
@@ -201,6 +209,10 @@ class Front:
         field = "session_id" if kind == "sessions" else PREVIOUS
         home = self._router.home(session_of(field, name, _key(call)))
         places = self._up()
+        if home is not None and field == PREVIOUS:
+            if home not in places:
+                raise unavailable(f"replica {home}, which has {name}, is down")
+            places = [home]
         places.sort(key=lambda place: place != home)
         reply: Response | None = None
         for place in places:
@@ -273,7 +285,7 @@ class Front:
             self._set_down(replica, "its engine is being started")
             return
         if status.boot != self._boots[replica]:
-            self._router.set_state(replica, ReplicaState.DOWN)  # what it held is gone
+            self._router.forget(replica)
             self._boots[replica] = status.boot
             self._router.set_capacity(replica, status.kv_tokens)
         is_drained = replica in self._drained

@@ -20,6 +20,7 @@ MAX_PAGES = 4096  # of a prompt; what follows is not looked at
 FIRST_FIELDS = ("tools", "system", "instructions")  # of a body, in the order of the prompt
 PROMPT_FIELDS = ("messages", "input", "prompt", "query", "text_1")
 HASH_BYTES = 8
+NAME_BYTES = 16
 PREVIOUS = "previous_response_id"
 
 Body = Mapping[str, object]
@@ -50,9 +51,11 @@ def read_request(body: Body, key: bytes) -> RouteRequest:
     return RouteRequest(pages, num_tokens, session, app, must_stay)
 
 
-def session_of(kind: str, name: str, key: bytes) -> tuple[str, str, bytes]:
-    """The name of a session or of a stored response, for the router."""
-    return kind, name, key
+def session_of(kind: str, name: str, key: bytes) -> tuple[str, bytes]:
+    """The name of a session or of a stored response, for the router: of one size, however long the
+    client's is. `key` has at most 64 bytes."""
+    text = name.encode(errors="surrogatepass")
+    return kind, blake2b(text, digest_size=NAME_BYTES, key=key).digest()
 
 
 def app_of(body: Body) -> str | None:

@@ -79,7 +79,7 @@ class Head:
 class ReplicaStatus:
     """How a replica is."""
 
-    boot: str  # another one: it has been started again and holds nothing
+    boot: str  # another one: it or its engine has been started again and holds nothing
     is_ready: bool
     kv_tokens: int  # that it can hold, in all tiers
 
@@ -158,7 +158,8 @@ class Replica:
         if snapshot.stored_page_bytes:
             lower_bytes = store.host_bytes + (store.disk_bytes if store.disk_dir else 0)
             num_pages += lower_bytes // snapshot.stored_page_bytes
-        return ReplicaStatus(self._boot, is_running, num_pages * snapshot.page_size)
+        boot = f"{self._boot}.{gateway.engine.num_restarts}"
+        return ReplicaStatus(boot, is_running, num_pages * snapshot.page_size)
 
     def check_health(self) -> None:
         """Ray Serve starts a replica again if this raises."""

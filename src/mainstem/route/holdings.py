@@ -69,6 +69,14 @@ class Holdings:
             self._drop(key, 1 << replica)
         self._in_order[replica].clear()
 
+    def remove(self, replica: int, keys: Sequence[PageHash]) -> None:
+        """A replica does not hold these."""
+        in_order = self._in_order[replica]
+        for key in keys:
+            if key in in_order:
+                del in_order[key]
+                self._drop(key, 1 << replica)
+
     def _shrink(self, replica: int) -> None:
         in_order = self._in_order[replica]
         while len(in_order) > self._most[replica]:

@@ -8,15 +8,18 @@ until waiting there costs more than computing it elsewhere; that replica then ho
 
 - Work is counted in prompt tokens; a token of an answer costs as much as `output_cost` of them.
 - Bounded load: a replica is not asked if its open work would exceed LOAD_BOUND times the mean and
-  FREE_REQUESTS requests like this one. The least loaded replica is always below, so no replica
-  becomes hot. What a replica holds counts under any load: affinity is never switched off.
+  FREE_REQUESTS requests like this one. The least loaded replica is always below, so no queue grows
+  alone. What a replica holds counts under any load: affinity is never switched off.
 - Recent work, which fades, decides between replicas that are equal otherwise: new prompts spread
   over all memories, not over the first idle one.
-- A session stays at its replica as long as that is up and below the bound; one that must stay, as
-  long as it is not down.
-- Draining replicas get nothing else. A replica that was down has forgotten everything.
+- A session stays at its replica as long as that is up and below the bound. One that must stay is
+  answered there or, as long as that replica is down or refuses it, nowhere.
+- Only a request that was answered teaches: where its session is, what its replica holds. Until then
+  its pages are counted as coming, so that requests which share them meet.
+- Draining replicas get nothing else. One that was down holds what it held, unless it is said to
+  have lost it (`forget`).
 
-Memory is bounded: pages of each replica, sessions, and what is open.
+Memory is bounded: pages of each replica, held and coming, sessions, and what is open.
 """
 
 from collections import OrderedDict
@@ -93,15 +96,18 @@ class Ticket:
     """A request at its replica."""
 
     replica: int
+    request: RouteRequest
     held_tokens: int  # of the prompt, as the router believes
     prompt_work: float  # open, in tokens
     output_work: float
+    is_learned: bool = False
 
 
 class Router:
     """Chooses replicas and counts their work. One thread uses it.
 
-    Each ticket of `choose` is handed back once, to `finish`.
+    Each ticket of `choose` is handed back once, to `finish`; if its replica answers, to `learn`
+    before.
     """
 
     def __init__(self, num_replicas: int, config: RouterConfig | None = None) -> None:
@@ -110,6 +116,7 @@ class Router:
         self._config = config or RouterConfig()
         self._states = [ReplicaState.UP] * num_replicas
         self._holdings = Holdings(num_replicas, self._config.pages_per_replica)
+        self._coming = Holdings(num_replicas, self._config.pages_per_replica)  # not yet answered
         self._sessions: OrderedDict[Hashable, int] = OrderedDict()  # least recently used first
         self._apps: dict[str, frozenset[int]] = {}  # those that are on some replicas only
         self._open = np.zeros(num_replicas)  # tokens of work
@@ -130,11 +137,13 @@ class Router:
         return self._states[replica]
 
     def set_state(self, replica: int, state: ReplicaState) -> None:
-        """A replica that goes down has lost its pages; sessions look for another one."""
+        """A replica that is down or draining may still hold its pages."""
         self._states[replica] = state
-        if state is ReplicaState.DOWN:
-            self._holdings.forget(replica)
-            self._recent[replica] = 0.0
+
+    def forget(self, replica: int) -> None:
+        """A replica has been started again: it has lost its pages."""
+        self._holdings.forget(replica)
+        self._recent[replica] = 0.0
 
     def place_app(self, app: str, replicas: Sequence[int]) -> None:
         """An app is on these replicas only."""
@@ -166,8 +175,9 @@ class Router:
         Those in `excluded` have failed it already. Raises NoReplica.
         """
         home = self._sessions.get(request.session) if request.must_stay else None
-        is_there = home is not None and self._states[home] is not ReplicaState.DOWN
-        if home is not None and is_there and home not in excluded:
+        if home is not None:
+            if home in excluded or self._states[home] is ReplicaState.DOWN:
+                raise NoReplica(f"replica {home}, which has what it goes on from, cannot answer")
             return self._open_at(home, request, 0)
         able = self._able(request, excluded)
         match self._config.kind:
@@ -179,6 +189,18 @@ class Router:
                 replica, held_tokens = self._next_in_turn(able), 0
         return self._open_at(replica, request, held_tokens)
 
+    def learn(self, ticket: Ticket) -> None:
+        """A replica answers a request: it will hold the prompt, and its session is there."""
+        replica, request = ticket.replica, ticket.request
+        ticket.is_learned = True
+        self._recent *= self._fading
+        self._recent[replica] += ticket.prompt_work + ticket.output_work
+        if self._config.kind is RouterKind.AFFINE:
+            self._coming.remove(replica, request.pages)
+            self._holdings.note(replica, request.pages)
+        if request.session is not None:
+            self.settle(request.session, replica)
+
     def start(self, ticket: Ticket) -> None:
         """The first token came: its prompt is no longer work to do."""
         self._open[ticket.replica] -= ticket.prompt_work
@@ -187,6 +209,8 @@ class Router:
     def finish(self, ticket: Ticket, output_tokens: int | None) -> None:
         """An answer has ended; None: it failed, which says nothing of its length."""
         replica = ticket.replica
+        if not ticket.is_learned:
+            self._coming.remove(replica, ticket.request.pages)
         self._open[replica] -= ticket.prompt_work + ticket.output_work
         self._num_open[replica] -= 1
         if not self._num_open[replica]:
@@ -227,7 +251,8 @@ class Router:
     def _nearest(self, request: RouteRequest, able: list[int]) -> tuple[int, int]:
         """The replica that answers soonest, and the tokens of the prompt that it holds."""
         places = np.array(able)
-        held = self._holdings.num_leading(request.pages)[places] * self._config.page_tokens
+        known = (self._holdings.num_leading(request.pages), self._coming.num_leading(request.pages))
+        held = np.maximum(*known)[places] * self._config.page_tokens
         new = np.maximum(0, request.prompt_tokens - held)
         loads, output_work = self._open[places], self._output_work()
         most = LOAD_BOUND * loads.mean() + FREE_REQUESTS * (request.prompt_tokens + output_work)
@@ -249,22 +274,19 @@ class Router:
 
     def _open_at(self, replica: int, request: RouteRequest, held_tokens: int) -> Ticket:
         prompt_work = float(request.prompt_tokens - held_tokens)
-        ticket = Ticket(replica, held_tokens, prompt_work, self._output_work())
-        work = ticket.prompt_work + ticket.output_work
-        self._open[replica] += work
+        ticket = Ticket(replica, request, held_tokens, prompt_work, self._output_work())
+        self._open[replica] += ticket.prompt_work + ticket.output_work
         self._num_open[replica] += 1
-        self._recent *= self._fading
-        self._recent[replica] += work
         if self._config.kind is RouterKind.AFFINE:
-            self._holdings.note(replica, request.pages)
-        if request.session is not None:
-            self.settle(request.session, replica)
+            self._coming.note(replica, request.pages)
         return ticket
 
     def check(self) -> None:
         """Raise if a bound is exceeded or work is counted that nobody has."""
         self._holdings.check()
+        self._coming.check()
         assert len(self._sessions) <= self._config.max_sessions, "more sessions than the bound"
         for replica, count in enumerate(self._num_open):
             assert count >= 0, "a ticket was handed back twice"
             assert count or not self._open[replica], "work is open that nobody has"
+            assert count or not self._coming.num_pages(replica), "pages come that nobody sent"

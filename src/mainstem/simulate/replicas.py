@@ -223,6 +223,7 @@ class _Fleet:
         pages = () if self._has_one_memory else self._trace.names[index]
         session = request.session if self._trace.has_sessions else None
         ticket = self._router.choose(RouteRequest(pages, request.input_tokens, session))
+        self._router.learn(ticket)  # at once: in a trace every request is answered
         visit = _Visit(index, request, self._devices[ticket.replica], ticket, self._now)
         self._at(self._load(visit), self._queue, visit)
 
