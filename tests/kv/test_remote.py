@@ -2,6 +2,7 @@
 in the way of an answer, whatever the server does."""
 
 import logging
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ from mainstem.core.ids import PageKey
 from mainstem.engine.tiers import make_remote
 from mainstem.kv.bytes import line as line_module
 from mainstem.kv.bytes import remote as remote_module
-from mainstem.kv.bytes.line import Address, check_url
+from mainstem.kv.bytes.line import Address, Line, Overdue, check_url
 from mainstem.kv.bytes.remote import RemoteTier
 from mainstem.kv.tier import Answer, Read, ReadJob, WriteJob, Written
 from mainstem.kv.transfer import DistantLink
@@ -181,6 +183,18 @@ def test_addresses_that_are_refused(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         check_url(url)
     assert "secret@" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["rediss", "valkeys"])
+def test_a_certificate_must_be_of_the_host(scheme: str) -> None:
+    pytest.importorskip("redis")
+    connection: Any = Line(Address(f"{scheme}://host"))._connection
+    assert connection.check_hostname
+
+
+def test_secrets_are_not_shown() -> None:
+    assert "right" not in repr(Address("redis://host", "pages", "right"))
+    assert "right" not in repr(replace(REMOTE, secret=b"right"))
 
 
 def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,6 +405,42 @@ def test_a_late_answer_is_given_up(server: RedisServer) -> None:
     assert monotonic() - began_s < 0.5
     server.go_on()
     tiered.engine.close()
+
+
+@pytest.mark.serial
+def test_questions_that_wait_for_a_hanging_server_are_given_up(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One finds out that it hangs, and the others are not sent."""
+    monkeypatch.setattr(remote_module, "PAUSE_S", 30.0)
+    monkeypatch.setattr(remote_module, "ASK_LIMIT_S", 0.2)
+    tier = RemoteTier(Address(server.url), PAGE, REMOTE)
+    server.pause()
+    for number in range(20):
+        tier.ask([key(number)])
+    began_s = monotonic()
+    tier.close()
+    assert monotonic() - began_s < 2.0
+    answers = [done for done in tier.poll() if isinstance(done, Answer)]
+    assert answers == [Answer(key(number), ()) for number in range(20)]
+
+
+def test_a_line_that_is_cut_while_it_connects_sends_nothing(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = Line(Address(server.url))
+    find = socket.getaddrinfo
+
+    def find_late(*args: Any, **options: Any) -> object:
+        assert line.cut_if_overdue(), "the server's name takes longer to find than the call may"
+        return find(*args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", find_late)
+    with pytest.raises(Overdue, match="connecting took too long"):
+        list(line.call([("SET", "name", "value")], 0.0))
+    monkeypatch.undo()
+    assert list(line.call([("EXISTS", "name")], 10.0)) == [0]
+    line.close()
 
 
 def test_a_full_server_is_not_written_to(server: RedisServer) -> None:

@@ -10,7 +10,7 @@ parses; it is imported when a line is opened, and not before.
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from socket import SHUT_RDWR, socket
 from time import monotonic
 from typing import Protocol
@@ -53,7 +53,7 @@ class Address:
 
     url: str
     username: str | None = None
-    password: str | None = None
+    password: str | None = field(default=None, repr=False)
 
     @property
     def shown(self) -> str:
@@ -133,7 +133,10 @@ class Line:
             "username": address.username,
             "password": address.password,
         }
-        pool = client.ConnectionPool.from_url(check_url(address.url), **options)
+        url = check_url(address.url)
+        if url.startswith("rediss:"):
+            options["ssl_check_hostname"] = True  # not every client does by itself
+        pool = client.ConnectionPool.from_url(url, **options)
         self._connection = pool.make_connection()
         self._is_open = False
         self._due_s = float("inf")  # when a call that is under way should have ended
@@ -148,6 +151,8 @@ class Line:
             if not self._is_open:
                 self._connection.connect()
                 self._is_open = True
+                if self._is_cut:  # there may have been nothing to cut yet
+                    raise TimeoutError("connecting took too long")
             self._connection.send_packed_command(self._connection.pack_commands(commands))
             for _ in commands:
                 yield self._read()

@@ -20,7 +20,7 @@ while, one that is full is not written to.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from hmac import compare_digest
 from logging import getLogger
@@ -67,7 +67,7 @@ class RemoteSettings:
     """Who may believe whom, and how much is left where."""
 
     identity: bytes  # of the model
-    secret: bytes
+    secret: bytes = field(repr=False)
     ttl_s: float
     max_bytes: int
 
@@ -350,6 +350,7 @@ class RemoteTier:
             raise _NotOpen
 
     def _ask(self, line: Line, question: _Question) -> None:
+        self._check_open()
         commands: list[Command] = [("EXISTS", self._name(key)) for key in question.keys]
         began_s = perf_counter()
         replies = list(line.call(commands, ASK_LIMIT_S))
