@@ -20,13 +20,15 @@ MODULES = [
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they run directly")
-def test_kernels_pass_their_tests_under_the_interpreter() -> None:
-    paths = [f"tests/kernels/{name}" for name in MODULES] + [
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_pass_their_tests_under_the_interpreter(which: str) -> None:
+    paths = [
+        *(f"tests/kernels/{name}" for name in MODULES),
         "tests/runner/test_gpu.py",
         "tests/runner/test_gpu_recipes.py",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", *paths],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", which, *paths],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=ROOT,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The front over replicas that are played in this process: what it learns, and from whom.
+"""The front over replicas that are played in this process: what it learns, and from which answers.
 
 Ray is not needed: of it the front uses handles, which are played too, and the names of exceptions.
 """
