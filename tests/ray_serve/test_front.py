@@ -1,4 +1,4 @@
-"""The front over replicas that are played in this process: what it learns, and from whom.
+"""The front over replicas that are played in this process: what it learns, and when.
 
 Ray is not needed: of it the front uses handles, which are played too, and the names of exceptions.
 """
@@ -160,7 +160,7 @@ def test_a_response_whose_home_is_not_known_is_looked_for() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 400, 500])
-def test_who_is_refused_leaves_no_trace(status: int) -> None:
+def test_a_refused_request_leaves_no_trace(status: int) -> None:
     async def scene(front: Front, replicas: list[PlayedReplica]) -> None:
         for replica in replicas:
             replica.status_code = status
