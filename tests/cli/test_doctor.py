@@ -29,9 +29,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("config", "places"),
     [
-        (StoreConfig(host_gb=1.0), "1.0 GB of host memory: "),
-        (StoreConfig(host_gb=1.0, disk_dir="d"), "1.0 GB of host memory, disk d: "),
-        (StoreConfig(host_gb=1.0, remote="redis://h"), "1.0 GB of host memory, redis://h: "),
+        (StoreConfig(host_gb=1.0), "1.00 GB of host memory: "),
+        (StoreConfig(host_gb=1.0, disk_dir="d"), "1.00 GB of host memory, disk d: "),
+        (StoreConfig(host_gb=1.0, remote="redis://h"), "1.00 GB of host memory, redis://h: "),
     ],
 )
 def test_only_the_places_for_pages_that_there_are_are_told(
