@@ -10,7 +10,7 @@ import torch
 
 from mainstem.checkpoints.hub import ModelRecord, ModelState
 from mainstem.cli import doctor, models
-from mainstem.core.config import DType
+from mainstem.core.config import DType, StoreConfig
 from mainstem.models.weights import compute_dtype
 from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_cpu
 
@@ -24,6 +24,20 @@ ABSENT = ModelRecord("smollm2", None, 0, ModelState.ABSENT, "embedded")
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path / "not" / "there"))
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("config", "places"),
+    [
+        (StoreConfig(host_gb=1.0), "1.00 GB of host memory: "),
+        (StoreConfig(host_gb=1.0, disk_dir="d"), "1.00 GB of host memory, disk d: "),
+        (StoreConfig(host_gb=1.0, remote="redis://h"), "1.00 GB of host memory, redis://h: "),
+    ],
+)
+def test_only_the_places_for_pages_that_there_are_are_told(
+    config: StoreConfig, places: str
+) -> None:
+    assert doctor._store_words(config, 0).startswith(places)
 
 
 def test_the_report_is_json_and_complete(

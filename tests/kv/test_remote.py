@@ -21,13 +21,13 @@ from mainstem.core.ids import PageKey
 from mainstem.engine.tiers import make_remote
 from mainstem.kv.bytes import line as line_module
 from mainstem.kv.bytes import remote as remote_module
-from mainstem.kv.bytes.line import Address, Line, Overdue, check_url
+from mainstem.kv.bytes.line import Address, Line, Overdue, Refusal, check_url
 from mainstem.kv.bytes.remote import RemoteTier
 from mainstem.kv.tier import Answer, Read, ReadJob, WriteJob, Written
 from mainstem.kv.transfer import DistantLink
 from tests.builders import VOCAB, a_request, run_all
 from tests.fakes import fake_answer
-from tests.kv.redis_server import Proxy, RedisServer, skip_without_server
+from tests.kv.redis_server import Proxy, RedisServer, free_port, skip_without_server
 from tests.kv.tiered import REMOTE, Tiered, a_tiered_engine
 
 PROMPT = list(range(40))
@@ -161,8 +161,6 @@ def test_over_tls(tmp_path: Path) -> None:
 
 def remote_port(server: RedisServer) -> int:
     """The port for TLS, opened beside the plain one."""
-    from tests.kv.redis_server import free_port  # noqa: PLC0415
-
     port = free_port()
     assert server.call("CONFIG", "SET", "tls-port", str(port)) == b"OK"
     return port
@@ -452,6 +450,72 @@ def test_a_full_server_is_not_written_to(server: RedisServer) -> None:
     assert {(event.tier, event.reason) for event in seen.skipped} == {("remote", "server full")}
     answer(tiered, PROMPT[5:])
     tiered.engine.close()
+
+
+def test_a_full_server_is_still_read_from(server: RedisServer) -> None:
+    store_prompt(server.url)
+    seen = Seen()
+    small = replace(REMOTE, max_bytes=1000)
+    tiered = a_tiered_engine(remote=Address(server.url), remote_settings=small, bus=seen.bus)
+    answer(tiered, PROMPT[5:])
+    tiered.store.flush()
+    assert {event.reason for event in seen.skipped} == {"server full"}
+    assert seen.num_loaded() == 0
+    answer(tiered)
+    assert seen.num_loaded() == 9
+    tiered.engine.close()
+
+
+def write_one(server: RedisServer) -> str | None:
+    """What is wrong with a page that is written; then no more is written for a while."""
+    tier = RemoteTier(Address(server.url), PAGE, REMOTE)
+    tier.write(WriteJob(key(0), b"tokens", memoryview(bytes(PAGE))))
+    tier.flush()
+    (written,) = tier.poll()
+    assert isinstance(written, Written)
+    assert tier.is_open
+    assert not tier.can_write
+    tier.close()
+    return written.problem
+
+
+def test_a_cluster_is_named_as_what_is_wrong(tmp_path: Path) -> None:
+    skip_without_server()
+    server = RedisServer(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+    try:
+        assert write_one(server) == "clusters are not supported"
+    finally:
+        server.stop()
+    moved = Refusal("MovedError", "866 10.0.0.2:6379")
+    assert remote_module._problem(moved) == "clusters are not supported"
+
+
+def test_what_is_refused_is_one_kind_and_told_once(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.call("REPLICAOF", "127.0.0.1", free_port())
+    assert write_one(server) == "server refuses"
+    assert len([words for words in caplog.messages if "refuses a page: ReadOnly" in words]) == 1
+
+
+@pytest.mark.serial
+def test_closing_does_not_wait_long_for_a_slow_server(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten pages take it three seconds."""
+    monkeypatch.setattr(remote_module, "CLOSE_LIMIT_S", 0.3)
+    monkeypatch.setattr(remote_module, "WRITE_BATCH", 1)
+    proxy = Proxy(server.port, delay_s=0.3)
+    seen = Seen()
+    tiered = a_tiered_engine(remote=Address(proxy.url), fetch=Fetch.AUTO, bus=seen.bus)
+    answer(tiered)
+    began_s = monotonic()
+    tiered.engine.close()
+    assert monotonic() - began_s < 2.0
+    assert {(event.tier, event.reason) for event in seen.skipped} == {
+        ("remote", "no time at the end")
+    }
+    proxy.close()
 
 
 def test_a_server_without_a_bound_is_held_to_ours(server: RedisServer) -> None:

@@ -160,6 +160,9 @@ class VirtualDisk:
     def delete(self, key: PageKey) -> None:
         pass
 
+    def end_soon(self) -> None:
+        """There is always time."""
+
     def touch(self, used_at: dict[PageKey, float]) -> None:
         pass
 

@@ -83,8 +83,12 @@ def _store_words(config: StoreConfig, free_bytes: int) -> str:
             f"(at most --disk-gb {config.disk_gb:g}) keep more, --remote shares it with other "
             f"processes: {policy}"
         )
-    below = f"disk {config.disk_dir}" + (f", {config.remote}" if config.remote else "")
-    return f"{gigabytes(config.host_bytes)} of host memory, {below}: {policy}"
+    places = [f"{gigabytes(config.host_bytes)} of host memory"]
+    if config.disk_dir:
+        places.append(f"disk {config.disk_dir}")
+    if config.remote:
+        places.append(config.remote)
+    return f"{', '.join(places)}: {policy}"
 
 
 def find_warnings(cpu: DeviceFacts, default: ModelRecord, free_disk_bytes: int) -> list[str]:

@@ -352,6 +352,7 @@ class KVStore:
     def close(self) -> None:
         """Finish saving what was to be saved."""
         if self._traffic is not None:
+            self._traffic.tiers.end_soon()
             self._traffic.flush()
             self._traffic.tiers.close()
 

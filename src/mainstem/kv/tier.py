@@ -158,6 +158,10 @@ class LowerTier(Tier, Protocol):
         it cannot be asked it has none."""
         ...
 
+    def end_soon(self) -> None:
+        """It will be closed: a tier that others keep may be given up if it is slow."""
+        ...
+
     def poll(self) -> Iterator[Written | Read | Answer | Emptied]:
         """What was done since the last call."""
         ...

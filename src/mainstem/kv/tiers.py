@@ -396,8 +396,14 @@ class LowerTiers:
                 self._back_up()
         self._write_uses()
 
+    def end_soon(self) -> None:
+        """`close` will come: what slow shared tiers do not take in a while is skipped."""
+        for _, tier in self._below:
+            tier.end_soon()
+
     def close(self) -> None:
         """Finish saves and loads, and let the tiers go."""
+        self.end_soon()
         for load in self._loads:
             if load.transfer is not None:
                 with suppress(Exception):  # nobody wants it any more

@@ -215,6 +215,9 @@ class DiskTier:
         """Keep for the next start when pages were last used (seconds since 1970)."""
         self._orders.put(_Touch(used_at))
 
+    def end_soon(self) -> None:
+        """What was given is written however long it takes."""
+
     def poll(self) -> Iterator[Written | Read]:
         """What was done since the last call."""
         while True:

@@ -44,7 +44,11 @@ class BadCredentials(LineError):
 class Refusal:
     """The server answered a command with an error."""
 
+    kind: str  # the client's name for it
     words: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.words}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,7 @@ class Line:
         try:
             return self._connection.read_response()
         except self._errors.ResponseError as error:
-            return Refusal(str(error))
+            return Refusal(type(error).__name__, str(error))
 
 
 def _client() -> _Client:

@@ -14,7 +14,7 @@ sent. Commands go out together, so a hundred pages cost one round trip. A value 
 and its name is BLAKE2b(secret; model identity, page's key): a page is only believed from who knows
 the secret, under the name it was stored by, and only for this model. Whatever goes wrong costs
 pages, which are computed instead: a server that cannot be reached or hangs is left alone for a
-while, one that is full is not written to.
+while, one that is full is not written to, and closing waits for a slow one for a limited time.
 """
 
 from collections import deque
@@ -54,8 +54,15 @@ WRITE_LIMIT_S = 10.0  # nobody waits for writes
 ASK_LIMIT_S = 1.0
 PAUSE_S = 1.0  # a server that failed is left alone for so long, twice as long each time ...
 MAX_PAUSE_S = 30.0  # ... up to this
-FULL_PAUSE_S = 30.0  # a full server is not written to for so long
+FULL_PAUSE_S = 30.0  # a server that is full, or refuses pages, is not written to for so long
+CLOSE_LIMIT_S = 10.0  # from the start of closing, after which nothing is sent any more
 CHECK_S = 5.0  # between looks at how much memory the server uses
+
+# why a server does not take or give a page: few kinds, since each is told and counted apart
+FULL = "server full"
+CLUSTER = "clusters are not supported"
+REFUSED = "server refuses"
+CLUSTER_KINDS = {"MovedError", "AskError", "TryAgainError", "ClusterDownError"}
 
 log = getLogger("mainstem.store")
 
@@ -184,9 +191,11 @@ class RemoteTier:
         self._num_reads = 0
         self._next_reader = 0
         self._down_until_s = self._full_until_s = 0.0
+        self._end_s = float("inf")  # nothing is sent from then on
         self._pause_s = PAUSE_S
         self._is_down = False  # and the log has told of it
         self._last_down_s = 0.0
+        self._has_told_refusal = False
         self._check_s = 0.0  # when the writing thread looks at the server's memory next
         self._done: SimpleQueue[Written | Read | Answer | _Down | _RoundTrip] = SimpleQueue()
         self._greet(Line(address))
@@ -212,8 +221,8 @@ class RemoteTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server is there, as far as is known."""
-        return monotonic() >= self._down_until_s
+        """Whether the server is there, as far as is known, and there is time left for it."""
+        return self._down_until_s <= monotonic() < self._end_s
 
     @property
     def can_write(self) -> bool:
@@ -286,8 +295,13 @@ class RemoteTier:
         """Return when everything given to `write` so far is done or has failed."""
         self._writer.flush()
 
+    def end_soon(self) -> None:
+        """What is not sent in a while is given up: a slow server must not keep us from closing."""
+        self._end_s = min(self._end_s, monotonic() + CLOSE_LIMIT_S)
+
     def close(self) -> None:
-        """Finish what was given and stop the threads."""
+        """Finish what was given, or give it up, and stop the threads."""
+        self.end_soon()
         self._asker.close()
         self._writer.close()
         for reader in self._readers:
@@ -298,7 +312,7 @@ class RemoteTier:
             self._num_reads -= 1
         elif isinstance(done, Written):
             self._num_pending -= 1
-            if done.problem == "server full":
+            if done.problem in (FULL, CLUSTER, REFUSED):
                 self._full_until_s = monotonic() + FULL_PAUSE_S
 
     def _note_up(self, seconds: float) -> None:
@@ -379,7 +393,7 @@ class RemoteTier:
     def _send(self, line: Line, jobs: deque[WriteJob]) -> None:
         ttl_ms = int(1000 * self._settings.ttl_s)
         if self._is_too_large(line):
-            self._tell_unwritten(jobs, "server full")
+            self._tell_unwritten(jobs, FULL)
             return
         commands: list[Command] = []
         for job in list(jobs):
@@ -393,7 +407,14 @@ class RemoteTier:
             name = self._name(job.key)
             commands.append(("SET", name, self._value(name, job), "PX", ttl_ms))
         for reply in line.call(commands, WRITE_LIMIT_S) if commands else ():
+            self._tell_refusal(reply)
             self._done.put(Written(jobs.popleft().key, _problem(reply)))
+
+    def _tell_refusal(self, reply: Reply) -> None:
+        """The server's own words, once: what is counted are kinds."""
+        if _problem(reply) == REFUSED and not self._has_told_refusal:
+            self._has_told_refusal = True
+            log.warning("the remote store at %s refuses a page: %s", self._shown, reply)
 
     def _is_too_large(self, line: Line) -> bool:
         """Whether the server's memory is used up, and it does not make room by itself."""
@@ -415,7 +436,8 @@ class RemoteTier:
 
     def _give_up_writes(self, order: _Writes | dict[PageKey, float]) -> None:
         if isinstance(order, _Writes):
-            self._tell_unwritten(order.jobs, "server lost")
+            has_time = monotonic() < self._end_s
+            self._tell_unwritten(order.jobs, "server lost" if has_time else "no time at the end")
 
     def _tell_unwritten(self, jobs: deque[WriteJob], problem: str) -> None:
         while jobs:
@@ -467,7 +489,7 @@ class RemoteTier:
         if reply is None:
             return None, "missing"
         if not isinstance(reply, bytes):
-            return None, f"read: {reply}"
+            return None, _problem(reply) or "format"
         value = memoryview(reply)
         start = len(FORMAT) + TAG_BYTES
         num_token_bytes = int.from_bytes(value[start : start + 4], "little")
@@ -484,11 +506,13 @@ class RemoteTier:
 
 
 def _problem(reply: Reply) -> str | None:
-    """Why a page was not taken; None: it was."""
+    """Why a page was not taken or given, in a few fixed words; None: nothing was refused."""
     if not isinstance(reply, Refusal):
         return None
+    if reply.kind in CLUSTER_KINDS:
+        return CLUSTER
     is_full = "maxmemory" in reply.words or reply.words.startswith("OOM")
-    return "server full" if is_full else reply.words
+    return FULL if is_full else REFUSED
 
 
 def _facts(reply: Reply) -> dict[str, str]:
