@@ -109,7 +109,12 @@ def test_a_window_that_shows_everything_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     "heads",
-    [(8, 2, 80, 16), (4, 2, 256, 16), (2, 1, 256, 64), (71, 1, 64, 16)],
+    [
+        (8, 2, 80, 16),
+        (4, 2, 256, 16),
+        pytest.param((2, 1, 256, 64), marks=pytest.mark.slow),
+        pytest.param((71, 1, 64, 16), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_any_heads_have_windows_softcaps_and_sinks(heads: Heads) -> None:

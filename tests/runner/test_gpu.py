@@ -85,6 +85,7 @@ def test_same_tokens_as_on_the_cpu(sampling: SamplingParams) -> None:
 
 
 @interpreted
+@pytest.mark.slow
 def test_same_tokens_of_layers_of_several_kinds() -> None:
     """A window with sinks, a softcap without rotation, a window with another rotation."""
     plain = SHAPE.layers[0].attention
