@@ -94,5 +94,5 @@ class ProcessGroup:
         """[ranks, *shape of x]"""
         there = x if self.is_capturable or not x.is_cuda else x.cpu()
         parts = there.new_empty(self.shard.of, *x.shape)
-        dist.all_gather_into_tensor(parts, there, group=self._group)
+        dist.all_gather(list(parts), there, group=self._group)
         return parts.to(x.device)
