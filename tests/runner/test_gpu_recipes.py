@@ -10,10 +10,12 @@ from mainstem.core.events import EventBus
 from mainstem.core.request import SamplingParams
 from mainstem.engine.build import join
 from mainstem.runner.cpu_load import load_cpu_runner
+from tests.models.ranks import Thread, run_ranks
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
 from tests.runner.test_gpu import answers
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+QUICK_ON_RANKS = ("Olmo2ForCausalLM",)  # norms over all heads, and behind attention
 QUICK = ("PhiForCausalLM", "Qwen2MoeForCausalLM")  # LayerNorm, parallel; experts
 
 
@@ -24,10 +26,13 @@ def prompts() -> list[list[int]]:
     return [head + rng.integers(3, 96, count).tolist() for count in (3, 6)]
 
 
-@pytest.mark.skipif(
+interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs TRITON_INTERPRET=1; see test_interpreter.py",
 )
+
+
+@interpreted
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES],
@@ -40,3 +45,26 @@ def test_same_tokens_as_on_the_cpu(name: str) -> None:
     found = answers(join(runner, facts, config, EventBus()), prompts(), GREEDY)
     cpu_runner, facts = load_cpu_runner(origin, config)
     assert found == answers(join(cpu_runner, facts, config, EventBus()), prompts(), GREEDY)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK_ON_RANKS else pytest.param(name, marks=pytest.mark.slow)
+        for name in RECIPES
+    ],
+)
+def test_two_ranks_have_the_tokens_of_one_cpu(name: str) -> None:
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    origin, config = RecipeOrigin(RECIPES[name]), a_config()
+
+    def run(ranks: Thread) -> list[list[int]]:
+        runner, facts = load_gpu_runner(origin, config, torch.device("cpu"), ranks)
+        return answers(join(runner, facts, config, EventBus()), prompts(), GREEDY)
+
+    first, second = run_ranks(2, run)
+    assert first == second
+    cpu_runner, facts = load_cpu_runner(origin, config)
+    assert first == answers(join(cpu_runner, facts, config, EventBus()), prompts(), GREEDY)
