@@ -19,7 +19,7 @@ from torch import Tensor
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.quantized.packing import PackedKind
 
-__all__ = ["PackedKind", "PackedStack", "PackedWeight", "Weight", "as_tensor", "joined"]
+__all__ = ["PackedKind", "PackedStack", "PackedWeight", "Weight", "as_tensor", "joined", "on_top"]
 
 MXFP4_GROUP = 32
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -260,6 +260,16 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
         scales=torch.cat([part.scales for part in parts], dim=-2),
         zeros=zeros,
     )
+
+
+def on_top(weights: Sequence[Weight], dtype: torch.dtype) -> Weight:
+    """Weights on top of each other, packed if they can be; otherwise a tensor of `dtype`."""
+    if len(weights) == 1:
+        return weights[0]
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    if len(packed) == len(weights) and (whole := joined(packed)) is not None:
+        return whole
+    return torch.cat([w if isinstance(w, Tensor) else w.dense(dtype) for w in weights])
 
 
 def _is_alike(one: PackedWeight, other: PackedWeight) -> bool:
