@@ -83,9 +83,7 @@ def test_quantized_weights_without_a_config_are_told_from_missing_ones(tmp_path:
         model__layers__0__mlp__up_proj__weight=None,
         model__layers__0__mlp__up_proj__qweight=torch.zeros(6, 80, dtype=torch.int32),
     )
-    with pytest.raises(
-        UnsupportedModel, match=r"config\.json has no quantization_config"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"config\.json has no quantization_config"):
         load(tmp_path)
 
 

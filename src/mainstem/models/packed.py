@@ -146,6 +146,13 @@ class PackedWeight:
             group=cut,
         )
 
+    def compact(self) -> "PackedWeight":
+        """The same in memory of its own: a part keeps the whole alive otherwise."""
+        zeros = None if self.zeros is None else _compact(self.zeros)
+        return replace(
+            self, values=_compact(self.values), scales=_compact(self.scales), zeros=zeros
+        )
+
     def scaled_rows(self, factors: Tensor) -> "PackedWeight":
         """Each row times its factor [out], in the scales."""
         if self.kind is PackedKind.MXFP4:
@@ -284,6 +291,12 @@ def _zeros_of(part: PackedWeight) -> Tensor:
     if part.zeros is not None:
         return part.zeros
     return torch.full_like(part.scales, part.kind.middle, dtype=torch.uint8)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
