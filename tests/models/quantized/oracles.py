@@ -31,7 +31,8 @@ def random_words(rng: np.random.Generator, *shape: int) -> NDArray[np.int32]:
 
 def number(word: int, nth: int, bits: int) -> int:
     """The nth number of a word, from its lowest bits up."""
-    return (word >> (bits * nth)) & (2**bits - 1)
+    mask = (1 << bits) - 1
+    return (word >> (bits * nth)) & mask
 
 
 def scales_of(rng: np.random.Generator, *shape: int) -> Tensor:
