@@ -45,7 +45,7 @@ from mainstem.models.collectives import ALONE, Collectives
 from mainstem.models.cpu.decoder import make_decoder
 from mainstem.models.families import read_spec, spec_from_config
 from mainstem.models.shapes import SHAPES
-from mainstem.models.shard import Shard, part_of, shards_that_divide
+from mainstem.models.shard import Cut, Shard, part_of, shards_that_divide
 from mainstem.models.spec import ModelSpec
 from mainstem.models.tensors import TensorReader
 from mainstem.models.weights import RandomWeights, part_shape
@@ -209,7 +209,7 @@ def test_a_part_is_what_a_rank_has() -> None:
 def test_unequal_parts_are_the_whole_without_a_rest() -> None:
     for size in (82, 90, 2880, 1000, 17 * 16):
         for of in (2, 3, 5):
-            parts = [Shard(rank, of).columns(size) for rank in range(of)]
+            parts = [Cut(Shard(rank, of)).columns(size) for rank in range(of)]
             assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
             assert (parts[0].start, parts[-1].stop) == (0, size)
             assert all(part.start % 8 == 0 and part.stop > part.start for part in parts)
