@@ -4,6 +4,7 @@ import torch
 
 from mainstem.core.config import CacheConfig, DType, EngineConfig, Quantize
 from mainstem.core.errors import ConfigError
+from mainstem.models.collectives import ALONE, Collectives, smallest
 from mainstem.models.cpu.decoder import make_decoder, pack
 from mainstem.models.cpu.quantize import check_quantizable, quantize_decoder
 from mainstem.models.weights import compute_dtype
@@ -18,8 +19,10 @@ _KV_SHARE = 0.4  # of the memory the weights leave, at most
 _PACKED_SHARE = 0.15  # likewise, for the second copy of the weights
 
 
-def load_cpu_runner(origin: Origin, config: EngineConfig) -> tuple[CpuRunner, RunnerFacts]:
-    """Load weights and allocate pages.
+def load_cpu_runner(
+    origin: Origin, config: EngineConfig, ranks: Collectives = ALONE
+) -> tuple[CpuRunner, RunnerFacts]:
+    """Load weights and allocate pages, as many as the rank with the least memory can have.
 
     Without `cache.kv_tokens` weights and pages take `cache.memory_share` of the memory that is
     available; without that either, pages take 40 % of what the weights leave, and no more than
@@ -45,6 +48,7 @@ def load_cpu_runner(origin: Origin, config: EngineConfig) -> tuple[CpuRunner, Ru
     kv_bytes = spec.kv_elements_per_token * dtype.itemsize
     budget = _page_budget(cache, available, kv_bytes)
     num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
+    num_pages = smallest(num_pages, ranks, torch.device("cpu"))
     cache.check_fits(num_pages * kv_bytes * cache.page_size, available_bytes())
     facts = make_facts(origin, config, dtype, context, num_pages, LAYOUT)
     return CpuRunner(decoder, DevicePages(spec, num_pages, cache.page_size, dtype), context), facts
