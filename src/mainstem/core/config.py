@@ -73,7 +73,7 @@ def child_environment() -> dict[str, str]:
 def rank_environment() -> dict[str, str]:
     """The environment of a rank: ranks of one machine talk over its loopback, unless the user has
     set another interface."""
-    own = {name: "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    own = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
     return own | child_environment()
 
 

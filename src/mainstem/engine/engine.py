@@ -103,8 +103,9 @@ class Engine:
 
         After a failed step its sequences restart and the cache is cleared. Sequences that fail
         again are tried alone; a request that fails alone, while others do not, ends with the error
-        in its last Output. Raises EngineLost when step after step fails, whatever is in it, or
-        when a process that the model is split over is gone. An interrupt is passed on: all sequences wait again, and outputs come with the next step.
+        in its last Output. Raises EngineLost when step after step fails, whatever is in it, or when
+        a process that the model is split over is gone. An interrupt is passed on: all sequences
+        wait again, and outputs come with the next step.
         """
         self.check_process()
         if self._is_torn:  # another interrupt came before recovery was complete

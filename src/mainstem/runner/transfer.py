@@ -17,8 +17,8 @@ from mainstem.core.step import Int32s, Runner
 from mainstem.kv.transfer import LoadId, PageCopier
 from mainstem.models.block import Gate
 from mainstem.runner.cpu import CpuRunner
-from mainstem.runner.machine import available_bytes
 from mainstem.runner.gpu_pages import GpuPages
+from mainstem.runner.machine import available_bytes
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.ranks.copier import RankedCopier
 from mainstem.runner.ranks.runner import RankedRunner

@@ -97,6 +97,10 @@ class RankGroup:
         return len(self._processes)
 
     @property
+    def pids(self) -> list[int]:
+        return [process.process.pid for process in self._processes]
+
+    @property
     def num_ended(self) -> int:
         """Steps whose result is known."""
         return self._num_ended[0]

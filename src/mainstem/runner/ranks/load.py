@@ -1,7 +1,7 @@
 """Weights -> a runner, in this process or on ranks."""
 
 import hashlib
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,10 +37,9 @@ def load_ranks(
     machine or a model does not have, EngineLost if a rank ends."""
     num_ranks = config.model.tensor_parallel
     _check(config)
-    memory = SharedMemory()
     with ExitStack() as opened:
-        opened.callback(memory.close)
-        # the file in which the ranks find each other; once they have, it is not needed
+        memory = opened.enter_context(closing(SharedMemory()))
+        # the file in which the ranks find each other
         meeting = Path(opened.enter_context(TemporaryDirectory(prefix="mainstem-"))) / "ranks"
         part, part_config = for_rank(origin), _per_rank(config)
         begins = [
@@ -58,13 +57,11 @@ def load_ranks(
         ranks = RankGroup(processes)
         try:
             loaded = ranks.wait_loaded()
-            runner = RankedRunner(ranks, loaded[0], memory)
             facts = _facts(origin, loaded)
         except BaseException:
             ranks.kill()
             raise
-        opened.pop_all()
-    return runner, facts
+        return RankedRunner(ranks, loaded[0], memory, opened.pop_all()), facts
 
 
 def _check(config: EngineConfig) -> None:

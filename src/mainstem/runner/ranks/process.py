@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mainstem.core.config import rank_environment
 from mainstem.runner.ranks.messages import Begin, Line
 
-MODULE = "mainstem.runner.ranks.rank"
+MODULE = "mainstem.runner.ranks.rank_process"
 
 
 @dataclass(frozen=True, slots=True)

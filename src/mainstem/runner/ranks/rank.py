@@ -15,23 +15,17 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from threading import Condition, Thread
 from time import sleep
 from traceback import format_exc
 
-import torch
-import torch.distributed as dist
-
 from mainstem.core.config import SWITCH_S
 from mainstem.core.errors import MainstemError, OutOfDeviceMemory
 from mainstem.core.step import InFlight, Runner, Step
 from mainstem.kv.transfer import PageCopier, Transfer
-from mainstem.models.collectives import ProcessGroup
-from mainstem.runner.gates import LAYERS_AT_ONCE
-from mainstem.runner.load import choose_device, load_runner
 from mainstem.runner.ranks.messages import (
     Begin,
     Close,
@@ -39,7 +33,6 @@ from mainstem.runner.ranks.messages import (
     Ended,
     Failed,
     Forget,
-    FromRank,
     Line,
     Load,
     Loaded,
@@ -47,28 +40,39 @@ from mainstem.runner.ranks.messages import (
     Opened,
     Save,
 )
-from mainstem.runner.slab import SlabPart
-from mainstem.runner.transfer import attach_copier, pages_of
 
 LOOK_S = 0.001  # between two looks at copies under way
+TOLD_LAYERS = 8  # of a copy, after which it is reported again
 PARENT_S = 1.0  # between two looks at whose child this is
-MEET_LIMIT = timedelta(hours=1)  # for ranks whose disk is slow; a rank that ends is noticed at once
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has of a model."""
+
+    runner: Runner
+    loaded: Loaded
+    open_copier: Callable[[int], PageCopier]  # over a slab of so many bytes
+    enter_thread: Callable[[], None]  # called first on a thread that waits for the device
+
+
+LoadPart = Callable[[Begin], Part]
 
 
 class Rank:
     """Does what the engine's process says until it says Close."""
 
-    def __init__(self, runner: Runner, line: Line, part: SlabPart, device: torch.device) -> None:
-        self._runner = runner
-        self._line = line
+    def __init__(self, part: Part, line: Line, number: int) -> None:
         self._part = part
-        self._device = device
+        self._runner = part.runner
+        self._line = line
+        self._number = number
         self._copier: PageCopier | None = None
         self._launched: SimpleQueue[InFlight] = SimpleQueue()
         self._copies: SimpleQueue[tuple[int, Transfer]] = SimpleQueue()
         self._num_ended = 0
         self._ended = Condition()
-        if runner.can_overlap:
+        if self._runner.can_overlap:
             self._on_thread("ended", self._report_steps)
 
     def run(self) -> None:
@@ -87,7 +91,7 @@ class Rank:
                 case Forget(load_id):
                     self._open_copier.forget(load_id)
                 case Open(host_bytes):
-                    self._copier = attach_copier(self._runner, host_bytes, self._part)
+                    self._copier = self._part.open_copier(host_bytes)
                     self._on_thread("copies", self._report_copies)
                     self._line.send(Opened())
                 case Close():
@@ -121,7 +125,7 @@ class Rank:
         with self._ended:
             self._num_ended += 1
             self._ended.notify_all()
-        self._line.send(Ended(result if self._part.shard.rank == 0 else None))
+        self._line.send(Ended(result if self._number == 0 else None))
 
     def _await_steps(self, count: int) -> None:
         """Rank 0 has ended so many; this one is at their last products, or further."""
@@ -142,7 +146,7 @@ class Rank:
                 if done == num_layers:
                     del under_way[number]
                     self._line.send(Copied(number, done, transfer.seconds()))
-                elif done >= told + LAYERS_AT_ONCE:
+                elif done >= told + TOLD_LAYERS:
                     under_way[number] = transfer, done
                     self._line.send(Copied(number, done, 0.0))
             if under_way:
@@ -150,9 +154,8 @@ class Rank:
 
     def _on_thread(self, name: str, work: Callable[[], None]) -> None:
         def run() -> None:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # each thread has a current device
             try:
+                self._part.enter_thread()
                 work()
             except BaseException as error:
                 fail(self._line, error)
@@ -160,37 +163,13 @@ class Rank:
         Thread(target=run, name=name, daemon=True).start()
 
 
-def load(begin: Begin) -> tuple[Runner, Loaded, torch.device]:
-    """Meet the other ranks and load this one's part, on its device."""
-    shard, config = begin.shard, begin.config
-    device = choose_device(config.model)
-    backend = "gloo"
-    if device.type == "cuda" and not config.model.ranks_on_one_gpu:
-        backend = "nccl"
-        device = torch.device("cuda", shard.rank)
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{begin.meeting}",
-        rank=shard.rank,
-        world_size=shard.of,
-        timeout=MEET_LIMIT,
-        device_id=device if backend == "nccl" else None,
-    )
-    ranks = ProcessGroup(is_deterministic=config.model.deterministic)
-    runner, facts = load_runner(begin.origin, config, ranks)
-    pages = pages_of(runner)
-    return runner, Loaded(facts, runner.can_overlap, pages.page_bytes, pages.num_layers), device
-
-
 def fail(line: Line, error: BaseException) -> None:
     """Report an error and end the process, from any thread."""
     known = error if isinstance(error, MainstemError) else None
-    if isinstance(error, torch.OutOfMemoryError):
+    if type(error).__name__ == "OutOfMemoryError":  # torch's
         known = OutOfDeviceMemory(str(error))
-    report: FromRank = Failed(known, f"{type(error).__name__}: {error}", format_exc())
     with suppress(OSError):  # nobody is there any more
-        line.send(report)
+        line.send(Failed(known, f"{type(error).__name__}: {error}", format_exc()))
     os._exit(1)
 
 
@@ -203,7 +182,7 @@ def watch(fd: int, parent: int) -> None:
     os._exit(1)
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], load: LoadPart) -> None:
     """Never returns: threads of libraries would keep the process, and there is nothing to save."""
     for each in (signal.SIGINT, signal.SIGTERM):  # the engine's process ends its ranks
         signal.signal(each, signal.SIG_IGN)
@@ -214,15 +193,11 @@ def main(argv: list[str]) -> None:
     try:
         begin = line.receive()
         assert isinstance(begin, Begin)
-        runner, loaded, device = load(begin)
-        line.send(loaded)
-        Rank(runner, line, SlabPart(begin.shard, begin.slab_fd), device).run()
+        part = load(begin)
+        line.send(part.loaded)
+        Rank(part, line, begin.shard.rank).run()
     except (EOFError, ConnectionError):
         os._exit(1)  # the engine's process is gone
     except BaseException as error:
         fail(line, error)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

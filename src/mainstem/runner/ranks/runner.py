@@ -1,4 +1,6 @@
-"""RankedRunner: a Step in, a StepResult out, on several devices that each have a part of a model."""
+"""RankedRunner: a Step in, a StepResult out, on ranks that each have a part of the model."""
+
+from contextlib import ExitStack
 
 from mainstem.core.step import Step, StepResult
 from mainstem.runner.ranks.group import RankGroup
@@ -27,13 +29,16 @@ class RankedRunner:
     A rank that is lost is the end: everything raises EngineLost, which names it.
     """
 
-    def __init__(self, ranks: RankGroup, loaded: Loaded, memory: SharedMemory) -> None:
-        """`loaded` is what every rank has said of itself."""
+    def __init__(
+        self, ranks: RankGroup, loaded: Loaded, memory: SharedMemory, opened: ExitStack
+    ) -> None:
+        """`loaded` is what every rank has said of itself; `opened` is closed after the ranks."""
         self.ranks = ranks
         self.memory = memory
         self.page_bytes = loaded.page_bytes  # of a rank's part
         self.num_layers = loaded.num_layers
         self._can_overlap = loaded.can_overlap
+        self._opened = opened
 
     @property
     def can_overlap(self) -> bool:
@@ -55,4 +60,4 @@ class RankedRunner:
         """End the ranks."""
         self.drain()
         self.ranks.close()
-        self.memory.close()
+        self._opened.close()
