@@ -133,7 +133,7 @@ class Checkpoint:
             raise UnsupportedModel(
                 f"tensor {its_name} has shape {list(found.get_shape())}, expected {list(wanted)}"
             )
-        if at:
+        if part_shape(wanted, at) != wanted:
             self._in_parts.add(name)
             tensor: Tensor = found[at]
         else:

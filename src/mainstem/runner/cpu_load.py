@@ -40,18 +40,19 @@ def load_cpu_runner(
             raise ConfigError("quantize=int8 computes in float32; set dtype to auto or float32")
         check_quantizable(spec)
         dtype = torch.float32
-    decoder = make_decoder(origin.open(dtype, torch.device("cpu")), spec)
+    decoder = make_decoder(origin.open(dtype, torch.device("cpu")), spec, ranks)
     if model.quantize is Quantize.INT8:
         decoder = quantize_decoder(decoder)
     else:
         pack(decoder, int(available_bytes() * _PACKED_SHARE))
-    kv_bytes = spec.kv_elements_per_token * dtype.itemsize
+    part = decoder.spec
+    kv_bytes = part.kv_elements_per_token * dtype.itemsize
     budget = _page_budget(cache, available, kv_bytes)
     num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
     num_pages = smallest(num_pages, ranks, torch.device("cpu"))
     cache.check_fits(num_pages * kv_bytes * cache.page_size, available_bytes())
-    facts = make_facts(origin, config, dtype, context, num_pages, LAYOUT)
-    return CpuRunner(decoder, DevicePages(spec, num_pages, cache.page_size, dtype), context), facts
+    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
+    return CpuRunner(decoder, DevicePages(part, num_pages, cache.page_size, dtype), context), facts
 
 
 def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int) -> int:

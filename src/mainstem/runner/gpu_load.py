@@ -63,7 +63,7 @@ def load_gpu_runner(
     runner = GpuRunner(decoder, pages, attention, max_tokens, device)
     sizes = GRAPH_SIZES if ranks.is_capturable else ()
     runner.warm_up(tuple(size for size in sizes if size <= max_tokens))
-    facts = make_facts(origin, config, dtype, context, num_pages, LAYOUT)
+    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
     return runner, facts.on_device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
         max_step_tokens=max_tokens,

@@ -11,6 +11,7 @@ import torch
 from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.models.families import read_spec
+from mainstem.models.shard import Shard, part_of
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, RandomWeights, WeightDigest, WeightSource
 from mainstem.runner.facts import RunnerFacts
@@ -93,13 +94,17 @@ def folder_origin(folder: Path, ignored: Collection[str] = ()) -> FolderOrigin:
 def make_facts(
     origin: Origin,
     config: EngineConfig,
+    shard: Shard,
     dtype: torch.dtype,
     context: int,
     num_pages: int,
     layout: bytes,
 ) -> RunnerFacts:
-    """What the control plane must know of a model that was loaded so."""
-    spec = origin.spec
+    """What the control plane must know of a model that was loaded so. Sizes are those of the
+    rank's part: that is what a step costs, and what a page holds."""
+    spec = part_of(origin.spec, shard)
+    if not shard.is_whole:
+        layout += f":rank {shard.rank} of {shard.of}".encode()
     return RunnerFacts(
         num_pages=num_pages,
         page_size=config.cache.page_size,
