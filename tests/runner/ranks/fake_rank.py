@@ -2,21 +2,27 @@
 
 import os
 import signal
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import sleep
+from typing import TYPE_CHECKING
 
 from mainstem.core.config import CacheConfig, Device, DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import InFlight, Step
 from mainstem.kv.transfer import PageCopier
+from mainstem.models.shapes import SHAPES
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.ranks.messages import Begin, Loaded
-from mainstem.runner.ranks.rank import Part, main
+from mainstem.runner.ranks.rank import Part
 from tests.fakes import FakeRunner
 
-MODULE = "tests.runner.ranks.fake_rank"
+if TYPE_CHECKING:  # it takes long to start with torch
+    import torch
+
+    from mainstem.models.weights import WeightSource
+
+MODULE = "tests.runner.ranks.fake_rank_process"
 VOCAB = 97
 NUM_PAGES, PAGE_SIZE = 64, 4
 
@@ -41,12 +47,12 @@ class FakeOrigin:
     can_overlap: bool = False
     faults: tuple[Fault, ...] = ()
     slow_rank: int | None = None
-    spec: ModelSpec = field(default=None)  # type: ignore[assignment]  # nobody asks
+    spec: ModelSpec = SHAPES["tiny"]
 
     def digest(self) -> bytes:
         return b"fake"
 
-    def open(self, dtype: object, device: object) -> object:
+    def open(self, dtype: "torch.dtype", device: "torch.device") -> "WeightSource":
         raise NotImplementedError
 
 
@@ -111,9 +117,3 @@ FACTS = RunnerFacts(
 def a_config(num_ranks: int) -> EngineConfig:
     model = ModelConfig(device=Device.CPU, tensor_parallel=num_ranks)
     return EngineConfig(model=model, cache=CacheConfig(page_size=PAGE_SIZE))
-
-
-if __name__ == "__main__":
-    from tests.runner.ranks import fake_rank  # as whoever starts it knows it
-
-    main(sys.argv[1:], fake_rank.load_part)

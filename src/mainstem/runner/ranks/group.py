@@ -17,6 +17,7 @@ from threading import Condition, Thread
 from time import monotonic
 
 from mainstem.core.errors import ConfigError, EngineLost, OutOfDeviceMemory, UnsupportedModel
+from mainstem.core.interrupts import held_interrupts
 from mainstem.core.step import Step, StepResult
 from mainstem.runner.ranks.messages import (
     Close,
@@ -146,8 +147,9 @@ class RankGroup:
         """Have every rank run a step; returns its number. No rank gets far behind rank 0."""
         number = self._num_launched
         self.wait_until(lambda: min(self._num_ended) > number - MAX_AHEAD)
-        self.send(step)
-        self._num_launched += 1
+        with held_interrupts():  # all ranks have it or none, and it is counted
+            self.send(step)
+            self._num_launched += 1
         return number
 
     def take_result(self, number: int) -> StepResult:

@@ -11,7 +11,7 @@ import torch
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Runner
-from mainstem.models.shard import Shard
+from mainstem.models.shard import Shard, part_of
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.load import choose_device, load_runner
 from mainstem.runner.origin import Origin, for_rank
@@ -36,7 +36,8 @@ def load_ranks(
     """Start the ranks and wait until each has its part. Raises ConfigError for settings that a
     machine or a model does not have, EngineLost if a rank ends."""
     num_ranks = config.model.tensor_parallel
-    _check(config)
+    _check_devices(config)
+    part_of(origin.spec, Shard(0, num_ranks))  # ConfigError names the numbers that are possible
     with ExitStack() as opened:
         memory = opened.enter_context(closing(SharedMemory()))
         # the file in which the ranks find each other
@@ -64,7 +65,7 @@ def load_ranks(
         return RankedRunner(ranks, loaded[0], memory, opened.pop_all()), facts
 
 
-def _check(config: EngineConfig) -> None:
+def _check_devices(config: EngineConfig) -> None:
     """Refuse more ranks than there are cards."""
     model = config.model
     num_ranks = model.tensor_parallel
@@ -94,10 +95,23 @@ def _per_rank(config: EngineConfig) -> EngineConfig:
 
 
 def _facts(origin: Origin, loaded: list[Loaded]) -> RunnerFacts:
-    """Of the whole: ranks must agree on everything. Ranks leave the weights' hash, which is part of
-    the identity, to whoever started them."""
-    first = loaded[0].facts
-    for rank, other in enumerate(loaded):
-        same = replace(loaded[0], facts=replace(first, identity=other.facts.identity))
-        assert other == same, f"rank {rank} is another model: {other} and {same}"
-    return replace(first, identity=hashlib.sha256(origin.digest() + first.identity).digest())
+    """What the control plane must know of all ranks together: they agree, but for the size of their
+    parts, of which the largest counts. They leave the hash of the weights, which is part of the
+    identity, to whoever started them."""
+    num_params = max(each.facts.num_params for each in loaded)
+    num_idle_params = max(each.facts.num_idle_params for each in loaded)
+    identity = hashlib.sha256(origin.digest() + loaded[0].facts.identity).digest()
+    alike = [
+        replace(
+            each,
+            facts=replace(
+                each.facts,
+                identity=identity,
+                num_params=num_params,
+                num_idle_params=num_idle_params,
+            ),
+        )
+        for each in loaded
+    ]
+    assert all(each == alike[0] for each in alike), f"ranks are not of one model: {alike}"
+    return alike[0].facts
