@@ -18,6 +18,7 @@ BENCHES = {
     "offline": ("mainstem_bench.offline", "a whole job on random weights against the limit"),
     "score": ("mainstem_bench.score", "choices after shared contexts, on random weights"),
     "decode": ("mainstem_bench.decode", "milliseconds a decode step on random weights"),
+    "ranks": ("mainstem_bench.ranks", "one rank's part of a step, and its collectives by NVLink"),
     "soak": (
         "mainstem_bench.soak",
         "random requests, aborts, preemptions: nothing is lost",

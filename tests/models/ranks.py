@@ -1,14 +1,17 @@
-"""Ranks as threads of one process, which meet at every collective."""
+"""Ranks as threads of one process, which meet at every collective.
+
+One runs at a time, until it has to wait for the others: Triton's interpreter can be in one thread
+only.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, BrokenBarrierError
+from threading import Barrier, BrokenBarrierError, Lock
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from mainstem.models.collectives import Collectives
 from mainstem.models.shard import Shard
 
 T = TypeVar("T")
@@ -21,13 +24,21 @@ class _Meeting:
     def __init__(self, of: int) -> None:
         self.all_there, self.all_read = Barrier(of), Barrier(of)
         self.parts: list[Tensor] = [torch.empty(0)] * of
+        self.turn = Lock()
 
     def exchange(self, rank: int, part: Tensor) -> list[Tensor]:
         self.parts[rank] = part.clone()
-        self.all_there.wait(_WAIT_S)
+        self._wait(self.all_there)
         found = list(self.parts)
-        self.all_read.wait(_WAIT_S)
+        self._wait(self.all_read)
         return found
+
+    def _wait(self, barrier: Barrier) -> None:
+        self.turn.release()
+        try:
+            barrier.wait(_WAIT_S)
+        finally:
+            self.turn.acquire()
 
     def abandon(self) -> None:
         self.all_there.abort()
@@ -61,7 +72,8 @@ def run_ranks(of: int, work: Callable[[Thread], T]) -> list[T]:
 
     def run(rank: int) -> T:
         try:
-            return work(Thread(Shard(rank, of), meeting))
+            with meeting.turn:
+                return work(Thread(Shard(rank, of), meeting))
         except BaseException:
             meeting.abandon()  # the others would wait
             raise
@@ -72,8 +84,3 @@ def run_ranks(of: int, work: Callable[[Thread], T]) -> list[T]:
     for error in sorted(errors, key=lambda each: isinstance(each, BrokenBarrierError)):
         raise error
     return [future.result() for future in futures]
-
-
-def accepts(ranks: Collectives) -> Collectives:
-    """For mypy: a thread is what a decoder asks for."""
-    return ranks

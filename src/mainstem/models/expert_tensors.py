@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mainstem.models.names import ExpertLayout, Names
-from mainstem.models.shard import Shard
+from mainstem.models.shard import WHOLE, Shard
 from mainstem.models.spec import ExpertsSpec
 from mainstem.models.weights import WeightSource
 
@@ -37,7 +37,7 @@ def read_experts(
     hidden_size: int,
     prefix: str,
     names: Names,
-    shard: Shard,
+    shard: Shard = WHOLE,
 ) -> ExpertTensors:
     """Take a layer's experts from `source`; `prefix` is the layer's, with its dot. `spec` is that
     of the whole model."""

@@ -50,6 +50,9 @@ class Shard:
         return slice(min(size, rows * self.rank), min(size, rows * (self.rank + 1)))
 
 
+WHOLE = Shard()
+
+
 def vocabulary_rows(size: int, of: int) -> int:
     """Rows of embedding and head on each rank: equal, so that some at the end may be padding."""
     rows = -(-size // of)

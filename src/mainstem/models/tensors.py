@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.names import QkvOrder
-from mainstem.models.shard import Shard, part_of
+from mainstem.models.shard import WHOLE, Shard, part_of
 from mainstem.models.spec import MlpSpec, ModelSpec, NormPlace, QkNorm, Residual, RopeSpec
 from mainstem.models.weights import WeightSource
 
@@ -71,9 +71,6 @@ class _Rows(NamedTuple):
     part: slice
 
 
-_WHOLE = Shard()
-
-
 class TensorReader:
     """Reads a model from `source`: `embedding`, then `layer` for each index, then `ends`.
 
@@ -81,7 +78,7 @@ class TensorReader:
     that all ranks have. `part` is the recipe of what is read.
     """
 
-    def __init__(self, source: WeightSource, spec: ModelSpec, shard: Shard = _WHOLE) -> None:
+    def __init__(self, source: WeightSource, spec: ModelSpec, shard: Shard = WHOLE) -> None:
         self._source = source
         self._spec = spec
         self._shard = shard
