@@ -246,11 +246,11 @@ class RankGroup:
                     dead = process
             if not ranks:
                 break
-        how = "" if dead is None else dead.end(EXIT_S)
+        how = "" if dead is None else dead.how_it_ended(EXIT_S)
         for process in self._processes:
             process.process.kill()
         for process in self._processes:
-            process.end(CLOSE_S)
+            process.end(0.0)
         lost = self._verdict(dead, how)
         with self._changed:
             self._lost = lost

@@ -12,6 +12,7 @@ from mainstem.core.config import rank_environment
 from mainstem.runner.ranks.messages import Begin, Line
 
 MODULE = "mainstem.runner.ranks.rank_process"
+KILL_S = 2.0  # for a killed process to be gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,22 @@ class RankProcess:
             line.send(begin)
         return cls(begin.shard.rank, line, process)
 
-    def end(self, within_s: float) -> str:
-        """Wait until it ends, killed after `within_s`; returns how it ended."""
+    def end(self, within_s: float) -> None:
+        """Wait until it ends; after `within_s` it is killed. A device may hold up even that, for
+        longer than anybody should wait."""
+        try:
+            self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(KILL_S)
+
+    def how_it_ended(self, within_s: float) -> str:
+        """In words; waits a little for a process that is about to end."""
         try:
             status = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            status = self.process.wait()
+            return "closed its connection"
         if status >= 0:
             return f"ended with status {status}"
         try:
