@@ -133,13 +133,14 @@ class RankGroup:
 
     def send(self, message: ToRank) -> None:
         """To every rank; blocks while one has much to read."""
+        assert not self._is_closing, "the ranks were closed"
         self.check()
         data = encode(message)
         try:
             for process in self._processes:
                 process.line.send_bytes(data)
         except OSError:
-            self.wait_until(lambda: False)  # the reader finds out who it was, and raises
+            self.wait_until(lambda: False)  # the reader finds out which, and this raises
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -187,6 +188,12 @@ class RankGroup:
     # --- reports --------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        try:
+            self._read_all()
+        except BaseException as error:  # nobody would read any more, and callers would wait forever
+            self._end_all(EngineLost(f"a report of a rank cannot be read: {error!r}"))
+
+    def _read_all(self) -> None:
         ranks = {process.line.connection: process for process in self._processes}
         while ranks and self._lost is None:
             for connection in _readable(ranks, None):
@@ -231,8 +238,8 @@ class RankGroup:
     # --- the end --------------------------------------------------------------------------------
 
     def _lose(self, ranks: dict[Connection, RankProcess], dead: RankProcess | None) -> None:
-        """Kill all ranks and wake whoever waits. `dead` has closed its connection without a word,
-        or a rank has failed, perhaps because another one is about to be found dead."""
+        """End all ranks. `dead` has closed its connection without a word, or a rank has failed,
+        perhaps because another one is about to be found dead."""
         until_s = monotonic() + BLAME_S
         while dead is None and (left_s := until_s - monotonic()) > 0:
             for connection in _readable(ranks, left_s):
@@ -246,21 +253,22 @@ class RankGroup:
                     dead = process
             if not ranks:
                 break
-        how = "" if dead is None else dead.how_it_ended(EXIT_S)
+        self._end_all(self._verdict(dead))
+
+    def _end_all(self, lost: Exception) -> None:
         for process in self._processes:
             process.process.kill()
         for process in self._processes:
             process.end(0.0)
-        lost = self._verdict(dead, how)
         with self._changed:
             self._lost = lost
             self._changed.notify_all()
 
-    def _verdict(self, dead: RankProcess | None, how: str) -> Exception:
+    def _verdict(self, dead: RankProcess | None) -> Exception:
         """What all calls raise from here on: it names the rank that was the first to go."""
         if dead is not None:
             name = f"rank {dead.rank} of {self.num_ranks} (process {dead.process.pid})"
-            return EngineLost(f"{name} {how}; the other ranks were stopped, too")
+            return EngineLost(f"{name} {dead.how_it_ended(EXIT_S)}; the others were stopped, too")
         rank, failed = self._failures[0]
         name = f"rank {rank} of {self.num_ranks}"
         log.error("%s failed\n%s", name, failed.traceback)
@@ -292,7 +300,7 @@ class RankGroup:
         until_s = monotonic() + CLOSE_S
         for process in self._processes:
             process.end(max(0.0, until_s - monotonic()))
-        self._reader.join()
+        self._reader.join(CLOSE_S)
         for process in self._processes:
             process.line.close()
 

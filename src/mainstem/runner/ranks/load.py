@@ -97,7 +97,7 @@ def _per_rank(config: EngineConfig) -> EngineConfig:
 def _facts(origin: Origin, loaded: list[Loaded]) -> RunnerFacts:
     """What the control plane must know of all ranks together: they agree, but for the size of their
     parts, of which the largest counts. They leave the hash of the weights, which is part of the
-    identity, to whoever started them."""
+    identity, to the process that started them."""
     num_params = max(each.facts.num_params for each in loaded)
     num_idle_params = max(each.facts.num_idle_params for each in loaded)
     identity = hashlib.sha256(origin.digest() + loaded[0].facts.identity).digest()

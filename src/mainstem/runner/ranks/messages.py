@@ -96,7 +96,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """So many layers of a copy are done; at the last one, in how many seconds."""
+    """`num_layers` of a copy are done; `seconds` holds at the last one."""
 
     number: int
     num_layers: int

@@ -37,7 +37,7 @@ class RankProcess:
                 start_new_session=True,
             )
         line = Line(ours.detach())
-        with suppress(OSError):  # that it has ended is seen by whoever listens
+        with suppress(OSError):  # the thread that reads reports sees that it has ended
             line.send(begin)
         return cls(begin.shard.rank, line, process)
 

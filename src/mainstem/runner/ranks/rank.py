@@ -52,7 +52,7 @@ class Part:
 
     runner: Runner
     loaded: Loaded
-    open_copier: Callable[[int], PageCopier]  # over a slab of so many bytes
+    open_copier: Callable[[int], PageCopier]  # over a slab of this many bytes
     enter_thread: Callable[[], None]  # called first on a thread that waits for the device
 
 
@@ -128,7 +128,7 @@ class Rank:
         self._line.send(Ended(result if self._number == 0 else None))
 
     def _await_steps(self, count: int) -> None:
-        """Rank 0 has ended so many; this one is at their last products, or further."""
+        """Rank 0 has ended `count`; this one is at their last products, or further."""
         with self._ended:
             self._ended.wait_for(lambda: self._num_ended >= count)
 
