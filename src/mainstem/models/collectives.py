@@ -14,6 +14,8 @@ from mainstem.models.shard import Shard
 
 
 class Collectives(Protocol):
+    """Of one rank."""
+
     @property
     def shard(self) -> Shard: ...
 
