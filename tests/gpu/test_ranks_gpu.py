@@ -4,6 +4,7 @@ Says nothing of speed: every sum goes through the host. Ranks on cards of their 
 """
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from contextlib import closing
@@ -61,7 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * (1.5 * float(shape[-1]) ** -0.5)
+        drawn = torch.randn(*shape, generator=generator)
+        return drawn.mul_(1.5 / math.sqrt(shape[-1]))
 
     ends = ("model.embed_tokens.weight", "lm_head.weight")
     tensors = {name: weight(VOCAB, HIDDEN) for name in ends}

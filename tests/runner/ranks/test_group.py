@@ -1,6 +1,7 @@
 """Ranks as processes: answers are those of one runner, and the end of one is the end of all."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -96,15 +97,18 @@ def test_no_rank_falls_far_behind() -> None:
 
 @pytest.mark.parametrize("can_overlap", [False, True])
 def test_ctrl_c_leaves_an_engine_that_goes_on(can_overlap: bool) -> None:
+    moments = random.Random(0)
     with ranked(FakeOrigin(can_overlap, slow_rank=0)) as ranks:
-        ranks.engine.submit(a_request(PROMPTS[0], 60, "long"))
-        timer = Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt), guarded_interrupts():
-            step_until(ranks.engine, monotonic() + LIMIT_S)
-        timer.join()
-        ranks.engine.abort(RequestId("long"))
-        run_all(ranks.engine, [])
+        for number in range(8):
+            ranks.engine.submit(a_request(PROMPTS[0], 60, f"long {number}"))
+            moment_s = moments.uniform(0.0, 0.1)
+            timer = Timer(moment_s, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt), guarded_interrupts():
+                step_until(ranks.engine, monotonic() + LIMIT_S)
+            timer.join()
+            ranks.engine.abort(RequestId(f"long {number}"))
+            run_all(ranks.engine, [])
         got = run_all(ranks.engine, [a_request(PROMPTS[1], 20, "next")])
         assert got.tokens["next", 0] == fake_answer(PROMPTS[1], 20, VOCAB)
 

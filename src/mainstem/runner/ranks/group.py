@@ -32,7 +32,7 @@ from mainstem.runner.ranks.messages import (
     ToRank,
     encode,
 )
-from mainstem.runner.ranks.process import RankProcess
+from mainstem.runner.ranks.process import RankProcess, end_all
 
 MAX_AHEAD = 2  # steps that a rank may have before it: one runs, one waits
 BLAME_S = 0.25  # in which a rank that died is seen, after another complained of it
@@ -256,10 +256,7 @@ class RankGroup:
         self._end_all(self._verdict(dead))
 
     def _end_all(self, lost: Exception) -> None:
-        for process in self._processes:
-            process.process.kill()
-        for process in self._processes:
-            process.end(0.0)
+        end_all(self._processes, 0.0)
         with self._changed:
             self._lost = lost
             self._changed.notify_all()
@@ -283,9 +280,7 @@ class RankGroup:
     def kill(self) -> None:
         """End all ranks at once."""
         self._is_closing = True
-        for process in self._processes:
-            process.process.kill()
-        self._join()
+        self._join(0.0)
 
     def close(self) -> None:
         """End all ranks, which have nothing to do any more."""
@@ -294,12 +289,10 @@ class RankGroup:
             for process in self._processes:
                 with suppress(OSError):
                     process.line.send(Close())
-        self._join()
+        self._join(CLOSE_S)
 
-    def _join(self) -> None:
-        until_s = monotonic() + CLOSE_S
-        for process in self._processes:
-            process.end(max(0.0, until_s - monotonic()))
+    def _join(self, within_s: float) -> None:
+        end_all(self._processes, within_s)
         self._reader.join(CLOSE_S)
         for process in self._processes:
             process.line.close()

@@ -17,7 +17,7 @@ from mainstem.runner.load import choose_device, load_runner
 from mainstem.runner.origin import Origin, for_rank
 from mainstem.runner.ranks.group import RankGroup
 from mainstem.runner.ranks.messages import Begin, Loaded
-from mainstem.runner.ranks.process import MODULE, RankProcess
+from mainstem.runner.ranks.process import MODULE, RankProcess, end_all
 from mainstem.runner.ranks.runner import RankedRunner
 from mainstem.runner.ranks.shared_memory import SharedMemory
 
@@ -51,9 +51,7 @@ def load_ranks(
         try:
             processes += (RankProcess.start(begin, module) for begin in begins)
         except BaseException:
-            for process in processes:
-                process.end(0.0)
-                process.line.close()
+            end_all(processes, 0.0)
             raise
         ranks = RankGroup(processes)
         try:

@@ -5,8 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from time import monotonic
 
 from mainstem.core.config import rank_environment
 from mainstem.runner.ranks.messages import Begin, Line
@@ -34,22 +36,13 @@ class RankProcess:
                 env=rank_environment(),
                 pass_fds=[theirs.fileno(), begin.slab_fd],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # that of the engine's process may be a file of answers
                 start_new_session=True,
             )
         line = Line(ours.detach())
         with suppress(OSError):  # the thread that reads reports sees that it has ended
             line.send(begin)
         return cls(begin.shard.rank, line, process)
-
-    def end(self, within_s: float) -> None:
-        """Wait until it ends; after `within_s` it is killed. A device may hold up even that, for
-        longer than anybody should wait."""
-        try:
-            self.process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(KILL_S)
 
     def how_it_ended(self, within_s: float) -> str:
         """In words; waits a little for a process that is about to end."""
@@ -63,3 +56,19 @@ class RankProcess:
             return f"was killed by {signal.Signals(-status).name}"
         except ValueError:
             return f"was killed by signal {-status}"
+
+
+def end_all(processes: Sequence[RankProcess], within_s: float) -> None:
+    """Wait until they end; after `within_s` they are killed. A device may hold up even that, for
+    longer than anybody should wait."""
+    _wait_all(processes, within_s)
+    for process in processes:
+        process.process.kill()
+    _wait_all(processes, KILL_S)
+
+
+def _wait_all(processes: Sequence[RankProcess], within_s: float) -> None:
+    until_s = monotonic() + within_s
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.process.wait(max(0.0, until_s - monotonic()))
