@@ -81,7 +81,7 @@ class RankGroup:
         self._processes = processes
         self._changed = Condition()  # guards what follows
         self._lost: Exception | None = None
-        self._failures: list[tuple[int, Failed]] = []  # in the order they came
+        self._failures: list[tuple[int, Failed]] = []
         self._loaded: dict[int, Loaded] = {}
         self._num_opened = 0
         self._num_launched = 0
@@ -106,14 +106,10 @@ class RankGroup:
         """Steps whose result is known."""
         return self._num_ended[0]
 
-    @property
-    def num_launched(self) -> int:
-        return self._num_launched
-
     def check(self) -> None:
         """Raise EngineLost, or what a rank could not be loaded for, if a rank is gone."""
         if self._lost is not None:
-            raise self._lost
+            raise type(self._lost)(*self._lost.args)  # one of its own for each caller
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
         """Return as soon as something is true; raises as `check` does if it cannot become true."""
@@ -238,8 +234,8 @@ class RankGroup:
     # --- the end --------------------------------------------------------------------------------
 
     def _lose(self, ranks: dict[Connection, RankProcess], dead: RankProcess | None) -> None:
-        """End all ranks. `dead` has closed its connection without a word, or a rank has failed,
-        perhaps because another one is about to be found dead."""
+        """End all ranks. `dead` has closed its connection without a word; or a rank has failed,
+        perhaps because of another one, of which nothing was read yet."""
         until_s = monotonic() + BLAME_S
         while dead is None and (left_s := until_s - monotonic()) > 0:
             for connection in _readable(ranks, left_s):
@@ -266,15 +262,15 @@ class RankGroup:
         if dead is not None:
             name = f"rank {dead.rank} of {self.num_ranks} (process {dead.process.pid})"
             return EngineLost(f"{name} {dead.how_it_ended(EXIT_S)}; the others were stopped, too")
-        rank, failed = self._failures[0]
+        rank, failed = min(self._failures, key=lambda each: each[1].at_s)
         name = f"rank {rank} of {self.num_ranks}"
-        log.error("%s failed\n%s", name, failed.traceback)
         match failed.error:
             case ConfigError() | UnsupportedModel() as error:
                 return type(error)(f"{name}: {error}")
             case OutOfDeviceMemory() as error:
                 return EngineLost(f"{name} is out of device memory: {error}")
             case _:
+                log.error("%s failed\n%s", name, failed.traceback)
                 return EngineLost(f"{name} failed: {failed.words}; all ranks were stopped")
 
     def kill(self) -> None:

@@ -49,7 +49,8 @@ def load_ranks(
         ]
         processes: list[RankProcess] = []
         try:
-            processes += (RankProcess.start(begin, module) for begin in begins)
+            for begin in begins:
+                processes.append(RankProcess.start(begin, module))
         except BaseException:
             end_all(processes, 0.0)
             raise
@@ -94,8 +95,8 @@ def _per_rank(config: EngineConfig) -> EngineConfig:
 
 def _facts(origin: Origin, loaded: list[Loaded]) -> RunnerFacts:
     """What the control plane must know of all ranks together: they agree, but for the size of their
-    parts, of which the largest counts. They leave the hash of the weights, which is part of the
-    identity, to the process that started them."""
+    parts, of which the largest counts, and perhaps for their cards. They leave the hash of the
+    weights, which is part of the identity, to the process that started them."""
     num_params = max(each.facts.num_params for each in loaded)
     num_idle_params = max(each.facts.num_idle_params for each in loaded)
     identity = hashlib.sha256(origin.digest() + loaded[0].facts.identity).digest()
@@ -107,6 +108,7 @@ def _facts(origin: Origin, loaded: list[Loaded]) -> RunnerFacts:
                 identity=identity,
                 num_params=num_params,
                 num_idle_params=num_idle_params,
+                device_name=loaded[0].facts.device_name,
             ),
         )
         for each in loaded

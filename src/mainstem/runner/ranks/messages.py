@@ -107,6 +107,7 @@ class Copied:
 class Failed:
     """The rank cannot go on, and ends."""
 
+    at_s: float  # by the clock that all processes of a machine have in common
     error: MainstemError | None  # None: an error of another library, or a bug
     words: str
     traceback: str

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from threading import Condition, Thread
-from time import sleep
+from time import monotonic, sleep
 from traceback import format_exc
 
 from mainstem.core.config import SWITCH_S
@@ -33,12 +33,14 @@ from mainstem.runner.ranks.messages import (
     Ended,
     Failed,
     Forget,
+    FromRank,
     Line,
     Load,
     Loaded,
     Open,
     Opened,
     Save,
+    ToRank,
 )
 
 LOOK_S = 0.001  # between two looks at copies under way
@@ -76,9 +78,9 @@ class Rank:
             self._on_thread("ended", self._report_steps)
 
     def run(self) -> None:
-        """Raises what a step or a copy raises, and EOFError or OSError if nobody is there."""
+        """Raises what a step or a copy raises."""
         while True:
-            message = self._line.receive()
+            message = receive(self._line)
             match message:
                 case Step():
                     self._launch(message)
@@ -163,13 +165,22 @@ class Rank:
         Thread(target=run, name=name, daemon=True).start()
 
 
+def receive(line: Line) -> ToRank | FromRank:
+    """The next message; ends the process if the engine's is gone."""
+    try:
+        return line.receive()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
 def fail(line: Line, error: BaseException) -> None:
     """Report an error and end the process, from any thread."""
     known = error if isinstance(error, MainstemError) else None
     if type(error).__name__ == "OutOfMemoryError":  # torch's
         known = OutOfDeviceMemory(str(error))
+    words = f"{type(error).__name__}: {error}"
     with suppress(OSError):  # nobody is there any more
-        line.send(Failed(known, f"{type(error).__name__}: {error}", format_exc()))
+        line.send(Failed(monotonic(), known, words, format_exc()))
     os._exit(1)
 
 
@@ -191,13 +202,11 @@ def main(argv: list[str], load: LoadPart) -> None:
     line = Line(fd)
     Thread(target=partial(watch, fd, parent), name="watch", daemon=True).start()
     try:
-        begin = line.receive()
+        begin = receive(line)
         assert isinstance(begin, Begin)
         part = load(begin)
         line.send(part.loaded)
         Rank(part, line, begin.shard.rank).run()
-    except (EOFError, ConnectionError):
-        os._exit(1)  # the engine's process is gone
     except BaseException as error:
         fail(line, error)
     os._exit(0)
