@@ -56,6 +56,9 @@ class Shape:
     # KV heads of a small unit: as many as make a tile of `small_k` keys x heads from a page, or
     # from the fewest keys that a matrix instruction takes.
     fold: int = field(init=False)
+    # Parts of a KV head's keys in a small tile that are attended to apart, where the tile has more
+    # rows than one token needs (Hopper).
+    splits: int = field(init=False)
     # Rows of the small tile: those of one token in all heads of a unit, as a power of two, unless
     # the tiles have a number of their own.
     small_q: int = field(init=False)
@@ -86,10 +89,14 @@ class Shape:
         small_q = self.tiles.small_q or LEAST_ROWS
         while small_q < min(self.group * fold, MOST_SMALL_ROWS):
             small_q *= 2
-        most_small_rows = small_q // fold
+        splits = 1
+        while self.tiles.is_split and small_q // (2 * fold * splits) >= max(self.group, LEAST_ROWS):
+            splits *= 2
+        most_small_rows = small_q // (fold * splits)
         per_sm = self.tiles.programs_per_sm if self.tiles.is_split else 1
         for name, value in (
             ("fold", fold),
+            ("splits", splits),
             ("small_q", small_q),
             ("most_small_rows", most_small_rows),
             ("small_rows", min(max(self.group, LEAST_ROWS // fold), most_small_rows)),

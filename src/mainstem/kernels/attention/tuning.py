@@ -59,7 +59,25 @@ HOPPER_SPLIT = Tiles(
         yields=0.2, late_us=4.6, beside=0.6, merge_us=0.0004, launch_us=3.5,
     ),
 )  # fmt: skip
-SPLIT_HEAD_DIMS = (64, 128)
+SPLIT_TILES = {  # by head_dim
+    64: HOPPER_SPLIT,
+    80: replace(
+        HOPPER_SPLIT, small_stages=3,
+        pace=replace(HOPPER_SPLIT.pace, large_key_us=0.0075, reads=14800.0),
+    ),
+    96: replace(
+        HOPPER_SPLIT, small_stages=3,
+        pace=replace(HOPPER_SPLIT.pace, large_key_us=0.0088, reads=12400.0),
+    ),
+    128: HOPPER_SPLIT,
+    256: replace(
+        HOPPER_SPLIT, large_k=64, large_stages=2, programs_per_sm=1,
+        pace=replace(
+            HOPPER_SPLIT.pace, large_us=4.0, large_key_us=0.0216, small_us=1.2,
+            small_key_us=0.0118, reads=4650.0,
+        ),
+    ),
+}  # fmt: skip
 MOST_TUNED_DIM = 128
 # Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.
 FALLBACK = Tiles(
@@ -86,16 +104,16 @@ INTERPRETER = Tiles(
 def choose_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, can_split: bool
 ) -> Tiles:
-    """The tuned record of a card, or one that fits any. `can_split` is false for what Hopper's own
-    kernels do not do: windows, softcaps, and deterministic rows. These have one tile shape, so
-    decodes, which would waste most of a tile of 128 rows, decide it.
+    """The tuned record of a card, or one that fits any. `can_split` is false for deterministic rows,
+    which Hopper's own kernels do not have. These have one tile shape, so decodes, which would waste
+    most of a tile of 128 rows, decide it.
     """
     if device.type == "cpu":
         return INTERPRETER
     if dtype == torch.float32:
         return WIDE_ELEMENTS if head_dim <= MOST_TUNED_DIM else WIDE_ELEMENTS_WIDE_HEADS
     if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
-        if head_dim > MOST_TUNED_DIM:
-            return HOPPER_WIDE_HEADS
-        return HOPPER_SPLIT if head_dim in SPLIT_HEAD_DIMS and can_split else HOPPER
+        if can_split and head_dim in SPLIT_TILES:
+            return SPLIT_TILES[head_dim]
+        return HOPPER if head_dim <= MOST_TUNED_DIM else HOPPER_WIDE_HEADS
     return FALLBACK if head_dim <= MOST_TUNED_DIM else FALLBACK_WIDE_HEADS

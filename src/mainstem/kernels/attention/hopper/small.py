@@ -7,7 +7,9 @@ producer runs ahead from unit to unit, so reading does not stop between two of t
 (head, key) pairs: as many keys of each of FOLD heads. A page holds its KV heads one after the
 other, so where pages are as long as that a tile is one block of memory; else it has a block of each
 head, of a part of a page or of several. Each warp takes the rows of one head, or some of them, and
-that head's keys alone: tensor cores need not multiply heads with each other.
+that head's keys alone: tensor cores need not multiply heads with each other. Where there are fewer
+heads than warps, and these are not needed for rows, a head's keys are split into SPLITS parts, each
+with a softmax of its own, and these are merged when the unit ends.
 
 A program has its share of the units, and then claims others from the work queue (`work_queue.py`)
 until there are none; one without a share claims at once, or not at all, as the plan says. The
@@ -31,9 +33,12 @@ from mainstem.kernels.attention.hopper.rows import (
     as_tiles,
     await_queries,
     barrier,
+    capped,
+    find_first_keys,
     find_rows,
     find_tokens,
     load_box,
+    make_tails,
     num_tiles_of,
     read_piece,
     release,
@@ -72,15 +77,22 @@ from mainstem.kernels.attention.triton.layout import (
     SHARE_SMALL_END,
 )
 
-FOLDED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+FOLDED, FOLDED_16, FOLDED_32 = (
+    gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=3))
+    for width in (128, 32, 64)
+)
 ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 LANES = gl.constexpr(64)  # keys x heads of a tile
 CLAIM_AHEAD = gl.constexpr(4)  # tiles that are left of a unit when the next one is claimed
 READ_AHEAD = gl.constexpr(2)  # when it is read what that is
 NOTE_AHEAD = gl.constexpr(1)  # and when the consumer is told
 NUM_WARPS = 4
-MAX_REGISTERS = 128  # two programs on a multiprocessor, of two groups of warps each
 PRODUCER_REGISTERS = gl.constexpr(40)
+
+
+def max_registers(programs_per_sm: int) -> int:
+    """Of a thread; a program has two groups of four warps."""
+    return 256 // programs_per_sm - (programs_per_sm == 1)
 
 
 def rows_of_box(fold: int, page_size: int) -> int:
@@ -134,21 +146,25 @@ def _read_keys(unit_ptr):
 
 @gluon.jit
 def _bring_block(
-    desc, boxes, arrived, stage, j, first_row,
+    desc, tail_desc, boxes, tail_boxes, arrived, stage, j, first_row,
     PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Keys of a page, of all heads or of one after the other, to lie head by head in the tile."""
     ACROSS: gl.constexpr = HEAD_DIM // PANEL
+    HAS_TAIL: gl.constexpr = HEAD_DIM % PANEL > 0
     for head in gl.static_range(HEADS):
         for panel in gl.static_range(ACROSS):
             box = boxes.index(((stage * ACROSS + panel) * HEADS + head) * PAGES + j)
             load_box(desc, [first_row + head * PAGE_SIZE, panel * PANEL], arrived, box)
+        if HAS_TAIL:
+            box = tail_boxes.index((stage * HEADS + head) * PAGES + j)
+            load_box(tail_desc, [first_row + head * PAGE_SIZE, ACROSS * PANEL], arrived, box)
 
 
 @gluon.jit
 def _bring(
-    k_desc, v_desc, k_boxes, v_boxes, full, empty, step, count, page, pages_ptr, at, last_page,
-    kv_head,
+    k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
+    full, empty, step, count, page, pages_ptr, at, last_page, kv_head,
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -169,8 +185,14 @@ def _bring(
             if j > 0:
                 page = gl.load(pages_ptr + gl.minimum(at + j, last_page))
             row = (page * KV_HEADS + kv_head) * PAGE_SIZE + at % PARTS * KEYS
-            _bring_block(k_desc, k_boxes, arrived, stage, j, row, PAGE_SIZE, PAGES, HEADS, HEAD_DIM)
-            _bring_block(v_desc, v_boxes, arrived, stage, j, row, PAGE_SIZE, PAGES, HEADS, HEAD_DIM)
+            _bring_block(
+                k_desc, k_tail_desc, k_boxes, k_tail_boxes, arrived, stage, j, row,
+                PAGE_SIZE, PAGES, HEADS, HEAD_DIM,
+            )  # fmt: skip
+            _bring_block(
+                v_desc, v_tail_desc, v_boxes, v_tail_boxes, arrived, stage, j, row,
+                PAGE_SIZE, PAGES, HEADS, HEAD_DIM,
+            )  # fmt: skip
         page = next_page
         at += PAGES
         step += 1
@@ -179,8 +201,8 @@ def _bring(
 
 @gluon.jit
 def _produce(
-    k_desc, v_desc, k_tiles, v_tiles, full, empty, notes, noted, plan_ptr,
-    index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
+    k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
+    full, empty, notes, noted, plan_ptr, index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
     num_queued, num_claimers, tickets_ptr,
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
@@ -195,8 +217,14 @@ def _produce(
     NOTE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     NOTES: gl.constexpr = 2 * STAGES
     gl.static_assert(k_desc.block_shape[0] == ROWS)
-    k_boxes = as_tiles(k_tiles, STAGES * LANES * HEAD_DIM // (ROWS * PANEL), ROWS, PANEL)
-    v_boxes = as_tiles(v_tiles, STAGES * LANES * HEAD_DIM // (ROWS * PANEL), ROWS, PANEL)
+    BOXES: gl.constexpr = STAGES * LANES // ROWS
+    TAIL: gl.constexpr = HEAD_DIM % PANEL
+    k_boxes = as_tiles(k_tiles, BOXES * (HEAD_DIM // PANEL), ROWS, PANEL)
+    v_boxes = as_tiles(v_tiles, BOXES * (HEAD_DIM // PANEL), ROWS, PANEL)
+    k_tail_boxes, v_tail_boxes = k_boxes, v_boxes
+    if TAIL > 0:
+        k_tail_boxes = as_tiles(k_tails, BOXES, ROWS, TAIL)
+        v_tail_boxes = as_tiles(v_tails, BOXES, ROWS, TAIL)
     pieces_at = gl.load(plan_ptr + HEADER_SMALL_PIECES)
     order_ptr = plan_ptr + gl.load(plan_ptr + HEADER_SMALL_ORDER)
     page_ids_ptr = plan_ptr + gl.load(plan_ptr + HEADER_PAGE_IDS)
@@ -212,7 +240,8 @@ def _produce(
         num_tiles = num_tiles_of(key_begin, key_end, KEYS)
         is_long = num_tiles > CLAIM_AHEAD
         step, page, at = _bring(
-            k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
+            k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
+            full, empty, step,
             gl.where(is_long, num_tiles - CLAIM_AHEAD, 0),
             page, pages_ptr, at, last_page, kv_head,
             KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
@@ -221,7 +250,8 @@ def _produce(
         does_claim = (index >= end) & (num_queued > 0)
         tickets = _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 1)
         step, page, at = _bring(
-            k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
+            k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
+            full, empty, step,
             gl.where(is_long, CLAIM_AHEAD - READ_AHEAD, num_tiles),
             page, pages_ptr, at, last_page, kv_head,
             KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
@@ -241,7 +271,8 @@ def _produce(
             next_kv_head = (next_unit - piece * UNITS) * FOLD
         next_unit = gl.load(order_ptr + gl.maximum(gl.minimum(index + 1, end - 1), 0))
         step, page, at = _bring(
-            k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
+            k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
+            full, empty, step,
             gl.where(is_long, READ_AHEAD - NOTE_AHEAD, 0),
             page, pages_ptr, at, last_page, kv_head,
             KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
@@ -253,7 +284,8 @@ def _produce(
         mbarrier.arrive(noted.index(slot), count=1)
         num_noted += 1
         step, page, at = _bring(
-            k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
+            k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
+            full, empty, step,
             gl.where(is_long, NOTE_AHEAD, 0),
             page, pages_ptr, at, last_page, kv_head,
             KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
@@ -279,24 +311,54 @@ def _clear(tile, num_keys, FOLD: gl.constexpr):
     is_key = gl.arange(0, LANES, gl.SliceLayout(1, LAYOUT)) % (LANES // FOLD) < num_keys
     keys = tile.load(LAYOUT)
     tile.store(gl.where(is_key[:, None], keys, 0.0).to(keys.dtype))
-    fence_async_shared()  # before other keys are copied there
-    barrier()
+
+
+@gluon.jit
+def _sum_of_splits(rows, FOLD: gl.constexpr, SPLITS: gl.constexpr):
+    """[sections, rows, dims], where each section gets the sum over all of its head."""
+    parts = rows.reshape([FOLD, SPLITS, rows.shape[1], rows.shape[2]])
+    sums, _ = gl.broadcast(gl.expand_dims(gl.sum(parts, 1), 1), parts)
+    return gl.convert_layout(sums.reshape(rows.shape), rows.type.layout)
+
+
+@gluon.jit
+def _weigh_splits(top, total, FOLD: gl.constexpr, SPLITS: gl.constexpr):
+    """What to multiply the sums of sections by, and top and total of all sections of their heads.
+    [sections, rows] each.
+    """
+    tops = top.reshape([FOLD, SPLITS, top.shape[1]])
+    all_top, _ = gl.broadcast(gl.expand_dims(gl.max(tops, 1), 1), tops)
+    shrink = gl.exp2(tops - gl.where(all_top == float("-inf"), 0.0, all_top))
+    totals = total.reshape(tops.shape) * shrink
+    all_total, _ = gl.broadcast(gl.expand_dims(gl.sum(totals, 1), 1), totals)
+    return (
+        gl.convert_layout(shrink.reshape(top.shape), top.type.layout),
+        gl.convert_layout(all_top.reshape(top.shape), top.type.layout),
+        gl.convert_layout(all_total.reshape(top.shape), top.type.layout),
+    )
 
 
 @gluon.jit
 def _consume(
-    q_rows, k_tiles, v_tiles, full, empty, notes, noted, plan_ptr,
+    q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, full, empty, notes, noted, plan_ptr,
     unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """All units of this program: the online softmax over the tiles of each."""
     NOTES: gl.constexpr = 2 * STAGES
+    MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
+    TAIL: gl.constexpr = HEAD_DIM - MAIN
     KEYS: gl.constexpr = LANES // FOLD
-    ROWS: gl.constexpr = 64 // FOLD
-    # [head, row, key or dim]; a warp has 16 rows of one head.
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [FOLD, 4 // FOLD, 1], [1, 16, 8])
+    SECTIONS: gl.constexpr = FOLD * SPLITS
+    SECTION_KEYS: gl.constexpr = LANES // SECTIONS
+    ROWS: gl.constexpr = 64 // SECTIONS
+    # [section, row, key or dim]; a warp has 16 rows of one section.
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [2, 0], [SECTIONS, 4 // SECTIONS, 1], [1, 16, 8]
+    )
     FIRST: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     SECOND: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
     HEAD_ROWS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
@@ -305,31 +367,45 @@ def _consume(
     entries_ptr = plan_ptr + gl.load(plan_ptr + HEADER_ENTRIES)
     num_entries = gl.load(plan_ptr + HEADER_NUM_ENTRIES)
     fields = reshaped(notes, [NOTES * NOTE_INTS, 1], ROW)
-    queries = reshaped(q_rows, [FOLD, ROWS, HEAD_DIM], FOLDED)
-    k_folded = reshaped(k_tiles, [STAGES, FOLD, KEYS, HEAD_DIM], FOLDED)
-    v_folded = reshaped(v_tiles, [STAGES, FOLD, KEYS, HEAD_DIM], FOLDED)
+    queries = reshaped(q_rows, [SECTIONS, ROWS, MAIN], FOLDED)
+    k_folded = reshaped(k_tiles, [STAGES, SECTIONS, SECTION_KEYS, MAIN], FOLDED)
+    v_folded = reshaped(v_tiles, [STAGES, SECTIONS, SECTION_KEYS, MAIN], FOLDED)
+    if TAIL > 0:
+        FOLDED_TAIL: gl.constexpr = FOLDED_16 if TAIL == 16 else FOLDED_32
+        tail_queries = reshaped(q_tail_rows, [SECTIONS, ROWS, TAIL], FOLDED_TAIL)
+        k_tail_folded = reshaped(k_tails, [STAGES, SECTIONS, SECTION_KEYS, TAIL], FOLDED_TAIL)
+        v_tail_folded = reshaped(v_tails, [STAGES, SECTIONS, SECTION_KEYS, TAIL], FOLDED_TAIL)
     entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(unit_ptr)
     kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
     tokens = find_tokens(
-        gl.load(unit_ptr + PIECE_FIRST_TOKEN), entries_ptr + entry, row_begin, row_end, GROUP, FOLD
-    )
+        gl.load(unit_ptr + PIECE_FIRST_TOKEN), entries_ptr + entry, row_begin, row_end,
+        GROUP, FOLD, SPLITS,
+    )  # fmt: skip
     start_queries(
-        q_ptr, q_rows, tokens, row_begin, row_end, kv_head,
-        stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
+        q_ptr, q_rows, q_tail_rows, tokens, row_begin, row_end, kv_head,
+        stride_q_token, stride_q_head, GROUP, FOLD, SPLITS, HEAD_DIM,
     )  # fmt: skip
     step = 0
     num_noted = 0
     is_there = 1
     while is_there > 0:
         token, slot, head, is_row, is_whole = find_rows(
-            entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, FOLD, O_ROWS
-        )
+            entries_ptr + entry, num_entries, row_begin, row_end, kv_head,
+            GROUP, FOLD, SPLITS, O_ROWS,
+        )  # fmt: skip
         rows = row_begin + gl.arange(0, ROWS, gl.SliceLayout(0, HEAD_ROWS))
         limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
         seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
-        top = gl.full([FOLD, ROWS], float("-inf"), gl.float32, HEAD_ROWS)
-        total = gl.zeros([FOLD, ROWS], gl.float32, HEAD_ROWS)
-        acc = gl.zeros([FOLD, ROWS, HEAD_DIM], gl.float32, LAYOUT)
+        if HAS_WINDOW:
+            first_key, hidden_end = find_first_keys(
+                entries_ptr + entry, num_entries, rows, row_end, GROUP
+            )
+        top = gl.full([SECTIONS, ROWS], float("-inf"), gl.float32, HEAD_ROWS)
+        total = gl.zeros([SECTIONS, ROWS], gl.float32, HEAD_ROWS)
+        acc = gl.zeros([SECTIONS, ROWS, MAIN], gl.float32, LAYOUT)
+        tail = acc
+        if TAIL > 0:
+            tail = gl.zeros([SECTIONS, ROWS, TAIL], gl.float32, LAYOUT)
         next_entry = 0
         next_row_begin = 0
         next_row_end = 0
@@ -344,29 +420,53 @@ def _consume(
         ask_behind = gl.where(num_tiles > STAGES, num_tiles - STAGES, num_tiles) - 1
         await_queries()
         q = queries.load(FIRST)
+        if TAIL > 0:
+            q_tail = tail_queries.load(FIRST)
         for i in range(0, num_tiles):
             start = key_begin + i * KEYS
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             if start + KEYS > key_end:
                 _clear(v_tiles.index(stage), key_end - start, FOLD)
+                if TAIL > 0:
+                    _clear(v_tails.index(stage), key_end - start, FOLD)
+                fence_async_shared()  # before other keys are copied there
+                barrier()
             k = k_folded.index(stage).permute((0, 2, 1)).load(SECOND)
-            scores = mma_v2(q, k, gl.zeros([FOLD, ROWS, KEYS], gl.float32, LAYOUT))
-            if start + KEYS > seen_by_all:
-                keys = start + gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-                is_seen = keys[None, None, :] <= limit[None, :, None]
+            scores = mma_v2(q, k, gl.zeros([SECTIONS, ROWS, SECTION_KEYS], gl.float32, LAYOUT))
+            if TAIL > 0:
+                k = k_tail_folded.index(stage).permute((0, 2, 1)).load(SECOND)
+                scores = mma_v2(q_tail, k, scores)
+            scores, left = capped(scores, scale, SOFTCAP)
+            is_masked = start + KEYS > seen_by_all
+            if HAS_WINDOW:
+                is_masked = is_masked | (start < hidden_end)
+            if is_masked:
+                lanes = gl.arange(0, SECTION_KEYS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+                keys = start + lanes[None, None, :]
+                if SPLITS > 1:
+                    PARTS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
+                    part = gl.arange(0, SECTIONS, PARTS) % SPLITS
+                    keys = keys + (part * SECTION_KEYS)[:, None, None]
+                is_seen = keys <= limit[None, :, None]
+                if HAS_WINDOW:
+                    is_seen = is_seen & (keys >= first_key[None, :, None])
                 scores = gl.where(is_seen, scores, float("-inf"))
-            new_top = gl.maximum(top, gl.max(scores, 2) * scale)
+            new_top = gl.maximum(top, gl.max(scores, 2) * left)
             # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
             base = gl.where(new_top == float("-inf"), 0.0, new_top)
-            p = gl.exp2(scores * scale - base[:, :, None])
+            p = gl.exp2(scores * left - base[:, :, None])
             shrink = gl.exp2(top - base)
             total = total * shrink + gl.sum(p, 2)
             top = new_top
             weights = gl.convert_layout(p.to(q_rows.dtype), FIRST)
             v = v_folded.index(stage).load(SECOND)
+            if TAIL > 0:
+                v_tail = v_tail_folded.index(stage).load(SECOND)
             release(empty, stage)
             acc = mma_v2(weights, v, acc * shrink[:, :, None])
+            if TAIL > 0:
+                tail = mma_v2(weights, v_tail, tail * shrink[:, :, None])
             step += 1
             if i == ask_behind:
                 place = num_noted % NOTES
@@ -383,22 +483,29 @@ def _consume(
                 if is_there > 0:
                     next_tokens = find_tokens(
                         _noted(fields, place, PIECE_FIRST_TOKEN), entries_ptr + next_entry,
-                        next_row_begin, next_row_end, GROUP, FOLD,
+                        next_row_begin, next_row_end, GROUP, FOLD, SPLITS,
                     )  # fmt: skip
                     start_queries(
-                        q_ptr, q_rows, next_tokens, next_row_begin, next_row_end, next_kv_head,
-                        stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
+                        q_ptr, q_rows, q_tail_rows, next_tokens, next_row_begin, next_row_end,
+                        next_kv_head, stride_q_token, stride_q_head, GROUP, FOLD, SPLITS, HEAD_DIM,
                     )  # fmt: skip
         num_noted += 1
+        if SPLITS > 1:
+            shrink, top, total = _weigh_splits(top, total, FOLD, SPLITS)
+            acc = _sum_of_splits(acc * shrink[:, :, None], FOLD, SPLITS)
+            if TAIL > 0:
+                tail = _sum_of_splits(tail * shrink[:, :, None], FOLD, SPLITS)
         share, lse = shares_of(
             gl.convert_layout(top.reshape([64]), O_ROWS),
             gl.convert_layout(total.reshape([64]), O_ROWS), O_ROWS,
         )  # fmt: skip
-        acc = gl.convert_layout(acc.reshape([64, HEAD_DIM]), O_LAYOUT)
+        acc = gl.convert_layout(acc.reshape([64, MAIN]), O_LAYOUT)
+        if TAIL > 0:
+            tail = gl.convert_layout(tail.reshape([64, TAIL]), O_LAYOUT)
         write_rows(
-            acc, share, lse, token, slot, head, is_row, is_whole, stretch,
+            acc, tail, share, lse, token, slot, head, is_row, is_whole, stretch,
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
-            KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
+            KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT, O_LAYOUT,
         )  # fmt: skip
         entry = next_entry
         row_begin = next_row_begin
@@ -419,13 +526,16 @@ def _wait_for_large(IS_FIRST: gl.constexpr):
 
 @gluon.jit
 def _small_units_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
+    q_ptr, k_desc, v_desc, k_tail_desc, v_tail_desc,
+    out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, tickets_ptr,
     num_barriers,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, IS_FIRST: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, IS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Attend to the small units of this program. `scale` includes log2(e).
+    """Attend to the small units of this program. `scale` includes log2(e). SOFTCAP is in natural
+    units, 0 for none.
 
     Behind the kernel of the large units (not IS_FIRST) it need not wait at its begin: that one lets
     it start behind its own wait. Whoever waits for this kernel must wait for that one, too, so one
@@ -445,9 +555,19 @@ def _small_units_kernel(
     num_queued = gl.load(plan_ptr + HEADER_NUM_QUEUED)
     num_claimers = gl.load(plan_ptr + HEADER_NUM_CLAIMERS)
     dtype: gl.constexpr = k_desc.dtype
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
-    q_rows = gl.allocate_shared_memory(dtype, [64, HEAD_DIM], TILES)
+    MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
+    TAIL: gl.constexpr = HEAD_DIM - MAIN
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, MAIN], TILES)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, MAIN], TILES)
+    q_rows = gl.allocate_shared_memory(dtype, [64, MAIN], TILES)
+    if TAIL > 0:
+        k_tails = make_tails(dtype, STAGES, LANES, TAIL)
+        v_tails = make_tails(dtype, STAGES, LANES, TAIL)
+        q_tail_rows = make_tails(dtype, 1, 64, TAIL).index(0)
+    else:
+        k_tails: gl.constexpr = None
+        v_tails: gl.constexpr = None
+        q_tail_rows: gl.constexpr = None
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -482,14 +602,14 @@ def _small_units_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                q_rows, k_tiles, v_tiles, full, empty, notes, noted, plan_ptr,
-                unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+                q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, full, empty, notes, noted,
+                plan_ptr, unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
-                KV_HEADS, GROUP, FOLD, HEAD_DIM, STAGES, HAS_LSE,
+                KV_HEADS, GROUP, FOLD, SPLITS, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
             )),
             (_produce, (
-                k_desc, v_desc, k_tiles, v_tiles, full, empty, notes, noted,
-                plan_ptr, begin, end, next_unit, kv_head, page, page_at, key_begin, key_end,
+                k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
+                full, empty, notes, noted, plan_ptr, begin, end, next_unit, kv_head, page, page_at, key_begin, key_end,
                 num_queued, num_claimers, tickets_ptr,
                 KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
             )),
