@@ -8,7 +8,6 @@ Prints one line per kernel. A process of its own, since the other kernel tests n
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -18,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from mainstem.kernels.attention.cutting import Shape
 from mainstem.kernels.attention.hopper import large as hopper_large
 from mainstem.kernels.attention.hopper import small as hopper_small
-from mainstem.kernels.attention.hopper.rows import PANELS, TAIL_PANELS, tail_of
+from mainstem.kernels.attention.hopper.rows import tail_of, tiles_of
 from mainstem.kernels.attention.merge import _merge_kernel
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
@@ -181,10 +180,10 @@ def _gluon_job(
     most_shared: int,
 ) -> Job:
     tail = tail_of(int(str(constants["HEAD_DIM"])))
-    box = f"tensordesc<bf16[{rows}, 64],{PANELS!r}>"
+    box = f"tensordesc<bf16[{rows}, 64],{tiles_of(64)!r}>"
     types = {"k_desc": box, "v_desc": box, "partial_ptr": "*fp16"}
     if tail:
-        box = f"tensordesc<bf16[{rows}, {tail}],{TAIL_PANELS[tail]!r}>"
+        box = f"tensordesc<bf16[{rows}, {tail}],{tiles_of(tail)!r}>"
         types |= {"k_tail_desc": box, "v_tail_desc": box}
     else:
         constants = {**constants, "k_tail_desc": None, "v_tail_desc": None}

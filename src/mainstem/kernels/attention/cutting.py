@@ -27,6 +27,9 @@ Bools = NDArray[np.bool_]
 LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
 # Shares of a little less: else a span of whole shares would be cut into one unit less by rounding.
 ROUNDING = 0.97
+# Lengths of the longest unit that are tried, over those of units if all were equal. With the last,
+# there are never more units than wished, or one of each span.
+OVER_TARGET = np.array([1.04, 1.1, 1.17, 1.25, 1.35, 1.45, 1.6, 1.8, 2.0])
 # Large units that end late cost more than such that begin on more multiprocessors than needed.
 INDIFFERENT = 1.015
 ROUNDS = np.arange(4.0)  # of large units on a multiprocessor that are looked at one by one
@@ -276,7 +279,10 @@ class _Spans(NamedTuple):
             return self._whole(shares, shape, places)
         targets = np.maximum(work / np.array(shares), 1.0)
         tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else least_stretch(shape)
-        parts = np.maximum(np.floor(wished / targets[:, None]), 1.0)
+        if self.is_large:
+            parts = _even_parts(wished, self.copies, targets, np.array(shares))
+        else:
+            parts = np.maximum(np.floor(wished / targets[:, None]), 1.0)
         stretches = np.ceil(self.keys / (parts * tile)) * tile
         parts = np.ceil(self.keys / stretches)
         sizes, units = unit_us(self.seen / parts, self.is_large, shape), parts * self.copies
@@ -311,6 +317,18 @@ class _Spans(NamedTuple):
             last = _last_end(sizes[None], self.copies[None], [us] * len(places), places)
         keys, rows = self.num_seen * shape.kv_heads, self.num_rows * shape.kv_heads
         return [_Way(self.keys, Work(units, us, longest, end, keys, rows)) for end in last]
+
+
+def _even_parts(seen: Floats, copies: Floats, targets: Floats, shares: Floats) -> Floats:
+    """Parts of each span, for each number of units, so that the longest unit is as short as it can
+    be without more units than that.
+    """
+    longest = targets[:, None] * OVER_TARGET
+    parts = np.ceil(seen / longest[:, :, None])
+    do_fit = parts @ copies <= shares[:, None]
+    do_fit[:, -1] = True
+    even: Floats = parts[np.arange(len(parts)), do_fit.argmax(axis=1)]
+    return even
 
 
 def _last_end(

@@ -59,25 +59,28 @@ HOPPER_SPLIT = Tiles(
         yields=0.2, late_us=4.6, beside=0.6, merge_us=0.0004, launch_us=3.5,
     ),
 )  # fmt: skip
-SPLIT_TILES = {  # by head_dim
-    64: HOPPER_SPLIT,
-    80: replace(
-        HOPPER_SPLIT, small_stages=3,
-        pace=replace(HOPPER_SPLIT.pace, large_key_us=0.0075, reads=14800.0),
-    ),
-    96: replace(
-        HOPPER_SPLIT, small_stages=3,
-        pace=replace(HOPPER_SPLIT.pace, large_key_us=0.0088, reads=12400.0),
-    ),
+
+
+def _split(head_dim: int, large_key_us: float, small_key_us: float, stages: int) -> Tiles:
+    """Tiles of another head_dim. Bytes are read and merged at the same rate; three stages of the
+    bytes that less than 128 dims have are no more than two of 128.
+    """
+    share = head_dim / 128
+    pace = replace(
+        HOPPER_SPLIT.pace, large_key_us=large_key_us, small_key_us=small_key_us,
+        reads=HOPPER_SPLIT.pace.reads / share, merge_us=HOPPER_SPLIT.pace.merge_us * share,
+    )  # fmt: skip
+    return replace(HOPPER_SPLIT, small_stages=stages, pace=pace)
+
+
+SPLIT_TILES = {
+    64: _split(64, 0.0084, 0.0073, 3),
+    80: _split(80, 0.0115, 0.0080, 3),
+    96: _split(96, 0.0120, 0.0090, 3),
     128: HOPPER_SPLIT,
-    256: replace(
-        HOPPER_SPLIT, large_k=64, large_stages=2, programs_per_sm=1,
-        pace=replace(
-            HOPPER_SPLIT.pace, large_us=4.0, large_key_us=0.0216, small_us=1.2,
-            small_key_us=0.0118, reads=4650.0,
-        ),
-    ),
-}  # fmt: skip
+    # K and V of the same keys take twice the room, queries and sums twice the registers.
+    256: replace(_split(256, 0.0230, 0.0150, 2), large_k=64, large_stages=2, programs_per_sm=1),
+}
 MOST_TUNED_DIM = 128
 # Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.
 FALLBACK = Tiles(
@@ -104,9 +107,9 @@ INTERPRETER = Tiles(
 def choose_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, can_split: bool
 ) -> Tiles:
-    """The tuned record of a card, or one that fits any. `can_split` is false for deterministic rows,
-    which Hopper's own kernels do not have. These have one tile shape, so decodes, which would waste
-    most of a tile of 128 rows, decide it.
+    """The tuned record of a card, or one that fits any. `can_split` is false for deterministic
+    rows, which Hopper's own kernels do not have. These have one tile shape, so decodes, which would
+    waste most of a tile of 128 rows, decide it.
     """
     if device.type == "cpu":
         return INTERPRETER

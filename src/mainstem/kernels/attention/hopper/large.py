@@ -45,7 +45,6 @@ from mainstem.kernels.attention.hopper.rows import (
     find_rows,
     find_tokens,
     load_box,
-    make_tails,
     num_tiles_of,
     read_piece,
     release,
@@ -53,6 +52,7 @@ from mainstem.kernels.attention.hopper.rows import (
     share_of,
     shares_of,
     start_queries,
+    tiles_of,
     write_rows,
 )
 from mainstem.kernels.attention.triton.layout import (
@@ -209,7 +209,7 @@ def _mask(
         # A thread's lanes are 8 apart, so they are constants but for the last bits.
         is_seen = (lanes & -8)[None, :] <= (limit - start)[:, None] - (lanes & 7)[None, :]
         scores = gl.where(is_seen, scores, float("-inf"))
-    if HAS_WINDOW:
+    if HAS_WINDOW:  # noqa: SIM102  # known when compiled, and what follows is not
         if start < hidden_end:
             is_seen = (lanes & -8)[None, :] >= (first_key - start)[:, None] - (lanes & 7)[None, :]
             scores = gl.where(is_seen, scores, float("-inf"))
@@ -376,7 +376,7 @@ def _consume(
         row_begin += WHICH * 64
         num_tiles = gl.where(index < begin, 0, num_tiles_of(key_begin, key_end, TILE_K))
         if row_begin < row_end:
-            rows, _ = rows_of(row_begin, kv_head, GROUP, 1, 1, gl.SliceLayout(1, S_LAYOUT))
+            rows, _ = rows_of(row_begin, kv_head, 64, GROUP, 1, 1, gl.SliceLayout(1, S_LAYOUT))
             limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
             seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
             first_key = limit
@@ -397,7 +397,7 @@ def _consume(
                     GROUP, HEAD_DIM,
                 )  # fmt: skip
             token, slot, head, is_row, is_whole = find_rows(
-                entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, 1, 1, O_ROWS
+                entries_ptr + entry, num_entries, row_begin, row_end, kv_head, 64, GROUP, 1, O_ROWS
             )
             share, lse = shares_of(top, total, O_ROWS)
             if TAIL > 0:
@@ -468,9 +468,9 @@ def _large_units_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, MAIN], TILES)
     q_tiles = gl.allocate_shared_memory(dtype, [2, 64, MAIN], TILES)
     if TAIL > 0:
-        k_tails = make_tails(dtype, STAGES, TILE_K, TAIL)
-        v_tails = make_tails(dtype, STAGES, TILE_K, TAIL)
-        q_tails = make_tails(dtype, 2, 64, TAIL)
+        k_tails = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, TAIL], tiles_of(TAIL))
+        v_tails = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, TAIL], tiles_of(TAIL))
+        q_tails = gl.allocate_shared_memory(dtype, [2, 64, TAIL], tiles_of(TAIL))
     else:
         k_tails: gl.constexpr = None
         v_tails: gl.constexpr = None

@@ -36,40 +36,49 @@ from mainstem.kernels.attention.triton.layout import (
 from mainstem.kernels.attention.triton.rows import LN_2, LOG2_E
 
 PANEL = gl.constexpr(64)  # dims of a row that lie together in shared memory: 128 bytes
-PANELS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-TILES = gl.constexpr(PANELS)
-# The same of tails, by their dims.
-TAIL_PANELS = {
-    dims: gl.NVMMASharedLayout(swizzle_byte_width=2 * dims, element_bitwidth=16, rank=2)
-    for dims in (16, 32)
-}
-TAILS_16, TAILS_32 = gl.constexpr(TAIL_PANELS[16]), gl.constexpr(TAIL_PANELS[32])
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as they are copied
 LEAST_PEAK = gl.constexpr(1e-30)  # of a row, so that one of zeros can be divided by it
 
 
-def _packed(dims: int) -> gl.DistributedLinearLayout:
-    """64 packed rows: who has what does not change by packing, but 8 that a thread has are
-    neighbours, 16 bytes to write at once, and so are the 32 of the four threads of a row. Of a tail
-    of 16 dims a thread has 4.
+@gluon.constexpr_function
+def tiles_of(columns: int, rank: int = 2) -> gl.NVMMASharedLayout:
+    """Rows of 16 bits in shared memory: in panels, or tails."""
+    width = min(2 * columns, 128)
+    return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=rank)
+
+
+TILES = gl.constexpr(tiles_of(64))
+
+
+@gluon.constexpr_function
+def finished(rows: int, dims: int, is_packed: bool) -> gl.DistributedLinearLayout:
+    """Who has what of finished rows: 64, as tensor cores leave them, a warp has 16, or fewer, where
+    warps have a share of the dims.
+
+    Four threads have 32 dims of a row, each of them 2 and 2. When packed, who has what is the same,
+    but the 8 of a thread are neighbours, 16 bytes to write at once. Of a tail of 16 dims it has 4.
     """
     run = min(dims, 32) // 4
+    bits = run.bit_length() - 1
+    of_thread = [[0, 1 << i] for i in range(bits)]
+    between = [[0, run], [0, 2 * run]]
+    if not is_packed:
+        of_thread, between = [[0, 1], *([0, 8 << i] for i in range(bits - 1))], [[0, 2], [0, 4]]
+    blocks = [[0, 32 << i] for i in range((dims // 32).bit_length() - 1)]
+    if rows == 64:
+        of_thread, warps = [*of_thread, [8, 0], *blocks], [[16, 0], [32, 0]]
+    else:
+        left = [*blocks, *([8 << i, 0] for i in range((rows // 8).bit_length() - 1)), [0, 0]]
+        of_thread, warps = [*of_thread, *(base for base in left[2:] if base != [0, 0])], left[:2]
     return gl.DistributedLinearLayout(
-        reg_bases=[
-            *([0, 1 << i] for i in range(run.bit_length() - 1)),
-            [8, 0],
-            *([0, 32 << i] for i in range((dims // 32).bit_length() - 1)),
-        ],
-        lane_bases=[[0, run], [0, 2 * run], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
+        reg_bases=of_thread,
+        lane_bases=[*between, [1, 0], [2, 0], [4, 0]],
+        warp_bases=warps,
         block_bases=[],
-        shape=[64, dims],
+        shape=[rows, dims],
     )
 
 
-PACKED_16, PACKED_32 = gl.constexpr(_packed(16)), gl.constexpr(_packed(32))
-PACKED_64, PACKED_128 = gl.constexpr(_packed(64)), gl.constexpr(_packed(128))
-PACKED_256 = gl.constexpr(_packed(256))
 # Names that differ between Triton 3.6 and 3.9.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -86,10 +95,10 @@ def boxes_of(rows: Tensor, num_rows: int) -> tuple[TensorDescriptor, TensorDescr
     """K or V of a layer, [keys, head_dim], as what is copied at once: 64 dims of some rows, and
     their tail.
     """
-    tail = tail_of(rows.shape[1])
+    panel, tail = int(PANEL.value), tail_of(rows.shape[1])
     return (
-        TensorDescriptor.from_tensor(rows, [num_rows, PANEL.value], PANELS),
-        TensorDescriptor.from_tensor(rows, [num_rows, tail], TAIL_PANELS[tail]) if tail else None,
+        TensorDescriptor.from_tensor(rows, [num_rows, panel], tiles_of(panel)),
+        TensorDescriptor.from_tensor(rows, [num_rows, tail], tiles_of(tail)) if tail else None,
     )
 
 
@@ -105,19 +114,7 @@ def reshaped(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def as_tiles(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Shared memory as [COUNT, ROWS, COLUMNS]."""
-    if COLUMNS == 16:
-        return reshaped(memory, [COUNT, ROWS, COLUMNS], TAILS_16)
-    elif COLUMNS == 32:
-        return reshaped(memory, [COUNT, ROWS, COLUMNS], TAILS_32)
-    else:
-        return reshaped(memory, [COUNT, ROWS, COLUMNS], TILES)
-
-
-@gluon.jit
-def make_tails(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, TAIL: gl.constexpr):
-    """Shared memory for tails, [COUNT, ROWS, TAIL]."""
-    LAYOUT: gl.constexpr = TAILS_16 if TAIL == 16 else TAILS_32
-    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, TAIL], LAYOUT)
+    return reshaped(memory, [COUNT, ROWS, COLUMNS], tiles_of(COLUMNS))
 
 
 @gluon.jit
@@ -145,13 +142,13 @@ def read_piece(piece_ptr):
 
 @gluon.jit
 def rows_of(
-    row_begin, kv_head,
+    row_begin, kv_head, COUNT: gl.constexpr,
     GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Rows of the span that a group has, and their heads."""
-    lanes = gl.arange(0, 64, LAYOUT)
-    rows = row_begin + lanes % (64 // (FOLD * SPLITS))
-    return rows, (kv_head + lanes // (64 // FOLD)) * GROUP + rows % GROUP
+    lanes = gl.arange(0, COUNT, LAYOUT)
+    rows = row_begin + lanes % (COUNT // (FOLD * SPLITS))
+    return rows, (kv_head + lanes // (COUNT // FOLD)) * GROUP + rows % GROUP
 
 
 @gluon.jit
@@ -162,7 +159,7 @@ def find_tokens(
     """Tokens of a group's rows. Where those of the span are neighbours, the piece tells the first,
     and they need not be looked up; else it tells -1.
     """
-    rows, _ = rows_of(row_begin, 0, GROUP, FOLD, SPLITS, gl.SliceLayout(1, QUERIES))
+    rows, _ = rows_of(row_begin, 0, 64, GROUP, FOLD, SPLITS, gl.SliceLayout(1, QUERIES))
     tokens = first_token + rows // GROUP
     if first_token < 0:
         tokens = gl.load(entries_ptr + rows // GROUP, mask=rows < row_end, other=0)
@@ -176,7 +173,7 @@ def start_queries(
 ):  # fmt: skip
     """Begin to copy a group's rows into shared memory; those past the last are nobody's."""
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
-    rows, head = rows_of(row_begin, kv_head, GROUP, FOLD, SPLITS, gl.SliceLayout(1, QUERIES))
+    rows, head = rows_of(row_begin, kv_head, 64, GROUP, FOLD, SPLITS, gl.SliceLayout(1, QUERIES))
     dims = gl.arange(0, MAIN, gl.SliceLayout(0, QUERIES))
     offset = tokens.to(gl.int64) * stride_q_token + head * stride_q_head
     is_row = rows < row_end
@@ -214,18 +211,14 @@ def shares_of(top, total, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def find_rows(
-    entries_ptr, num_entries, row_begin, row_end, kv_head,
-    GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr,
+    entries_ptr, num_entries, row_begin, row_end, kv_head, COUNT: gl.constexpr,
+    GROUP: gl.constexpr, FOLD: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Token, slot and head of a group's rows, which of them there are, and whether they are whole;
-    a unit's rows are all of one kind. Of rows that are there SPLITS times, the first is to be
-    written.
+    a unit's rows are all of one kind. COUNT is 64, or what is left when splits are merged.
     """
-    rows, head = rows_of(row_begin, kv_head, GROUP, FOLD, SPLITS, LAYOUT)
+    rows, head = rows_of(row_begin, kv_head, COUNT, GROUP, FOLD, 1, LAYOUT)
     is_row = rows < row_end
-    if SPLITS > 1:
-        lanes = gl.arange(0, 64, LAYOUT)
-        is_row = is_row & (lanes % (64 // FOLD) < 64 // (FOLD * SPLITS))
     token = gl.load(entries_ptr + rows // GROUP, mask=is_row, other=0)
     slots_ptr = entries_ptr + ENTRY_SLOT * num_entries
     slot = gl.load(slots_ptr + rows // GROUP, mask=is_row, other=0)
@@ -266,17 +259,18 @@ def _store_whole(
 
 @gluon.jit
 def _store_packed(
-    rows, peak, first_dim: gl.constexpr, offset, is_row, partial_ptr,
-    LAYOUT: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
+    rows, peak, first_dim: gl.constexpr, offset, is_row, partial_ptr, LAYOUT: gl.constexpr
+):
     """Some dims of Partials in fp16, in the order in which threads have them."""
+    COUNT: gl.constexpr = rows.shape[0]
     DIMS: gl.constexpr = rows.shape[1]
+    PACKED: gl.constexpr = finished(COUNT, DIMS, True)
     RUN: gl.constexpr = min(DIMS, 32) // 4  # of a thread
     ROWS: gl.constexpr = gl.SliceLayout(1, PACKED)
     factor = gl.convert_layout(1.0 / peak, gl.SliceLayout(1, LAYOUT))
     rows = (rows * factor[:, None]).to(gl.float16)
-    rows = rows.reshape([64, DIMS // (4 * RUN), RUN // 2, 4, 2]).permute((0, 1, 3, 2, 4))
-    rows = gl.convert_layout(rows.reshape([64, DIMS]), PACKED)
+    rows = rows.reshape([COUNT, DIMS // (4 * RUN), RUN // 2, 4, 2]).permute((0, 1, 3, 2, 4))
+    rows = gl.convert_layout(rows.reshape([COUNT, DIMS]), PACKED)
     columns = gl.arange(0, DIMS, gl.SliceLayout(0, PACKED))
     if RUN < 8:
         columns = columns // RUN * 8 + columns % RUN
@@ -310,9 +304,6 @@ def write_rows(
         if HAS_LSE:
             gl.store(lse_ptr + token * HEADS + head, lse * LN_2, mask=is_row)
     else:
-        PACKED: gl.constexpr = (
-            PACKED_256 if MAIN == 256 else PACKED_128 if MAIN == 128 else PACKED_64
-        )
         PITCH: gl.constexpr = 128 if TAIL > 0 else MAIN
         place = (slot + stretch) * HEADS + head
         peak = gl.maximum(gl.max(gl.abs(acc), 1), LEAST_PEAK)
@@ -322,9 +313,6 @@ def write_rows(
         gl.store(partial_lse_ptr + 2 * place, lse, mask=is_row)
         gl.store(partial_lse_ptr + 2 * place + 1, peak * share, mask=is_row)
         offset = place.to(gl.int64) * PITCH
-        _store_packed(acc, peak, 0, offset, is_row, partial_ptr, LAYOUT, PACKED)
+        _store_packed(acc, peak, 0, offset, is_row, partial_ptr, LAYOUT)
         if TAIL > 0:
-            PACKED_TAIL: gl.constexpr = PACKED_16 if TAIL == 16 else PACKED_32
-            _store_packed(
-                tail, peak, MAIN, offset, is_row, partial_ptr, TAIL_LAYOUT, PACKED_TAIL
-            )
+            _store_packed(tail, peak, MAIN, offset, is_row, partial_ptr, TAIL_LAYOUT)

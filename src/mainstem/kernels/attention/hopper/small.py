@@ -37,8 +37,8 @@ from mainstem.kernels.attention.hopper.rows import (
     find_first_keys,
     find_rows,
     find_tokens,
+    finished,
     load_box,
-    make_tails,
     num_tiles_of,
     read_piece,
     release,
@@ -46,6 +46,7 @@ from mainstem.kernels.attention.hopper.rows import (
     share_of,
     shares_of,
     start_queries,
+    tiles_of,
     write_rows,
 )
 from mainstem.kernels.attention.triton.layout import (
@@ -77,10 +78,6 @@ from mainstem.kernels.attention.triton.layout import (
     SHARE_SMALL_END,
 )
 
-FOLDED, FOLDED_16, FOLDED_32 = (
-    gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=3))
-    for width in (128, 32, 64)
-)
 ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 LANES = gl.constexpr(64)  # keys x heads of a tile
 CLAIM_AHEAD = gl.constexpr(4)  # tiles that are left of a unit when the next one is claimed
@@ -202,7 +199,8 @@ def _bring(
 @gluon.jit
 def _produce(
     k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
-    full, empty, notes, noted, plan_ptr, index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
+    full, empty, notes, noted, plan_ptr,
+    index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
     num_queued, num_claimers, tickets_ptr,
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
@@ -304,6 +302,33 @@ def _noted(fields, slot, column):
 
 
 @gluon.jit
+def _is_cut(start, seen_by_all, hidden_end, KEYS: gl.constexpr, HAS_WINDOW: gl.constexpr):
+    """Whether some row does not see all keys of a tile."""
+    if HAS_WINDOW:
+        return (start + KEYS > seen_by_all) | (start < hidden_end)
+    else:
+        return start + KEYS > seen_by_all
+
+
+@gluon.jit
+def _mask(
+    scores, start, limit, first_key,
+    SPLITS: gl.constexpr, HAS_WINDOW: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """[section, row, key]: -inf where a row does not see the key."""
+    SECTION_KEYS: gl.constexpr = scores.shape[2]
+    lanes = gl.arange(0, SECTION_KEYS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    keys = (start + lanes)[None, None, :]
+    if SPLITS > 1:
+        sections = gl.arange(0, scores.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        keys = keys + (sections % SPLITS * SECTION_KEYS)[:, None, None]
+    is_seen = keys <= limit[None, :, None]
+    if HAS_WINDOW:
+        is_seen = is_seen & (keys >= first_key[None, :, None])
+    return gl.where(is_seen, scores, float("-inf"))
+
+
+@gluon.jit
 def _clear(tile, num_keys, FOLD: gl.constexpr):
     """Zero the rows of a tile of V past the last key. Slots there hold anything, and zero weight
     times NaN would still be NaN."""
@@ -313,34 +338,71 @@ def _clear(tile, num_keys, FOLD: gl.constexpr):
     tile.store(gl.where(is_key[:, None], keys, 0.0).to(keys.dtype))
 
 
-@gluon.jit
-def _sum_of_splits(rows, FOLD: gl.constexpr, SPLITS: gl.constexpr):
-    """[sections, rows, dims], where each section gets the sum over all of its head."""
-    parts = rows.reshape([FOLD, SPLITS, rows.shape[1], rows.shape[2]])
-    sums, _ = gl.broadcast(gl.expand_dims(gl.sum(parts, 1), 1), parts)
-    return gl.convert_layout(sums.reshape(rows.shape), rows.type.layout)
+@gluon.constexpr_function
+def sums_of(dims: int) -> gl.SwizzledSharedLayout:
+    """fp32 sums in shared memory, 8 rows of which a warp writes at once to different banks."""
+    return gl.SwizzledSharedLayout(8, 1, min(dims // 8, 8), [1, 0])
 
 
 @gluon.jit
-def _weigh_splits(top, total, FOLD: gl.constexpr, SPLITS: gl.constexpr):
-    """What to multiply the sums of sections by, and top and total of all sections of their heads.
-    [sections, rows] each.
+def _merge_splits(acc, sums, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The sum over the parts of each head's keys, by way of shared memory: [heads x rows, dims]."""
+    ROWS: gl.constexpr = acc.shape[1]
+    DIMS: gl.constexpr = acc.shape[2]
+    acc = acc.reshape([FOLD, SPLITS, ROWS, DIMS]).permute((1, 0, 2, 3)).reshape([64, DIMS])
+    reshaped(sums, [64, DIMS], sums_of(DIMS)).store(acc)
+    barrier()
+    merged = sums.index(0).load(LAYOUT)
+    for i in gl.static_range(1, SPLITS):
+        merged += sums.index(i).load(LAYOUT)
+    return merged
+
+
+@gluon.jit
+def _weigh_splits(top, total, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
+    """What to multiply sums of sections by, [sections, rows], and top and total over the parts of
+    each head's keys, [heads x rows].
     """
-    tops = top.reshape([FOLD, SPLITS, top.shape[1]])
-    all_top, _ = gl.broadcast(gl.expand_dims(gl.max(tops, 1), 1), tops)
-    shrink = gl.exp2(tops - gl.where(all_top == float("-inf"), 0.0, all_top))
-    totals = total.reshape(tops.shape) * shrink
-    all_total, _ = gl.broadcast(gl.expand_dims(gl.sum(totals, 1), 1), totals)
+    ROWS: gl.constexpr = top.shape[1]
+    tops = top.reshape([FOLD, SPLITS, ROWS])
+    all_top = gl.max(tops, 1)
+    base = gl.where(all_top == float("-inf"), 0.0, all_top)
+    shrink = gl.exp2(tops - gl.expand_dims(base, 1))
+    all_total = gl.sum(total.reshape([FOLD, SPLITS, ROWS]) * shrink, 1)
     return (
         gl.convert_layout(shrink.reshape(top.shape), top.type.layout),
-        gl.convert_layout(all_top.reshape(top.shape), top.type.layout),
-        gl.convert_layout(all_total.reshape(top.shape), top.type.layout),
+        gl.convert_layout(all_top.reshape([FOLD * ROWS]), LAYOUT),
+        gl.convert_layout(all_total.reshape([FOLD * ROWS]), LAYOUT),
     )
 
 
 @gluon.jit
+def _finish(
+    acc, tail, top, total, sums, tail_sums,
+    FOLD: gl.constexpr, SPLITS: gl.constexpr, HAS_TAIL: gl.constexpr,
+    LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """A unit's sums as rows: [rows, dims], and those of the tail, [rows]."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    if SPLITS > 1:
+        shrink, top, total = _weigh_splits(top, total, FOLD, SPLITS, ROWS)
+        acc = _merge_splits(acc * shrink[:, :, None], sums, FOLD, SPLITS, LAYOUT)
+        if HAS_TAIL:
+            tail = tail * shrink[:, :, None]
+            tail = _merge_splits(tail, tail_sums, FOLD, SPLITS, TAIL_LAYOUT)
+    else:
+        top = gl.convert_layout(top.reshape([64]), ROWS)
+        total = gl.convert_layout(total.reshape([64]), ROWS)
+        acc = gl.convert_layout(acc.reshape([64, acc.shape[2]]), LAYOUT)
+        if HAS_TAIL:
+            tail = gl.convert_layout(tail.reshape([64, tail.shape[2]]), LAYOUT)
+    return acc, tail, top, total
+
+
+@gluon.jit
 def _consume(
-    q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, full, empty, notes, noted, plan_ptr,
+    q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, sums, tail_sums,
+    full, empty, notes, noted, plan_ptr,
     unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr,
@@ -362,19 +424,22 @@ def _consume(
     FIRST: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     SECOND: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
     HEAD_ROWS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    # Finished rows: 64, a warp has 16 of one section, or fewer when splits are merged.
+    COUNT: gl.constexpr = 64 // SPLITS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    O_LAYOUT: gl.constexpr = MMA if SPLITS == 1 else finished(COUNT, MAIN, False)
+    TAIL_LAYOUT: gl.constexpr = MMA if SPLITS == 1 or TAIL == 0 else finished(COUNT, TAIL, False)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     entries_ptr = plan_ptr + gl.load(plan_ptr + HEADER_ENTRIES)
     num_entries = gl.load(plan_ptr + HEADER_NUM_ENTRIES)
     fields = reshaped(notes, [NOTES * NOTE_INTS, 1], ROW)
-    queries = reshaped(q_rows, [SECTIONS, ROWS, MAIN], FOLDED)
-    k_folded = reshaped(k_tiles, [STAGES, SECTIONS, SECTION_KEYS, MAIN], FOLDED)
-    v_folded = reshaped(v_tiles, [STAGES, SECTIONS, SECTION_KEYS, MAIN], FOLDED)
+    queries = reshaped(q_rows, [SECTIONS, ROWS, MAIN], tiles_of(MAIN, 3))
+    k_folded = reshaped(k_tiles, [STAGES, SECTIONS, SECTION_KEYS, MAIN], tiles_of(MAIN, 3))
+    v_folded = reshaped(v_tiles, [STAGES, SECTIONS, SECTION_KEYS, MAIN], tiles_of(MAIN, 3))
     if TAIL > 0:
-        FOLDED_TAIL: gl.constexpr = FOLDED_16 if TAIL == 16 else FOLDED_32
-        tail_queries = reshaped(q_tail_rows, [SECTIONS, ROWS, TAIL], FOLDED_TAIL)
-        k_tail_folded = reshaped(k_tails, [STAGES, SECTIONS, SECTION_KEYS, TAIL], FOLDED_TAIL)
-        v_tail_folded = reshaped(v_tails, [STAGES, SECTIONS, SECTION_KEYS, TAIL], FOLDED_TAIL)
+        tail_queries = reshaped(q_tail_rows, [SECTIONS, ROWS, TAIL], tiles_of(TAIL, 3))
+        k_tail_folded = reshaped(k_tails, [STAGES, SECTIONS, SECTION_KEYS, TAIL], tiles_of(TAIL, 3))
+        v_tail_folded = reshaped(v_tails, [STAGES, SECTIONS, SECTION_KEYS, TAIL], tiles_of(TAIL, 3))
     entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(unit_ptr)
     kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
     tokens = find_tokens(
@@ -391,11 +456,13 @@ def _consume(
     while is_there > 0:
         token, slot, head, is_row, is_whole = find_rows(
             entries_ptr + entry, num_entries, row_begin, row_end, kv_head,
-            GROUP, FOLD, SPLITS, O_ROWS,
+            COUNT, GROUP, FOLD, O_ROWS,
         )  # fmt: skip
         rows = row_begin + gl.arange(0, ROWS, gl.SliceLayout(0, HEAD_ROWS))
         limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
         seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
+        first_key = limit
+        hidden_end = 0
         if HAS_WINDOW:
             first_key, hidden_end = find_first_keys(
                 entries_ptr + entry, num_entries, rows, row_end, GROUP
@@ -438,20 +505,8 @@ def _consume(
                 k = k_tail_folded.index(stage).permute((0, 2, 1)).load(SECOND)
                 scores = mma_v2(q_tail, k, scores)
             scores, left = capped(scores, scale, SOFTCAP)
-            is_masked = start + KEYS > seen_by_all
-            if HAS_WINDOW:
-                is_masked = is_masked | (start < hidden_end)
-            if is_masked:
-                lanes = gl.arange(0, SECTION_KEYS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-                keys = start + lanes[None, None, :]
-                if SPLITS > 1:
-                    PARTS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
-                    part = gl.arange(0, SECTIONS, PARTS) % SPLITS
-                    keys = keys + (part * SECTION_KEYS)[:, None, None]
-                is_seen = keys <= limit[None, :, None]
-                if HAS_WINDOW:
-                    is_seen = is_seen & (keys >= first_key[None, :, None])
-                scores = gl.where(is_seen, scores, float("-inf"))
+            if _is_cut(start, seen_by_all, hidden_end, KEYS, HAS_WINDOW):
+                scores = _mask(scores, start, limit, first_key, SPLITS, HAS_WINDOW, LAYOUT)
             new_top = gl.maximum(top, gl.max(scores, 2) * left)
             # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
             base = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -490,22 +545,14 @@ def _consume(
                         next_kv_head, stride_q_token, stride_q_head, GROUP, FOLD, SPLITS, HEAD_DIM,
                     )  # fmt: skip
         num_noted += 1
-        if SPLITS > 1:
-            shrink, top, total = _weigh_splits(top, total, FOLD, SPLITS)
-            acc = _sum_of_splits(acc * shrink[:, :, None], FOLD, SPLITS)
-            if TAIL > 0:
-                tail = _sum_of_splits(tail * shrink[:, :, None], FOLD, SPLITS)
-        share, lse = shares_of(
-            gl.convert_layout(top.reshape([64]), O_ROWS),
-            gl.convert_layout(total.reshape([64]), O_ROWS), O_ROWS,
-        )  # fmt: skip
-        acc = gl.convert_layout(acc.reshape([64, MAIN]), O_LAYOUT)
-        if TAIL > 0:
-            tail = gl.convert_layout(tail.reshape([64, TAIL]), O_LAYOUT)
+        acc, tail, top, total = _finish(
+            acc, tail, top, total, sums, tail_sums, FOLD, SPLITS, TAIL > 0, O_LAYOUT, TAIL_LAYOUT
+        )
+        share, lse = shares_of(top, total, O_ROWS)
         write_rows(
             acc, tail, share, lse, token, slot, head, is_row, is_whole, stretch,
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
-            KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT, O_LAYOUT,
+            KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT, TAIL_LAYOUT,
         )  # fmt: skip
         entry = next_entry
         row_begin = next_row_begin
@@ -561,13 +608,20 @@ def _small_units_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, MAIN], TILES)
     q_rows = gl.allocate_shared_memory(dtype, [64, MAIN], TILES)
     if TAIL > 0:
-        k_tails = make_tails(dtype, STAGES, LANES, TAIL)
-        v_tails = make_tails(dtype, STAGES, LANES, TAIL)
-        q_tail_rows = make_tails(dtype, 1, 64, TAIL).index(0)
+        k_tails = gl.allocate_shared_memory(dtype, [STAGES, LANES, TAIL], tiles_of(TAIL))
+        v_tails = gl.allocate_shared_memory(dtype, [STAGES, LANES, TAIL], tiles_of(TAIL))
+        q_tail_rows = gl.allocate_shared_memory(dtype, [64, TAIL], tiles_of(TAIL))
     else:
         k_tails: gl.constexpr = None
         v_tails: gl.constexpr = None
         q_tail_rows: gl.constexpr = None
+    sums: gl.constexpr = None
+    tail_sums: gl.constexpr = None
+    if SPLITS > 1:
+        ROWS: gl.constexpr = 64 // SPLITS
+        sums = gl.allocate_shared_memory(gl.float32, [SPLITS, ROWS, MAIN], sums_of(MAIN))
+        if TAIL > 0:
+            tail_sums = gl.allocate_shared_memory(gl.float32, [SPLITS, ROWS, TAIL], sums_of(TAIL))
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -602,14 +656,16 @@ def _small_units_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, full, empty, notes, noted,
-                plan_ptr, unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+                q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, sums, tail_sums,
+                full, empty, notes, noted, plan_ptr,
+                unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                 KV_HEADS, GROUP, FOLD, SPLITS, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
             )),
             (_produce, (
                 k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
-                full, empty, notes, noted, plan_ptr, begin, end, next_unit, kv_head, page, page_at, key_begin, key_end,
+                full, empty, notes, noted,
+                plan_ptr, begin, end, next_unit, kv_head, page, page_at, key_begin, key_end,
                 num_queued, num_claimers, tickets_ptr,
                 KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
             )),
