@@ -23,8 +23,8 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 # Multiprocessors that large units are cut for, of all there are; most models have 8 KV heads. The
-# last two are for several units on each.
-LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
+# last three are for several units on each.
+LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 198, 264, 528]) / 132
 # Shares of a little less: else a span of whole shares would be cut into one unit less by rounding.
 ROUNDING = 0.97
 # Lengths of the longest unit that are tried, over those of units if all were equal. With the last,

@@ -61,10 +61,8 @@ HOPPER_SPLIT = Tiles(
 )  # fmt: skip
 
 
-def _split(head_dim: int, large_key_us: float, small_key_us: float, stages: int) -> Tiles:
-    """Tiles of another head_dim. Bytes are read and merged at the same rate; three stages of the
-    bytes that less than 128 dims have are no more than two of 128.
-    """
+def _split(head_dim: int, stages: int, large_key_us: float, small_key_us: float) -> Tiles:
+    """Tiles of another head_dim. Bytes are read and merged at the same rate."""
     share = head_dim / 128
     pace = replace(
         HOPPER_SPLIT.pace, large_key_us=large_key_us, small_key_us=small_key_us,
@@ -73,13 +71,20 @@ def _split(head_dim: int, large_key_us: float, small_key_us: float, stages: int)
     return replace(HOPPER_SPLIT, small_stages=stages, pace=pace)
 
 
-SPLIT_TILES = {
-    64: _split(64, 0.0084, 0.0073, 3),
-    80: _split(80, 0.0115, 0.0080, 3),
-    96: _split(96, 0.0120, 0.0090, 3),
+def _wide(tiles: Tiles) -> Tiles:
+    """K and V of the same keys take twice the room, queries and sums twice the registers. With one
+    program of small units on a multiprocessor, nobody computes while its rows are written.
+    """
+    pace = replace(tiles.pace, small_us=4.0)
+    return replace(tiles, large_k=64, large_stages=2, programs_per_sm=1, pace=pace)
+
+
+SPLIT_TILES = {  # by head_dim
+    64: _split(64, 3, 0.0084, 0.0073),
+    80: _split(80, 3, 0.0115, 0.0080),
+    96: _split(96, 3, 0.0120, 0.0090),
     128: HOPPER_SPLIT,
-    # K and V of the same keys take twice the room, queries and sums twice the registers.
-    256: replace(_split(256, 0.0230, 0.0150, 2), large_k=64, large_stages=2, programs_per_sm=1),
+    256: _wide(_split(256, 2, 0.0230, 0.0150)),
 }
 MOST_TUNED_DIM = 128
 # Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.

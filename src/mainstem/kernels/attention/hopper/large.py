@@ -382,9 +382,8 @@ def _consume(
             first_key = limit
             hidden_end = 0
             if HAS_WINDOW:
-                first_key, hidden_end = find_first_keys(
-                    entries_ptr + entry, num_entries, rows, row_end, GROUP
-                )
+                first_key = find_first_keys(entries_ptr + entry, num_entries, rows, row_end, GROUP)
+                hidden_end = gl.max(first_key, 0)
             acc, tail, weights, top, total = _attend(
                 q, q_tail, k_tiles, v_tiles, k_tails, v_tails, k_full, k_empty, v_full, v_empty,
                 tile, num_tiles, key_begin, seen_by_all, limit, hidden_end, first_key, scale,

@@ -228,10 +228,9 @@ def find_rows(
 
 @gluon.jit
 def find_first_keys(entries_ptr, num_entries, rows, row_end, GROUP: gl.constexpr):
-    """From which key on rows see, and from which on all of them do."""
+    """From which key on rows see."""
     ptrs = entries_ptr + ENTRY_FIRST_KEY * num_entries + rows // GROUP
-    first_key = gl.load(ptrs, mask=rows < row_end, other=0)
-    return first_key, gl.max(first_key, 0)
+    return gl.load(ptrs, mask=rows < row_end, other=0)
 
 
 @gluon.jit

@@ -302,6 +302,11 @@ def _noted(fields, slot, column):
 
 
 @gluon.jit
+def _add_scores(scores, q, k_tile, LAYOUT: gl.constexpr):
+    return mma_v2(q, k_tile.permute((0, 2, 1)).load(LAYOUT), scores)
+
+
+@gluon.jit
 def _is_cut(start, seen_by_all, hidden_end, KEYS: gl.constexpr, HAS_WINDOW: gl.constexpr):
     """Whether some row does not see all keys of a tile."""
     if HAS_WINDOW:
@@ -329,13 +334,22 @@ def _mask(
 
 
 @gluon.jit
-def _clear(tile, num_keys, FOLD: gl.constexpr):
-    """Zero the rows of a tile of V past the last key. Slots there hold anything, and zero weight
-    times NaN would still be NaN."""
+def _clear_tile(tile, num_keys, FOLD: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     is_key = gl.arange(0, LANES, gl.SliceLayout(1, LAYOUT)) % (LANES // FOLD) < num_keys
     keys = tile.load(LAYOUT)
     tile.store(gl.where(is_key[:, None], keys, 0.0).to(keys.dtype))
+
+
+@gluon.jit
+def _clear(tiles, tails, stage, num_keys, FOLD: gl.constexpr, HAS_TAIL: gl.constexpr):
+    """Zero the rows of a tile of V past the last key. Slots there hold anything, and zero weight
+    times NaN would still be NaN."""
+    _clear_tile(tiles.index(stage), num_keys, FOLD)
+    if HAS_TAIL:
+        _clear_tile(tails.index(stage), num_keys, FOLD)
+    fence_async_shared()  # before other keys are copied there
+    barrier()
 
 
 @gluon.constexpr_function
@@ -450,6 +464,12 @@ def _consume(
         q_ptr, q_rows, q_tail_rows, tokens, row_begin, row_end, kv_head,
         stride_q_token, stride_q_head, GROUP, FOLD, SPLITS, HEAD_DIM,
     )  # fmt: skip
+    lanes = gl.arange(0, ROWS, gl.SliceLayout(0, HEAD_ROWS))
+    first_key = lanes
+    if HAS_WINDOW:
+        first_key = find_first_keys(
+            entries_ptr + entry, num_entries, row_begin + lanes, row_end, GROUP
+        )
     step = 0
     num_noted = 0
     is_there = 1
@@ -458,15 +478,11 @@ def _consume(
             entries_ptr + entry, num_entries, row_begin, row_end, kv_head,
             COUNT, GROUP, FOLD, O_ROWS,
         )  # fmt: skip
-        rows = row_begin + gl.arange(0, ROWS, gl.SliceLayout(0, HEAD_ROWS))
-        limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
+        limit = gl.minimum(first_limit + (row_begin + lanes) // GROUP, key_end - 1)
         seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
-        first_key = limit
         hidden_end = 0
         if HAS_WINDOW:
-            first_key, hidden_end = find_first_keys(
-                entries_ptr + entry, num_entries, rows, row_end, GROUP
-            )
+            hidden_end = gl.max(first_key, 0)
         top = gl.full([SECTIONS, ROWS], float("-inf"), gl.float32, HEAD_ROWS)
         total = gl.zeros([SECTIONS, ROWS], gl.float32, HEAD_ROWS)
         acc = gl.zeros([SECTIONS, ROWS, MAIN], gl.float32, LAYOUT)
@@ -481,6 +497,7 @@ def _consume(
         next_limit = 0
         next_stretch = 0
         next_kv_head = 0
+        next_first_key = first_key
         num_tiles = num_tiles_of(key_begin, key_end, KEYS)
         # With this tile released the producer has room for all others of the unit: it tells what
         # comes next without waiting for another.
@@ -494,16 +511,11 @@ def _consume(
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             if start + KEYS > key_end:
-                _clear(v_tiles.index(stage), key_end - start, FOLD)
-                if TAIL > 0:
-                    _clear(v_tails.index(stage), key_end - start, FOLD)
-                fence_async_shared()  # before other keys are copied there
-                barrier()
-            k = k_folded.index(stage).permute((0, 2, 1)).load(SECOND)
-            scores = mma_v2(q, k, gl.zeros([SECTIONS, ROWS, SECTION_KEYS], gl.float32, LAYOUT))
+                _clear(v_tiles, v_tails, stage, key_end - start, FOLD, TAIL > 0)
+            scores = gl.zeros([SECTIONS, ROWS, SECTION_KEYS], gl.float32, LAYOUT)
+            scores = _add_scores(scores, q, k_folded.index(stage), SECOND)
             if TAIL > 0:
-                k = k_tail_folded.index(stage).permute((0, 2, 1)).load(SECOND)
-                scores = mma_v2(q_tail, k, scores)
+                scores = _add_scores(scores, q_tail, k_tail_folded.index(stage), SECOND)
             scores, left = capped(scores, scale, SOFTCAP)
             if _is_cut(start, seen_by_all, hidden_end, KEYS, HAS_WINDOW):
                 scores = _mask(scores, start, limit, first_key, SPLITS, HAS_WINDOW, LAYOUT)
@@ -544,6 +556,11 @@ def _consume(
                         q_ptr, q_rows, q_tail_rows, next_tokens, next_row_begin, next_row_end,
                         next_kv_head, stride_q_token, stride_q_head, GROUP, FOLD, SPLITS, HEAD_DIM,
                     )  # fmt: skip
+                    if HAS_WINDOW:
+                        next_first_key = find_first_keys(
+                            entries_ptr + next_entry, num_entries, next_row_begin + lanes,
+                            next_row_end, GROUP,
+                        )  # fmt: skip
         num_noted += 1
         acc, tail, top, total = _finish(
             acc, tail, top, total, sums, tail_sums, FOLD, SPLITS, TAIL > 0, O_LAYOUT, TAIL_LAYOUT
@@ -562,6 +579,8 @@ def _consume(
         first_limit = next_limit
         stretch = next_stretch
         kv_head = next_kv_head
+        if HAS_WINDOW:
+            first_key = next_first_key
     await_queries()
 
 
