@@ -29,6 +29,7 @@ BENCHES = {
         "reading on after a conversation was cut to the window",
     ),
     "kernel": ("mainstem_bench.kernel", "span attention on a GPU against its floor"),
+    "heads": ("mainstem_bench.heads", "span attention for many head layouts, over its floor"),
     "cuts": ("mainstem_bench.cuts", "random steps of attention, cut in all possible ways"),
 }
 
