@@ -11,7 +11,7 @@ from mainstem.core.events import EventBus, PagesRemoved, PagesStored
 from mainstem.core.ids import PageKey
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Bools, Int32s
-from mainstem.kv.keys import PageChain
+from mainstem.kv.keys import PageChain, PageName
 from mainstem.kv.page_logprobs import PageLogprobs
 from mainstem.kv.pool import PagePool
 from mainstem.kv.ranking import Lru, Ranking
@@ -170,6 +170,30 @@ class PrefixIndex:
         is_kept = list(map(self._file, keys, parents, previous, firsts, pages.tolist()))
         depths = np.arange(first, first + len(keys))[is_kept]
         self._enter(pages[is_kept], full[depths], depths)
+
+    def name(self, pages: Int32s, names: Sequence[PageName], tokens: Int32s) -> None:
+        """Pages of any chains are filled with `tokens`, [pages, page_size]: READY.
+
+        A page without a READY one before it gets no name, since nobody would find it; nor does one
+        whose name another page has.
+        """
+        firsts = tokens[:, 0].tolist()
+        kept: list[int] = []
+        fresh: set[PageKey | None] = {None}
+        for index, (name, page) in enumerate(zip(names, pages.tolist(), strict=True)):
+            key, parent, previous, _ = name
+            is_found = previous in fresh or (previous is not None and self.is_ready(previous))
+            if is_found and self._file(key, parent, previous, firsts[index], page):
+                fresh.add(key)
+                kept.append(index)
+        if kept:
+            self._enter(pages[kept], tokens[kept], np.array([names[i].depth for i in kept]))
+            self.commit(pages[kept])
+
+    def is_ready(self, key: PageKey) -> bool:
+        """Whether a page is there, and filled."""
+        page = self._page_of.get(key)
+        return page is not None and bool(self._is_ready[page])
 
     def reserve_tail(self, chain: PageChain, page: int) -> None:
         """Name the page that the chain's last tokens, too few for a whole one, are about to go to:

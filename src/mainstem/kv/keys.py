@@ -10,6 +10,7 @@ than their tokens and position say (they outlived a truncation) get names of the
 
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from typing import NamedTuple
 
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
@@ -25,6 +26,20 @@ def root_key(identity: bytes, page_size: int, salt: bytes) -> PageKey:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return PageKey(digest.digest())
+
+
+class PageName(NamedTuple):
+    """A page's key and its place in a chain."""
+
+    key: PageKey
+    parent: PageKey  # what the key was made from, with the page's tokens
+    previous: PageKey | None  # the page before it; None: it is the first
+    depth: int
+
+    def next(self, tokens: bytes) -> "PageName":
+        """The name of the page with `tokens` that follows."""
+        key = PageKey(sha256(self.key + tokens).digest())
+        return PageName(key, self.key, self.key, self.depth + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +105,20 @@ class PageChain:
     def parent_unbranched(self, depth: int) -> PageKey:
         """The key before page number `depth` of a chain that does not branch there."""
         return self.keys[depth - 1] if depth else self.root
+
+    def names(self) -> list[PageName]:
+        """The names of all its pages."""
+        previous = [None, *self.keys]
+        return [
+            PageName(key, self.parent(depth), previous[depth], depth)
+            for depth, key in enumerate(self.keys)
+        ]
+
+    def next_name(self, tokens: bytes) -> PageName:
+        """The name of the page with `tokens` that follows its full ones."""
+        depth = len(self.keys)
+        parent, previous = self.parent(depth), self.keys[-1] if depth else None
+        return PageName(PageKey(sha256(parent + tokens).digest()), parent, previous, depth)
 
     def tail_key(self) -> PageKey | None:
         """The name of what comes after the last full page; None: nothing does."""

@@ -7,13 +7,14 @@ from enum import Enum
 
 import numpy as np
 
+from mainstem.core.config import StoreConfig
 from mainstem.core.errors import OutOfPages
 from mainstem.core.events import EventBus, PagesCleared, PagesEvicted
 from mainstem.core.ids import PageKey
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Int32s, StepId
 from mainstem.kv.index import PrefixIndex
-from mainstem.kv.keys import PageChain, root_key
+from mainstem.kv.keys import PageChain, PageName, root_key
 from mainstem.kv.page_logprobs import MAX_TOP
 from mainstem.kv.pool import PagePool
 from mainstem.kv.stored import NOTHING_STORED, Stored
@@ -21,6 +22,7 @@ from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers
 from mainstem.kv.traffic import Traffic
 
 EVICT_SHARE = 64  # of all pages one in so many is given up at a time
+DEFAULT_CONFIG = StoreConfig()
 
 
 class Lookup(Enum):
@@ -73,6 +75,7 @@ class KVStore:
         identity: bytes,
         bus: EventBus,
         tiers: LowerTiers | None = None,
+        config: StoreConfig = DEFAULT_CONFIG,
     ) -> None:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
@@ -82,7 +85,7 @@ class KVStore:
         self._bus = bus
         self._traffic: Traffic | None = None
         if tiers is not None:
-            self._traffic = Traffic(self._pool, self._index, tiers, bus)
+            self._traffic = Traffic(self._pool, self._index, tiers, bus, config.save)
 
     @property
     def num_pages(self) -> int:
@@ -171,6 +174,10 @@ class KVStore:
         """Whether a page is there or on its way."""
         return key in self._index
 
+    def is_ready(self, key: PageKey) -> bool:
+        """Whether a page is there, and filled."""
+        return self._index.is_ready(key)
+
     def find(self, keys: Sequence[PageKey]) -> Match:
         """How many of these pages, the leading ones, are there; they need not follow each other."""
         pages, num_ready = self._index.match(keys)
@@ -256,10 +263,12 @@ class KVStore:
             self._traffic.commit(pages)
         return self._index.commit(pages)
 
-    def name(self, chain: PageChain, first: int, pages: Int32s) -> None:
-        """Pages that are filled already hold the chain's full pages from number `first` on."""
-        self._index.reserve(chain, first, pages)
-        self._index.commit(pages)
+    def name(self, pages: Int32s, names: Sequence[PageName], tokens: Int32s) -> None:
+        """Pages that steps have filled with `tokens`, [pages, page_size], get their names, where
+        what comes before them is READY, and are saved."""
+        self._index.name(pages, names, tokens)
+        if self._traffic is not None:
+            self._traffic.note_filled(pages)
 
     def abort(self, pages: Int32s) -> list[PageKey]:
         """Whatever of `pages` was reserved and not filled loses its name; returns these keys."""

@@ -216,6 +216,7 @@ class Scheduler:
             if sequence.chain is not None:
                 self._store.keep_logprobs(sequence.chain, sequence.prompt_logprobs)
         table.append_samples(slots, token_ids)
+        self._running.name_filled(slots)
         is_done, ends = self._ends(slots)
         is_streaming = table.is_streaming[slots] & ~is_done
         self._outputs += self._output_maker.stream(slots[is_streaming], token_ids[is_streaming])
