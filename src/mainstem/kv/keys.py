@@ -36,11 +36,6 @@ class PageName(NamedTuple):
     previous: PageKey | None  # the page before it; None: it is the first
     depth: int
 
-    def next(self, tokens: bytes) -> "PageName":
-        """The name of the page with `tokens` that follows."""
-        key = PageKey(sha256(self.key + tokens).digest())
-        return PageName(key, self.key, self.key, self.depth + 1)
-
 
 @dataclass(frozen=True, slots=True)
 class PageChain:
@@ -114,11 +109,19 @@ class PageChain:
             for depth, key in enumerate(self.keys)
         ]
 
-    def next_name(self, tokens: bytes) -> PageName:
-        """The name of the page with `tokens` that follows its full ones."""
-        depth = len(self.keys)
-        parent, previous = self.parent(depth), self.keys[-1] if depth else None
-        return PageName(PageKey(sha256(parent + tokens).digest()), parent, previous, depth)
+    def next_names(self, last: PageName | None, token_ids: Int32s) -> list[PageName]:
+        """The names of pages that follow `last`, or its own full ones, and hold `token_ids`."""
+        depth = len(self.keys) if last is None else last.depth + 1
+        if last is None:
+            parent, previous = self.parent(depth), self.keys[-1] if self.keys else None
+        else:
+            parent, previous = last.key, last.key
+        names: list[PageName] = []
+        for key in page_keys(parent, token_ids, self.page_size):
+            names.append(PageName(key, parent, previous, depth))
+            parent = previous = key
+            depth += 1
+        return names
 
     def tail_key(self) -> PageKey | None:
         """The name of what comes after the last full page; None: nothing does."""

@@ -97,40 +97,32 @@ class RunningSet:
         is_due = (num_filled % page_size == 0) & (num_filled > table.prompt_len[slots])
         if not is_due.any():
             return
-        pages: list[int] = []
         names: list[PageName] = []
+        pages: list[Int32s] = []
         rows: list[Int32s] = []
         num_pages = num_filled[is_due] // page_size
         for slot, end in zip(slots[is_due].tolist(), num_pages.tolist(), strict=True):
-            found = self._new_names(table.sequence(slot), slot, end)
-            if not found:
+            sequence = table.sequence(slot)
+            if (chain := sequence.chain) is None:
                 continue
-            first = found[0].depth
-            names += found
-            pages += table.page_table[slot, first:end].tolist()
-            rows.append(table.tokens(slot, first * page_size, end * page_size))
+            last = sequence.last_name
+            before = chain.keys[-1:] if last is None else (last.key,)
+            if before and not self.store.is_ready(before[0]):
+                # another page had that name, and is gone or was never filled: name all again
+                names += chain.names()
+                rows.append(chain.token_ids[: len(chain.keys) * page_size])
+                pages.append(table.page_table[slot, : len(chain.keys)])
+                last = None
+            first = len(chain.keys) if last is None else last.depth + 1
+            tokens = table.tokens(slot, first * page_size, end * page_size)
+            added = chain.next_names(last, tokens)
+            names += added
+            rows.append(tokens)
+            pages.append(table.page_table[slot, first:end])
+            sequence.last_name = added[-1]
         if names:
             tokens = np.concatenate(rows).reshape(-1, page_size)
-            self.store.name(np.array(pages, np.int32), names, tokens)
-
-    def _new_names(self, sequence: Sequence, slot: int, end: int) -> list[PageName]:
-        """Names of its pages up to number `end` that were not named yet. All of them, where what
-        comes before is not READY: another page had that name, and is gone or was never filled."""
-        chain, last = sequence.chain, sequence.last_name
-        if chain is None:
-            return []
-        names: list[PageName] = []
-        before = chain.keys[-1:] if last is None else (last.key,)
-        if before and not self.store.is_ready(before[0]):
-            last, names = None, chain.names()
-        first = len(chain.keys) if last is None else last.depth + 1
-        for depth in range(first, end):  # one, as a rule
-            begin = depth * self.page_size
-            tokens = self.table.tokens(slot, begin, begin + self.page_size).tobytes()
-            last = chain.next_name(tokens) if last is None else last.next(tokens)
-            names.append(last)
-        sequence.last_name = last
-        return names
+            self.store.name(np.concatenate(pages), names, tokens)
 
     def victim(self) -> SeqSlot:
         """The running sequence to preempt: the least urgent, of equals the last to arrive."""
