@@ -19,7 +19,8 @@ from mainstem.kv.ranking import Lru, Ranking
 MAX_FOLLOWERS_TRIED = 256
 NO_PAGE = NO_TOKEN = -1
 MAX_DEPTH = 1 << 22  # pages in one chain: 64 million tokens
-PINNED = 1 << 62  # beyond the worth of what is not pinned: 10^12 uses
+PINNED = 1 << 62  # beyond the worth of what is not pinned
+AWAITED = 1 << 61  # beyond the worth of what nobody waits for: 5 x 10^11 uses
 
 
 class PrefixIndex:
@@ -269,15 +270,25 @@ class PrefixIndex:
         """Pages nobody is going to ask for: they go first when room is needed."""
         self._rank[pages] = 0
 
-    def evict(self, count: int) -> int:
+    @property
+    def sees_queue(self) -> bool:
+        """Whether `evict` wants to know what queued requests wait for."""
+        return self._ranking.sees_queue
+
+    def evict(self, count: int, awaited: Sequence[Sequence[PageKey]] = ()) -> int:
         """Free up to `count` idle pages, the smallest rank first; returns how many.
 
         A chain is always touched as a whole, so of equals the deepest goes first and a prefix never
-        goes before what follows it. Pinned pages go after all others.
+        goes before what follows it. Pages of `awaited` chains, the soonest first, go after those
+        that nobody waits for, the last chain's first. Pinned pages go after all others.
         """
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):
-            worth = self._rank[idle] * MAX_DEPTH - self._depth[idle]
+            worth = self._rank * MAX_DEPTH - self._depth
+            for place, keys in enumerate(reversed(awaited)):  # a page counts for the soonest
+                pages, _ = self.match(keys)
+                worth[pages] = np.int64(AWAITED + place * MAX_DEPTH) - self._depth[pages]
+            worth = worth[idle]
             worth[np.isin(idle, list(self._pins))] += PINNED
             idle = np.sort(idle[np.argpartition(worth, count)[:count]])
         self._remove(idle.astype(np.int32))

@@ -1,6 +1,6 @@
 """KVStore: the one door to pages, on the device and in the tiers below it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -17,6 +17,7 @@ from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, PageName, root_key
 from mainstem.kv.page_logprobs import MAX_TOP
 from mainstem.kv.pool import PagePool
+from mainstem.kv.ranking import RANKINGS, PolicyKind
 from mainstem.kv.stored import NOTHING_STORED, Stored
 from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers
 from mainstem.kv.traffic import Traffic
@@ -79,7 +80,9 @@ class KVStore:
     ) -> None:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
-        self._index = PrefixIndex(self._pool, page_size, bus)
+        ranking = RANKINGS[PolicyKind(config.policy.value)]
+        self._index = PrefixIndex(self._pool, page_size, bus, ranking)
+        self._awaited: Callable[[], Sequence[Sequence[PageKey]]] = tuple
         self._identity = identity
         self._last_chain: PageChain | None = None  # prompts that share much come together
         self._bus = bus
@@ -107,6 +110,11 @@ class KVStore:
         """Pages that sequences hold."""
         only_copied = 0 if self._traffic is None else self._traffic.num_only_copied()
         return self.num_pages - self.num_takeable() - only_copied
+
+    def watch_queue(self, awaited: Callable[[], Sequence[Sequence[PageKey]]]) -> None:
+        """`awaited` says which chains queued requests wait for, the soonest first. It is called
+        when the device must give up pages, so that these go last."""
+        self._awaited = awaited
 
     def chain(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> PageChain:
         """The names of the pages of `token_ids`.
@@ -198,7 +206,8 @@ class KVStore:
                 raise OutOfPages(wanted=count, free=self._pool.num_free + idle)
             # some more than needed: finding the oldest costs the same for one page and for many
             spare = min(self.num_pages // EVICT_SHARE, idle - self._index.num_idle_pinned())
-            gone = self._index.evict(max(short, spare))
+            awaited = self._awaited() if self._index.sees_queue else ()
+            gone = self._index.evict(max(short, spare), awaited)
             self._bus.publish(PagesEvicted(num_pages=gone, reason="room"))
         return self._pool.take(count)
 

@@ -83,6 +83,7 @@ class Scheduler:
         self.max_model_len = min(max_model_len, store.num_pages * store.page_size)
         self._intake = Intake(config, store, vocab_size, self.max_model_len, truncation)
         self._queue = WaitingQueue()
+        store.watch_queue(self._queue.awaited)
         self._order = PlannedOrder()
         self._lengths = OutputLengths()
         self._running = RunningSet(store, self._queue, self._order, vocab_size)
