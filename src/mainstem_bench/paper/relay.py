@@ -1,0 +1,5 @@
+"""Items."""
+
+from mainstem_bench.paper.item import Item
+
+ITEMS: tuple[Item, ...] = ()
