@@ -2,7 +2,8 @@
 
     mainstem bench paper --list
     mainstem bench paper relay-fig7            on a card, or on this CPU where no card is needed
-    mainstem bench paper --quick all           tiny models on this CPU: the same code, small numbers
+    mainstem bench paper --quick all           tiny models on this CPU: the same code on small
+                                               numbers, nothing drawn or judged
     mainstem bench paper --draw relay-fig7     plot and verdict again, from stored lines
 
 An item prints its JSON lines, and writes them to --results with a plot. Then it says what the paper
@@ -109,7 +110,7 @@ def _do(item: Item, settings: Settings, args: argparse.Namespace) -> int:
         else:
             lines = _measure(item, settings)
             write_lines(args.results, item, lines)
-        if item.plot is not None and lines and not args.no_plot:
+        if item.plot is not None and lines and not args.no_plot and not args.quick:
             draw(item, lines, args.results / f"{item.name}.svg")
         print(told(item, judged(item, lines)), file=sys.stderr)
     except MainstemError:

@@ -43,6 +43,7 @@ class _Loaded:
     config: EngineConfig
     runner: Runner
     facts: RunnerFacts
+    shares: set[Share] = field(default_factory=set)  # that engines were made with
 
 
 @dataclass(slots=True)
@@ -63,10 +64,12 @@ class Engines:
         finally:
             engine.close()
 
-    def config(self) -> EngineConfig:
-        """Of the model that is loaded."""
+    def is_new(self, share: Share) -> bool:
+        """Whether the loaded model has not run with `share` before, as far as was asked here."""
         assert self._loaded is not None, "no model is loaded"
-        return self._loaded.config
+        is_new = share not in self._loaded.shares
+        self._loaded.shares.add(share)
+        return is_new
 
     def close(self) -> None:
         """Free the device."""
