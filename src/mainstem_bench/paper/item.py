@@ -49,6 +49,13 @@ class Settings:
     is_quick: bool = False  # tiny models on this machine: the same code, small numbers
     data: Path | None = None  # folder of traces that are not part of the package
     engines: Engines = field(default_factory=Engines)
+    _measured: dict[str, list[Line]] = field(default_factory=dict)
+
+    def once(self, name: str, measure: Callable[[], Iterator[Line]]) -> list[Line]:
+        """What `measure` yields; measured once for all items that ask for `name`."""
+        if name not in self._measured:
+            self._measured[name] = list(measure())
+        return [dict(line) for line in self._measured[name]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Whole jobs on random weights: one engine a setting, the model loaded once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 
@@ -9,6 +10,7 @@ import torch
 
 from mainstem.core.config import Share
 from mainstem.core.plan import Int64s, Prompts
+from mainstem.engine.engine import Engine
 from mainstem.models.shapes import SHAPES
 from mainstem.plan.cost import measured_card
 from mainstem_bench.feed import run_job
@@ -46,6 +48,10 @@ class Job:
     answers: Int64s
 
     @classmethod
+    def of(cls, prompts: list[list[int]], answers: Int64s) -> "Job":
+        return cls(Prompts.from_lists(prompts), answers)
+
+    @classmethod
     def after_prefixes(
         cls, prefixes: Sequence[int], owns: Sequence[int], answers: Int64s, groups: Sequence[int]
     ) -> "Job":
@@ -57,7 +63,17 @@ class Job:
             heads[group] + [rng.randrange(10, VOCAB) for _ in range(own)]
             for group, own in zip(groups, owns, strict=True)
         ]
-        return cls(Prompts.from_lists(prompts), answers)
+        return cls.of(prompts, answers)
+
+
+@contextmanager
+def engine_of(settings: Settings, size: Size, share: Share) -> Iterator[Engine]:
+    """An engine that has run steps of every kind before, with nothing cached."""
+    with settings.engines.engine(size.shape, size.kv_tokens, share) as engine:
+        if settings.engines.is_new(share) and torch.cuda.is_available():
+            about = OfflineJob("warm", size.shape, size.kv_tokens, 2, 64, 256, 64, 16)
+            warm_up(engine, about, SHAPES[size.shape].vocab_size, WARM_SEQS)
+        yield engine
 
 
 def run(
@@ -72,10 +88,7 @@ def run(
     """Speed of a job; of several runs the median, with the others in `spread`."""
     runs = []
     for _ in range(repeats):
-        with settings.engines.engine(size.shape, size.kv_tokens, share) as engine:
-            if settings.engines.is_new(share) and torch.cuda.is_available():
-                about = OfflineJob("warm", size.shape, size.kv_tokens, 2, 64, 256, 64, 16)
-                warm_up(engine, about, SHAPES[size.shape].vocab_size, WARM_SEQS)
+        with engine_of(settings, size, share) as engine:
             runs.append(run_job(engine, job.prompts, job.answers, is_planned))
     rates = sorted(len(job.prompts) / each.seconds for each in runs)
     last = runs[-1]

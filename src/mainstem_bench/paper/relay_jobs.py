@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LLAMA_7B = Size("llama2-7b", 160_000)
 SYSTEM_TOKENS = (64, 512, 1024, 2048)
-MOST_ANSWER = 512  # a run on a fast card would otherwise wait for its longest answer
+MOST_ANSWER = 256  # a run on a fast card would otherwise wait for its longest answer
 SYNTHETIC = ((64, 128), (128, 256), (256, 512))  # user tokens, answer tokens
 LOOKS = {Share.NONE: style.NOTHING, Share.STORAGE: style.STORED, Share.READS: style.OURS}
 NAMES = {
@@ -115,10 +115,11 @@ def run_synthetic(settings: Settings) -> Iterator[Line]:
     """Fig. 10: all requests of one length."""
     size = LLAMA_7B.of(settings)
     for user, answer in ((8, 4),) if settings.is_quick else SYNTHETIC:
-        for share in (Share.READS, Share.STORAGE, Share.NONE):
-            lengths = SYSTEM_TOKENS if (user, answer) == SYNTHETIC[0] else (64, 2048)
+        is_first = (user, answer) == SYNTHETIC[0]
+        for share in (Share.READS, Share.STORAGE, *([Share.NONE] if is_first else [])):
+            lengths = SYSTEM_TOKENS if is_first else (64, 2048)
             for system in (16, 64) if settings.is_quick else lengths:
-                most = 1000 if user == 64 else 300
+                most = 500 if is_first else 150
                 count = _count(settings, share, system, most)
                 job = _after_system(system, np.full(count, user), np.full(count, answer))
                 found = run(settings, size, job, share)

@@ -11,7 +11,7 @@ from mainstem.core.metrics import Counters
 from mainstem_bench.arrivals import Arrival, answer_arrivals, arrival_times
 from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
-from mainstem_bench.paper.jobs import SYSTEMS, Job
+from mainstem_bench.paper.jobs import SYSTEMS, Job, engine_of
 from mainstem_bench.paper.lengths import sharegpt_requests
 from mainstem_bench.paper.relay_jobs import LLAMA_7B, LOOKS, MOST_ANSWER, NAMES
 from mainstem_bench.paper.results import only
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SYSTEM = 2048
-LONG_S = 0.5  # seconds a token; beyond it the paper calls a rate not sustained
-RATES = {Share.READS: (16, 32, 64, 96), Share.STORAGE: (8, 16, 32, 48), Share.NONE: (2, 4, 8, 12)}
+LONG_S = 0.05  # a token; the paper's is ten times as long, on a card a tenth as fast
+RATES = {Share.READS: (32, 64, 96, 128), Share.STORAGE: (8, 16, 32, 48), Share.NONE: (2, 4, 8, 12)}
 SEND_S = 5.0  # that requests arrive
 
 
@@ -40,7 +40,7 @@ def run_rates(settings: Settings) -> Iterator[Line]:
                 Arrival(due_s, job.prompts[at], int(drawn.answers[at]))
                 for at, due_s in enumerate(arrival_times(count, rate))
             ]
-            with settings.engines.engine(size.shape, size.kv_tokens, share) as engine:
+            with engine_of(settings, size, share) as engine:
                 counters = Counters().attach(engine.bus)
                 began_s = perf_counter()
                 answers = answer_arrivals(engine, arrivals)
@@ -60,7 +60,7 @@ def run_rates(settings: Settings) -> Iterator[Line]:
                 **spread("ttft_ms", [answer.first_token_s for answer in answers]),
                 "steps": counters.steps,
             }
-            if np.mean(per_token) > 2 * LONG_S:
+            if np.mean(per_token) > 4 * LONG_S:
                 break
 
 
@@ -78,7 +78,7 @@ def plot_rates(lines: Sequence[Line], figure: "Figure") -> None:
         found = only(lines, share=share.value)
         x, y = [line["rate"] for line in found], [line["norm_ms_mean"] / 1e3 for line in found]
         axes.plot(x, y, label=NAMES[share], **look)
-    axes.axhline(LONG_S, label="0.5 s a token", **style.LIMIT)
+    axes.axhline(LONG_S, label="50 ms a token", **style.LIMIT)
     axes.set_yscale("log")
     axes.set_xscale("log", base=2)
     rates = sorted({line["rate"] for line in lines})
@@ -95,7 +95,7 @@ def judge_rates(lines: Sequence[Line]) -> Verdict:
     at_least = " or more" if rates["reads"] >= most["reads"] else ""
     return Verdict(
         Outcome.EXCEEDED if over > 2.2 else Outcome.REPRODUCED if over > 1.3 else Outcome.NOT,
-        f"at 0.5 s a token {rates['reads']:.0f}{at_least} requests/s are sustained reading once, "
+        f"at 50 ms a token {rates['reads']:.0f}{at_least} requests/s are sustained reading once, "
         f"{rates['storage']:.0f} storing once and {rates['none']:.0f} sharing nothing: {over:.1f} "
         "times as many as storing once",
     )
