@@ -39,7 +39,7 @@ def run_models(settings: Settings) -> Iterator[Line]:
         for share in (Share.READS, Share.STORAGE, Share.NONE):
             for system in (16,) if settings.is_quick else (512, 1024):
                 found = sharegpt_line(
-                    settings, size, system, share, 200 if name != "llama-30b" else 80
+                    settings, size, system, share, 60 if name == "llama-30b" else 100
                 )
                 yield {"model": name, **found}
 
