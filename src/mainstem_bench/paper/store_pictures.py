@@ -119,7 +119,7 @@ def judge_buffers(lines: Sequence[Line]) -> Verdict:
     return Verdict(
         Outcome.REPRODUCED if is_so else Outcome.NOT,
         f"against loading first ({base:.0f} ms) {less['0']:.0%} less without a buffer, "
-        f"{less['15']:.0%} with 15 layers, {less['auto']:.0%} with the engine's own choice. At most "
+        f"{less['15']:.0%} with 15 layers, {less['auto']:.0%} with the engine's choice. At most "
         "the shorter of loading and computing can be saved, and this card computes 100 tokens much "
         "faster than it loads 1,000",
     )
