@@ -8,7 +8,7 @@ import numpy as np
 
 from mainstem.core.config import Share
 from mainstem_bench.paper import style
-from mainstem_bench.paper.batchllm_plans import industry_prompts
+from mainstem_bench.paper.batchllm_plans import industry
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
 from mainstem_bench.paper.jobs import VOCAB, Job, Size, limit_per_s, run
 from mainstem_bench.paper.results import one, only
@@ -189,7 +189,7 @@ def judge_grid(lines: Sequence[Line]) -> Verdict:
 
 def run_industry(settings: Settings) -> Iterator[Line]:
     """Table 1."""
-    drawn = industry_prompts(12 if settings.is_quick else 600)
+    drawn = industry(12 if settings.is_quick else 600).prompts
     rows = [(drawn[at] % (VOCAB - 10) + 10).tolist() for at in range(len(drawn))]
     if settings.is_quick:
         rows = [row[:48] + row[-16:] for row in rows]

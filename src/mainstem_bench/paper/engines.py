@@ -1,5 +1,6 @@
 """Engines on random weights that keep a model loaded from one setting to the next."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,7 @@ class Engines:
         if self._loaded is not None:
             self._loaded.runner.close()
             self._loaded = None
+            gc.collect()  # engines refer to themselves by way of their buses
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
