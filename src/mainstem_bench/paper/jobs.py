@@ -12,7 +12,7 @@ from mainstem.core.config import Share
 from mainstem.core.plan import Int64s, Prompts
 from mainstem.engine.engine import Engine
 from mainstem.models.shapes import SHAPES
-from mainstem.plan.cost import measured_card
+from mainstem.plan.cost import H200, Card
 from mainstem_bench.feed import run_job
 from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.offline import warm_up
@@ -113,10 +113,14 @@ def run(
     }
 
 
-def limit_per_s(size: Size, groups: int, degree: int, lengths: tuple[float, float, float]) -> float:
-    """Requests a second that an H200 could do at most: prefix, own and answer tokens (means)."""
-    card = measured_card("NVIDIA H200")
-    assert card is not None
+def limit_per_s(
+    size: Size,
+    groups: int,
+    degree: int,
+    lengths: tuple[float, float, float],
+    card: Card = H200,
+) -> float:
+    """Requests a second that a card could do at most: prefix, own and answer tokens (means)."""
     prefix, own, answer = (round(tokens) for tokens in lengths)
     job = OfflineJob("limit", size.shape, size.kv_tokens, groups, degree, prefix, own, answer)
     cost = ModelCost.of(SHAPES[size.shape], element_bytes=2)

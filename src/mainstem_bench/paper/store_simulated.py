@@ -21,6 +21,8 @@ from mainstem_bench.paper.lengths import shipped
 BATCH = 24
 MEAN_CONTEXT = 1500  # tokens that a decoding sequence reads
 PCIE_GB_PER_S, DISK_GB_PER_S = 26.0, 5.0  # the paper's
+# copies from host memory run while the requests before are answered; `link_busy` is what they take
+HIDDEN_GB_PER_S = 1e6
 HOST_GB, DISK_GB = 128.0, 10_000.0
 WARM_SHARE = 10 / 52  # of the turns, as in the paper
 SMALL = ((16.0, 48.0), (32.0, 128.0), (64.0, 256.0), (128.0, 2000.0), (128.0, 10_000.0))
@@ -42,7 +44,7 @@ class Served:
         moved = 2 * self.params + BATCH * MEAN_CONTEXT * self.kv_mb_per_token * 1e6
         step_s = moved / (0.8 * bytes_per_s * self.gpus)
         prefill = 0.6 * flops_per_s * self.gpus / (2 * self.params)
-        return ServiceRates(prefill, BATCH / step_s, PCIE_GB_PER_S, DISK_GB_PER_S)
+        return ServiceRates(prefill, BATCH / step_s, HIDDEN_GB_PER_S, DISK_GB_PER_S)
 
 
 MODELS = {
@@ -96,7 +98,16 @@ def _models(settings: Settings) -> Iterator[Line]:
             prefill_s = report.device_s - served.rates.decode_s(
                 sum(each.output_tokens for each in trace.requests[report.warmup :])
             )
-            yield {"model": name, "way": way, **_line(report), "prefill_s": round(prefill_s, 3)}
+            hits = report.prompt_tokens - report.prefill_tokens
+            link_s = hits * served.kv_mb_per_token / 1e3 / PCIE_GB_PER_S
+            yield {
+                "model": name,
+                "way": way,
+                **_line(report),
+                "prefill_s": round(prefill_s, 3),
+                "prefill_share": round(prefill_s / report.device_s, 4),
+                "link_busy": round(link_s / report.virtual_s, 4),
+            }
 
 
 def run_policies(settings: Settings) -> Iterator[Line]:
