@@ -21,7 +21,7 @@ import torch
 
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.tables import table
-from mainstem.simulate.plots import new_figure, save_figure
+from mainstem.simulate.plots import new_figure
 from mainstem_bench.paper.item import Item, Line, Outcome, Settings, Verdict, Where
 from mainstem_bench.paper.registry import ITEMS, find_items
 from mainstem_bench.paper.results import read_lines, write_lines
@@ -157,7 +157,7 @@ def draw(item: Item, lines: list[Line], path: Path) -> None:
     figure = new_figure(8, 4)
     item.plot(lines, figure)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_figure(figure, path)
+    figure.savefig(path, dpi=100)
 
 
 def told(item: Item, verdict: Verdict) -> str:
