@@ -31,6 +31,7 @@ BENCHES = {
     ),
     "kernel": ("mainstem_bench.kernel", "span attention on a GPU against its floor"),
     "heads": ("mainstem_bench.heads", "span attention for many head layouts, over its floor"),
+    "paper": ("mainstem_bench.paper.command", "figures and tables of three papers, redone"),
     "cuts": ("mainstem_bench.cuts", "random steps of attention, cut in all possible ways"),
 }
 
