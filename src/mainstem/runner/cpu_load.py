@@ -47,7 +47,7 @@ def load_cpu_runner(
         pack(decoder, int(available_bytes() * _PACKED_SHARE))
     part = decoder.spec
     kv_bytes = part.kv_elements_per_token * dtype.itemsize
-    budget = _page_budget(cache, available, kv_bytes)
+    budget = _page_budget(cache, available, kv_bytes) // ranks.shard.of  # they share the memory
     num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
     num_pages = smallest(num_pages, ranks, torch.device("cpu"))
     cache.check_fits(num_pages * kv_bytes * cache.page_size, available_bytes())

@@ -64,6 +64,27 @@ class RandomOrigin:
         return RandomWeights(dtype, device, self.seed, self.spec.quantized)
 
 
+@dataclass(frozen=True, slots=True)
+class FolderPart:
+    """A checkpoint whose hash another process knows."""
+
+    folder: Path
+    spec: ModelSpec
+
+    def digest(self) -> bytes:
+        return b""
+
+    def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
+        return Checkpoint(self.folder, dtype, device, self.spec.names)
+
+
+def for_rank(origin: Origin) -> Origin:
+    """The origin as a rank gets it, in another process."""
+    if isinstance(origin, FolderOrigin):
+        return FolderPart(origin.folder.absolute(), origin.spec)
+    return origin
+
+
 def folder_origin(folder: Path, ignored: Collection[str] = ()) -> FolderOrigin:
     """Raises UnsupportedModel for mathematics we do not have. Fields of config.json that nobody
     here knows are in the way, unless they are `ignored`. Begins to hash the weights."""
