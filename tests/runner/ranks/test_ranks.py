@@ -36,6 +36,9 @@ from mainstem.runner.origin import folder_origin
 from mainstem.runner.ranks.load import load_ranks
 from tests.builders import a_request, run_all
 from tests.models.checkpoints import make_checkpoint
+from tests.models.quantized.cases import CASES
+from tests.models.quantized.checkpoints import write_quantized
+from tests.models.test_shards import FAMILIES
 
 pytestmark = pytest.mark.torch
 
@@ -197,6 +200,17 @@ def test_more_ranks_than_cards_are_refused(
         load_ranks(
             folder_origin(folder), EngineConfig(model=model, cache=CacheConfig(kv_tokens=kv_tokens))
         )
+
+
+@pytest.mark.slow
+def test_quantized_weights_on_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (awq,) = (case for case in CASES if case.name == "awq")
+    write_quantized(FAMILIES["llama, tied"], folder, awq)
+    with closing(build_engine(folder, a_config(1, tmp_path / "alone"))) as engine:
+        expected = answers(engine)
+    with closing(build_engine(folder, a_config(2, tmp_path / "ranks"))) as engine:
+        assert_same(answers(engine), expected)
 
 
 @pytest.mark.slow
