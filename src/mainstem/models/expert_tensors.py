@@ -1,17 +1,20 @@
 """The tensors of a mixture of experts, in one form for every backend and every checkpoint.
 
 A layer of experts is most of a model's memory, so it is made once where it is used and filled
-expert by expert: loading holds the layer and one expert, never two copies of the layer.
+expert by expert: loading holds the layer and one expert, never two copies of the layer. Quantized
+experts stay packed; the shared one is a product like others.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mainstem.models.names import ExpertLayout, Names
+from mainstem.models.packed import PackedStack, PackedWeight, Weight, joined
 from mainstem.models.spec import ExpertsSpec
-from mainstem.models.weights import WeightSource
+from mainstem.models.weights import WeightSource, take_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +23,12 @@ class ExpertTensors:
 
     router: Tensor  # [experts, hidden]
     router_bias: Tensor | None  # [experts]
-    gate_up: Tensor  # [experts, 2 * size, hidden]
+    gate_up: Weight  # [experts, 2 * size, hidden]
     gate_up_bias: Tensor | None  # [experts, 2 * size]
-    down: Tensor  # [experts, hidden, size]
+    down: Weight  # [experts, hidden, size]
     down_bias: Tensor | None  # [experts, hidden]
-    shared_gate_up: Tensor | None = None  # [2 * shared_size, hidden]
-    shared_down: Tensor | None = None  # [hidden, shared_size]
+    shared_gate_up: Weight | None = None  # [2 * shared_size, hidden]
+    shared_down: Weight | None = None  # [hidden, shared_size]
     shared_gate: Tensor | None = None  # [1, hidden]
 
 
@@ -49,15 +52,15 @@ class _Reader:
     def read(self) -> ExpertTensors:
         spec, names = self._spec, self._names
         experts, size, hidden = spec.num_experts, spec.size, self._hidden
-        router = self._take(f"{names.router}.weight", experts, hidden)
-        gate_up = router.new_empty(experts, 2 * size, hidden)
-        down = router.new_empty(experts, hidden, size)
+        router = self._dense(names.router, experts, hidden)
         gate_up_bias = router.new_empty(experts, 2 * size) if spec.has_bias else None
         down_bias = router.new_empty(experts, hidden) if spec.has_bias else None
         if names.expert_layout is ExpertLayout.SEPARATE:
-            self._fill_separate(gate_up, gate_up_bias, down, down_bias)
+            gate_up, down = self._read_separate()
+            self._fill_separate_biases(gate_up_bias, down_bias)
         else:
-            self._fill_interleaved(gate_up, gate_up_bias, down, down_bias)
+            gate_up, down = self._read_interleaved()
+            self._fill_interleaved_biases(gate_up_bias, down_bias)
         return ExpertTensors(
             router=router,
             router_bias=self._take(f"{names.router}.bias", experts) if spec.has_bias else None,
@@ -65,63 +68,106 @@ class _Reader:
             gate_up_bias=gate_up_bias,
             down=down,
             down_bias=down_bias,
-            shared_gate_up=self._shared_gate_up(router),
+            shared_gate_up=self._shared_gate_up(),
             shared_down=self._shared_down(),
-            shared_gate=self._take(f"{names.shared_gate}.weight", 1, hidden)
-            if spec.has_shared_gate
-            else None,
+            shared_gate=self._dense(names.shared_gate, 1, hidden) if spec.has_shared_gate else None,
         )
 
     def _take(self, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Tensor:
         return self._source.take(self._prefix + name, shape, at)
 
-    def _fill_separate(
-        self, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
-    ) -> None:
+    def _weight(self, name: str, *shape: int) -> Weight:
+        return take_weight(self._source, self._prefix + name, *shape)
+
+    def _dense(self, name: str, *shape: int) -> Tensor:
+        weight = self._weight(name, *shape)
+        return weight if isinstance(weight, Tensor) else weight.dense(self._source.dtype)
+
+    def _joined(self, weights: Sequence[Weight]) -> Weight:
+        """On top of each other; in act-order, dequantized: experts would need an order each."""
+        packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+        if len(packed) == len(weights) and all(weight.order is None for weight in packed):
+            whole = joined(packed)
+            if whole is not None:
+                return whole
+        dtype = self._source.dtype
+        return torch.cat([w if isinstance(w, Tensor) else w.dense(dtype) for w in weights])
+
+    def _read_separate(self) -> tuple[Weight, Weight]:
         names, size, hidden = self._names, self._spec.size, self._hidden
+        gate_up, down = self._stack(), self._stack()
         for expert in range(self._spec.num_experts):
             gate, up, out = (
                 name.format(expert)
                 for name in (names.expert_gate, names.expert_up, names.expert_down)
             )
-            gate_up[expert, :size] = self._take(f"{gate}.weight", size, hidden)
-            gate_up[expert, size:] = self._take(f"{up}.weight", size, hidden)
-            down[expert] = self._take(f"{out}.weight", hidden, size)
-            if gate_up_bias is not None and down_bias is not None:
-                gate_up_bias[expert, :size] = self._take(f"{gate}.bias", size)
-                gate_up_bias[expert, size:] = self._take(f"{up}.bias", size)
-                down_bias[expert] = self._take(f"{out}.bias", hidden)
+            gate_up.put(
+                expert,
+                self._joined([self._weight(gate, size, hidden), self._weight(up, size, hidden)]),
+            )
+            down.put(expert, self._joined([self._weight(out, hidden, size)]))
+        return gate_up.whole, down.whole
 
-    def _fill_interleaved(
-        self, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
-    ) -> None:
+    def _stack(self) -> PackedStack:
+        return PackedStack(self._spec.num_experts, self._source.dtype)
+
+    def _fill_separate_biases(self, gate_up: Tensor | None, down: Tensor | None) -> None:
+        names, size, hidden = self._names, self._spec.size, self._hidden
+        if gate_up is None or down is None:
+            return
+        for expert in range(self._spec.num_experts):
+            gate_up[expert, :size] = self._take(f"{names.expert_gate.format(expert)}.bias", size)
+            gate_up[expert, size:] = self._take(f"{names.expert_up.format(expert)}.bias", size)
+            down[expert] = self._take(f"{names.expert_down.format(expert)}.bias", hidden)
+
+    def _read_interleaved(self) -> tuple[Weight, Weight]:
+        """Packed ones lie as [experts, out, in], others as [experts, in, out]."""
         names, size, hidden = self._names, self._spec.size, self._hidden
         experts = self._spec.num_experts
+        gate_up, down = self._stack(), self._stack()
+        gates_first = torch.cat((torch.arange(0, 2 * size, 2), torch.arange(1, 2 * size, 2)))
         for expert in range(experts):
             at = (slice(expert, expert + 1),)
-            in_turns = self._take(names.expert_gate, experts, hidden, 2 * size, at=at)[0]
-            gate_up[expert, :size] = in_turns[:, 0::2].t()
-            gate_up[expert, size:] = in_turns[:, 1::2].t()
-            del in_turns  # before the next part is read
-            down[expert] = self._take(names.expert_down, experts, size, hidden, at=at)[0].t()
-        if gate_up_bias is not None and down_bias is not None:
-            biases = self._take(f"{names.expert_gate}_bias", experts, 2 * size)
-            gate_up_bias[:, :size] = biases[:, 0::2]
-            gate_up_bias[:, size:] = biases[:, 1::2]
-            down_bias.copy_(self._take(f"{names.expert_down}_bias", experts, hidden))
+            in_turns = self._one_packed(names.expert_gate, experts, 2 * size, hidden, at)
+            if in_turns is not None:
+                gate_up.put(expert, in_turns.rows_at(gates_first.to(in_turns.device)))
+            else:
+                found = self._take(names.expert_gate, experts, hidden, 2 * size, at=at)[0]
+                gate_up.put(expert, torch.cat((found[:, 0::2].t(), found[:, 1::2].t())))
+                del found  # before the next part is read
+            out = self._one_packed(names.expert_down, experts, hidden, size, at)
+            if out is not None:
+                down.put(expert, out)
+            else:
+                plain = self._take(names.expert_down, experts, size, hidden, at=at)
+                down.put(expert, plain[0].t())
+        return gate_up.whole, down.whole
 
-    def _shared_gate_up(self, like: Tensor) -> Tensor | None:
+    def _one_packed(
+        self, name: str, experts: int, out: int, width: int, at: tuple[slice, ...]
+    ) -> PackedWeight | None:
+        found = self._source.take_packed(self._prefix + name, (experts, out, width), at)
+        return None if found is None else found.expert(0)
+
+    def _fill_interleaved_biases(self, gate_up: Tensor | None, down: Tensor | None) -> None:
+        if gate_up is None or down is None:
+            return
+        names, (experts, both) = self._names, gate_up.shape
+        biases = self._take(f"{names.expert_gate}_bias", experts, both)
+        gate_up[:, : both // 2] = biases[:, 0::2]
+        gate_up[:, both // 2 :] = biases[:, 1::2]
+        down.copy_(self._take(f"{names.expert_down}_bias", experts, self._hidden))
+
+    def _shared_gate_up(self) -> Weight | None:
         size = self._spec.shared_size
         if size is None:
             return None
-        names: Sequence[str] = self._names.shared_gate_up
-        joined = like.new_empty(2 * size, self._hidden)
-        for name, rows in zip(names, joined.chunk(len(names)), strict=True):
-            rows.copy_(self._take(f"{name}.weight", *rows.shape))
-        return joined
+        names = self._names.shared_gate_up
+        rows = 2 * size // len(names)
+        return self._joined([self._weight(name, rows, self._hidden) for name in names])
 
-    def _shared_down(self) -> Tensor | None:
+    def _shared_down(self) -> Weight | None:
         size = self._spec.shared_size
         if size is None:
             return None
-        return self._take(f"{self._names.shared_down}.weight", self._hidden, size)
+        return self._weight(self._names.shared_down, self._hidden, size)

@@ -11,38 +11,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from math import gcd
 
 import torch
 from torch import Tensor
 
 from mainstem.core.errors import UnsupportedModel
+from mainstem.models.quantized.packing import PackedKind
+
+__all__ = ["PackedKind", "PackedStack", "PackedWeight", "Weight", "as_tensor", "joined"]
 
 MXFP4_GROUP = 32
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4_BIAS = 127
 _DENSE_ROWS = 1024  # that are dequantized at once: what lies between is small beside the answer
-
-
-class PackedKind(Enum):
-    """How a stored value becomes a number."""
-
-    INT4 = "int4"
-    INT8 = "int8"
-    FP8 = "fp8"
-    MXFP4 = "mxfp4"
-
-    @property
-    def columns_per_value(self) -> int:
-        return 2 if self in (PackedKind.INT4, PackedKind.MXFP4) else 1
-
-    @property
-    def middle(self) -> int:
-        """The zero point of symmetric integers."""
-        return 8 if self is PackedKind.INT4 else 128
-
-
 _SCALE_DTYPES = {PackedKind.FP8: torch.float32, PackedKind.MXFP4: torch.uint8}
 
 
@@ -54,9 +36,7 @@ class PackedWeight:
     values: Tensor  # INT4, MXFP4: uint8 [.., out, in / 2]; INT8: uint8, FP8: e4m3, [.., out, in]
     # [.., out / block_rows, in / group]; INT4, INT8: compute dtype; FP8: fp32; MXFP4: uint8 (e8m0)
     scales: Tensor
-    zeros: (
-        Tensor | None
-    )  # INT4, INT8: uint8 [.., out, in / group]; None: symmetric around the middle
+    zeros: Tensor | None  # INT4, INT8: uint8, like the scales; None: symmetric around the middle
     group: int  # columns that share a scale; all of them, per channel
     block_rows: int = 1  # rows that share one
     order: Tensor | None = None  # int32 [in]: column c of this weight is column order[c] of x
@@ -209,7 +189,58 @@ class PackedWeight:
         return wide.repeat_interleave(self.block_rows, dim=0)[:out]
 
 
-def join(parts: Sequence[PackedWeight]) -> PackedWeight | None:
+Weight = Tensor | PackedWeight
+
+
+def as_tensor(weight: Weight) -> Tensor:
+    """A weight that is known not to be packed."""
+    assert isinstance(weight, Tensor), "the weight is packed"
+    return weight
+
+
+class PackedStack:
+    """Weights [out, in] put one after another into one [count, out, in], which is made when the
+    first is known. Where the first is no packed one, all are plain."""
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        self._count = count
+        self._dtype = dtype
+        self._whole: Weight | None = None
+
+    @property
+    def whole(self) -> Weight:
+        assert self._whole is not None, "nothing was put here"
+        return self._whole
+
+    def put(self, index: int, weight: Weight) -> None:
+        if self._whole is None:
+            self._whole = self._room_for(weight)
+        whole = self._whole
+        if isinstance(whole, Tensor):
+            dense = weight if isinstance(weight, Tensor) else weight.dense(self._dtype)
+            whole[index] = dense
+            return
+        if not isinstance(weight, PackedWeight) or not _is_alike(weight, whole.expert(0)):
+            raise UnsupportedModel("experts of one layer are packed in different ways")
+        if weight.zeros is not None and whole.zeros is None:
+            self._whole = whole = replace(whole, zeros=_zeros_of(whole))
+        whole.values[index].view(torch.uint8).copy_(weight.values.view(torch.uint8))
+        whole.scales[index] = weight.scales
+        if whole.zeros is not None:
+            whole.zeros[index] = _zeros_of(weight)
+
+    def _room_for(self, weight: Weight) -> Weight:
+        if isinstance(weight, Tensor):
+            return weight.new_empty((self._count, *weight.shape))
+
+        def room(tensor: Tensor) -> Tensor:
+            return tensor.new_empty((self._count, *tensor.shape))
+
+        zeros = None if weight.zeros is None else room(weight.zeros)
+        return replace(weight, values=room(weight.values), scales=room(weight.scales), zeros=zeros)
+
+
+def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
     """Weights on top of each other; None where they differ in what all rows have in common."""
     first = parts[0]
     if len(parts) == 1:

@@ -1,9 +1,10 @@
 """A checkpoint's tensors in the form in which backends take them, read layer by layer.
 
 Whatever a family calls them and however it fuses them, a layer has here: queries, keys and values
-in one product, gate and up in one, gains as they are multiplied.
+in one product, gate and up in one, gains as they are multiplied. Quantized products stay packed.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,16 +13,38 @@ from torch import Tensor
 
 from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.names import QkvOrder
+from mainstem.models.packed import PackedWeight, Weight, as_tensor, joined
 from mainstem.models.spec import MlpSpec, ModelSpec, NormPlace, QkNorm, Residual, RopeSpec
-from mainstem.models.weights import WeightSource
+from mainstem.models.weights import WeightSource, take_weight
+
+log = logging.getLogger("mainstem.models")
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
     """weight [out, in], bias [out]."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
+
+    @property
+    def dense(self) -> Tensor:
+        """The weight of a product that is not packed."""
+        return as_tensor(self.weight)
+
+    def unpacked(self, dtype: torch.dtype) -> "Product":
+        """The same with its weight as a tensor."""
+        if isinstance(self.weight, Tensor):
+            return self
+        return Product(self.weight.dense(dtype), self.bias)
+
+    def rows_at(self, index: Tensor) -> "Product":
+        """The rows of these numbers, in this order."""
+        weight, bias, index = self.weight, self.bias, index.to(self.weight.device)
+        return Product(
+            weight[index] if isinstance(weight, Tensor) else weight.rows_at(index),
+            None if bias is None else bias[index],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +90,7 @@ class TensorReader:
         self._source = source
         self._spec = spec
         self._names = spec.names
+        self._unpacked: list[str] = []  # products whose parts could not be joined as they are
 
     def embedding(self) -> Tensor:
         """[vocab, hidden]"""
@@ -120,6 +144,12 @@ class TensorReader:
             rows = [spec.vocab_size]
             head = self._product([names.head], rows, spec.hidden_size, spec.has_head_bias)
         source.finish()
+        if self._unpacked:
+            log.warning(
+                "%d products are dequantized, for their parts are packed in different ways: %s ...",
+                len(self._unpacked),
+                self._unpacked[0],
+            )
         return EndTensors(norm, head)
 
     def _take(self, name: str, *shape: int) -> Tensor:
@@ -152,12 +182,23 @@ class TensorReader:
         self, names: Sequence[str], rows: Sequence[int], width: int, has_bias: bool
     ) -> Product:
         """The tensors of these names on top of each other."""
-        weights = [self._take(f"{n}.weight", r, width) for n, r in zip(names, rows, strict=True)]
+        weights = [take_weight(self._source, n, r, width) for n, r in zip(names, rows, strict=True)]
         bias = None
         if has_bias:
             biases = [self._take(f"{n}.bias", r) for n, r in zip(names, rows, strict=True)]
-            bias = _joined(biases)
-        return Product(_joined(weights), bias)
+            bias = biases[0] if len(biases) == 1 else torch.cat(biases)
+        return Product(self._joined(names, weights), bias)
+
+    def _joined(self, names: Sequence[str], weights: list[Weight]) -> Weight:
+        if len(weights) == 1:
+            return weights[0]
+        packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+        if len(packed) == len(weights) and (whole := joined(packed)) is not None:
+            return whole
+        if packed:
+            self._unpacked.append(" + ".join(names))
+        dtype = self._source.dtype
+        return torch.cat([w if isinstance(w, Tensor) else w.dense(dtype) for w in weights])
 
     def _qkv(self, prefix: str, rope: RopeSpec | None) -> Product:
         spec, names = self._spec, self._names
@@ -168,9 +209,7 @@ class TensorReader:
         found = [prefix + name for name in names.qkv]
         product = self._product(found, rows, spec.hidden_size, spec.has_qkv_bias)
         if names.qkv_order is QkvOrder.GROUPS:
-            order = _parts_of_groups(spec).to(product.weight.device)
-            bias = product.bias
-            product = Product(product.weight[order], None if bias is None else bias[order])
+            product = product.rows_at(_parts_of_groups(spec))
         if rope is None or rope.score_factor == 1.0 or rope.rotary_dim == dim:
             return product
         return _scaled(product, _unrotated_factors(spec, rope).to(product.weight.device))
@@ -187,17 +226,14 @@ class TensorReader:
         )
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
 def _scaled(product: Product, factors: Tensor) -> Product:
     """Rows times these factors, rounded once."""
     weight, bias = product.weight, product.bias
-    return Product(
-        (weight * factors[:, None]).to(weight.dtype),
-        None if bias is None else (bias * factors).to(bias.dtype),
-    )
+    if isinstance(weight, PackedWeight):
+        weight = weight.scaled_rows(factors)
+    else:
+        weight = (weight * factors[:, None]).to(weight.dtype)
+    return Product(weight, None if bias is None else (bias * factors).to(bias.dtype))
 
 
 def _unrotated_factors(spec: ModelSpec, rope: RopeSpec) -> Tensor:

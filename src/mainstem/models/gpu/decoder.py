@@ -147,7 +147,12 @@ def load_gpu_decoder(
     """Take the weights of `source`, which puts them on the device."""
     if space.experts is not None and quantize is not Quantize.NONE:
         raise ConfigError(f"quantize={quantize.value}: mixtures of experts are not quantized yet")
-    make, make_head = choose_linear(quantize, is_deterministic)
+    if spec.quantized is not None and quantize is not Quantize.NONE:
+        raise ConfigError(
+            f"quantize={quantize.value}: the checkpoint's weights are quantized already "
+            f"({spec.quantized}); load it without --quantize"
+        )
+    make, make_head = choose_linear(quantize, is_deterministic, source.dtype)
     compiler = _Compiler(spec, space, make, is_deterministic)
     reader = TensorReader(source, spec)
     embedding = reader.embedding()
