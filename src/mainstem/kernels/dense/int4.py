@@ -73,8 +73,8 @@ def multiply(
         assert tiles <= len(arrived)
     _product_kernel[(tiles, splits)](
         x, weight.words, weight.factors, x if bias is None else bias, out, partial, arrived,
-        tokens, num_out, weight.num_in, weight.num_blocks, x.stride(0), out.stride(0),
-        SPLITS=splits, TILE_OUT=tile.outs, TILE_TOKENS=tile.tokens, HAS_BIAS=bias is not None,
+        tokens, num_out, weight.num_in, weight.num_blocks, splits, x.stride(0), out.stride(0),
+        IS_SPLIT=splits > 1, TILE_OUT=tile.outs, TILE_TOKENS=tile.tokens, HAS_BIAS=bias is not None,
         UPCAST=x.device.type != "cuda", num_warps=tile.warps, num_stages=tile.stages,
         **weight.options(), **overlap_options(x.device),
     )  # fmt: skip
@@ -124,11 +124,11 @@ def _arrivals(device: torch.device) -> Tensor:
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
-@triton.jit(do_not_specialize=("tokens",))
+@triton.jit(do_not_specialize=("tokens", "splits"))
 def _product_kernel(
     x_ptr, words_ptr, factors_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
-    tokens, num_out, num_in, num_blocks, stride_x, stride_out,
-    SPLITS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    tokens, num_out, num_in, num_blocks, splits, stride_x, stride_out,
+    IS_SPLIT: tl.constexpr, TILE_OUT: tl.constexpr, TILE_TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, IS_EVEN: tl.constexpr, UPCAST: tl.constexpr, IS_PTX: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def _product_kernel(
     token_tiles = tl.cdiv(tokens, TILE_TOKENS)
     outs = (tile // token_tiles) * TILE_OUT + tl.arange(0, TILE_OUT)
     rows = (tile % token_tiles) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-    first, end = num_blocks * split // SPLITS, num_blocks * (split + 1) // SPLITS
+    first, end = num_blocks * split // splits, num_blocks * (split + 1) // splits
     # outputs past the end read the last one again and are not written
     read = tl.minimum(outs, num_out - 1)
     is_token = (rows < tokens)[None, :]
@@ -165,16 +165,16 @@ def _product_kernel(
         x_ptrs += WIDTH
     is_written = (outs < num_out)[:, None] & is_token
     is_last = True
-    if SPLITS > 1:
+    if IS_SPLIT:
         size = tokens.to(tl.int64) * num_out
         partial_ptrs = partial_ptr + rows.to(tl.int64)[None, :] * num_out + outs[:, None]
         tl.store(partial_ptrs + split * size, acc, mask=is_written)
         tl.debug_barrier()
-        is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1
         if is_last:
             tl.store(arrived_ptr + tile, 0)
             acc = tl.zeros([TILE_OUT, TILE_TOKENS], tl.float32)
-            for index in range(SPLITS):
+            for index in range(splits):
                 acc += tl.load(partial_ptrs + index * size, mask=is_written, other=0.0)
     if is_last:
         if HAS_BIAS:
