@@ -24,8 +24,8 @@ from mainstem.kernels.dense.nibbles import (
     QUARTER,
     WIDTH,
     Nibbles,
+    load_block,
     load_columns,
-    load_quarters,
 )
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
@@ -142,25 +142,20 @@ def _product_kernel(
     # outputs past the end read the last one again and are not written
     read = tl.minimum(outs, num_out - 1)
     is_token = (rows < tokens)[None, :]
-    columns = tl.arange(0, QUARTER)
+    columns = tl.arange(0, WIDTH)
     words_ptrs = words_ptr + (first * num_out + read).to(tl.int64)[:, None] * QUARTER
-    words_ptrs += columns[None, :]
+    words_ptrs += tl.arange(0, QUARTER)[None, :]
     x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * stride_x + (first * WIDTH + columns)[:, None]
     acc = tl.zeros([TILE_OUT, TILE_TOKENS], tl.float32)
     for block in range(first, end):
-        parts = load_quarters(
+        part = load_block(
             words_ptrs, factors_ptr, block, read, num_out,
             GROUP, IS_MXFP4, x_ptr.dtype.element_ty, IS_PTX,
         )  # fmt: skip
-        for index in tl.static_range(4):
-            at = index * QUARTER
-            x = load_columns(
-                x_ptrs + at, columns + (block * WIDTH + at), num_in, is_token, IS_EVEN
-            )
-            part = parts[index]
-            if UPCAST:
-                part, x = part.to(tl.float32), x.to(tl.float32)
-            acc = tl.dot(part, x, acc, input_precision="ieee")
+        x = load_columns(x_ptrs, columns + block * WIDTH, num_in, is_token, IS_EVEN)
+        if UPCAST:
+            part, x = part.to(tl.float32), x.to(tl.float32)
+        acc = tl.dot(part, x, acc, input_precision="ieee")
         words_ptrs += num_out * QUARTER
         x_ptrs += WIDTH
     is_written = (outs < num_out)[:, None] & is_token
@@ -195,16 +190,13 @@ def _dequantize_kernel(
     block = tl.program_id(1)
     outs = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
     read = tl.minimum(outs, num_out - 1)
-    columns = tl.arange(0, QUARTER)
     words_ptrs = words_ptr + (block * num_out + read).to(tl.int64)[:, None] * QUARTER
-    parts = load_quarters(
-        words_ptrs + columns[None, :], factors_ptr, block, read, num_out,
+    part = load_block(
+        words_ptrs + tl.arange(0, QUARTER)[None, :], factors_ptr, block, read, num_out,
         GROUP, IS_MXFP4, out_ptr.dtype.element_ty, IS_PTX,
     )  # fmt: skip
-    out_ptrs = out_ptr + outs.to(tl.int64)[:, None] * num_in
-    for index in tl.static_range(4):
-        at = block * WIDTH + index * QUARTER + columns
-        mask = (outs < num_out)[:, None]
-        if not IS_EVEN:
-            mask = mask & (at < num_in)[None, :]
-        tl.store(out_ptrs + at[None, :], parts[index], mask=mask)
+    columns = block * WIDTH + tl.arange(0, WIDTH)
+    mask = (outs < num_out)[:, None]
+    if not IS_EVEN:
+        mask = mask & (columns < num_in)[None, :]
+    tl.store(out_ptr + outs.to(tl.int64)[:, None] * num_in + columns[None, :], part, mask=mask)

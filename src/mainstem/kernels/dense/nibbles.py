@@ -180,32 +180,38 @@ def has_ptx(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 @triton.jit
-def load_quarters(
+def load_block(
     words_ptrs, factors_ptr, block, outs, num_out,
     GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, DTYPE: tl.constexpr, IS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """The rows `outs` of a block as four tiles [outs, 32] of numbers."""
+    """The rows `outs` of a block, [outs, 128] numbers."""
     words = tl.load(words_ptrs)
     if IS_MXFP4:
         factors = tl.load(factors_ptr + block * num_out + outs)
-        return _mxfp4_quarters(words, factors, DTYPE, IS_PTX)
+        first, second, third, fourth = _mxfp4_quarters(words, factors, DTYPE, IS_PTX)
     else:
         ptrs = factors_ptr + (block * WIDTH // GROUP) * num_out + outs
-        first = tl.load(ptrs)
-        second, third, fourth = first, first, first
+        factor_0 = tl.load(ptrs)
+        factor_1, factor_2, factor_3 = factor_0, factor_0, factor_0
         if GROUP == 64:
-            third = tl.load(ptrs + num_out)
-            fourth = third
+            factor_2 = tl.load(ptrs + num_out)
+            factor_3 = factor_2
         elif GROUP == 32:
-            second = tl.load(ptrs + num_out)
-            third = tl.load(ptrs + 2 * num_out)
-            fourth = tl.load(ptrs + 3 * num_out)
-        return _int4_quarters(words, (first, second, third, fourth), DTYPE, IS_PTX)
+            factor_1 = tl.load(ptrs + num_out)
+            factor_2 = tl.load(ptrs + 2 * num_out)
+            factor_3 = tl.load(ptrs + 3 * num_out)
+        first, second, third, fourth = _int4_quarters(
+            words, (factor_0, factor_1, factor_2, factor_3), DTYPE, IS_PTX
+        )
+    # Side by side. A thread holds the same columns of each quarter, so nothing moves, and the
+    # matrix instructions of one quarter run while the next is made.
+    both = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return both.permute(0, 2, 3, 1).reshape(words.shape[0], WIDTH)
 
 
 @triton.jit
 def load_columns(x_ptrs, columns, num_in, is_row, IS_EVEN: tl.constexpr):
-    """x [32, rows]: zeros where columns or rows have ended."""
+    """x [columns, rows]: zeros where columns or rows have ended."""
     if IS_EVEN:
         x = tl.load(x_ptrs, mask=is_row, other=0.0)
     else:

@@ -17,8 +17,8 @@ from mainstem.kernels.dense.nibbles import (
     QUARTER,
     WIDTH,
     Nibbles,
+    load_block,
     load_columns,
-    load_quarters,
 )
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import check_activation, gated
@@ -63,36 +63,31 @@ def _packed_gate_up_kernel(
     rows = tl.load(tile_starts_ptr + row_tile) + tl.arange(0, TILE_ROWS)
     is_row = rows < tl.load(ends_ptr + expert)
     tokens = tl.load(sorted_ptr + rows, mask=is_row, other=0)
-    ks = tl.arange(0, QUARTER)
+    ks = tl.arange(0, WIDTH)
     x_ptrs = x_ptr + tokens.to(tl.int64)[None, :] * stride_x + ks[:, None]
     columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     # columns past the end read the last one again and are not written
     read = tl.minimum(columns, size - 1)
     words_ptrs = words_ptr + expert.to(tl.int64) * stride_words
-    words_ptrs += read[:, None] * QUARTER + ks[None, :]
+    words_ptrs += read[:, None] * QUARTER + tl.arange(0, QUARTER)[None, :]
     factors_ptr += expert.to(tl.int64) * stride_factors
     gate = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
     up = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
     for block in range(num_blocks):
-        gate_parts = load_quarters(
+        x = load_columns(x_ptrs, ks + block * WIDTH, hidden, is_row[None, :], IS_EVEN)
+        gate_part = load_block(
             words_ptrs, factors_ptr, block, read, 2 * size,
             GROUP, IS_MXFP4, x_ptr.dtype.element_ty, IS_PTX,
         )  # fmt: skip
-        up_parts = load_quarters(
+        up_part = load_block(
             words_ptrs + size * QUARTER, factors_ptr, block, read + size, 2 * size,
             GROUP, IS_MXFP4, x_ptr.dtype.element_ty, IS_PTX,
         )  # fmt: skip
-        for index in tl.static_range(4):
-            at = index * QUARTER
-            x = load_columns(
-                x_ptrs + at, ks + (block * WIDTH + at), hidden, is_row[None, :], IS_EVEN
-            )
-            gate_part, up_part = gate_parts[index], up_parts[index]
-            if UPCAST:
-                x = x.to(tl.float32)
-                gate_part, up_part = gate_part.to(tl.float32), up_part.to(tl.float32)
-            gate = tl.dot(gate_part, x, gate, input_precision="ieee")
-            up = tl.dot(up_part, x, up, input_precision="ieee")
+        if UPCAST:
+            x = x.to(tl.float32)
+            gate_part, up_part = gate_part.to(tl.float32), up_part.to(tl.float32)
+        gate = tl.dot(gate_part, x, gate, input_precision="ieee")
+        up = tl.dot(up_part, x, up, input_precision="ieee")
         words_ptrs += 2 * size * QUARTER
         x_ptrs += WIDTH
     is_column = columns < size
@@ -123,28 +118,23 @@ def _packed_down_kernel(
         return
     rows = tl.load(tile_starts_ptr + row_tile) + tl.arange(0, TILE_ROWS)
     is_row = rows < tl.load(ends_ptr + expert)
-    ks = tl.arange(0, QUARTER)
+    ks = tl.arange(0, WIDTH)
     act_ptrs = act_ptr + rows.to(tl.int64)[None, :] * stride_act + ks[:, None]
     columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     read = tl.minimum(columns, hidden - 1)
     words_ptrs = words_ptr + expert.to(tl.int64) * stride_words
-    words_ptrs += read[:, None] * QUARTER + ks[None, :]
+    words_ptrs += read[:, None] * QUARTER + tl.arange(0, QUARTER)[None, :]
     factors_ptr += expert.to(tl.int64) * stride_factors
     out = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
     for block in range(num_blocks):
-        parts = load_quarters(
+        part = load_block(
             words_ptrs, factors_ptr, block, read, hidden,
             GROUP, IS_MXFP4, act_ptr.dtype.element_ty, IS_PTX,
         )  # fmt: skip
-        for index in tl.static_range(4):
-            at = index * QUARTER
-            x = load_columns(
-                act_ptrs + at, ks + (block * WIDTH + at), size, is_row[None, :], IS_EVEN
-            )
-            part = parts[index]
-            if UPCAST:
-                part, x = part.to(tl.float32), x.to(tl.float32)
-            out = tl.dot(part, x, out, input_precision="ieee")
+        x = load_columns(act_ptrs, ks + block * WIDTH, size, is_row[None, :], IS_EVEN)
+        if UPCAST:
+            part, x = part.to(tl.float32), x.to(tl.float32)
+        out = tl.dot(part, x, out, input_precision="ieee")
         words_ptrs += hidden * QUARTER
         act_ptrs += WIDTH
     out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * stride_out + columns[:, None]
