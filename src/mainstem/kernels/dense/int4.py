@@ -8,8 +8,8 @@ the sum over columns is split among programs, and the last one to arrive adds th
 the same order. `dequantize`: into room that all weights share, for a product through the
 vendor's library. Numbers are the same either way: rounded once to the dtype of x.
 
-An output is one sum over columns from first to last, or a sum of such sums over parts that depend on
-the weight's shape and the tile alone: within one tile a row's bits do not depend on other rows.
+An output is one sum over columns from first to last, or a sum of such sums over parts that depend
+on the weight's shape and the tile alone: within one tile a row's bits do not depend on other rows.
 """
 
 from dataclasses import dataclass
@@ -53,6 +53,7 @@ TILES = (
     Int4Tile(outs=128, tokens=128, warps=8, stages=3, programs=1),
 )
 DETERMINISTIC = TILES[2]  # one kind for every step
+MOST_TOKENS = 512  # of a step whose weights are read as they are; from there on dequantizing pays
 
 
 def multiply(
@@ -114,7 +115,7 @@ def tile_for(tokens: int) -> Int4Tile:
 
 def num_splits(num_out: int, blocks: int, tile: Int4Tile) -> int:
     """Parts of the columns. By the weight's shape alone, so that a row's sum is too."""
-    programs = triton.cdiv(num_out, tile.outs)
+    programs = -(-num_out // tile.outs)
     return max(1, min(tile.programs * _FULL_CARD // programs, blocks // 4, 16))
 
 
@@ -128,9 +129,9 @@ def _arrivals(device: torch.device) -> Tensor:
 def _product_kernel(
     x_ptr, words_ptr, factors_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
     tokens, num_out, num_in, num_blocks, splits, stride_x, stride_out,
-    IS_SPLIT: tl.constexpr, TILE_OUT: tl.constexpr, TILE_TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, IS_EVEN: tl.constexpr, UPCAST: tl.constexpr, IS_PTX: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    IS_SPLIT: tl.constexpr, TILE_OUT: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, IS_EVEN: tl.constexpr,
+    UPCAST: tl.constexpr, IS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of the output and part of the columns."""
     wait_for_ahead(OVERLAPS)

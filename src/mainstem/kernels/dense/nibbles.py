@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
 """4-bit weights as the kernels read them, and how four bits become a number inside a kernel.
 
     words    int16 [.., blocks, out, 32]: a block is 128 columns of every row. Word w of a row holds
@@ -91,21 +92,20 @@ class Nibbles:
         """
         num_in = 2 * values.shape[-1]
         blocks = -(-num_in // BLOCK)
-        if group >= num_in:
-            group = blocks * BLOCK
-        if group not in SMALL_GROUPS and group % BLOCK:
+        if not can_pack_int4(group, num_in):
             raise LayoutError(f"4-bit weights need groups of 32, 64, a multiple of 128 or all "
                               f"columns, got {group}")  # fmt: skip
+        if group >= num_in:
+            group = blocks * BLOCK
         factors = _int4_factors(scales, zeros, group, blocks)
         return cls(_pack_words(values), factors, group, num_in, scales.dtype)
 
     @classmethod
     def mxfp4(cls, values: Tensor, exponents: Tensor, dtype: torch.dtype) -> "Nibbles":
         """values as above, of e2m1; exponents uint8 [.., out, in / 32], of e8m0."""
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise LayoutError(f"MXFP4 weights are computed in bfloat16, got {dtype}")
-        if int(exponents.max()) > _MOST_EXPONENT:
-            raise LayoutError("MXFP4 weights with scales above 2 are not supported")
+        if not can_pack_mxfp4(exponents, dtype):
+            raise LayoutError(f"MXFP4 weights need bfloat16 or float32 and scales of at most 2, "
+                              f"got {dtype} and 2^{int(exponents.max()) - 127}")  # fmt: skip
         num_in = 2 * values.shape[-1]
         factors = _mxfp4_factors(exponents, -(-num_in // BLOCK))
         return cls(_pack_words(values), factors, 32, num_in, dtype, is_mxfp4=True)
@@ -130,6 +130,17 @@ class Nibbles:
             "IS_EVEN": self.num_in % BLOCK == 0,
             "IS_PTX": has_ptx(self.dtype, self.words.device),
         }
+
+
+def can_pack_int4(group: int, num_in: int) -> bool:
+    """Whether kernels take groups of this size."""
+    return group >= num_in or group in SMALL_GROUPS or group % BLOCK == 0
+
+
+def can_pack_mxfp4(exponents: Tensor, dtype: torch.dtype) -> bool:
+    """fp16 has too few exponents, and kernels multiply by 2^(exponent - 1), which must be finite.
+    Waits for the device."""
+    return dtype in (torch.bfloat16, torch.float32) and int(exponents.max()) <= _MOST_EXPONENT
 
 
 def _pack_words(values: Tensor) -> Tensor:
@@ -223,7 +234,7 @@ def load_columns(x_ptrs, columns, num_in, is_row, IS_EVEN: tl.constexpr):
 def _int4_quarters(words, factors, DTYPE: tl.constexpr, IS_PTX: tl.constexpr):
     """int16 [out, 32] and the factors of each quarter -> four of [out, 32] in DTYPE."""
     if IS_PTX:
-        if DTYPE == tl.bfloat16:
+        if tl.bfloat16 == DTYPE:
             first, second, third, fourth = tl.inline_asm_elementwise(
                 _INT4_BF16, "=&r,=&r,=&r,=&r,r", [words],
                 dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
@@ -251,7 +262,7 @@ def _scaled(part, factor, DTYPE: tl.constexpr):
     shift = (factor >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     scale = tl.broadcast_to(scale[:, None], part.shape)
     shift = tl.broadcast_to(shift[:, None], part.shape)
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         scaled = tl.inline_asm_elementwise(
             _SCALE_BF16, "=&r,r,r,r", [part, shift, scale], dtype=tl.bfloat16, is_pure=True, pack=2
         )
@@ -266,11 +277,11 @@ def _scaled(part, factor, DTYPE: tl.constexpr):
 def _plain(words, INDEX: tl.constexpr, factor, DTYPE: tl.constexpr):
     """The same by arithmetic that every target has."""
     part = ((words >> (4 * INDEX)) & 15).to(tl.float32)
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         scale = factor.to(tl.int32).to(tl.float32, bitcast=True)
         shift = (factor >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     else:
-        part += 128.0 if DTYPE == tl.bfloat16 else 1024.0
+        part += 128.0 if tl.bfloat16 == DTYPE else 1024.0
         scale = factor.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
         shift = (factor >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     return ((part + shift[:, None]) * scale[:, None]).to(DTYPE)

@@ -23,7 +23,7 @@ from mainstem.models.block import Attention, Gate
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.experts import GpuExperts
 from mainstem.models.gpu.joins import Joins, Reader, make_joins, make_norm
-from mainstem.models.gpu.linears import Linear, MakeLinear, Rows, choose_linear
+from mainstem.models.gpu.linears import Linear, LinearMaker, Rows
 from mainstem.models.gpu.mlp import DenseMlp, ExpertsMlp, Mlp
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.spec import ExpertsSpec, ModelSpec, QkNorm, Residual
@@ -152,8 +152,8 @@ def load_gpu_decoder(
             f"quantize={quantize.value}: the checkpoint's weights are quantized already "
             f"({spec.quantized}); load it without --quantize"
         )
-    make, make_head = choose_linear(quantize, is_deterministic, source.dtype)
-    compiler = _Compiler(spec, space, make, is_deterministic)
+    linears = LinearMaker(quantize, is_deterministic, source.dtype, space.normed.device)
+    compiler = _Compiler(spec, space, linears, is_deterministic)
     reader = TensorReader(source, spec)
     embedding = reader.embedding()
     pieces, sinks = [], []
@@ -165,7 +165,8 @@ def load_gpu_decoder(
     last = Reader(make_norm(ends.norm, spec), is_fp8=False, room=space.normed)
     following = [piece.attention for piece in pieces[1:]] + [last]
     layers = [piece.join(spec, after) for piece, after in zip(pieces, following, strict=True)]
-    head = make_head(ends.head)
+    head = linears.head(ends.head)
+    linears.finish()
     return GpuDecoder(spec, embedding, pieces[0].attention, layers, head, space, sinks)
 
 
@@ -190,12 +191,12 @@ class _Pieces:
 class _Compiler:
     spec: ModelSpec
     space: Workspace
-    make: MakeLinear
+    linears: LinearMaker
     is_deterministic: bool
 
     def pieces(self, tensors: LayerTensors, index: int) -> _Pieces:
         spec, room = self.spec, self.space.normed
-        qkv, mlp = self.make(tensors.qkv), self._mlp(tensors, index)
+        qkv, mlp = self.linears.layer(tensors.qkv), self._mlp(tensors, index)
         norm = make_norm(tensors.attention_norm, spec)
         is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the norm of attention
         mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
@@ -203,7 +204,7 @@ class _Compiler:
             attention=Reader(norm, qkv.is_fp8, room),
             qkv=qkv,
             head_norm=_head_norm(tensors, spec),
-            out=self.make(tensors.out),
+            out=self.linears.layer(tensors.out),
             mlp_reads=Reader(mlp_norm, mlp.is_fp8, room),
             mlp=mlp,
             tails=(
@@ -221,12 +222,14 @@ class _Compiler:
                 found,
                 spec,
                 space.experts,
-                lambda weight, bias: self.make(Product(weight, bias)),
+                lambda weight, bias: self.linears.layer(Product(weight, bias)),
                 is_deterministic=self.is_deterministic,
             )
             return ExpertsMlp(experts, space)
         assert isinstance(found, MlpTensors)
-        return DenseMlp(self.make(found.first), spec, self.make(found.down), space)
+        return DenseMlp(
+            self.linears.layer(found.first), spec, self.linears.layer(found.down), space
+        )
 
 
 def _head_norm(tensors: LayerTensors, spec: ModelSpec) -> HeadNorm | None:

@@ -44,6 +44,15 @@ class Packing:
     block_rows: int | None = 1  # rows that do; None: all
     has_zeros: bool = False
 
+    @property
+    def bytes_per_param(self) -> float:
+        """Of values and scales, on average over a large weight."""
+        scale_bytes = {PackedKind.FP8: 4, PackedKind.MXFP4: 1}.get(self.kind, 2) + self.has_zeros
+        found = 1 / self.kind.columns_per_value
+        if self.group is not None and self.block_rows is not None:
+            found += scale_bytes / (self.group * self.block_rows)
+        return found
+
     def __str__(self) -> str:
         words = {
             PackedKind.INT4: "4 bits",
