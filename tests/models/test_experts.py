@@ -218,8 +218,15 @@ class Copies:
     def __init__(self, inner: WeightSource) -> None:
         self._inner = inner
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._inner.dtype
+
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         return self._inner.take(name, shape, at).clone()
+
+    def take_packed(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> None:
+        return None
 
 
 @pytest.mark.parametrize("names", [MIXTRAL, GPT_OSS], ids=["separate", "interleaved"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mainstem.models.names import ExpertLayout, Names
-from mainstem.models.packed import PackedStack, PackedWeight, Weight, joined
+from mainstem.models.packed import PackedStack, PackedWeight, Weight, on_top
 from mainstem.models.spec import ExpertsSpec
 from mainstem.models.weights import WeightSource, take_weight
 
@@ -30,6 +30,7 @@ class ExpertTensors:
     shared_gate_up: Weight | None = None  # [2 * shared_size, hidden]
     shared_down: Weight | None = None  # [hidden, shared_size]
     shared_gate: Tensor | None = None  # [1, hidden]
+    is_unpacked: bool = False  # quantized in the checkpoint, but not in a way that can be stacked
 
 
 def read_experts(
@@ -48,6 +49,7 @@ class _Reader:
         self._hidden = hidden_size
         self._prefix = prefix
         self._names = names
+        self._is_unpacked = False
 
     def read(self) -> ExpertTensors:
         spec, names = self._spec, self._names
@@ -71,6 +73,7 @@ class _Reader:
             shared_gate_up=self._shared_gate_up(),
             shared_down=self._shared_down(),
             shared_gate=self._dense(names.shared_gate, 1, hidden) if spec.has_shared_gate else None,
+            is_unpacked=self._is_unpacked,
         )
 
     def _take(self, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Tensor:
@@ -83,15 +86,23 @@ class _Reader:
         weight = self._weight(name, *shape)
         return weight if isinstance(weight, Tensor) else weight.dense(self._source.dtype)
 
-    def _joined(self, weights: Sequence[Weight]) -> Weight:
-        """On top of each other; in act-order, dequantized: experts would need an order each."""
-        packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
-        if len(packed) == len(weights) and all(weight.order is None for weight in packed):
-            whole = joined(packed)
-            if whole is not None:
-                return whole
-        dtype = self._source.dtype
-        return torch.cat([w if isinstance(w, Tensor) else w.dense(dtype) for w in weights])
+    def _joined(self, *weights: Weight) -> Weight:
+        """On top of each other."""
+        whole = on_top(weights, self._source.dtype)
+        self._note(weights, whole)
+        return whole
+
+    def _stackable(self, *weights: Weight) -> Weight:
+        """Likewise; dequantized in act-order, for experts would need an order each."""
+        whole = on_top(weights, self._source.dtype)
+        if isinstance(whole, PackedWeight) and whole.order is not None:
+            whole = whole.dense(self._source.dtype)
+        self._note(weights, whole)
+        return whole
+
+    def _note(self, parts: Sequence[Weight], whole: Weight) -> None:
+        was_packed = any(isinstance(part, PackedWeight) for part in parts)
+        self._is_unpacked |= was_packed and isinstance(whole, Tensor)
 
     def _read_separate(self) -> tuple[Weight, Weight]:
         names, size, hidden = self._names, self._spec.size, self._hidden
@@ -103,9 +114,9 @@ class _Reader:
             )
             gate_up.put(
                 expert,
-                self._joined([self._weight(gate, size, hidden), self._weight(up, size, hidden)]),
+                self._stackable(self._weight(gate, size, hidden), self._weight(up, size, hidden)),
             )
-            down.put(expert, self._joined([self._weight(out, hidden, size)]))
+            down.put(expert, self._stackable(self._weight(out, hidden, size)))
         return gate_up.whole, down.whole
 
     def _stack(self) -> PackedStack:
@@ -164,7 +175,7 @@ class _Reader:
             return None
         names = self._names.shared_gate_up
         rows = 2 * size // len(names)
-        return self._joined([self._weight(name, rows, self._hidden) for name in names])
+        return self._joined(*(self._weight(name, rows, self._hidden) for name in names))
 
     def _shared_down(self) -> Weight | None:
         size = self._spec.shared_size

@@ -19,7 +19,7 @@ from torch import Tensor
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.quantized.packing import PackedKind
 
-__all__ = ["PackedKind", "PackedStack", "PackedWeight", "Weight", "as_tensor", "joined"]
+__all__ = ["PackedKind", "PackedStack", "PackedWeight", "Weight", "as_tensor", "joined", "on_top"]
 
 MXFP4_GROUP = 32
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -146,6 +146,13 @@ class PackedWeight:
             group=cut,
         )
 
+    def compact(self) -> "PackedWeight":
+        """The same in memory of its own: a part keeps the whole alive otherwise."""
+        zeros = None if self.zeros is None else _compact(self.zeros)
+        return replace(
+            self, values=_compact(self.values), scales=_compact(self.scales), zeros=zeros
+        )
+
     def scaled_rows(self, factors: Tensor) -> "PackedWeight":
         """Each row times its factor [out], in the scales."""
         if self.kind is PackedKind.MXFP4:
@@ -262,6 +269,16 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
     )
 
 
+def on_top(weights: Sequence[Weight], dtype: torch.dtype) -> Weight:
+    """Weights on top of each other, packed if they can be; otherwise a tensor of `dtype`."""
+    if len(weights) == 1:
+        return weights[0]
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    if len(packed) == len(weights) and (whole := joined(packed)) is not None:
+        return whole
+    return torch.cat([w if isinstance(w, Tensor) else w.dense(dtype) for w in weights])
+
+
 def _is_alike(one: PackedWeight, other: PackedWeight) -> bool:
     if (one.kind, one.group, one.shape[-1]) != (other.kind, other.group, other.shape[-1]):
         return False
@@ -274,6 +291,12 @@ def _zeros_of(part: PackedWeight) -> Tensor:
     if part.zeros is not None:
         return part.zeros
     return torch.full_like(part.scales, part.kind.middle, dtype=torch.uint8)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _nibbles(packed: Tensor) -> Tensor:

@@ -13,8 +13,16 @@ from torch import Tensor
 
 from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.names import QkvOrder
-from mainstem.models.packed import PackedWeight, Weight, as_tensor, joined
-from mainstem.models.spec import MlpSpec, ModelSpec, NormPlace, QkNorm, Residual, RopeSpec
+from mainstem.models.packed import PackedWeight, Weight, as_tensor, on_top
+from mainstem.models.spec import (
+    ExpertsSpec,
+    MlpSpec,
+    ModelSpec,
+    NormPlace,
+    QkNorm,
+    Residual,
+    RopeSpec,
+)
 from mainstem.models.weights import WeightSource, take_weight
 
 log = logging.getLogger("mainstem.models")
@@ -125,9 +133,7 @@ class TensorReader:
             if has_after
             else None,
             mlp_norm=self._norm(prefix + names.mlp_norm) if has_mlp_norm else None,
-            mlp=self._mlp(prefix, mlp)
-            if isinstance(mlp, MlpSpec)
-            else read_experts(self._source, mlp, spec.hidden_size, prefix, names),
+            mlp=self._mlp(prefix, mlp) if isinstance(mlp, MlpSpec) else self._experts(prefix, mlp),
             after_mlp_norm=self._norm(prefix + names.after_mlp_norm) if has_after else None,
         )
 
@@ -146,9 +152,10 @@ class TensorReader:
         source.finish()
         if self._unpacked:
             log.warning(
-                "%d products are dequantized, for their parts are packed in different ways: %s ...",
+                "%d quantized products are dequantized, for the parts of each differ in their "
+                "groups or the order of their columns, which takes memory: %s",
                 len(self._unpacked),
-                self._unpacked[0],
+                ", ".join(self._unpacked[:3]) + (" ..." if len(self._unpacked) > 3 else ""),
             )
         return EndTensors(norm, head)
 
@@ -190,15 +197,10 @@ class TensorReader:
         return Product(self._joined(names, weights), bias)
 
     def _joined(self, names: Sequence[str], weights: list[Weight]) -> Weight:
-        if len(weights) == 1:
-            return weights[0]
-        packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
-        if len(packed) == len(weights) and (whole := joined(packed)) is not None:
-            return whole
-        if packed:
+        whole = on_top(weights, self._source.dtype)
+        if isinstance(whole, Tensor) and not all(isinstance(part, Tensor) for part in weights):
             self._unpacked.append(" + ".join(names))
-        dtype = self._source.dtype
-        return torch.cat([w if isinstance(w, Tensor) else w.dense(dtype) for w in weights])
+        return whole
 
     def _qkv(self, prefix: str, rope: RopeSpec | None) -> Product:
         spec, names = self._spec, self._names
@@ -224,6 +226,12 @@ class TensorReader:
             self._product(found, rows, hidden, mlp.has_bias),
             self._product([prefix + names.down], [hidden], mlp.size, mlp.has_bias),
         )
+
+    def _experts(self, prefix: str, spec: ExpertsSpec) -> ExpertTensors:
+        experts = read_experts(self._source, spec, self._spec.hidden_size, prefix, self._names)
+        if experts.is_unpacked:
+            self._unpacked.append(f"the experts of {prefix[:-1]}")
+        return experts
 
 
 def _scaled(product: Product, factors: Tensor) -> Product:

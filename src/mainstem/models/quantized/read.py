@@ -49,7 +49,7 @@ def read_packed(
         packed = packed.rows(slice(first_row - rows.start, end_row - rows.start))
     if (columns.start, columns.stop) != (first_column, end_column):
         packed = packed.columns(slice(first_column - columns.start, end_column - columns.start))
-    return packed
+    return packed.compact()
 
 
 def _outwards(first: int, end: int, size: int, unit: int | None) -> slice:
