@@ -32,13 +32,19 @@ from mainstem.kernels.attention.tuning import (
     Tiles,
 )
 from mainstem.kernels.dense.activations import Act, _activation_kernel
+from mainstem.kernels.dense.fp8_blocks import _quantize_groups_kernel
 from mainstem.kernels.dense.head_norms import _head_norm_kernel, _joint_norm_kernel
+from mainstem.kernels.dense.int4 import TILES as INT4_TILES
+from mainstem.kernels.dense.int4 import _dequantize_kernel, _product_kernel
 from mainstem.kernels.dense.invariant import _matmul_kernel
 from mainstem.kernels.dense.logits import _scale_logits_kernel
 from mainstem.kernels.dense.norms import _norm_kernel
 from mainstem.kernels.dense.rows import _quantize_kernel
 from mainstem.kernels.experts.activate import _gated_rows_kernel
 from mainstem.kernels.experts.combine import _combine_kernel
+from mainstem.kernels.experts.packed import FEW as PACKED_FEW
+from mainstem.kernels.experts.packed import MANY as PACKED_MANY
+from mainstem.kernels.experts.packed import _packed_down_kernel, _packed_gate_up_kernel
 from mainstem.kernels.experts.products import FEW, MANY, _down_kernel, _gate_up_kernel
 from mainstem.kernels.experts.products import Tiles as ExpertTiles
 from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router_kernel
@@ -64,7 +70,7 @@ INT_POINTERS = (
     "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr", "tickets_ptr",
     "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr", "ids_ptr", "counts_ptr",
     "sorted_ptr", "sorted_experts_ptr", "ends_ptr", "tile_experts_ptr", "tile_starts_ptr",
-    "experts_ptr",
+    "experts_ptr", "factors_ptr",
 )  # fmt: skip
 LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")
 FLOAT_POINTERS = (
@@ -266,6 +272,43 @@ def _grouped_jobs(tiles: ExpertTiles, target: str, overlaps: dict[str, bool]) ->
         yield Job(kernel, constants, types, {"num_warps": tile.warps, "num_stages": stages})
 
 
+def _packed_jobs(target: str) -> Iterator[Job]:
+    """4-bit weights, and rows for fp8 in blocks."""
+    common = {"OVERLAPS": target == "sm_90", "IS_PTX": target != "gfx942"}
+    int4 = {"GROUP": 128, "IS_MXFP4": False, "IS_EVEN": True, **common}
+    mxfp4 = {"GROUP": 32, "IS_MXFP4": True, "IS_EVEN": False, **common}
+    words = {"words_ptr": "*i16"}
+    yield Job(_dequantize_kernel, {**int4, "GROUP": 32, "TILE_OUT": 64}, words)
+    is_hopper = target == "sm_90"
+    for tile in (INT4_TILES[0], INT4_TILES[-1]) if is_hopper else (INT4_TILES[0],):
+        sizes = {"TILE_OUT": tile.outs, "TILE_TOKENS": tile.tokens, "STEP": tile.blocks}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages if is_hopper else 2}
+        yield Job(
+            _product_kernel,
+            {**int4, **sizes, "IS_SPLIT": tile is INT4_TILES[0], "HAS_BIAS": True, "UPCAST": False},
+            words,
+            options,
+            most_shared=SHARED_BYTES[is_hopper],
+        )
+    for tiles in (PACKED_FEW, PACKED_MANY) if is_hopper else (PACKED_FEW,):
+        gated = {"ACTIVATION": "clamped", "HAS_BIAS": True}
+        for kernel, part, own in (
+            (_packed_gate_up_kernel, tiles.gate_up, gated),
+            (_packed_down_kernel, tiles.down, {}),
+        ):
+            sizes = {"TILE_ROWS": part.rows, "TILE_COLUMNS": part.columns, "GROUP_ROWS": 8}
+            yield Job(
+                kernel,
+                {**mxfp4, **sizes, **own, "UPCAST": False},
+                words,
+                {"num_warps": part.warps, "num_stages": part.stages if is_hopper else 2},
+                most_shared=SHARED_BYTES[is_hopper],
+            )
+    if is_hopper:
+        groups = {"GROUPS": 112, "LANES": 128, "SIZE": 128, "OVERLAPS": True}
+        yield Job(_quantize_groups_kernel, groups, {"out_ptr": "*fp8e4nv"}, {"num_warps": 16})
+
+
 def _copy_jobs() -> Iterator[Job]:
     types = {"layers_ptr": "*i32", "pages_ptr": "*i32", "buffer_ptr": "*i32"}
     yield Job(_spread_kernel, {"TILE": 2048}, types)
@@ -281,6 +324,7 @@ def compile_all(target: str) -> None:
         *_copy_jobs(),
         *_other_jobs(target),
         *_expert_jobs(target),
+        *_packed_jobs(target),
     ):
         names = job.kernel.arg_names
         signature = {n: "constexpr" if n in job.constants else _type_of(n) for n in names}

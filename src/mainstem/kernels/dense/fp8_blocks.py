@@ -2,7 +2,7 @@
 # ruff: noqa: PLR0917
 """fp8 linears with a scale for each 128 x 128 block of the weight, as DeepSeek and Qwen ship them.
 
-    y[:, n] = sum over blocks b of columns:  (q(x)[:, b] @ q(w)[n, b].T) * x_scale[:, b] * w_scale[n, b]
+    y = sum over blocks b of columns: (q(x)[:, b] @ q(w)[:, b].T) * x_scale[:, b] * w_scale[:, b]
 
 Activations are quantized per token and 128 columns. The product is the vendor's library's, which
 has it on Hopper alone. On a CPU the same rounded numbers are multiplied in fp32.
@@ -94,10 +94,11 @@ def quantize_groups(x: Tensor) -> Fp8Rows:
     values = torch.empty(rows, width, dtype=FP8, device=x.device)
     if tokens:
         num_groups = width // BLOCK
+        lanes = triton.next_power_of_2(num_groups)
         _quantize_groups_kernel[(tokens,)](
             x, values, scales, x.stride(0), rows,
-            GROUPS=num_groups, LANES=triton.next_power_of_2(num_groups), SIZE=BLOCK,
-            num_warps=min(max(num_groups // 8, 1), 16), **overlap_options(x.device),
+            GROUPS=num_groups, LANES=lanes, SIZE=BLOCK,
+            num_warps=min(max(lanes // 8, 1), 16), **overlap_options(x.device),
         )  # fmt: skip
     return values, scales.t()
 

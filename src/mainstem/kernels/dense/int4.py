@@ -12,23 +12,26 @@ An output is one sum over columns from first to last, or a sum of such sums over
 on the weight's shape and the tile alone: within one tile a row's bits do not depend on other rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from mainstem.kernels.dense.nibbles import (
+    BLOCK,
     QUARTER,
     WIDTH,
+    WORDS,
     Nibbles,
     load_block,
     load_columns,
 )
 from mainstem.kernels.errors import LayoutError
-from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+from mainstem.kernels.overlap import let_in, overlap_options, wait_alone, wait_for_ahead
 
 _DEQUANTIZED_ROWS = 64
 _FULL_CARD = 132  # multiprocessors of the card that tiles were measured on
@@ -43,16 +46,18 @@ class Int4Tile:
     warps: int
     stages: int
     programs: int  # on a multiprocessor at once: as many are wanted, by splitting columns
+    blocks: int = 1  # of columns in a turn of the loop, where they divide the weight's
 
 
-# by tokens of a step, the largest last
+# by tokens of a step, the largest last; as measured on an H200 (docs/log/gpu.md)
 TILES = (
     Int4Tile(outs=64, tokens=16, warps=4, stages=6, programs=4),
-    Int4Tile(outs=64, tokens=32, warps=4, stages=5, programs=4),
-    Int4Tile(outs=64, tokens=64, warps=4, stages=4, programs=3),
-    Int4Tile(outs=128, tokens=128, warps=8, stages=3, programs=1),
+    Int4Tile(outs=128, tokens=32, warps=4, stages=4, programs=3),
+    Int4Tile(outs=128, tokens=64, warps=8, stages=4, programs=2),
+    Int4Tile(outs=256, tokens=128, warps=8, stages=3, programs=1),
+    Int4Tile(outs=128, tokens=256, warps=8, stages=3, programs=1),
 )
-DETERMINISTIC = TILES[2]  # one kind for every step
+_DETERMINISTIC_TOKENS = 64
 MOST_TOKENS = 512  # of a step whose weights are read as they are; from there on dequantizing pays
 
 
@@ -64,7 +69,7 @@ def multiply(
     _check(x, weight, bias, out)
     if tokens == 0:
         return out
-    tile = tile or tile_for(tokens)
+    tile = tile or tile_for(tokens, x.dtype, x.device)
     tiles = triton.cdiv(num_out, tile.outs) * triton.cdiv(tokens, tile.tokens)
     splits = num_splits(num_out, weight.num_blocks, tile)
     partial, arrived = x, x
@@ -75,7 +80,8 @@ def multiply(
     _product_kernel[(tiles, splits)](
         x, weight.words, weight.factors, x if bias is None else bias, out, partial, arrived,
         tokens, num_out, weight.num_in, weight.num_blocks, splits, x.stride(0), out.stride(0),
-        IS_SPLIT=splits > 1, TILE_OUT=tile.outs, TILE_TOKENS=tile.tokens, HAS_BIAS=bias is not None,
+        IS_SPLIT=splits > 1, TILE_OUT=tile.outs, TILE_TOKENS=tile.tokens,
+        STEP=1 if weight.num_blocks % tile.blocks else tile.blocks, HAS_BIAS=bias is not None,
         UPCAST=x.device.type != "cuda", num_warps=tile.warps, num_stages=tile.stages,
         **weight.options(), **overlap_options(x.device),
     )  # fmt: skip
@@ -109,8 +115,30 @@ def _check(x: Tensor, weight: Nibbles, bias: Tensor | None, out: Tensor) -> None
         raise LayoutError(f"bias must be contiguous [{weight.num_out}], got {tuple(bias.shape)}")
 
 
-def tile_for(tokens: int) -> Int4Tile:
-    return next((tile for tile in TILES if tokens <= tile.tokens), TILES[-1])
+def tile_for(tokens: int, dtype: torch.dtype, device: torch.device) -> Int4Tile:
+    """The smallest that holds all tokens, or the largest."""
+    tiles = _tiles_that_fit(dtype, device)
+    return next((tile for tile in tiles if tokens <= tile.tokens), tiles[-1])
+
+
+def deterministic_tile(dtype: torch.dtype, device: torch.device) -> Int4Tile:
+    """One kind for every step."""
+    return tile_for(_DETERMINISTIC_TOKENS, dtype, device)
+
+
+@cache
+def _tiles_that_fit(dtype: torch.dtype, device: torch.device) -> tuple[Int4Tile, ...]:
+    """Into the shared memory of a multiprocessor, with fewer stages where it is small."""
+    if device.type != "cuda":
+        return TILES
+    most: int = driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+    found = []
+    for tile in TILES:
+        per_stage = tile.outs * (2 * WORDS + 16) + tile.tokens * BLOCK * dtype.itemsize
+        per_stage *= tile.blocks
+        if (stages := min(tile.stages, most // per_stage)) > 1:
+            found.append(replace(tile, stages=stages))
+    return tuple(found)
 
 
 def num_splits(num_out: int, blocks: int, tile: Int4Tile) -> int:
@@ -129,36 +157,40 @@ def _arrivals(device: torch.device) -> Tensor:
 def _product_kernel(
     x_ptr, words_ptr, factors_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
     tokens, num_out, num_in, num_blocks, splits, stride_x, stride_out,
-    IS_SPLIT: tl.constexpr, TILE_OUT: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    IS_SPLIT: tl.constexpr, TILE_OUT: tl.constexpr, TILE_TOKENS: tl.constexpr, STEP: tl.constexpr,
     HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, IS_EVEN: tl.constexpr,
     UPCAST: tl.constexpr, IS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of the output and part of the columns."""
-    wait_for_ahead(OVERLAPS)
+    wait_alone(OVERLAPS)
     tile, split = tl.program_id(0), tl.program_id(1)
     token_tiles = tl.cdiv(tokens, TILE_TOKENS)
     outs = (tile // token_tiles) * TILE_OUT + tl.arange(0, TILE_OUT)
     rows = (tile % token_tiles) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-    first, end = num_blocks * split // splits, num_blocks * (split + 1) // splits
+    first, end = num_blocks // STEP * split // splits, num_blocks // STEP * (split + 1) // splits
     # outputs past the end read the last one again and are not written
     read = tl.minimum(outs, num_out - 1)
     is_token = (rows < tokens)[None, :]
     columns = tl.arange(0, WIDTH)
-    words_ptrs = words_ptr + (first * num_out + read).to(tl.int64)[:, None] * QUARTER
+    words_ptrs = words_ptr + (first * STEP * num_out + read).to(tl.int64)[:, None] * QUARTER
     words_ptrs += tl.arange(0, QUARTER)[None, :]
-    x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * stride_x + (first * WIDTH + columns)[:, None]
+    x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * stride_x
+    x_ptrs += (first * (STEP * WIDTH) + columns)[:, None]
     acc = tl.zeros([TILE_OUT, TILE_TOKENS], tl.float32)
-    for block in range(first, end):
-        part = load_block(
-            words_ptrs, factors_ptr, block, read, num_out,
-            GROUP, IS_MXFP4, x_ptr.dtype.element_ty, IS_PTX,
-        )  # fmt: skip
-        x = load_columns(x_ptrs, columns + block * WIDTH, num_in, is_token, IS_EVEN)
-        if UPCAST:
-            part, x = part.to(tl.float32), x.to(tl.float32)
-        acc = tl.dot(part, x, acc, input_precision="ieee")
-        words_ptrs += num_out * QUARTER
-        x_ptrs += WIDTH
+    for start in range(first, end):
+        for index in tl.static_range(STEP):
+            block = start * STEP + index
+            part = load_block(
+                words_ptrs, factors_ptr, block, read, num_out,
+                GROUP, IS_MXFP4, x_ptr.dtype.element_ty, IS_PTX,
+            )  # fmt: skip
+            x = load_columns(x_ptrs, columns + block * WIDTH, num_in, is_token, IS_EVEN)
+            if UPCAST:
+                part, x = part.to(tl.float32), x.to(tl.float32)
+            acc = tl.dot(part, x, acc, input_precision="ieee")
+            words_ptrs += num_out * QUARTER
+            x_ptrs += WIDTH
+    let_in(OVERLAPS)
     is_written = (outs < num_out)[:, None] & is_token
     is_last = True
     if IS_SPLIT:

@@ -147,11 +147,6 @@ def load_gpu_decoder(
     """Take the weights of `source`, which puts them on the device."""
     if space.experts is not None and quantize is not Quantize.NONE:
         raise ConfigError(f"quantize={quantize.value}: mixtures of experts are not quantized yet")
-    if spec.quantized is not None and quantize is not Quantize.NONE:
-        raise ConfigError(
-            f"quantize={quantize.value}: the checkpoint's weights are quantized already "
-            f"({spec.quantized}); load it without --quantize"
-        )
     linears = LinearMaker(quantize, is_deterministic, source.dtype, space.normed.device)
     compiler = _Compiler(spec, space, linears, is_deterministic)
     reader = TensorReader(source, spec)

@@ -11,7 +11,7 @@ from torch import Tensor
 from mainstem.kernels.dense.fp8 import Fp8Linear, has_fp8
 from mainstem.kernels.dense.fp8_blocks import BLOCK, Fp8BlockLinear, has_block_product
 from mainstem.kernels.dense.fp8_rows import Fp8Rows
-from mainstem.kernels.dense.int4 import DETERMINISTIC, MOST_TOKENS, dequantize, multiply
+from mainstem.kernels.dense.int4 import MOST_TOKENS, dequantize, deterministic_tile, multiply
 from mainstem.kernels.dense.nibbles import Nibbles, can_pack_int4, can_pack_mxfp4
 from mainstem.models.packed import PackedKind, PackedWeight
 
@@ -66,7 +66,8 @@ class NibbleLinear:
         if self._order is not None:
             x = x.index_select(1, self._order)
         if self._is_deterministic:
-            return multiply(x, self._weight, self._bias, out, DETERMINISTIC)
+            tile = deterministic_tile(x.dtype, x.device)
+            return multiply(x, self._weight, self._bias, out, tile)
         if len(x) <= MOST_TOKENS:
             return multiply(x, self._weight, self._bias, out)
         columns = self._room.dense(self._weight).t()
