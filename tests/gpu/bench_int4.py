@@ -106,20 +106,25 @@ def off_by(found: Tensor, right: Tensor) -> float:
 
 def check_int4() -> None:
     """Every tile, dtype and size of groups; twice, since splits leave counts behind."""
-    for num_out, num_in, group in ((1024, 4096, 128), (520, 2880, 32), (4096, 1024, 64),
-                                   (96, 5120, 5120)):  # fmt: skip
-        for dtype, limit in LIMITS.items():
-            weight = some_packed(num_out, num_in, group=group, dtype=dtype)
-            nibbles, dense = as_nibbles(weight, dtype), weight.dense(dtype)
-            assert torch.equal(dequantize(nibbles, torch.empty_like(dense)), dense)
-            bias = some(num_out, seed=1, dtype=dtype)
-            for tokens in (1, 7, 16, 33, 100, 256, 300):
-                x = some(tokens, num_in, seed=tokens, dtype=dtype)
-                right = x.double() @ dense.double().t() + bias.double()
-                for _ in range(2):
-                    out = x.new_full((tokens, num_out), float("nan"))
-                    off = off_by(multiply(x, nibbles, bias, out), right)
-                    assert off < limit, (num_out, num_in, dtype, tokens, off)
+    for num_out, num_in, group, dtype, all_tokens in (
+        (1024, 4096, 128, torch.bfloat16, (1, 7, 16, 33, 100, 300)),
+        (520, 2880, 32, torch.bfloat16, (5, 100)),
+        (4096, 1024, 64, torch.bfloat16, (5, 16)),
+        (96, 5120, 5120, torch.float16, (5, 100)),
+        (520, 2880, 32, torch.float16, (5,)),
+        (200, 640, 128, torch.float32, (5, 100)),
+    ):
+        weight = some_packed(num_out, num_in, group=group, dtype=dtype)
+        nibbles, dense = as_nibbles(weight, dtype), weight.dense(dtype)
+        assert torch.equal(dequantize(nibbles, torch.empty_like(dense)), dense)
+        bias = some(num_out, seed=1, dtype=dtype)
+        for tokens in all_tokens:
+            x = some(tokens, num_in, seed=tokens, dtype=dtype)
+            right = x.double() @ dense.double().t() + bias.double()
+            for _ in range(2):
+                out = x.new_full((tokens, num_out), float("nan"))
+                off = off_by(multiply(x, nibbles, bias, out), right)
+                assert off < LIMITS[dtype], (num_out, num_in, dtype, tokens, off)
 
 
 def check_deterministic() -> None:
@@ -177,7 +182,8 @@ def check_fp8_blocks() -> None:
         on_cpu = Fp8BlockLinear(values.cpu(), scales.cpu(), bias.cpu(), torch.bfloat16)
         for tokens in (1, 3, 16, 77):
             x = some(tokens, num_in, seed=tokens)
-            assert off_by(linear(x).cpu(), on_cpu(x.cpu())) < 4e-3, (num_out, num_in, tokens)
+            # Hopper cuts the products of 32 columns to 14 bits below the largest of them
+            assert off_by(linear(x).cpu(), on_cpu(x.cpu())) < 1.5e-2, (num_out, num_in, tokens)
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

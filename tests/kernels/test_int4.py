@@ -12,6 +12,10 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mainstem.kernels import LayoutError  # noqa: E402
+from mainstem.kernels.dense.fp8_blocks import (  # noqa: E402
+    _quantize_groups_kernel,
+    quantize_groups,
+)
 from mainstem.kernels.dense.int4 import (  # noqa: E402
     Int4Tile,
     dequantize,
@@ -128,9 +132,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 
 def test_tiles_hold_the_tokens() -> None:
-    for tokens in (1, 16, 17, 64, 65, 256):
-        assert tile_for(tokens, torch.bfloat16, CPU).tokens >= tokens
-    assert tile_for(1, torch.bfloat16, CPU).tokens == 16
+    for tokens in (1, 8, 9, 64, 65, 256):
+        assert 2 * tokens + 8 > tile_for(tokens, torch.bfloat16, CPU).tokens >= tokens
     assert tile_for(5000, torch.bfloat16, CPU) == tile_for(256, torch.bfloat16, CPU)
 
 
@@ -171,3 +174,17 @@ def test_what_is_not_taken_is_named() -> None:
     with pytest.raises(LayoutError, match="float32"):
         dequantize(nibbles, torch.empty(48, 256, dtype=torch.float16))
     assert multiply(x[:0], nibbles, None, out[:0]).shape == (0, 48)
+
+
+def test_rows_are_quantized_by_groups_for_fp8_in_blocks() -> None:
+    """The kernel in fp32, whose numbers torch then rounds to fp8 as the card does."""
+    x = some(5, 384) * torch.logspace(-2, 2, 5)[:, None]
+    values, scales = torch.full((16, 384), float("nan")), torch.full((3, 16), float("nan"))
+    _quantize_groups_kernel[(5,)](
+        x, values, scales, x.stride(0), 16, GROUPS=3, LANES=4, SIZE=128, OVERLAPS=False
+    )
+    right, right_scales = quantize_groups(x)
+    assert torch.equal(scales.t()[:5], right_scales)
+    assert torch.equal(values[:5].to(right.dtype).float(), right.float())
+    assert bool(values[5:].isnan().all())
+    assert bool(scales[:, 5:].isnan().all())

@@ -33,7 +33,7 @@ FEW = Tiles(Tile(16, 64, BLOCK, warps=4, stages=4), Tile(16, 64, BLOCK, warps=4,
 SOME = Tiles(Tile(64, 64, BLOCK, warps=4, stages=3), Tile(64, 128, BLOCK, warps=8, stages=4))
 MANY = Tiles(Tile(128, 128, BLOCK, warps=8, stages=3), Tile(128, 128, BLOCK, warps=8, stages=3))
 _MOST_OF_FEW = 8
-_MOST_OF_SOME = 48
+_MOST_OF_SOME = 96
 
 
 def choose_packed(num_rows: int, num_experts: int, is_deterministic: bool) -> Tiles:
