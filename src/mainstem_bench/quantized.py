@@ -8,7 +8,6 @@ and norms stay. The text's first tokens are scored; tokens after them say which 
 import argparse
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -65,8 +64,8 @@ def main(argv: list[str]) -> int:
     grid = Grid(args.group, args.symmetric)
     with TemporaryDirectory() as temporary:
         out = args.out or Path(temporary)
-        _write_checkpoint(
-            folder, out, _round(folder, ids[args.score_tokens :], args.inputs, grid), grid
+        write_checkpoint(
+            folder, out, round_products(folder, ids[args.score_tokens :], args.inputs, grid), grid
         )
         quantize_s = perf_counter() - begin
         before = _score(folder, ids[: args.score_tokens])
@@ -113,11 +112,14 @@ def _score(folder: Path, ids: Int32s) -> float:
 
 
 @torch.inference_mode()
-def _round(folder: Path, ids: Int32s, num_inputs: int, grid: Grid) -> dict[str, Rounded]:
-    """The products of all layers, by name without ".weight"."""
+def round_products(
+    folder: Path, ids: Int32s, num_inputs: int, grid: Grid, length: int = SEQUENCE
+) -> dict[str, Rounded]:
+    """The products of all layers, by name without ".weight", for the first `num_inputs` of `ids` in
+    sequences of `length`; for none, to the nearest."""
     spec = read_spec(folder)
     inputs = torch.from_numpy(ids[:num_inputs].astype(np.int64))
-    inputs = inputs[: len(inputs) // SEQUENCE * SEQUENCE].view(-1, SEQUENCE)
+    inputs = inputs[: len(inputs) // length * length].view(-1, length)
     layers = CalibratedLayers(folder, spec, inputs)
     found: dict[str, Rounded] = {}
     for index in range(spec.num_layers):
@@ -128,32 +130,27 @@ def _round(folder: Path, ids: Int32s, num_inputs: int, grid: Grid) -> dict[str, 
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Config:
-    """quantization_config of what we write."""
-
-    grid: Grid
-
-    def as_json(self) -> dict[str, object]:
-        weights = {
-            "num_bits": 4,
-            "type": "int",
-            "strategy": "group",
-            "group_size": self.grid.group,
-            "symmetric": self.grid.is_symmetric,
-            "dynamic": False,
-        }
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": ["lm_head"],
-        }
+def _config(grid: Grid) -> dict[str, object]:
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": grid.group,
+        "symmetric": grid.is_symmetric,
+        "dynamic": False,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
-def _write_checkpoint(folder: Path, out: Path, products: dict[str, Rounded], grid: Grid) -> None:
+def write_checkpoint(folder: Path, out: Path, products: dict[str, Rounded], grid: Grid) -> None:
+    """What is in `folder`, with these products quantized."""
     out.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():
         if file.suffix in (".json", ".jinja") and "index" not in file.name:
@@ -169,7 +166,7 @@ def _write_checkpoint(folder: Path, out: Path, products: dict[str, Rounded], gri
                     tensors |= _packed(name.removesuffix(".weight"), product, grid)
     save_file(tensors, out / SINGLE_FILE, {"format": "pt"})
     config = json.loads((folder / CONFIG_FILE).read_text())
-    config["quantization_config"] = _Config(grid).as_json()
+    config["quantization_config"] = _config(grid)
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=2))
 
 
