@@ -27,6 +27,7 @@ BENCHES = {
         "mainstem_bench.truncation",
         "reading on after a conversation was cut to the window",
     ),
+    "quantized": ("mainstem_bench.quantized", "perplexity of a model that we quantize to 4 bits"),
     "kernel": ("mainstem_bench.kernel", "span attention on a GPU against its floor"),
     "cuts": ("mainstem_bench.cuts", "random steps of attention, cut in all possible ways"),
 }

@@ -205,12 +205,13 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _words(lines: Iterable[str]) -> frozenset[str]:
+def words_of(lines: Iterable[str]) -> frozenset[str]:
+    """Names that lines of text list."""
     return frozenset(" ".join(lines).split())
 
 
 # none of these changes a decoder's logits
-_HARMLESS = _words((
+_HARMLESS = words_of((
     # names and versions
     "model_type model_name name version model_version transformers_version unsloth_version",
     "unsloth_fixed base_model base_model_name_or_path tokenizer_class transformers.js_config",

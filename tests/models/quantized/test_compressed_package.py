@@ -47,12 +47,18 @@ def scale_shape(weights: dict[str, object]) -> tuple[int, ...]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, dtype)
+        for name in CASES
+        for dtype in (torch.float16, torch.bfloat16)
+        if name != "mxfp4" or dtype == torch.bfloat16  # the package's MXFP4 scales are bf16
+    ],
+    ids=str,
+)
 def test_numbers_are_those_of_the_package(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     weights, file_format = CASES[name]
-    if name == "mxfp4" and dtype == torch.float16:
-        pytest.skip("the package's MXFP4 scales are bf16")
     config = compressed_config(weights, file_format)
     scheme = package.quantization.QuantizationScheme(
         targets=["Linear"], weights=weights, format=file_format
@@ -69,5 +75,5 @@ def test_numbers_are_those_of_the_package(name: str, dtype: torch.dtype, tmp_pat
     stored = compressor.compress(state, scheme)
     right = compressor.decompress(stored, scheme)["weight"]
     found = taken(saved(tmp_path, config, stored, dtype)).dense(right.dtype)
-    assert found.unique().numel() > 8
+    assert len(set(found.flatten().tolist())) > 8
     assert torch.equal(found, right)

@@ -6,7 +6,7 @@ What is not supported is refused by name, with what is.
 from collections.abc import Callable, Iterable, Mapping
 
 from mainstem.core.errors import UnsupportedModel
-from mainstem.models.config_file import Config
+from mainstem.models.config_file import Config, words_of
 from mainstem.models.quantized.compressed_config import read_compressed
 from mainstem.models.quantized.packing import (
     KV_SCALES,
@@ -20,6 +20,18 @@ from mainstem.models.quantized.packing import (
     rules_for,
 )
 
+# how weights were rounded, and how others run them: nothing that a reader needs
+_HARMLESS = words_of((
+    "damp_percent damp_auto_increment static_groups true_sequential act_group_aware mse",
+    "model_name_or_path model_file_base_name meta tokenizer dataset batch_size model_seqlen",
+    "pad_token_id block_name_to_quantize modules_in_block_to_quantize cache_block_outputs",
+    "module_name_preceding_first_block disable_exllama use_exllama exllama_config backend",
+    "use_cuda_fp16 max_input_length device pack_impl parallel_packing offload_to_disk",
+    "offload_to_disk_path autoround_version nsamples seqlen iters lr minmax_lr amp",
+    "enable_minmax_tuning enable_quanted_input low_gpu_mem_usage to_quant_block_names",
+    "do_fuse fuse_max_seq_len modules_to_fuse scale_fmt dequantize kv_cache_scheme",
+    "quantization_status global_compression_ratio version",
+))  # fmt: skip
 _KINDS = {4: PackedKind.INT4, 8: PackedKind.INT8}
 
 
@@ -36,7 +48,14 @@ def read_quantized(config: Config) -> QuantizedSpec | None:
             f"quantization_config: the weights are quantized with quant_method={method or None!r}"
             f"{f', {bits} bits' if bits else ''}; known: {known}. {SUPPORTED}"
         )
-    return _METHODS[method](table)
+    quantized = _METHODS[method](table)
+    unread = (name for name, value in table.unread().items() if value not in (None, False, {}, []))
+    if unknown := sorted(set(unread) - _HARMLESS):
+        fields = ", ".join(f"{name}={table.get(name)!r}" for name in unknown)
+        raise UnsupportedModel(
+            f"quantization_config: {fields} is not known to {method} and may change the answers"
+        )
+    return quantized
 
 
 def _read_gptq(table: Config) -> QuantizedSpec:
