@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import (
     FalconConfig,
     GptOssConfig,
@@ -15,6 +16,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from mainstem.models.cpu.decoder import load_decoder
+from mainstem.models.cpu.quantize import quantize_decoder
+from mainstem.models.families import read_spec
+from mainstem.runner.perplexity import perplexity
 from tests.families.equality import check_batch
 from tests.models.checkpoints import SMALL, SMALL_FALCON
 from tests.models.quantized.cases import CASES, gptq_config
@@ -119,3 +124,14 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
         },
     )
     check_batch(write_gpt_oss(config, tmp_path), tmp_path)
+
+
+def test_int8_is_made_of_quantized_weights_as_of_others(tmp_path: Path) -> None:
+    model = write_quantized(LlamaConfig(**TWO_LAYERS), tmp_path / "packed", BY_NAME["gptq"])
+    model.save_pretrained(tmp_path / "plain")
+    ids = np.random.default_rng(0).integers(3, SMALL["vocab_size"], 64).astype(np.int32)
+    scores = [
+        perplexity(quantize_decoder(load_decoder(folder, read_spec(folder), torch.float32)), ids)
+        for folder in (tmp_path / "packed", tmp_path / "plain")
+    ]
+    assert scores[0] == scores[1]

@@ -57,8 +57,8 @@ class Packing:
         words = {
             PackedKind.INT4: "4 bits",
             PackedKind.INT8: "8 bits",
-            PackedKind.FP8: "fp8",
-            PackedKind.MXFP4: "mxfp4",
+            PackedKind.FP8: "FP8",
+            PackedKind.MXFP4: "MXFP4",
         }[self.kind]
         if self.block_rows is None:
             scales = "one scale"
@@ -113,12 +113,14 @@ class QuantizedSpec:
         packings = [self.packing, *(rule.packing for rule in self.rules)]
         found = dict.fromkeys(str(packing) for packing in packings if packing is not None)
         order = ", act-order" if self.has_order else ""
-        return f"{self.layout.value}, {'; '.join(found) or 'nothing quantized'}{order}"
+        layout = "" if self.layout in (Layout.FP8, Layout.MXFP4) else f"{self.layout.value}, "
+        return f"{layout}{'; '.join(found) or 'nothing quantized'}{order}"
 
 
 def rules_for(names: Iterable[str], packing: Packing | None = None) -> tuple[Rule, ...]:
-    """For modules of these names, whatever stands before and after; likewise all inside them."""
-    return tuple(Rule(rf"(.*\.)?{re.escape(name)}(\..*)?$", packing) for name in names)
+    """For modules of these names, whatever stands before, and all inside them; `*` is anything."""
+    found = (re.escape(name).replace(r"\*", ".*") for name in names)
+    return tuple(Rule(rf"(.*\.)?{name}(\..*)?$", packing) for name in found)
 
 
 def refuse(field: str, found: object, known: str) -> NoReturn:
