@@ -28,6 +28,7 @@ def test_kernels_pass_their_tests_under_the_interpreter(which: str) -> None:
         "tests/runner/test_gpu.py",
         "tests/runner/test_gpu_recipes.py",
         "tests/runner/test_gpu_packed.py",
+        "tests/runner/test_gpu_linears.py",
     ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-m", which, *paths],

@@ -81,6 +81,11 @@ class LinearMaker:
         self._room = DenseRoom(dtype, device)
         self._unpacked: list[str] = []  # what products were packed as
 
+    @property
+    def room_bytes(self) -> int:
+        """Memory that the products share, once they are finished."""
+        return self._room.nbytes
+
     def layer(self, product: Product) -> Linear:
         """A product of a layer."""
         weight, bias = product.weight, product.bias

@@ -25,6 +25,10 @@ class DenseRoom:
         self._most = 0
         self._room: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._room is None else self._room.nbytes
+
     def reserve(self, weight: Nibbles) -> None:
         """Before `open`."""
         assert self._room is None, "the room is open"
