@@ -23,6 +23,7 @@ from triton.runtime import driver
 
 from mainstem.kernels.dense.nibbles import (
     BLOCK,
+    MOST_TILES,
     QUARTER,
     WIDTH,
     WORDS,
@@ -74,13 +75,13 @@ def multiply(
     tile = tile or tile_for(tokens, x.dtype, x.device)
     tiles = triton.cdiv(num_out, tile.outs) * triton.cdiv(tokens, tile.tokens)
     splits = num_splits(num_out, weight.num_blocks, tile)
-    partial, arrived = x, x
+    partial = x
     if splits > 1:
         partial = x.new_empty(splits, tokens, num_out, dtype=torch.float32)
-        arrived = _arrivals(x.device)
-        assert tiles <= len(arrived)
+        if tiles > MOST_TILES:
+            raise LayoutError(f"a product of {tokens} tokens in parts is too large")
     _product_kernel[(tiles, splits)](
-        x, weight.words, weight.factors, x if bias is None else bias, out, partial, arrived,
+        x, weight.words, weight.factors, x if bias is None else bias, out, partial, weight.arrived,
         tokens, num_out, weight.num_in, weight.num_blocks, splits, x.stride(0), out.stride(0),
         IS_SPLIT=splits > 1, TILE_OUT=tile.outs, TILE_TOKENS=tile.tokens,
         STEP=1 if weight.num_blocks % tile.blocks else tile.blocks, HAS_BIAS=bias is not None,
@@ -124,8 +125,8 @@ def tile_for(tokens: int, dtype: torch.dtype, device: torch.device) -> Int4Tile:
 
 
 def deterministic_tile(dtype: torch.dtype, device: torch.device) -> Int4Tile:
-    """One kind for every step."""
-    return tile_for(_DETERMINISTIC_TOKENS, dtype, device)
+    """One kind for every step. Few parts of the columns: large steps have them too, in memory."""
+    return replace(tile_for(_DETERMINISTIC_TOKENS, dtype, device), programs=1)
 
 
 @cache
@@ -147,12 +148,6 @@ def num_splits(num_out: int, blocks: int, tile: Int4Tile) -> int:
     """Parts of the columns. By the weight's shape alone, so that a row's sum is too."""
     programs = -(-num_out // tile.outs)
     return max(1, min(tile.programs * _FULL_CARD // programs, blocks // 4, 16))
-
-
-@cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Counts of programs that have left their part of a tile; each product leaves zeros."""
-    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=("tokens", "splits"))

@@ -28,6 +28,7 @@ BLOCK = 128  # columns
 WORDS = BLOCK // 4  # of a row in a block
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}  # added by the bit masks
 SMALL_GROUPS = (32, 64)  # smaller than a block
+MOST_TILES = 1 << 14  # of a product whose columns are split
 _MOST_EXPONENT = 128  # so that 2^(exponent - 1) is a number
 _ROWS_AT_ONCE = 4096  # that are packed together: what lies between is small beside the weight
 
@@ -83,6 +84,7 @@ class Nibbles:
     group: int  # columns that share factors
     num_in: int
     dtype: torch.dtype  # of the numbers, and of x
+    arrived: Tensor  # int32, zeros between products: programs that have left their part of a tile
     is_mxfp4: bool = False
 
     @classmethod
@@ -98,7 +100,9 @@ class Nibbles:
         if group >= num_in:
             group = blocks * BLOCK
         factors = _int4_factors(scales, zeros, group, blocks)
-        return cls(_pack_words(values), factors, group, num_in, scales.dtype)
+        return cls(
+            _pack_words(values), factors, group, num_in, scales.dtype, _counts(values.device)
+        )
 
     @classmethod
     def mxfp4(cls, values: Tensor, exponents: Tensor, dtype: torch.dtype) -> "Nibbles":
@@ -108,7 +112,8 @@ class Nibbles:
                               f"got {dtype} and 2^{int(exponents.max()) - 127}")  # fmt: skip
         num_in = 2 * values.shape[-1]
         factors = _mxfp4_factors(exponents, -(-num_in // BLOCK))
-        return cls(_pack_words(values), factors, 32, num_in, dtype, is_mxfp4=True)
+        counts = _counts(values.device)
+        return cls(_pack_words(values), factors, 32, num_in, dtype, counts, is_mxfp4=True)
 
     @property
     def num_out(self) -> int:
@@ -130,6 +135,11 @@ class Nibbles:
             "IS_EVEN": self.num_in % BLOCK == 0,
             "IS_PTX": has_ptx(self.dtype, self.words.device),
         }
+
+
+def _counts(device: torch.device) -> Tensor:
+    """Each weight has its own: engines on one card may run at the same time."""
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 def can_pack_int4(group: int, num_in: int) -> bool:
