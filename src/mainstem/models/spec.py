@@ -181,6 +181,7 @@ class ModelSpec:
     quantized: QuantizedSpec | None = None  # weights that the checkpoint has packed
     ignored_fields: tuple[str, ...] = ()  # of the file: not known, and ignored by order
     dropped: tuple[str, ...] = ()  # parts of the checkpoint that are left out, in words
+    vocab_rows: int | None = None  # of embedding and head, on a rank that has a part; None: all
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -246,7 +247,7 @@ class ModelSpec:
     @property
     def num_head_params(self) -> int:
         """Weights of the product behind the layers."""
-        return self.hidden_size * self.vocab_size
+        return self.hidden_size * (self.vocab_rows or self.vocab_size)
 
     @property
     def num_expert_params(self) -> int:

@@ -109,9 +109,14 @@ class QuantizedSpec:
                 return rule.packing
         return self.packing
 
+    @property
+    def packings(self) -> tuple[Packing, ...]:
+        """The different ways in which products are packed."""
+        found = (self.packing, *(rule.packing for rule in self.rules))
+        return tuple(dict.fromkeys(packing for packing in found if packing is not None))
+
     def __str__(self) -> str:
-        packings = [self.packing, *(rule.packing for rule in self.rules)]
-        found = dict.fromkeys(str(packing) for packing in packings if packing is not None)
+        found = [str(packing) for packing in self.packings]
         order = ", act-order" if self.has_order else ""
         layout = "" if self.layout in (Layout.FP8, Layout.MXFP4) else f"{self.layout.value}, "
         return f"{layout}{'; '.join(found) or 'nothing quantized'}{order}"
