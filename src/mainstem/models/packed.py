@@ -28,7 +28,7 @@ _DENSE_ROWS = 1024  # that are dequantized at once: what lies between is small b
 _SCALE_DTYPES = {PackedKind.FP8: torch.float32, PackedKind.MXFP4: torch.uint8}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A weight [.., out, in] that stays quantized; sizes that are no multiples are rounded up."""
 

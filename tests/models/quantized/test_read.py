@@ -102,6 +102,13 @@ def test_modules_by_rules_have_other_bits_or_none(tmp_path: Path) -> None:
     assert quantized.packing_of("lm_head") is None
 
 
+def test_files_decide_what_is_packed(tmp_path: Path) -> None:
+    config = gptq_config(dynamic={r"-:.*up_proj": {}})
+    tensors, right = gptq(np.random.default_rng(0), OUT, WIDTH)
+    found = taken(saved(tmp_path, config, tensors))
+    assert torch.equal(found.dense(torch.float32), torch.from_numpy(right))
+
+
 def _without(tensors: Tensors, name: str) -> Tensors:
     return {key: tensor for key, tensor in tensors.items() if key != name}
 
