@@ -58,7 +58,7 @@ def test_every_number_is_what_the_format_says(case: Case, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "at",
     [(slice(8, 24),), (slice(3, 37),), (slice(None), slice(32, 64)), (slice(16, 40), slice(0, 48))],
-    ids=str,
+    ids=["rows", "odd rows", "columns", "both"],
 )
 def test_a_part_is_a_part_of_the_whole(case: Case, at: tuple[slice, ...], tmp_path: Path) -> None:
     tensors, right = case.make(np.random.default_rng(0), OUT, WIDTH)
