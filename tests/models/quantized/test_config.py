@@ -186,6 +186,7 @@ STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
         (gptq_config(is_marlin_format=True), "is_marlin_format=True"),
         (gptq_config(group_size=20), "group_size=20"),
         (gptq_config(dynamic={"+:.*": {"bits": 3}}), "bits=3"),
+        (gptq_config(dynamic={"+:.*": {"surprise": 3}}), r"dynamic \+:\.\*"),
         (gptq_config(adapter={"rank": 8}), "adapter"),
         (gptq_config(surprise=1), "surprise"),
         ({**AWQ, "version": "gemv"}, "version='gemv' is not supported, only gemm"),

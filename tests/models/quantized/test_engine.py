@@ -33,18 +33,13 @@ from tests.models.quantized.oracles import Case, Numbers, Tensors, gptq
 pytestmark = pytest.mark.torch
 TWO_LAYERS = {**SMALL, "num_hidden_layers": 2}
 BY_NAME = {case.name: case for case in CASES}
-ENGINE_CASES = (
-    "gptq act-order",
-    "gptq v2",
-    "awq",
-    "compressed 4 bits zero points",
-    "compressed int8 bytes",
-    "compressed fp8 per tensor",
-    "fp8 blocks",
+FIRST = ("gptq act-order", "awq", "compressed 4 bits zero points", "fp8 blocks")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in BY_NAME],
 )
-
-
-@pytest.mark.parametrize("name", ENGINE_CASES)
 def test_a_llama_answers_as_its_dequantized_model(name: str, tmp_path: Path) -> None:
     model = write_quantized(LlamaConfig(**TWO_LAYERS), tmp_path, BY_NAME[name])
     check_batch(model, tmp_path)
@@ -65,7 +60,7 @@ def test_a_llama_answers_as_its_dequantized_model(name: str, tmp_path: Path) -> 
     ],
     ids=["biases", "fused", "turns"],
 )
-@pytest.mark.parametrize("name", ["gptq", "fp8 blocks"])
+@pytest.mark.parametrize("name", ["gptq", pytest.param("fp8 blocks", marks=pytest.mark.slow)])
 def test_families_that_fuse_otherwise(config: PreTrainedConfig, name: str, tmp_path: Path) -> None:
     check_batch(write_quantized(config, tmp_path, BY_NAME[name]), tmp_path)
 
@@ -100,7 +95,9 @@ MOE = Qwen3MoeConfig(
 )
 
 
-@pytest.mark.parametrize("name", ["gptq act-order", "awq", "fp8 blocks"])
+@pytest.mark.parametrize(
+    "name", ["gptq act-order", "awq", pytest.param("fp8 blocks", marks=pytest.mark.slow)]
+)
 def test_experts_stay_packed_but_in_act_order(name: str, tmp_path: Path) -> None:
     model = write_quantized_experts(MOE, tmp_path, BY_NAME[name])
     check_batch(model, tmp_path)

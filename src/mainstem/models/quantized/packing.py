@@ -101,9 +101,8 @@ class QuantizedSpec:
     ignored_endings: tuple[str, ...] = ()  # of tensors that are not needed
 
     def packing_of(self, name: str) -> Packing | None:
-        """Of a product by its name, without ".weight"; None where it is not quantized.
-
-        Files may hold a product plainly that the config does not name: readers look."""
+        """Of a product by its name, without ".weight"; None where it is not quantized, as far as
+        the config says."""
         for rule in self.rules:
             if re.match(rule.pattern, name):
                 return rule.packing

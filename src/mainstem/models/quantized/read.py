@@ -35,7 +35,8 @@ def read_packed(
 ) -> PackedWeight | None:
     """The weight of the product `name`, of `shape` [.., out, in]; None where the files hold it
     plainly. `at` names the part wanted, a slice for each of the first axes."""
-    packing, reader = spec.packing_of(name), _READERS[spec.layout]
+    # what the config leaves out may be packed all the same: files decide
+    packing, reader = spec.packing_of(name) or spec.packing, _READERS[spec.layout]
     if packing is None or not reader.has(files, name):
         return None
     _check_groups(name, packing, shape[-1])
