@@ -11,6 +11,7 @@ from time import perf_counter
 from mainstem.cli.flag_types import comma_list, not_negative_count, positive_count
 from mainstem.cli.flags import add_engine_flags
 from mainstem.core.errors import ConfigError
+from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
@@ -23,6 +24,7 @@ from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.workloads import shared
 
+NAME = "decode"  # of requests
 NUM_RUNS = 2
 WARM_STEPS = 20  # that decode all sequences, before the clock starts
 LEAST_CHUNK = 128  # least prompt tokens of a step, if there are that many
@@ -90,7 +92,7 @@ def _submit(engine: Engine, args: argparse.Namespace, seqs: int, seed: int) -> N
     degree, output = args.degree or seqs, num_outputs(args, seqs)
     most = min(SHAPES[args.model_shape].vocab_size, 30_000)
     prompts = shared(seqs // degree, degree, args.prefix, args.own, seed, most)
-    submit_all(engine, "decode", prompts, [output] * seqs)
+    submit_all(engine, NAME, prompts, [output] * seqs)
 
 
 def decode(
@@ -109,6 +111,8 @@ def decode(
     while engine.has_work and counters.steps - before.steps < args.steps:
         engine.step()
     seconds, after = perf_counter() - begin, replace(counters)
+    for index in range(seqs):
+        engine.abort(RequestId(f"{NAME}-{index}"))
     while engine.has_work:
         engine.step()
     engine.clear_cache()
