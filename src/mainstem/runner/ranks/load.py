@@ -1,6 +1,7 @@
 """Weights -> a runner, in this process or on ranks."""
 
 import hashlib
+import logging
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from mainstem.runner.ranks.messages import Begin, Loaded
 from mainstem.runner.ranks.process import MODULE, RankProcess, end_all
 from mainstem.runner.ranks.runner import RankedRunner
 from mainstem.runner.ranks.shared_memory import SharedMemory
+
+log = logging.getLogger("mainstem.engine")
 
 
 def load_model(origin: Origin, config: EngineConfig) -> tuple[Runner, RunnerFacts]:
@@ -61,6 +64,7 @@ def load_ranks(
         except BaseException:
             ranks.kill()
             raise
+        log.info("loaded on %d ranks, processes %s", num_ranks, ranks.pids)
         return RankedRunner(ranks, loaded[0], memory, opened.pop_all()), facts
 
 
