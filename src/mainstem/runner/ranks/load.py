@@ -4,8 +4,6 @@ import hashlib
 import logging
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -43,11 +41,10 @@ def load_ranks(
     part_of(origin.spec, Shard(0, num_ranks))  # ConfigError names the numbers that are possible
     with ExitStack() as opened:
         memory = opened.enter_context(closing(SharedMemory()))
-        # the file in which the ranks find each other
-        meeting = Path(opened.enter_context(TemporaryDirectory(prefix="mainstem-"))) / "ranks"
+        meeting = opened.enter_context(closing(SharedMemory()))
         part, part_config = for_rank(origin), _per_rank(config)
         begins = [
-            Begin(Shard(rank, num_ranks), str(meeting), part, part_config, memory.fd)
+            Begin(Shard(rank, num_ranks), part, part_config, meeting.fd, memory.fd)
             for rank in range(num_ranks)
         ]
         processes: list[RankProcess] = []
