@@ -1,5 +1,5 @@
-"""Memory that the engine's process and its ranks see alike. It has no name; it is gone with the last
-process that has it open.
+"""Memory that the engine's process and its ranks see alike. It has no name, and is gone with the
+last process that has it open.
 
 Pages are saved to one, each rank's part beside the others'. In another one ranks find each other's
 addresses.
