@@ -110,6 +110,7 @@ class LoadedModel:
         remote_secrets: str | Path | None = None,
         store_ttl: float | None = None,
         store_policy: str = "lookahead",
+        store_save: str = "decoding",
         store_fetch: str = "auto",
         preload: str = "auto",
         **others: object,

@@ -31,21 +31,16 @@ from transformers import (
 
 from mainstem.core.config import (
     CacheConfig,
-    DType,
     EngineConfig,
-    ModelConfig,
     Quantize,
-    SchedConfig,
 )
 from mainstem.core.errors import ConfigError
-from mainstem.core.events import EventBus
-from mainstem.core.request import Output, SamplingParams
-from mainstem.engine.build import join
+from mainstem.core.request import Output
 from mainstem.models.collectives import ALONE, Collectives
 from mainstem.models.cpu.decoder import make_decoder
 from mainstem.models.families import read_spec, spec_from_config
 from mainstem.models.shapes import SHAPES
-from mainstem.models.shard import Shard, part_of, shards_that_divide
+from mainstem.models.shard import Cut, Shard, part_of, shards_that_divide
 from mainstem.models.spec import ModelSpec
 from mainstem.models.tensors import TensorReader
 from mainstem.models.weights import RandomWeights, part_shape
@@ -54,13 +49,11 @@ from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import folder_origin
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.single import SingleTokenPass
-from tests.builders import a_request, run_all
 from tests.models.checkpoints import SMALL, write_checkpoint
+from tests.models.rank_outputs import TOLERANCE, a_config, check_same, outputs
 from tests.models.ranks import Thread, run_ranks
 
 CPU = torch.device("cpu")
-TOLERANCE = 1e-4
-TOP = 4
 WIDE = SMALL | {  # query heads for four ranks; KV heads for two, so that four have copies
     "hidden_size": 64,
     "num_attention_heads": 8,
@@ -104,45 +97,6 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "stablelm": StableLmConfig(**WIDE | {"hidden_size": 128}, use_parallel_residual=True),
 }
 QUICK = ("llama", "llama, tied", "falcon 40b", "gpt-oss", "olmo 2", "phi 2")
-
-
-def a_config(quantize: Quantize = Quantize.NONE) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(dtype=DType.FP32, quantize=quantize),
-        cache=CacheConfig(page_size=4, kv_tokens=512),
-        sched=SchedConfig(chunk_tokens=16),
-    )
-
-
-def outputs(
-    folder: Path, ranks: Collectives = ALONE, quantize: Quantize = Quantize.NONE
-) -> list[Output]:
-    """Of prompts that share a beginning, longer than the windows, in chunks; then of a lone one."""
-    config = a_config(quantize)
-    runner, facts = load_cpu_runner(folder_origin(folder), config, ranks)
-    engine = join(runner, facts, config, EventBus())
-    rng = np.random.default_rng(3)
-    head = rng.integers(3, facts.vocab_size, 13).tolist()
-    prompts = [head + rng.integers(3, facts.vocab_size, count).tolist() for count in (2, 9)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=5, logprobs=TOP, prompt_logprobs=TOP)
-    requests = [a_request(ids, name=str(n), sampling=sampling) for n, ids in enumerate(prompts)]
-    found = run_all(engine, requests).outputs
-    found += run_all(engine, [a_request(head[:3], name="lone", sampling=sampling)]).outputs
-    engine.close()
-    return found
-
-
-def check_same(found: Sequence[Output], expected: Sequence[Output], tolerance: float) -> None:
-    assert [(o.request_id, list(o.token_ids)) for o in found] == [
-        (o.request_id, list(o.token_ids)) for o in expected
-    ]
-    for mine, other in zip(found, expected, strict=True):
-        records = [*mine.logprobs, *(mine.prompt_logprobs or ())]
-        others = [*other.logprobs, *(other.prompt_logprobs or ())]
-        for one, two in zip(records, others, strict=True):
-            if one is not None and two is not None:
-                assert one.logprob == pytest.approx(two.logprob, abs=tolerance)
-                assert one.top_logprobs == pytest.approx(two.top_logprobs, abs=tolerance)
 
 
 @pytest.mark.parametrize("of", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -209,7 +163,7 @@ def test_a_part_is_what_a_rank_has() -> None:
 def test_unequal_parts_are_the_whole_without_a_rest() -> None:
     for size in (82, 90, 2880, 1000, 17 * 16):
         for of in (2, 3, 5):
-            parts = [Shard(rank, of).columns(size) for rank in range(of)]
+            parts = [Cut(Shard(rank, of)).columns(size) for rank in range(of)]
             assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
             assert (parts[0].start, parts[-1].stop) == (0, size)
             assert all(part.start % 8 == 0 and part.stop > part.start for part in parts)

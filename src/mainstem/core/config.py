@@ -308,11 +308,19 @@ class SchedConfig:
 
 
 class StorePolicy(Enum):
-    """Which pages leave host memory and disk first."""
+    """Which pages leave the device, host memory and disk first."""
 
     LOOKAHEAD = "lookahead"  # what the waiting queue will not need (AttentionStore 3.3)
     LRU = "lru"
     FIFO = "fifo"
+
+
+class Saving(Enum):
+    """When filled pages go from the device to host memory and on (AttentionStore 3.2.2)."""
+
+    DECODING = "decoding"  # as they fill, prompts and answers, beside the steps that follow
+    END = "end"  # those of prompts as they fill, those of answers when their sequence ends
+    SYNC = "sync"  # all when their sequence ends, and the next step waits: the paper's baseline
 
 
 class Fetch(Enum):
@@ -390,7 +398,15 @@ class StoreConfig:
     )
     policy: StorePolicy = field(
         default=StorePolicy.LOOKAHEAD,
-        metadata=about("which pages leave first", argument="store_policy"),
+        metadata=about("which pages leave first, in every tier", argument="store_policy"),
+    )
+    save: Saving = field(
+        default=Saving.DECODING,
+        metadata=about(
+            "save pages of answers as they fill, when a sequence ends, or then with the next step "
+            "waiting for it",
+            argument="store_save",
+        ),
     )
     fetch: Fetch = field(
         default=Fetch.AUTO,

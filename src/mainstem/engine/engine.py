@@ -213,9 +213,9 @@ class Engine:
         """End what `pin` began; takes what it returned."""
         self._scheduler.unpin(keys)
 
-    def fetch_as(self, config: StoreConfig) -> None:
-        """Change how stored pages are fetched: `fetch` and `preload` of the config."""
-        self._scheduler.fetch_as(config)
+    def change_store(self, config: StoreConfig) -> None:
+        """Use other settings of the store from now on: `fetch`, `preload` and `save`."""
+        self._scheduler.change_store(config)
 
     def flush(self) -> None:
         """Return when every page that must be saved is saved."""

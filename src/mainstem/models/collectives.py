@@ -12,6 +12,9 @@ from torch import Tensor
 
 from mainstem.models.shard import Shard
 
+# torch 2.13 calls it so, and warns of the older name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Collectives(Protocol):
     """Of one rank."""
@@ -95,6 +98,6 @@ class ProcessGroup:
     def _gather_parts(self, x: Tensor) -> Tensor:
         """[ranks, *shape of x]"""
         there = x if self.is_capturable or not x.is_cuda else x.cpu()
-        parts = there.new_empty(self.shard.of, *x.shape)
-        dist.all_gather(list(parts), there, group=self._group)
-        return parts.to(x.device)
+        parts = there.new_empty(self.shard.of * len(x), *x.shape[1:])
+        _all_gather(parts, there, group=self._group)
+        return parts.view(self.shard.of, *x.shape).to(x.device)

@@ -14,8 +14,8 @@ from mainstem.core.errors import ConfigError
 from mainstem.models.spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
 
 MOST_RANKS = 64  # that `shards_that_divide` tries
-_EQUAL_UNIT = 8  # parts of MLPs and experts are equal if these are multiples (kernels ask for it)
-_UNIT = 16  # ... and multiples of this otherwise
+_UNIT = 16  # parts of an MLP that is not cut equally are multiples, and those of the vocabulary
+_EQUAL_UNIT = 8  # equal parts are multiples of this, which kernels ask for
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +33,54 @@ class Shard:
     def is_whole(self) -> bool:
         return self.of == 1
 
-    def columns(self, size: int) -> slice:
-        """The rank's columns of an MLP of `size`: equal parts, or else some units of 16."""
-        unit = size // self.of if _is_equal(size, self.of) else _UNIT
-        units = size // unit
-        end = units * (self.rank + 1) // self.of * unit
-        return slice(units * self.rank // self.of * unit, size if end + unit > size else end)
-
-    def heads(self, count: int) -> slice:
-        """The rank's query heads, of `count`; those of KV heads, too, where there are enough."""
-        return slice(count * self.rank // self.of, -(-count * (self.rank + 1) // self.of))
-
-    def vocabulary(self, size: int) -> slice:
-        """The rank's tokens; the last ranks may have fewer, or none."""
-        rows = vocabulary_rows(size, self.of)
-        return slice(min(size, rows * self.rank), min(size, rows * (self.rank + 1)))
-
 
 WHOLE = Shard()
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where the parts of a rank lie in the model's tensors."""
+
+    shard: Shard = WHOLE
+    group: int = 1  # columns of a quantized weight that share a scale: not cut if it can be helped
+
+    @classmethod
+    def of(cls, spec: ModelSpec, shard: Shard) -> "Cut":
+        packings = () if spec.quantized is None else spec.quantized.packings
+        return cls(shard, max((packing.group or 1 for packing in packings), default=1))
+
+    def heads(self, count: int) -> slice:
+        """Query heads or KV heads, of `count`; one KV head of fewer than ranks."""
+        rank, of = self.shard.rank, self.shard.of
+        return slice(count * rank // of, -(-count * (rank + 1) // of))
+
+    def columns(self, size: int) -> slice:
+        """Of an MLP of `size`: equal parts if these are fit for kernels, otherwise whole units."""
+        rank, of = self.shard.rank, self.shard.of
+        unit = self._unit(size)
+        units = size // unit
+        end = size if rank == of - 1 else units * (rank + 1) // of * unit
+        return slice(units * rank // of * unit, end)
+
+    def can_cut(self, size: int) -> bool:
+        """Whether every rank has some of so many columns."""
+        return size // self._unit(size) >= self.shard.of
+
+    def _unit(self, size: int) -> int:
+        of = self.shard.of
+        if size % (of * max(_EQUAL_UNIT, self.group)) == 0:
+            return size // of
+        return max(_UNIT, self.group)
+
+    def vocabulary(self, size: int) -> slice:
+        """Tokens; the last ranks may have fewer than `vocabulary_rows`, or none."""
+        rows, rank = vocabulary_rows(size, self.shard.of), self.shard.rank
+        return slice(min(size, rows * rank), min(size, rows * (rank + 1)))
+
+
 def vocabulary_rows(size: int, of: int) -> int:
     """Rows of embedding and head on each rank: equal, so that some at the end may be padding."""
-    rows = -(-size // of)
-    return size if of == 1 else -(-rows // _UNIT) * _UNIT
+    return size if of == 1 else -(-size // (of * _UNIT)) * _UNIT
 
 
 def part_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
@@ -69,7 +93,8 @@ def part_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
             f"{spec.architecture} cannot be split over {shard.of} ranks: {reason}; possible "
             f"numbers of ranks: {possible}"
         )
-    layers = {layer: _part_of_layer(layer, shard) for layer in set(spec.layers)}
+    cut = Cut.of(spec, shard)
+    layers = {layer: _part_of_layer(layer, cut) for layer in set(spec.layers)}
     return replace(
         spec,
         num_heads=spec.num_heads // shard.of,
@@ -84,14 +109,15 @@ def shards_that_divide(spec: ModelSpec, most: int = MOST_RANKS) -> tuple[int, ..
     return tuple(of for of in range(1, most + 1) if of == 1 or _obstacle(spec, of) is None)
 
 
-def _part_of_layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
+def _part_of_layer(layer: LayerSpec, cut: Cut) -> LayerSpec:
     mlp = layer.mlp
     if isinstance(mlp, ExpertsSpec) and mlp.shared_size is not None:
-        mlp = replace(mlp, shared_size=_length(shard.columns(mlp.shared_size)))
-    return replace(layer, mlp=replace(mlp, size=_length(shard.columns(mlp.size))))
+        mlp = replace(mlp, shared_size=length(cut.columns(mlp.shared_size)))
+    return replace(layer, mlp=replace(mlp, size=length(cut.columns(mlp.size))))
 
 
-def _length(part: slice) -> int:
+def length(part: slice) -> int:
+    """Of a slice with both ends."""
     return int(part.stop - part.start)
 
 
@@ -101,15 +127,12 @@ def _obstacle(spec: ModelSpec, of: int) -> str | None:
         return f"num_attention_heads={spec.num_heads} is not a multiple of it"
     if spec.num_kv_heads % of and of % spec.num_kv_heads:
         return f"num_key_value_heads={spec.num_kv_heads} is neither a multiple nor a divisor of it"
+    cut = Cut.of(spec, Shard(0, of))
     for mlp in {layer.mlp for layer in spec.layers}:
         for size in _sizes(mlp):
-            if not _is_equal(size, of) and size // _UNIT < of:
-                return f"an MLP of {size} columns has no {_UNIT} for each"
+            if not cut.can_cut(size):
+                return f"an MLP of {size} columns has no {max(_UNIT, cut.group)} for each"
     return None
-
-
-def _is_equal(size: int, of: int) -> bool:
-    return size % (of * _EQUAL_UNIT) == 0
 
 
 def _sizes(mlp: MlpSpec | ExpertsSpec) -> list[int]:

@@ -17,6 +17,7 @@ from enum import Enum
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.names import Names
+from mainstem.models.quantized.packing import QuantizedSpec
 
 
 class NormKind(Enum):
@@ -177,6 +178,7 @@ class ModelSpec:
     has_tied_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    quantized: QuantizedSpec | None = None  # weights that the checkpoint has packed
     ignored_fields: tuple[str, ...] = ()  # of the file: not known, and ignored by order
     dropped: tuple[str, ...] = ()  # parts of the checkpoint that are left out, in words
     vocab_rows: int | None = None  # of embedding and head, on a rank that has a part; None: all

@@ -1,9 +1,10 @@
 """A checkpoint's tensors in the form in which backends take them, read layer by layer.
 
 Whatever a family calls them and however it fuses them, a layer has here: queries, keys and values
-in one product, gate and up in one, gains as they are multiplied.
+in one product, gate and up in one, gains as they are multiplied. Quantized products stay packed.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,17 +15,47 @@ from torch.nn import functional as F
 
 from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.names import QkvOrder
-from mainstem.models.shard import WHOLE, Shard, part_of
-from mainstem.models.spec import MlpSpec, ModelSpec, NormPlace, QkNorm, Residual, RopeSpec
-from mainstem.models.weights import WeightSource
+from mainstem.models.packed import PackedWeight, Weight, as_tensor, on_top
+from mainstem.models.shard import WHOLE, Cut, Shard, part_of
+from mainstem.models.spec import (
+    ExpertsSpec,
+    MlpSpec,
+    ModelSpec,
+    NormPlace,
+    QkNorm,
+    Residual,
+    RopeSpec,
+)
+from mainstem.models.weights import WeightSource, take_weight
+
+log = logging.getLogger("mainstem.models")
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
     """weight [out, in], bias [out]."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
+
+    @property
+    def dense(self) -> Tensor:
+        """The weight of a product that is not packed."""
+        return as_tensor(self.weight)
+
+    def unpacked(self, dtype: torch.dtype) -> "Product":
+        """The same with its weight as a tensor."""
+        if isinstance(self.weight, Tensor):
+            return self
+        return Product(self.weight.dense(dtype), self.bias)
+
+    def rows_at(self, index: Tensor) -> "Product":
+        """The rows of these numbers, in this order."""
+        weight, bias, index = self.weight, self.bias, index.to(self.weight.device)
+        return Product(
+            weight[index] if isinstance(weight, Tensor) else weight.rows_at(index),
+            None if bias is None else bias[index],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +112,9 @@ class TensorReader:
     def __init__(self, source: WeightSource, spec: ModelSpec, shard: Shard = WHOLE) -> None:
         self._source = source
         self._spec = spec
-        self._shard = shard
+        self._cut = Cut.of(spec, shard)
         self._names = spec.names
+        self._unpacked: list[str] = []  # products that could not stay as they are
         self.part = part_of(spec, shard)
 
     def embedding(self) -> Tensor:
@@ -100,7 +132,7 @@ class TensorReader:
         q_norm, k_norm = self._qk_norms(prefix)
         sinks = None
         if spec.layers[index].attention.has_sinks:
-            heads = self._shard.heads(spec.num_heads)
+            heads = self._cut.heads(spec.num_heads)
             sinks = self._take(prefix + names.sinks, spec.num_heads, at=(heads,)).float()
         return LayerTensors(
             attention_norm=self._norm(prefix + names.attention_norm) if has_before else None,
@@ -110,7 +142,7 @@ class TensorReader:
             out=self._summed(
                 prefix + names.out,
                 spec.num_heads * spec.head_dim,
-                _times(self._shard.heads(spec.num_heads), spec.head_dim),
+                _times(self._cut.heads(spec.num_heads), spec.head_dim),
                 spec.has_out_bias,
             ),
             sinks=sinks,
@@ -118,9 +150,7 @@ class TensorReader:
             if has_after
             else None,
             mlp_norm=self._norm(prefix + names.mlp_norm) if has_mlp_norm else None,
-            mlp=self._mlp(prefix, mlp)
-            if isinstance(mlp, MlpSpec)
-            else read_experts(self._source, mlp, spec.hidden_size, prefix, names, self._shard),
+            mlp=self._mlp(prefix, mlp) if isinstance(mlp, MlpSpec) else self._experts(prefix, mlp),
             after_mlp_norm=self._norm(prefix + names.after_mlp_norm) if has_after else None,
         )
 
@@ -131,11 +161,18 @@ class TensorReader:
         norm = self._norm(names.final_norm)
         if spec.has_tied_embeddings:
             source.drop(f"{names.head}.weight")
-            weight = embedding
+            weight: Weight = embedding
         else:
-            weight = self._vocabulary(f"{names.head}.weight", spec.hidden_size)
+            weight = self._head()
         bias = self._vocabulary(f"{names.head}.bias") if spec.has_head_bias else None
         source.finish()
+        if self._unpacked:
+            log.warning(
+                "%d quantized products are dequantized, for the parts of each differ in their "
+                "groups or the order of their columns, which takes memory: %s",
+                len(self._unpacked),
+                ", ".join(self._unpacked[:3]) + (" ..." if len(self._unpacked) > 3 else ""),
+            )
         return EndTensors(norm, Product(weight, bias))
 
     def _take(self, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Tensor:
@@ -144,10 +181,21 @@ class TensorReader:
     def _vocabulary(self, name: str, *width: int) -> Tensor:
         """The rank's rows of embedding or head; zeros for tokens that there are none of."""
         size = self._spec.vocab_size
-        tokens = self._shard.vocabulary(size)
-        found = self._take(name, size, *width, at=(tokens,))
-        missing = (self.part.vocab_rows or size) - len(found)
-        return F.pad(found, (0, 0) * len(width) + (0, missing)) if missing else found
+        tokens = self._cut.vocabulary(size)
+        return self._padded(self._take(name, size, *width, at=(tokens,)))
+
+    def _head(self) -> Weight:
+        size, name = self._spec.vocab_size, self._names.head
+        tokens = self._cut.vocabulary(size)
+        found = take_weight(self._source, name, size, self._spec.hidden_size, at=(tokens,))
+        if isinstance(found, Tensor):
+            return self._padded(found)
+        has_all = len(found.values) == (self.part.vocab_rows or size)
+        return found if has_all else self._padded(found.dense(self._source.dtype))
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        missing = (self.part.vocab_rows or self._spec.vocab_size) - len(rows)
+        return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
     def _norm(self, name: str) -> NormTensors:
         norm, size = self._spec.norm, self._spec.hidden_size
@@ -170,24 +218,30 @@ class TensorReader:
             if spec.qk_norm is QkNorm.HEADS:
                 gains.append(self._gain(f"{prefix}{name}.weight", spec.head_dim))
             else:
-                part = _times(self._shard.heads(count), spec.head_dim)
+                part = _times(self._cut.heads(count), spec.head_dim)
                 gains.append(self._gain(f"{prefix}{name}.weight", count * spec.head_dim, part))
         return gains[0], gains[1]
 
     def _product(self, rows: Sequence[_Rows], width: int, has_bias: bool) -> Product:
         """These rows on top of each other."""
-        weights = [self._take(f"{r.name}.weight", r.whole, width, at=(r.part,)) for r in rows]
+        weights = [take_weight(self._source, r.name, r.whole, width, at=(r.part,)) for r in rows]
+        weight = on_top(weights, self._source.dtype)
+        if isinstance(weight, Tensor) and not all(isinstance(part, Tensor) for part in weights):
+            self._unpacked.append(" + ".join(r.name for r in rows))
         bias = None
         if has_bias:
-            bias = _joined([self._take(f"{r.name}.bias", r.whole, at=(r.part,)) for r in rows])
-        return Product(_joined(weights), bias)
+            biases = [self._take(f"{r.name}.bias", r.whole, at=(r.part,)) for r in rows]
+            bias = biases[0] if len(biases) == 1 else torch.cat(biases)
+        return Product(weight, bias)
 
     def _summed(self, name: str, width: int, columns: slice, has_bias: bool) -> Product:
         """Some columns of a product, whose answer is summed over ranks: the first has the bias."""
-        hidden = self._spec.hidden_size
-        at = (slice(0, hidden), columns)
-        weight, bias = self._take(f"{name}.weight", hidden, width, at=at), None
-        if has_bias and self._shard.rank == 0:
+        hidden, quantized = self._spec.hidden_size, self._spec.quantized
+        at = (slice(0, hidden), columns) if columns != slice(0, width) else ()
+        weight, bias = take_weight(self._source, name, hidden, width, at=at), None
+        if at and quantized is not None and quantized.has_order and isinstance(weight, Tensor):
+            self._unpacked.append(name)
+        if has_bias and self._cut.shard.rank == 0:
             bias = self._take(f"{name}.bias", hidden)
         elif has_bias:
             self._source.drop(f"{name}.bias")
@@ -196,14 +250,14 @@ class TensorReader:
     def _qkv(self, prefix: str, rope: RopeSpec | None) -> Product:
         spec = self._spec
         names = [prefix + name for name in self._names.qkv]
-        rows = _qkv_rows(spec, self._shard, names)
+        rows = _qkv_rows(spec, self._cut, names)
         product = self._product(rows, spec.hidden_size, spec.has_qkv_bias)
         if rope is None or rope.score_factor == 1.0 or rope.rotary_dim == spec.head_dim:
             return product
         return _scaled(product, _unrotated_factors(self.part, rope).to(product.weight.device))
 
     def _mlp(self, prefix: str, mlp: MlpSpec) -> MlpTensors:
-        names, size, columns = self._names, mlp.size, self._shard.columns(mlp.size)
+        names, size, columns = self._names, mlp.size, self._cut.columns(mlp.size)
         found = [prefix + name for name in names.gate_up]
         if mlp.is_gated and len(found) == 1:
             up = slice(size + columns.start, size + columns.stop)
@@ -215,11 +269,18 @@ class TensorReader:
             self._summed(prefix + names.down, size, columns, mlp.has_bias),
         )
 
+    def _experts(self, prefix: str, spec: ExpertsSpec) -> ExpertTensors:
+        hidden = self._spec.hidden_size
+        experts = read_experts(self._source, spec, hidden, prefix, self._names, self._cut)
+        if experts.is_unpacked:
+            self._unpacked.append(f"the experts of {prefix[:-1]}")
+        return experts
 
-def _qkv_rows(spec: ModelSpec, shard: Shard, names: Sequence[str]) -> list[_Rows]:
+
+def _qkv_rows(spec: ModelSpec, cut: Cut, names: Sequence[str]) -> list[_Rows]:
     """Where the queries, keys and values of a rank lie; three tensors or one."""
     dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
-    group, queries, keys = heads // kv_heads, shard.heads(heads), shard.heads(kv_heads)
+    group, queries, keys = heads // kv_heads, cut.heads(heads), cut.heads(kv_heads)
     if len(names) == 3:
         parts = zip(names, (heads, kv_heads, kv_heads), (queries, keys, keys), strict=True)
         return [_Rows(name, count * dim, _times(part, dim)) for name, count, part in parts]
@@ -259,17 +320,14 @@ def _merged(rows: Sequence[_Rows]) -> list[_Rows]:
     return merged
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
 def _scaled(product: Product, factors: Tensor) -> Product:
     """Rows times these factors, rounded once."""
     weight, bias = product.weight, product.bias
-    return Product(
-        (weight * factors[:, None]).to(weight.dtype),
-        None if bias is None else (bias * factors).to(bias.dtype),
-    )
+    if isinstance(weight, PackedWeight):
+        weight = weight.scaled_rows(factors)
+    else:
+        weight = (weight * factors[:, None]).to(weight.dtype)
+    return Product(weight, None if bias is None else (bias * factors).to(bias.dtype))
 
 
 def _unrotated_factors(spec: ModelSpec, rope: RopeSpec) -> Tensor:

@@ -47,7 +47,7 @@ class FolderOrigin:
         return digest.digest()
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return Checkpoint(self.folder, dtype, device, self.spec.names)
+        return Checkpoint(self.folder, dtype, device, self.spec.names, self.spec.quantized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class RandomOrigin:
         return hashlib.sha256(f"{self.spec}:{self.seed}".encode()).digest()
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return RandomWeights(dtype, device, self.seed)
+        return RandomWeights(dtype, device, self.seed, self.spec.quantized)
 
 
 @dataclass(frozen=True, slots=True)

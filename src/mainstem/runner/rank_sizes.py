@@ -6,14 +6,16 @@ from pathlib import Path
 
 from mainstem.core.config import DType
 from mainstem.models.families import read_spec
+from mainstem.models.quantized.packing import Layout, PackedKind
 from mainstem.models.shard import Shard, part_of, shards_that_divide
+from mainstem.models.spec import ModelSpec
 
 MOST_RANKS = 16  # that are listed
 
 
 @dataclass(frozen=True, slots=True)
 class RankSize:
-    """Of the rank that has most."""
+    """Of the rank that has most; weights without norms, biases and zero points, which are few."""
 
     num_ranks: int
     weight_bytes: int
@@ -35,8 +37,22 @@ def rank_sizes(folder: Path, dtype: DType = DType.AUTO) -> tuple[RankSize, ...]:
         sizes.append(
             RankSize(
                 num_ranks=of,
-                weight_bytes=max(part.num_weights for part in parts) * element_bytes,
+                weight_bytes=max(_weight_bytes(part, element_bytes) for part in parts),
                 kv_bytes_per_token=parts[0].kv_elements_per_token * element_bytes,
             )
         )
     return tuple(sizes)
+
+
+def _weight_bytes(spec: ModelSpec, element_bytes: int) -> int:
+    plain = spec.num_weights
+    quantized = spec.quantized
+    if quantized is None or not quantized.packings:
+        return plain * element_bytes
+    packed = spec.num_layer_params + spec.num_idle_params
+    if quantized.layout is Layout.MXFP4:  # of experts alone
+        packed = spec.num_expert_params + spec.num_idle_params
+    packing = quantized.packing or quantized.packings[0]
+    scale_bytes = 1 if packing.kind is PackedKind.MXFP4 else element_bytes
+    each = 1 / packing.kind.columns_per_value + scale_bytes / (packing.group or float("inf"))
+    return (plain - packed) * element_bytes + round(packed * each)

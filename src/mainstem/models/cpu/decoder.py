@@ -2,6 +2,7 @@
 
 A CPU pays per call, so gains are folded into the products behind them where that is exact enough
 (fp32), and the two dims of a rotary pair are adjacent, which makes a rotation one complex product.
+Packed products are dequantized: the CPU's products are dense, or int8 (quantize.py).
 The pass has no hidden state: tokens, attention and gate come as arguments, K and V live wherever
 the attention object keeps them.
 
@@ -172,7 +173,8 @@ class Decoder:
 
 def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     """Read a checkpoint; UnsupportedModel names tensors that are missing or out of place."""
-    return make_decoder(Checkpoint(folder, dtype, names=spec.names), spec)
+    checkpoint = Checkpoint(folder, dtype, names=spec.names, quantized=spec.quantized)
+    return make_decoder(checkpoint, spec)
 
 
 def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives = ALONE) -> Decoder:
@@ -183,10 +185,10 @@ def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives =
     layers, sinks = [], []
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
-        layers.append(_compile(tensors, part, index, ranks))
+        layers.append(_compile(tensors, part, index, checkpoint.dtype, ranks))
         sinks.append(tensors.sinks)
     ends = reader.ends(embedding)
-    head = DenseLinear(ends.head.weight, ends.head.bias)
+    head = _linear(ends.head, checkpoint.dtype)
     return Decoder(part, embedding, layers, _norm(ends.norm, part), head, sinks, ranks)
 
 
@@ -204,13 +206,20 @@ def pack(decoder: Decoder, max_bytes: int) -> None:
             linear.pack()
 
 
-def _compile(tensors: LayerTensors, spec: ModelSpec, index: int, ranks: Collectives) -> Layer:
-    qkv = _in_order(tensors.qkv, _qkv_order(spec))
+def _linear(product: Product, dtype: torch.dtype) -> DenseLinear:
+    return DenseLinear(product.unpacked(dtype).dense, product.bias)
+
+
+def _compile(
+    tensors: LayerTensors, spec: ModelSpec, index: int, dtype: torch.dtype, ranks: Collectives
+) -> Layer:
+    qkv = tensors.qkv.unpacked(dtype).rows_at(_qkv_order(spec))
     attention_norm, qkv = _folded(tensors.attention_norm, qkv, spec)
-    mlp_norm, mlp = _mlp(tensors, spec, index)
-    norms = (tensors.after_attention_norm, tensors.after_mlp_norm)
-    first_tail, second_tail = (_tail(norm, spec, ranks) for norm in norms)
-    tails = (first_tail, second_tail)
+    mlp_norm, mlp = _mlp(tensors, spec, index, dtype)
+    tails = (
+        _tail(tensors.after_attention_norm, spec, ranks),
+        _tail(tensors.after_mlp_norm, spec, ranks),
+    )
     finish = finish_serial
     if spec.residual is not Residual.SERIAL:
         finish = finish_parallel if ranks.shard.is_whole else finish_parallel_with_tail
@@ -218,9 +227,9 @@ def _compile(tensors: LayerTensors, spec: ModelSpec, index: int, ranks: Collecti
         finish = finish_serial_with_tails
     return Layer(
         attention_norm=attention_norm,
-        qkv=DenseLinear(qkv.weight, qkv.bias),
+        qkv=_linear(qkv, dtype),
         head_norm=_head_norm(tensors, spec, ranks),
-        out=DenseLinear(tensors.out.weight, tensors.out.bias),
+        out=_linear(tensors.out, dtype),
         mlp_norm=attention_norm if spec.residual is Residual.PARALLEL else mlp_norm,
         mlp=mlp,
         finish=finish,
@@ -228,7 +237,9 @@ def _compile(tensors: LayerTensors, spec: ModelSpec, index: int, ranks: Collecti
     )
 
 
-def _mlp(tensors: LayerTensors, spec: ModelSpec, index: int) -> tuple[Norm, Mlp | CpuExperts]:
+def _mlp(
+    tensors: LayerTensors, spec: ModelSpec, index: int, dtype: torch.dtype
+) -> tuple[Norm, Mlp | CpuExperts]:
     """With the norm that it reads."""
     mlp, found = spec.layers[index].mlp, tensors.mlp
     if isinstance(mlp, ExpertsSpec):
@@ -236,10 +247,9 @@ def _mlp(tensors: LayerTensors, spec: ModelSpec, index: int) -> tuple[Norm, Mlp 
         norm = Identity() if tensors.mlp_norm is None else _norm(tensors.mlp_norm, spec)
         return norm, CpuExperts(found, mlp)
     assert isinstance(found, MlpTensors)
-    norm, first = _folded(tensors.mlp_norm, found.first, spec)
+    norm, first = _folded(tensors.mlp_norm, found.first.unpacked(dtype), spec)
     activate = (gated if mlp.is_gated else plain)(mlp.activation)
-    down = DenseLinear(found.down.weight, found.down.bias)
-    return norm, Mlp(DenseLinear(first.weight, first.bias), activate, down)
+    return norm, Mlp(_linear(first, dtype), activate, _linear(found.down, dtype))
 
 
 def _folded(tensors: NormTensors | None, product: Product, spec: ModelSpec) -> tuple[Norm, Product]:
@@ -248,10 +258,10 @@ def _folded(tensors: NormTensors | None, product: Product, spec: ModelSpec) -> t
     if tensors is None:
         return Identity(), product
     is_rms = spec.norm.kind is NormKind.RMS and tensors.bias is None
-    if not is_rms or spec.residual is not Residual.SERIAL or product.weight.dtype != torch.float32:
+    if not is_rms or spec.residual is not Residual.SERIAL or product.dense.dtype != torch.float32:
         return _norm(tensors, spec), product
     norm = RmsNorm(None, spec.hidden_size, spec.norm.eps)
-    return norm, Product(product.weight * norm_scale(tensors.gain), product.bias)
+    return norm, Product(product.dense * norm_scale(tensors.gain), product.bias)
 
 
 def _norm(tensors: NormTensors, spec: ModelSpec) -> Norm:
@@ -288,11 +298,6 @@ def _head_norm(
     k_norm = RmsNorm(norm_scale(k_gain), len(k_gain), eps)
     kind = HeadNorm if spec.qk_norm is QkNorm.HEADS else RowNorm
     return kind(q_norm, k_norm, spec.num_heads, spec.num_kv_heads, dim)
-
-
-def _in_order(product: Product, order: Tensor) -> Product:
-    bias = product.bias
-    return Product(product.weight[order], None if bias is None else bias[order])
 
 
 def _qkv_order(spec: ModelSpec) -> Tensor:

@@ -163,7 +163,12 @@ def load_gpu_decoder(
     `spec` is that of the whole model, `space` is for the part."""
     if space.experts is not None and quantize is not Quantize.NONE:
         raise ConfigError(f"quantize={quantize.value}: mixtures of experts are not quantized yet")
-    make, make_head = choose_linear(quantize, is_deterministic)
+    if spec.quantized is not None and quantize is not Quantize.NONE:
+        raise ConfigError(
+            f"quantize={quantize.value}: the checkpoint's weights are quantized already "
+            f"({spec.quantized}); load it without --quantize"
+        )
+    make, make_head = choose_linear(quantize, is_deterministic, source.dtype)
     reader = TensorReader(source, spec, ranks.shard)
     spec = reader.part
     compiler = _Compiler(spec, space, make, is_deterministic, ranks)
