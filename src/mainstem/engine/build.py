@@ -1,7 +1,8 @@
 """Config -> Engine: the only place where parts are chosen and joined."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,8 @@ def build_engine(
     if dropped := origin.spec.dropped:
         log.warning("%s is loaded without %s", config.model.model, ", ".join(dropped))
     runner, facts = load_model(origin, config)
-    return join(runner, facts, config, bus or EventBus(), choose_kept, around)
+    with closed_on_error(runner):
+        return join(runner, facts, config, bus or EventBus(), choose_kept, around)
 
 
 def build_random_engine(
@@ -65,7 +67,18 @@ def build_random_engine(
     runner, facts = load_model(RandomOrigin(shape, seed), config)
     name = f"random weights, {config.model.model or shape.architecture}"
     named = replace(config, model=replace(config.model, model=name))
-    return join(runner, facts, named, bus or EventBus())
+    with closed_on_error(runner):
+        return join(runner, facts, named, bus or EventBus())
+
+
+@contextmanager
+def closed_on_error(runner: Runner) -> Iterator[None]:
+    """A runner has processes and device memory that nobody else would give back."""
+    try:
+        yield
+    except BaseException:
+        runner.close()
+        raise
 
 
 def with_chunk(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
