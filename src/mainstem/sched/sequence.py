@@ -38,6 +38,7 @@ class Sequence:
     origins: Origins | None = None  # where pages kept through a truncation are
     num_dropped_tokens: int = 0  # of the prompt, by truncation
     has_fetched: bool = False  # pages are brought up for it from lower tiers
+    num_loaded_pages: int = 0  # that were brought up ahead of its turn when that was last done
     num_pages_then: int = -1  # that it had on the device when that was last done; -1: never
     has_asked: bool = False  # other processes, by way of a tier that they fill, for its pages
     asked: PageKey | None = None  # what the answer goes by, while it is to come
