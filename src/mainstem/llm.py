@@ -94,6 +94,8 @@ class LoadedModel:
         chat_template: str | Path | None = None,
         allow_special_tokens: bool = False,
         deterministic: bool = False,
+        tensor_parallel: int = 1,
+        ranks_on_one_gpu: bool = False,
         ignore_config_fields: str | Sequence[str] | None = None,
         seed: int = 0,
         truncation_ratio: float = 0.5,

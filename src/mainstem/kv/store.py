@@ -7,7 +7,7 @@ from enum import Enum
 
 import numpy as np
 
-from mainstem.core.config import StoreConfig
+from mainstem.core.config import Saving, StoreConfig
 from mainstem.core.errors import OutOfPages
 from mainstem.core.events import EventBus, PagesCleared, PagesEvicted
 from mainstem.core.ids import PageKey
@@ -298,6 +298,11 @@ class KVStore:
     def is_reading(self) -> bool:
         """Whether a load waits for a tier below host memory."""
         return self._traffic is not None and self._traffic.tiers.is_reading
+
+    def save_as(self, saving: Saving) -> None:
+        """Save pages at other moments from now on."""
+        if self._traffic is not None:
+            self._traffic.saving = saving
 
     def stored(self, keys: Sequence[PageKey]) -> Stored:
         """How many of these pages, the leading ones, lower tiers have."""

@@ -42,7 +42,7 @@ class Traffic:
         saving: Saving = Saving.DECODING,
     ) -> None:
         self._pool = pool
-        self._saving = saving
+        self.saving = saving
         self._index = index
         self.tiers = tiers
         self._bus = bus
@@ -90,12 +90,12 @@ class Traffic:
         for filled in [step for step in self._filling if step <= step_id]:
             pages = np.concatenate(self._filling.pop(filled))
             self._is_filling[pages] = False
-            if self._saving is not Saving.SYNC:
+            if self.saving is not Saving.SYNC:
                 self.save(pages)
 
     def note_filled(self, pages: Int32s) -> None:
         """Steps that have run filled these pages of answers."""
-        if self._saving is Saving.DECODING:
+        if self.saving is Saving.DECODING:
             self.save(pages)
 
     @contextmanager
@@ -144,7 +144,7 @@ class Traffic:
         """A sequence ends with these pages, in chain order: what is not stored yet is saved."""
         self.tiers.note_use(list(self._index.named(pages)))
         self.save(pages)
-        if self._saving is Saving.SYNC:
+        if self.saving is Saving.SYNC:
             self._finish_saves()
 
     def _finish_saves(self) -> None:

@@ -342,8 +342,10 @@ class Scheduler:
             prompts=self._running.prompts(),
         )
 
-    def fetch_as(self, config: StoreConfig) -> None:
-        """Use other settings from now on for what is loaded, and when a prompt starts on it."""
+    def change_store(self, config: StoreConfig) -> None:
+        """Use other settings from now on for what is loaded, when a prompt starts on it, and when
+        pages are saved."""
+        self._store.save_as(config.save)
         if self._loader.fetching is not None:
             self._loader.fetching = replace(self._loader.fetching, config=config)
 

@@ -34,6 +34,9 @@ class KeptRunner:
     def drain(self) -> None:
         self._runner.drain()
 
+    def check(self) -> None:
+        self._runner.check()
+
     def close(self) -> None:
         self._runner.drain()
 

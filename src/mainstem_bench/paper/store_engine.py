@@ -25,7 +25,7 @@ from mainstem.core.config import (
 from mainstem.engine.build import with_chunk
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import sharegpt_turns
-from mainstem_bench.sessions import Bench, Sessions
+from mainstem_bench.session_engine import Bench, Sessions
 
 REPEATS = 3
 LAYERS = ("all", "0", "5", "10", "15", "auto")  # read buffers, in layers; all: nothing overlaps
@@ -193,7 +193,7 @@ def run_saving(settings: Settings) -> Iterator[Line]:
 
 def _load_by(bench: Bench, layers: str) -> None:
     """Always load what is stored, with a read buffer of `layers`."""
-    bench.engine.fetch_as(replace(bench.config.store, preload=layers, fetch=Fetch.ALWAYS))
+    bench.engine.change_store(replace(bench.config.store, preload=layers, fetch=Fetch.ALWAYS))
 
 
 def run_documents(settings: Settings) -> Iterator[Line]:
