@@ -27,10 +27,12 @@ Bools = NDArray[np.bool_]
 LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
 # Shares of a little less: else a span of whole shares would be cut into one unit less by rounding.
 ROUNDING = 0.97
-# Large spans are also cut into stretches of one length, and a rest each, for some numbers of
-# multiprocessors: stretches that are so much longer than if all had the same share.
+# Where equal parts of large spans would end so much later than equal shares of all, they are also
+# cut into stretches of one length, and a rest each, for some numbers of multiprocessors; stretches
+# are so much longer than a share.
+UNEVEN_PARTS = 1.08
 RESTS_ON = np.array([64, 80, 96, 112, 132]) / 132
-OVER_SHARE = np.array([1.02, 1.06, 1.1, 1.15, 1.22, 1.3, 1.4])
+OVER_SHARE = np.array([1.02, 1.06, 1.12, 1.2, 1.3])
 # Large units that end late cost more than such that begin on more multiprocessors than needed.
 INDIFFERENT = 1.015
 ROUNDS = np.arange(4.0)  # of large units on a multiprocessor that are looked at one by one
@@ -302,8 +304,8 @@ class _Spans(NamedTuple):
 
     def cut_with_rests(self, places: Sequence[float], shape: Shape) -> list[_Way]:
         """Some ways: stretches of one length for all spans, and what is left of each. A few rests
-        fill a multiprocessor, so all can be used, whatever the number of spans is. One way for each
-        number of places: that which would end first.
+        fill a multiprocessor, so all are used, whatever number and length spans have. One way for
+        each number of places: that which would end first.
         """
         tile, count = max(shape.tiles.large_k, shape.page_size), len(OVER_SHARE)
         each = float(self.seen @ self.copies) / np.array(places).repeat(count)
@@ -438,11 +440,13 @@ def _options(kinds: _Kinds, shape: Shape) -> list[Option]:
     each = small.cut([float(programs)], shape)[0]
     shares, places = _large_shares(sms)
     found: dict[tuple[float, float, float], _Way] = {}
-    on = [max(float(round(sms * share)), 1.0) for share in RESTS_ON]
-    for way, count in (
-        *zip(large.cut(shares, shape, places), places, strict=True),
-        *zip(large.cut_with_rests(on, shape), on, strict=True),
-    ):
+    ways = list(zip(large.cut(shares, shape, places), places, strict=True))
+    works = [way.work for way, _ in ways]
+    least_us = min(work.us for work in works) / sms
+    if shape.tiles.is_split and min(work.last_us for work in works) > UNEVEN_PARTS * least_us:
+        on = [max(float(round(sms * share)), 1.0) for share in RESTS_ON]
+        ways += zip(large.cut_with_rests(on, shape), on, strict=True)
+    for way, count in ways:
         units = way.work.units
         found.setdefault((units, way.work.longest_us, min(count, units)), way)
     options = [Option(kinds, way, each, int(used)) for (_, _, used), way in found.items()]
