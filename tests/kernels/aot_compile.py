@@ -31,7 +31,11 @@ from mainstem.kernels.attention.tuning import (
     Tiles,
 )
 from mainstem.kernels.dense.activations import Act, _activation_kernel
-from mainstem.kernels.dense.head_norms import _head_norm_kernel, _joint_norm_kernel
+from mainstem.kernels.dense.head_norms import (
+    _head_norm_kernel,
+    _joint_norm_kernel,
+    _joint_squares_kernel,
+)
 from mainstem.kernels.dense.invariant import _matmul_kernel
 from mainstem.kernels.dense.logits import _scale_logits_kernel
 from mainstem.kernels.dense.norms import _norm_kernel
@@ -231,8 +235,11 @@ def _norm_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:
     for is_stablelm in (False, True):
         kind = {"IS_LAYER": is_stablelm, "HAS_OWN_GAINS": is_stablelm}
         yield Job(_head_norm_kernel, {**heads, **kind})
-    joint = {"Q_SIZE": 4096, "Q_BLOCK": 4096, "K_SIZE": 1024, "K_BLOCK": 1024, "IS_LAYER": False}
-    yield Job(_joint_norm_kernel, {**joint, **overlaps})
+    joint = {"Q_SIZE": 4096, "Q_BLOCK": 4096, "K_SIZE": 1024, "K_BLOCK": 1024, **overlaps}
+    yield Job(_joint_norm_kernel, {**joint, "IS_LAYER": False, "squares_ptr": None})
+    of_ranks = {"squares_ptr": "*fp32"}
+    yield Job(_joint_norm_kernel, {**joint, "IS_LAYER": False}, of_ranks)
+    yield Job(_joint_squares_kernel, joint, of_ranks)
     if has_fp8:
         yield Job(_norm_kernel, llama, {"out_ptr": "*fp8e4nv"})
         yield Job(_quantize_kernel, row, {"out_ptr": "*fp8e4nv"})
