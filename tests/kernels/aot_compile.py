@@ -1,6 +1,7 @@
 """Compiles every kernel for a target, without its card.
 
-`python -m tests.kernels.aot_compile TARGET`
+`python -m tests.kernels.aot_compile TARGET`, or `layouts` for Hopper's kernels with more layouts of
+heads.
 
 Prints one line per kernel. A process of its own, since the other kernel tests need the interpreter.
 """
@@ -69,6 +70,8 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+LAYOUTS = "layouts"
+TARGETS[LAYOUTS] = TARGETS["sm_90"]
 INT_POINTERS = (
     "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr", "tickets_ptr",
     "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr", "ids_ptr", "counts_ptr",
@@ -137,17 +140,22 @@ class HopperShape:
 HOPPER_SHAPES = (
     HopperShape(),
     HopperShape(64, 32, 32),
+    HopperShape(80, 32, 13, 1, has_window=True),
+    HopperShape(96, 64),
+    HopperShape(256, 16, 2, has_window=True, softcap=50.0),
+)
+MORE_SHAPES = (
     HopperShape(128, 64, has_window=True),
     HopperShape(128, 16, 8, 2),
+    HopperShape(128, 16, 8, 1, has_window=True, softcap=50.0),
+    HopperShape(64, 16, 71, 1),
     HopperShape(80, 16, 1, 32),
-    HopperShape(80, 32, 13, 1, has_window=True),
-    HopperShape(96, 64, 4, 8),
-    HopperShape(256, 16, 2, 8, has_window=True, softcap=50.0),
     HopperShape(256, 64, 12, 1),
+    HopperShape(256, 16, 8, 2, has_window=True, softcap=50.0),
 )
 
 
-def _hopper_jobs(shapes: Sequence[HopperShape] = HOPPER_SHAPES) -> Iterator[Job]:
+def _hopper_jobs(shapes: Sequence[HopperShape]) -> Iterator[Job]:
     for shape in shapes:
         tiles = SPLIT_TILES[shape.head_dim]
         cut = Shape(shape.group, shape.kv_heads, shape.page_size, 264, tiles)
@@ -165,7 +173,7 @@ def _hopper_jobs(shapes: Sequence[HopperShape] = HOPPER_SHAPES) -> Iterator[Job]
             "num_warps": hopper_small.NUM_WARPS,
             "maxnreg": hopper_small.max_registers(tiles.programs_per_sm),
         }
-        for is_first in (False, True):
+        for is_first in (False, True) if shape == HopperShape() else (False,):
             own = {"FOLD": cut.fold, "SPLITS": cut.splits, "STAGES": tiles.small_stages,
                    "IS_FIRST": is_first}  # fmt: skip
             yield _gluon_job(
@@ -175,7 +183,7 @@ def _hopper_jobs(shapes: Sequence[HopperShape] = HOPPER_SHAPES) -> Iterator[Job]
                 options,
                 (228 << 10) // tiles.programs_per_sm - 1024,
             )
-    for head_dim in SPLIT_TILES:
+    for head_dim in {shape.head_dim for shape in shapes}:
         merge = {"HEADS": 32, "HEAD_DIM": head_dim, "DIM": 1 << (head_dim - 1).bit_length(),
                  "IS_ORDERED": False, "HAS_LSE": True, "IS_PACKED": True,
                  "OVERLAPS": True}  # fmt: skip
@@ -372,17 +380,21 @@ def _copy_jobs() -> Iterator[Job]:
     yield Job(_move_kernel, {"BLOCK": 1024})
 
 
+def _jobs(target: str) -> Iterator[Job]:
+    if target == LAYOUTS:
+        yield from _hopper_jobs(MORE_SHAPES)
+        return
+    yield from _attention_jobs(HOPPER if target == "sm_90" else FALLBACK)
+    if target == "sm_90":
+        yield from _hopper_jobs(HOPPER_SHAPES)
+    yield from _copy_jobs()
+    yield from _other_jobs(target)
+    yield from _expert_jobs(target)
+    yield from _packed_jobs(target)
+
+
 def compile_all(target: str) -> None:
-    tiles = HOPPER if target == "sm_90" else FALLBACK
-    hopper_jobs = _hopper_jobs() if target == "sm_90" else ()
-    for job in (
-        *_attention_jobs(tiles),
-        *hopper_jobs,
-        *_copy_jobs(),
-        *_other_jobs(target),
-        *_expert_jobs(target),
-        *_packed_jobs(target),
-    ):
+    for job in _jobs(target):
         names = job.kernel.arg_names
         signature = {n: "constexpr" if n in job.constants else _type_of(n) for n in names}
         source = job.source(
