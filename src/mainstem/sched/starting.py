@@ -103,7 +103,7 @@ class Starter:
         awaited = self._loader.awaited_answer(found) or self._loader.load(found, tokens_ahead)
         movable = NOTHING_MOVABLE
         if awaited is None and found.sequence.origins is not None:
-            wanted = range(len(found.match.pages), (found.num_known - 1) // self._page_size)
+            wanted = found.pages_to_find(self._page_size)
             movable = found.sequence.origins.find(self._store, wanted, work.filled_pages)
             awaited = movable.awaited
         if awaited is not None:
@@ -199,6 +199,9 @@ class Starter:
         return Chunk(slot, num_before, token_ids)
 
     def _announce(self, sequence: Sequence, num_cached: int) -> None:
+        if sequence.weighing is not None:
+            sequence.weighing.restart()
+            return
         request_id, index = sequence.request.request_id, sequence.index
         num_known = len(sequence.request.prompt_ids) + len(sequence.output_ids)
         if sequence.num_cached_tokens is None:
