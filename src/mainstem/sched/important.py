@@ -1,7 +1,7 @@
 """Truncation by attention: the pages go that the last tokens of a conversation attend to least.
 
-    before    | sink |       candidates       |  recent ...         |   what the last cut left
-    weighed   | sink |       candidates       | ... | last 64 tokens |   read once, to weigh candidates
+    before    | sink |       candidates       | recent tokens        |   what the last cut left
+    weighed   | sink |       candidates       | ... | last 64 tokens |   what is read once more
     cut       the candidates with the least attention go, as many as a cut drops
 
 The last tokens are read once more, by a sequence of their own that answers nothing: on top of the

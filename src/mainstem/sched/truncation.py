@@ -15,8 +15,6 @@ the pages that go are not the oldest ones, but chosen by attention (sched/import
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.request import ChooseKept, Overflow, Request
