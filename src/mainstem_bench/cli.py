@@ -28,6 +28,7 @@ BENCHES = {
         "reading on after a conversation was cut to the window",
     ),
     "kernel": ("mainstem_bench.kernel", "span attention on a GPU against its floor"),
+    "paper": ("mainstem_bench.paper.command", "figures and tables of three papers, redone"),
     "cuts": ("mainstem_bench.cuts", "random steps of attention, cut in all possible ways"),
 }
 

@@ -174,19 +174,19 @@ class JobRun:
 def run_job(
     engine: Engine,
     prompts: Prompts,
-    output: int,
+    output: int | Int64s,
     is_planned: bool,
     after_step: Callable[[Counters], None] = lambda _: None,
     scorings: Sequence[Scoring] | None = None,
 ) -> JobRun:
-    """Answer every prompt with `output` tokens, greedily, or score it. Planning and submitting are
-    in the time.
+    """Answer every prompt with `output` tokens, or each with its own number of them, greedily, or
+    score it. Planning and submitting are in the time.
 
     Raises AssertionError if an answer is missing or short.
     """
     counters = Counters().attach(engine.bus)
     began_s = perf_counter()
-    outputs = np.full(len(prompts), output)
+    outputs = np.broadcast_to(np.asarray(output, np.int64), len(prompts))
     order = Order.planned(prompts, outputs) if is_planned else Order.as_given(prompts)
     feed = Feed(engine, prompts, order, outputs, scorings)
     run = JobRun(plan_s=perf_counter() - began_s, counters=counters)
@@ -203,5 +203,6 @@ def run_job(
         after_step(counters)
     run.seconds = perf_counter() - began_s
     assert len(run.answers) == len(prompts), "an answer is missing"
-    assert all(len(tokens) == output for tokens in run.answers.values()), "an answer is short"
+    is_whole = (len(tokens) == outputs[index] for index, tokens in run.answers.items())
+    assert all(is_whole), "an answer is short"
     return run

@@ -1,0 +1,165 @@
+"""AttentionStore (KV kept between the turns of conversations): its figures and tables."""
+
+from mainstem_bench.paper import store_data as data
+from mainstem_bench.paper import store_engine as engine
+from mainstem_bench.paper import store_pictures as pictures
+from mainstem_bench.paper import store_simulated as simulated
+from mainstem_bench.paper import store_simulated_pictures as drawn
+from mainstem_bench.paper.item import Item, Where
+
+ON_H200 = "one H200 instead of A100s; random weights, which cost the same time; "
+SIMULATED = (
+    "simulated by `mainstem simulate` at the speed of the paper's A100s, because there are no four "
+    "A100s here; 5,671 conversations instead of 9,000, shorter ones; they end at the window and "
+    "are not cut; times between turns are those of people in a chat"
+)
+
+
+def _compared(number: int, title: str, claim: str, compared: drawn.Compared) -> Item:
+    """One of the figures that a single simulation answers."""
+    return Item(
+        name=f"store-fig{number}",
+        title=f"AttentionStore Fig. {number}: {title}",
+        claim=claim,
+        differs=SIMULATED,
+        where=Where.CPU,
+        full_s=60,
+        quick_s=2,
+        run=simulated.run_models,
+        verdict=compared.judge,
+        plot=compared.plot,
+    )
+
+
+ITEMS: tuple[Item, ...] = (
+    Item(
+        name="store-fig1",
+        title="AttentionStore Fig. 1: time of prefill and of a decode step",
+        claim="prefill grows with the prompt, a decode step stays about the same (LLaMA-70B, "
+        "batch 8, 4 A100s)",
+        differs=ON_H200 + "8B instead of 70B, which one card cannot hold in 16 bits",
+        where=Where.GPU,
+        full_s=25,
+        quick_s=2,
+        run=engine.run_phases,
+        verdict=pictures.judge_phases,
+        plot=pictures.plot_phases,
+    ),
+    Item(
+        name="store-fig2",
+        title="AttentionStore Fig. 2: turns and lengths of ShareGPT's conversations",
+        claim="73 % have more than one turn; 47 % are longer than 2K tokens, 30 % longer than 4K",
+        differs="the first 5,671 of about 90,000 conversations; another tokenizer (Qwen 2.5)",
+        where=Where.CPU,
+        full_s=2,
+        quick_s=1,
+        run=data.run_sessions,
+        verdict=data.judge_sessions,
+        plot=data.plot_sessions,
+    ),
+    Item(
+        name="store-fig4",
+        title="AttentionStore Fig. 4: history in a prompt, and the time to compute it again",
+        claim="more than 99 % of a late turn's prompt is history, and so is 99 % of its prefill "
+        "time (Mistral-7B, one A100)",
+        differs=ON_H200 + "mean lengths of each turn",
+        where=Where.GPU,
+        full_s=25,
+        quick_s=2,
+        run=engine.run_turns,
+        verdict=pictures.judge_turns,
+        plot=pictures.plot_turns,
+    ),
+    _compared(
+        13,
+        "hit rate of the store",
+        "86 %, 71 %, 89 % and 90 % for LLaMA-13B, LLaMA-65B, LLaMA-70B and Falcon-40B",
+        drawn.HITS,
+    ),
+    _compared(
+        14,
+        "time to the first token",
+        "85 %, 61 %, 87 % and 86 % less than computing again",
+        drawn.TTFT,
+    ),
+    _compared(15, "prefill throughput", "6.8, 2.6, 7.8 and 7.2 times as much", drawn.PREFILL),
+    _compared(
+        16, "GPU time of the whole workload", "4.0, 1.9, 3.3 and 3.4 times less", drawn.GPU_TIME
+    ),
+    _compared(17, "cost of the whole workload", "70 %, 43 %, 66 % and 68 % less", drawn.COST),
+    Item(
+        name="store-fig18",
+        title="AttentionStore Fig. 18: loading history against computing it",
+        claim="faster than computing at every share of history from 500 to 900 of 1,000 tokens "
+        "(LLaMA-13B, batch 16, one A100)",
+        differs=ON_H200 + "PCIe 5 instead of 4",
+        where=Where.GPU,
+        full_s=40,
+        quick_s=3,
+        run=engine.run_loading,
+        verdict=pictures.judge_loading,
+        plot=pictures.plot_loading,
+    ),
+    Item(
+        name="store-fig19",
+        title="AttentionStore Fig. 19: loading by layers, and the read buffer",
+        claim="35 % less time than loading first without a buffer, 61 % less with 15 layers "
+        "(LLaMA-13B, batch 16, 1K tokens of history, 100 new)",
+        differs=ON_H200 + "the batch is timed alone, not behind another job",
+        where=Where.GPU,
+        full_s=30,
+        quick_s=2,
+        run=engine.run_buffers,
+        verdict=pictures.judge_buffers,
+        plot=pictures.plot_buffers,
+    ),
+    Item(
+        name="store-fig21",
+        title="AttentionStore Fig. 21: look-ahead against LRU and FIFO",
+        claim="at 128 GB and 10 TB 86 % of hits against 58 % and 48 %, 99.6 % of them in DRAM",
+        differs=SIMULATED,
+        where=Where.CPU,
+        full_s=120,
+        quick_s=2,
+        run=simulated.run_policies,
+        verdict=drawn.judge_policies,
+        plot=drawn.plot_policies,
+    ),
+    Item(
+        name="store-fig23",
+        title="AttentionStore Fig. 23: how much storage a hit rate takes",
+        claim="51 % of hits with a tenth of CCpUT, 98 % with a quarter",
+        differs=SIMULATED,
+        where=Where.CPU,
+        full_s=120,
+        quick_s=2,
+        run=simulated.run_capacity,
+        verdict=drawn.judge_capacity,
+        plot=drawn.plot_capacity,
+    ),
+    Item(
+        name="store-fig25",
+        title="AttentionStore Fig. 25: first token and prefill throughput with long documents",
+        claim="95 % less time to the first token and 22 times the throughput at 28K tokens "
+        "(Mistral-7B, batch 1)",
+        differs=ON_H200 + "3 tasks after the first",
+        where=Where.GPU,
+        full_s=30,
+        quick_s=2,
+        run=engine.run_documents,
+        verdict=pictures.judge_ttft,
+        plot=pictures.plot_ttft,
+    ),
+    Item(
+        name="store-fig26",
+        title="AttentionStore Fig. 26: time of a task, and answer throughput with long documents",
+        claim="prefill falls from 41 % of a task to 1.2 %; up to 67 % more answer tokens a second",
+        differs=ON_H200 + "3 tasks after the first",
+        where=Where.GPU,
+        full_s=30,
+        quick_s=2,
+        run=engine.run_documents,
+        verdict=pictures.judge_tasks,
+        plot=pictures.plot_tasks,
+    ),
+)
