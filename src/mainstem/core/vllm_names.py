@@ -28,18 +28,17 @@ _ONE_GPU = "one GPU per engine so far; leave it out"
 _FIXED_MEMORY = "pages and weights share one budget: gpu_memory_utilization or kv_tokens sets it"
 
 # vLLM's name of an argument of LLM -> ours, which means the same
-SAME_MEANING = {"max_num_batched_tokens": "chunk_tokens", "block_size": "page_size"}
+SAME_MEANING = {
+    "max_num_batched_tokens": "chunk_tokens",
+    "block_size": "page_size",
+    "max_num_seqs": "max_seqs",
+}
 
 LLM_ARGUMENTS: dict[str, OnlyAt] = {
     "tensor_parallel_size": OnlyAt((1, None), _ONE_GPU),
     "pipeline_parallel_size": OnlyAt((1, None), _ONE_GPU),
     "data_parallel_size": OnlyAt((1, None), _ONE_GPU),
     "distributed_executor_backend": OnlyAt((None,), _ONE_GPU),
-    "max_num_seqs": OnlyAt(
-        (None,),
-        "requests are not counted, memory (kv_tokens) and chunk_tokens are the limits; leave it "
-        "out",
-    ),
     "enforce_eager": OnlyAt(
         (False, None), "small steps always run as CUDA graphs, which change no answer; leave it out"
     ),

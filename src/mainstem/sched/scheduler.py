@@ -89,7 +89,13 @@ class Scheduler:
         self._table = self._running.table
         self._loader = Loader(self._running, self._queue, self._lengths, fetching)
         self._starter = Starter(
-            self._running, self._queue, self._lengths, self._order, self._loader, bus
+            self._running,
+            self._queue,
+            self._lengths,
+            self._order,
+            self._loader,
+            bus,
+            config.max_seqs,
         )
         self._output_maker = OutputMaker(self._table)
         policy = worth_sharing if config.share is Share.READS else share_none

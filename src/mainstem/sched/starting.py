@@ -33,7 +33,10 @@ class Starter:
         order: PlannedOrder,
         loader: Loader,
         bus: EventBus,
+        max_seqs: int | None,
     ) -> None:
+        """`max_seqs`: most sequences that run at once; None: as many as memory holds."""
+        self._max_seqs = max_seqs
         self._running = running
         self._queue = queue
         self._lengths = lengths
@@ -59,7 +62,7 @@ class Starter:
         while work.has_room and (sequence := self._queue.head()) is not None:
             if before is not None and sequence.request.priority >= before:
                 return
-            if not self._may_join(sequence):
+            if len(self._running) == self._max_seqs or not self._may_join(sequence):
                 return
             slot = self._try_start(sequence, work)
             if slot is None:
