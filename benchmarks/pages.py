@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from PIL import Image
 from rows import headlines, table
 
 from mainstem_bench.paper.command import draw, judged
@@ -110,7 +111,9 @@ def plot_all() -> None:
         for item in items:
             lines = read_lines(LINES, item)
             if item.plot is not None and lines:
-                draw(item, lines, PLOTS / f"{item.name}.png")
+                path = PLOTS / f"{item.name}.png"
+                draw(item, lines, path)
+                Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)  # a third
 
 
 def main() -> int:

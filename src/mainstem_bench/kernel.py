@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,13 +21,12 @@ from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits, SpanAttention
 from mainstem.kernels.attention import reference
 from mainstem.kernels.attention.cutting import pick_fastest
-from mainstem.plan.cost import H200, relay_speedup, span_floor_s, span_flops
+from mainstem.plan.cost import H200, span_floor_s, span_flops
 from mainstem_bench.workloads import (
     AttentionCase,
     kernel_cases,
     mixed_cases,
     prefill_cases,
-    relay_case,
 )
 
 DTYPE = torch.bfloat16
@@ -41,9 +39,6 @@ PLANS = 50  # that are timed; the first ones find a host that has slept
 FLUSH_BYTES = 512 << 20
 CHECKED_TOKENS = 4
 PREFILL_TFLOPS = 350.0  # what prompts must reach
-# FlashInfer 0.6.12, plain decode over the whole context, 32 heads of 128, batch 32, context 128:
-# microseconds by length of the system prompt.
-FLASHINFER_US = {256: 35.6, 2048: 126.6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,70 +250,6 @@ def prefill_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
     }
 
 
-def relay_lines(bench: Bench) -> list[dict[str, object]]:
-    """RelayAttention's Fig. 1 and 6 on this card: reading once against storing once."""
-    lines: list[dict[str, object]] = []
-    for context in (128, 256):
-        for batch in (4, 8, 16, 32):
-            for system in (64, 128, 256, 512, 1024, 2048, 4096):
-                once = bench.measure(relay_case(batch, context, system, is_shared=True))
-                each = bench.measure(relay_case(batch, context, system, is_shared=False))
-                lines.append(
-                    {
-                        "case": f"relay B{batch} c{context} s{system}",
-                        "batch": batch,
-                        "context": context,
-                        "system": system,
-                        "reads_us": round(once.us, 1),
-                        "storage_us": round(each.us, 1),
-                        "speedup": round(each.us / once.us, 2),
-                        "theory": round(relay_speedup(system, context, batch), 2),
-                    }
-                )
-    return lines
-
-
-def _flashinfer_points(kernel_lines: list[dict[str, object]]) -> tuple[list[int], list[float]]:
-    """Speed-up over FlashInfer's plain decode where that is known: batch 32, context 128."""
-    us_of = {line["case"]: float(str(line["us"])) for line in kernel_lines}
-    known = [s for s in FLASHINFER_US if f"mha32 B32 1x{s}+128" in us_of]
-    return known, [FLASHINFER_US[s] / us_of[f"mha32 B32 1x{s}+128"] for s in known]
-
-
-def plot_relay(
-    lines: list[dict[str, object]], kernel_lines: list[dict[str, object]], path: Path
-) -> None:
-    """The figure: measured speed-up and Eq. 10 against the length of the system prompt."""
-    import matplotlib  # noqa: PLC0415  # an extra, and only for this flag
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for axis, context in zip(axes, (128, 256), strict=True):
-        for index, batch in enumerate((4, 8, 16, 32)):
-            points = [p for p in lines if (p["batch"], p["context"]) == (batch, context)]
-            x = [p["system"] for p in points]
-            color = f"C{index}"
-            axis.plot(x, [p["speedup"] for p in points], "o-", color=color, label=f"batch {batch}")
-            axis.plot(x, [p["theory"] for p in points], ":", color=color)
-        if context == 128 and kernel_lines:
-            label = "batch 32, 32 heads, over FlashInfer decode"
-            axis.plot(*_flashinfer_points(kernel_lines), "k*", markersize=11, label=label)
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel("system prompt, tokens")
-        axis.set_title(f"context {context}; dotted: RelayAttention Eq. 10")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("speed-up over reading it per sequence")
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-def _read_lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def fingerprint() -> dict[str, object]:
     return {
         "gpu": torch.cuda.get_device_name(),
@@ -333,27 +264,12 @@ def main(args: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="mainstem bench kernel")
     parser.add_argument("--case", help="only the cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON line a case")
-    parser.add_argument("--figure", choices=["relay"], help="the data of a figure instead")
-    parser.add_argument("--plot", type=Path, help="write the figure, from measured or --from lines")
-    parser.add_argument("--from", dest="lines", type=Path, help="JSON lines measured before")
-    parser.add_argument("--beside", type=Path, help="JSON lines of the cases, for rivals' points")
     parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])
     chosen = parser.parse_args(args)
-    beside = _read_lines(chosen.beside) if chosen.beside is not None else []
-    if chosen.lines is not None and chosen.plot is not None:
-        plot_relay(_read_lines(chosen.lines), beside, chosen.plot)
-        return 0
     if not torch.cuda.is_available():
         print("mainstem bench kernel: needs a CUDA device", file=sys.stderr)
         return 2
     bench = Bench()
-    if chosen.figure == "relay":
-        lines = relay_lines(bench)
-        for line in lines:
-            print(json.dumps({**line, **fingerprint()}), flush=True)
-        if chosen.plot is not None:
-            plot_relay(lines, beside, chosen.plot)
-        return 0
     status = 0
     cases = [replace(case, page_size=chosen.page_size) for case in kernel_cases()]
     cases = [case for case in cases if chosen.case is None or chosen.case in case.name]

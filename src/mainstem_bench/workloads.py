@@ -143,7 +143,7 @@ class AttentionCase:
         return positions
 
 
-def grouped_runs(batch: int, groups: int, prefix: int, own: int) -> tuple[Run, ...]:
+def grouped(batch: int, groups: int, prefix: int, own: int) -> tuple[Run, ...]:
     """Decoding sequences in equal groups, each with a prefix in common, and own tokens."""
     degree = batch // groups
     heads = tuple(
@@ -169,7 +169,7 @@ def _decode_cases() -> Iterator[AttentionCase]:
         ("mha32 B32 1x256+128", 32, 1, 256, 128, 32, 35.6),
         ("mha32 B256 1x2048+128", 256, 1, 2048, 128, 32, 357.4),
     ):
-        runs = grouped_runs(batch, groups, prefix, own)
+        runs = grouped(batch, groups, prefix, own)
         yield AttentionCase(name, runs, kv_heads=kv_heads, rival_us=rival_us)
 
 
@@ -188,7 +188,7 @@ def _tree_cases() -> Iterator[AttentionCase]:
     levels = [(1, 1024), (8, 1024), (64, 512)]
     runs: list[Run] = []
     for groups, tokens in levels:
-        runs.extend(grouped_runs(256, groups, tokens, 0)[:groups])
+        runs.extend(grouped(256, groups, tokens, 0)[:groups])
     runs.extend(own_runs([256] * 256))
     yield AttentionCase(
         "gqa32/8 B256 tree 1x1024 8x1024 64x512 +256", tuple(runs), allowed_over_floor=1.35
@@ -232,7 +232,7 @@ def prefill_cases() -> tuple[AttentionCase, ...]:
 
 def mixed_cases() -> tuple[AttentionCase, AttentionCase, AttentionCase]:
     """A mixed step, and its two halves as steps of their own."""
-    decodes = grouped_runs(256, 16, 2000, 250)
+    decodes = grouped(256, 16, 2000, 250)
     return (
         AttentionCase("gqa32/8 mixed 7x512 over 2000, 256 decodes", decodes + prefill_runs(256)),
         AttentionCase("gqa32/8 prefill 7x512 over 2000", prefill_runs(0)),
@@ -251,5 +251,5 @@ def relay_case(batch: int, context: int, system: int, is_shared: bool) -> Attent
     Not shared means stored once and read by every sequence (vLLM-PS in the paper).
     """
     name = f"mha52 B{batch} 1x{system}+{context} {'reads' if is_shared else 'storage'}"
-    once, each = grouped_runs(batch, 1, system, context), own_runs([system + context] * batch)
+    once, each = grouped(batch, 1, system, context), own_runs([system + context] * batch)
     return AttentionCase(name, once if is_shared else each, heads=52, kv_heads=52)

@@ -9,7 +9,7 @@ from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
 from mainstem_bench.paper.relay_attention import cpu_point
 from mainstem_bench.paper.results import only
 from mainstem_bench.paper.rivals import rivals
-from mainstem_bench.workloads import AttentionCase, Run, grouped_runs, own_runs, prefill_runs
+from mainstem_bench.workloads import AttentionCase, Run, grouped, own_runs, prefill_runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ RIVALS = {
 
 def _cases(prefix: int, own: int, degree: int) -> dict[str, tuple[Run, ...]]:
     """A decoding step with shared and with plain spans, and a mixed step with shared ones."""
-    shared = grouped_runs(BATCH, BATCH // degree, prefix, own)
+    shared = grouped(BATCH, BATCH // degree, prefix, own)
     return {
         "decode, read once": shared,
         "decode, read each": own_runs([prefix + own] * BATCH),

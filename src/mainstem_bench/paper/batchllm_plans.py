@@ -67,7 +67,8 @@ def run_lengths(settings: Settings) -> Iterator[Line]:
     own = mix.prompts.num_tokens - mix.prefixes
     degrees = np.bincount(mix.documents)
     for name, values in (("shared prefix", mix.prefixes), ("own context", own)):
-        heights, edges = np.histogram(values, bins=30)
+        width = -(-int(np.ptp(values)) // 30)  # whole tokens
+        heights, edges = np.histogram(values, np.arange(values.min(), values.max() + width, width))
         yield {
             "part": name,
             "mean": round(float(values.mean()), 1),
@@ -91,7 +92,7 @@ def plot_lengths(lines: Sequence[Line], figure: "Figure") -> None:
     for axes, name in zip(figure.subplots(1, 2), ("shared prefix", "own context"), strict=True):
         line = one(lines, part=name)
         axes.stairs(line["counts"], line["edges"], fill=True, color=style.OURS["color"])
-        axes.axvline(line["mean"], **style.LIMIT, label=f"mean {line['mean']:.0f}")
+        axes.axvline(line["mean"], label=f"mean {line['mean']:.0f}", **style.LIMIT)
         style.finish(axes, f"{name} of the industry mix", "tokens", "prompts")
 
 

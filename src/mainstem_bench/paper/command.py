@@ -21,7 +21,7 @@ import torch
 
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.tables import table
-from mainstem.simulate.plots import new_figure, save_figure
+from mainstem.simulate.plots import new_figure
 from mainstem_bench.paper.item import Item, Line, Outcome, Settings, Verdict, Where
 from mainstem_bench.paper.registry import ITEMS, find_items
 from mainstem_bench.paper.results import read_lines, write_lines
@@ -42,7 +42,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--results", type=Path, default=DEFAULT_RESULTS, metavar="FOLDER", help="(%(default)s)"
     )
-    made.add_argument("--data", type=Path, metavar="FOLDER", help="traces that are not shipped")
     made.add_argument("--draw", action="store_true", help="measure nothing: use stored lines")
     made.add_argument("--no-plot", action="store_true", help="lines and verdicts only")
     made.add_argument(
@@ -60,11 +59,17 @@ def main(argv: list[str]) -> int:
     if not items:
         parser().print_usage(sys.stderr)
         return 2
-    settings = Settings(is_quick=args.quick, data=args.data)
+    settings, began_s, status = Settings(is_quick=args.quick), perf_counter(), 0
     try:
-        return max([_do(item, settings, args) for item in items if _can_begin(item, args)])
+        for item in items:
+            expected_s = item.quick_s if args.quick else item.full_s
+            if args.limit_s is not None and perf_counter() - began_s + expected_s > args.limit_s:
+                print(f"{item.name}: left out, --limit-s {args.limit_s:g}", file=sys.stderr)
+                continue
+            status |= _do(item, settings, args)
     finally:
         settings.engines.close()
+    return status
 
 
 def listing() -> str:
@@ -87,17 +92,6 @@ def listing() -> str:
 
 def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.1f}"
-
-
-BEGAN_S = perf_counter()
-
-
-def _can_begin(item: Item, args: argparse.Namespace) -> bool:
-    expected_s = item.quick_s if args.quick else item.full_s
-    can = args.limit_s is None or perf_counter() - BEGAN_S + expected_s <= args.limit_s
-    if not can:
-        print(f"{item.name}: left out, --limit-s {args.limit_s:g}", file=sys.stderr)
-    return can
 
 
 def _do(item: Item, settings: Settings, args: argparse.Namespace) -> int:
@@ -157,7 +151,7 @@ def draw(item: Item, lines: list[Line], path: Path) -> None:
     figure = new_figure(8, 4)
     item.plot(lines, figure)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_figure(figure, path)
+    figure.savefig(path, dpi=100)
 
 
 def told(item: Item, verdict: Verdict) -> str:

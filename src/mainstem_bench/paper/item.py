@@ -7,7 +7,6 @@ but lines, so that a page can be made from stored ones.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mainstem_bench.paper.engines import Engines
@@ -47,7 +46,6 @@ class Settings:
     """How items are run."""
 
     is_quick: bool = False  # tiny models on this machine: the same code, small numbers
-    data: Path | None = None  # folder of traces that are not part of the package
     engines: Engines = field(default_factory=Engines)
     _measured: dict[str, list[Line]] = field(default_factory=dict)
 

@@ -66,6 +66,16 @@ def plot_lengths(lines: Sequence[Line], figure: "Figure") -> None:
         style.finish(axes, f"{line['data']}, {line['part']}", "tokens", "requests")
 
 
+def judge_shapes(lines: Sequence[Line]) -> Verdict:
+    user, answer = (one(lines, data="ShareGPT", part=part) for part in ("user prompt", "answer"))
+    return Verdict(
+        Outcome.REPRODUCED if user["median"] < user["mean"] / 2 else Outcome.NOT,
+        f"half of ShareGPT's user prompts have at most {user['median']:.0f} tokens (mean "
+        f"{user['mean']:.0f}), half of the answers at most {answer['median']:.0f} (mean "
+        f"{answer['mean']:.0f})",
+    )
+
+
 def judge_lengths(lines: Sequence[Line]) -> Verdict:
     told = [
         f"{line['data']} {line['part']} {line['least']} to {line['most']}, mean {line['mean']:.0f}"

@@ -114,7 +114,7 @@ def judge_policies(lines: Sequence[Line]) -> Verdict:
         Outcome.REPRODUCED if is_ahead and from_dram > 0.99 else Outcome.NOT,
         f"at 32 GB and 128 GB of disk {ahead['hit_rate']:.0%} with look-ahead, "
         f"{lru['hit_rate']:.0%} with LRU, {fifo['hit_rate']:.0%} with FIFO; {from_dram:.1%} of "
-        f"look-ahead's hits, or more, are in DRAM. At the paper's 128 GB and 10 TB all three have "
+        f"look-ahead's hits are in DRAM. At the paper's 128 GB and 10 TB all three have "
         f"{lru_dram['hit_rate']:.0%}, because real users answer after seconds and nothing is "
         f"pushed out; LRU still finds only {lru_dram['hit_rate_dram'] / lru_dram['hit_rate']:.0%} "
         "of it in DRAM",

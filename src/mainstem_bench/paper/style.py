@@ -19,7 +19,7 @@ SERIES = (OURS, PAPER, RIVAL, STORED, NOTHING)
 
 
 def finish(axes: "Axes", title: str, x: str, y: str, *, legend: bool = True) -> None:
-    """Labels, a light grid, and the legend where it covers least."""
+    """Labels, a light grid, and the legend where it covers least: above bars, which leave room."""
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
@@ -28,7 +28,11 @@ def finish(axes: "Axes", title: str, x: str, y: str, *, legend: bool = True) -> 
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     if legend:
-        axes.legend(fontsize=8, frameon=False)
+        from matplotlib.container import BarContainer  # noqa: PLC0415 (an extra)
+
+        has_bars = any(isinstance(each, BarContainer) for each in axes.containers)
+        above: Look = {"loc": "upper left", "ncols": 3, "columnspacing": 1.0} if has_bars else {}
+        axes.legend(fontsize=8, frameon=False, **above)
 
 
 def bars(
@@ -53,6 +57,7 @@ def bars(
         )
         axes.bar_label(drawn, [form.format(value) for _, value in shown], fontsize=7, padding=1)
     axes.set_xticks(range(len(groups)), groups)
+    axes.margins(y=0.25)
 
 
 def log2_ticks(axes: "Axes", values: Sequence[float]) -> None:
