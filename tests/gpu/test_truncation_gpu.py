@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 
 from mainstem.core.config import (  # noqa: E402
     CacheConfig,
+    Device,
     DType,
     EngineConfig,
     ModelConfig,
@@ -32,7 +33,7 @@ SIX_LAYERS = llama_shape(512, 1024, 6, 8, 2, 64, VOCAB, 10_000.0, max_positions=
 
 def a_config(dtype: DType) -> EngineConfig:
     return EngineConfig(
-        ModelConfig(dtype=dtype, device="cuda"),
+        ModelConfig(dtype=dtype, device=Device.CUDA),
         CacheConfig(kv_tokens=8 * WINDOW),
         SchedConfig(max_model_len=WINDOW, chunk_tokens=256),
     )

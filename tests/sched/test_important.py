@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mainstem.core.config import SchedConfig, Share
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import EventBus, SequenceAdmitted, SequenceFinished
+from mainstem.core.ids import SessionId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import FinishReason, Overflow, Request, SamplingParams
 from mainstem.core.step import Step
@@ -103,7 +104,7 @@ def test_choices_of_other_sessions_salts_and_pasts_are_not_used() -> None:
     prompt = list(range(76))
     kept_ids(truncator, important_request(prompt, max_tokens=10))
     for other in (
-        replace(important_request(prompt, max_tokens=10), session="t"),
+        replace(important_request(prompt, max_tokens=10), session=SessionId("t")),
         replace(important_request(prompt, max_tokens=10), salt=b"x"),
         important_request([*prompt[:10], 99, *prompt[11:]], max_tokens=10),
     ):
@@ -293,7 +294,8 @@ def test_sessions_that_overlap_over_small_tiers_are_right(seed: int) -> None:
                 *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))),
             ]
             request = replace(
-                important_request(prompt, name=f"{name}{turn}", max_tokens=3), session=name
+                important_request(prompt, name=f"{name}{turn}", max_tokens=3),
+                session=SessionId(name),
             )
             wanted[f"{name}{turn}"] = fake_answer(kept_ids(truncator, request), 3, VOCAB)
             said[name] = prompt + wanted[f"{name}{turn}"]

@@ -26,7 +26,7 @@ def a_job(groups: int, degree: int, prefix: int, own: int) -> list[list[int]]:
 
 def prompt_tokens(step: Step) -> list[int]:
     """Ids of the prompt tokens of a step, in their order."""
-    return step.token_ids[step.seq_starts[step.num_decodes] :].tolist()
+    return [int(token) for token in step.token_ids[step.seq_starts[step.num_decodes] :]]
 
 
 @settings(max_examples=60, deadline=None)

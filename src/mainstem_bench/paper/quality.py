@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mainstem.checkpoints.hub import resolve_model
-from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig, Share
+from mainstem.core.config import Device, EngineConfig, ModelConfig, SchedConfig, Share
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench import fewshot
 from mainstem_bench.paper import style
@@ -33,7 +33,7 @@ CLOSE = 1.05  # kv over recompute, in perplexity
 
 def a_config(window: int | None = None) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(model=MODEL, device="cpu"), sched=SchedConfig(max_model_len=window)
+        model=ModelConfig(model=MODEL, device=Device.CPU), sched=SchedConfig(max_model_len=window)
     )
 
 
