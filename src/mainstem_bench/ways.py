@@ -68,7 +68,7 @@ class WatchedRunner:
 
     def launch(self, step: Step) -> "_Watched":
         # pages are weighed before the cut is made
-        distance = self._distances[-2 if step.weighings else -1]
+        distance = self._distances[-2:][0 if step.weighings else -1]
         place = step.positions + np.where(step.positions >= self._start, distance, 0)
         number = place + 1
         is_asked = (number >= self._first) & (number < len(self._text_ids))

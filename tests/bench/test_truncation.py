@@ -102,8 +102,9 @@ def test_a_text_that_is_hardly_cut_is_refused(smollm2_folder: Path, text_ids: li
         read_on(smollm2_folder, CONFIG, WAYS["kv"], text_ids[:100], TURN)
 
 
+@pytest.mark.parametrize("way", ["kv", "important"])
 def test_questions_are_asked_after_the_cut(
-    smollm2_folder: Path, text_ids: list[int], tmp_path: Path
+    way: str, smollm2_folder: Path, text_ids: list[int], tmp_path: Path
 ) -> None:
     path = tmp_path / "questions.jsonl"
     question = "\n\nQuestion: What is the name of the cat?\nAnswer:"
@@ -113,7 +114,7 @@ def test_questions_are_asked_after_the_cut(
     config = EngineConfig(model=ModelConfig(threads=1), sched=SchedConfig(max_model_len=256))
     filler = [*text_ids, *text_ids]
     questions = Questions(tuple(read_documents(path)), filler)
-    score = ask(smollm2_folder, config, WAYS["kv"], questions)
+    score = ask(smollm2_folder, config, WAYS[way], questions)
     assert score.questions == 2
     assert score.moved_pages > 0
     assert score.accuracy == 100.0
