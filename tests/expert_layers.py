@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mainstem.kernels.experts import reference
 from mainstem.models.expert_tensors import ExpertTensors
+from mainstem.models.packed import as_tensor
 from mainstem.models.spec import Activation, ExpertsSpec
 
 
@@ -90,7 +91,10 @@ def right_answer(x: Tensor, tensors: ExpertTensors, spec: ExpertsSpec) -> Tensor
             out[token] += share * _one_expert(x[token : token + 1], expert, tensors, spec)[0]
     if tensors.shared_gate_up is not None and tensors.shared_down is not None:
         shared = reference.gated_mlp(
-            x, tensors.shared_gate_up, tensors.shared_down, spec.activation.value
+            x,
+            as_tensor(tensors.shared_gate_up),
+            as_tensor(tensors.shared_down),
+            spec.activation.value,
         )
         if tensors.shared_gate is not None:
             shared = shared / (1 + torch.exp(-(x.float() @ tensors.shared_gate.float().t())))
@@ -101,8 +105,8 @@ def right_answer(x: Tensor, tensors: ExpertTensors, spec: ExpertsSpec) -> Tensor
 def _one_expert(x: Tensor, expert: int, tensors: ExpertTensors, spec: ExpertsSpec) -> Tensor:
     return reference.gated_mlp(
         x,
-        tensors.gate_up[expert],
-        tensors.down[expert],
+        as_tensor(tensors.gate_up)[expert],
+        as_tensor(tensors.down)[expert],
         spec.activation.value,
         None if tensors.gate_up_bias is None else tensors.gate_up_bias[expert],
         None if tensors.down_bias is None else tensors.down_bias[expert],

@@ -83,6 +83,9 @@ class FakeRunner:
     def drain(self) -> None:
         """A launched step has run."""
 
+    def check(self) -> None:
+        """Nothing can be lost."""
+
     def launch(self, step: Step) -> InFlight:
         if self.at_launch is not None:
             self.at_launch(step)

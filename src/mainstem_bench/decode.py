@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         if seqs % (args.degree or seqs):
             raise ConfigError(f"--seqs {seqs} is not a multiple of --degree {args.degree}")
     tokens = max(
-        seqs * (args.prefix + args.own + _num_outputs(args, seqs) + 64) for seqs in args.seqs
+        seqs * (args.prefix + args.own + num_outputs(args, seqs) + 64) for seqs in args.seqs
     )
     config = random_config(args, args.model_shape, tokens)
     load, machine = load_average(), Machine.of(config)
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     start_s = round(perf_counter() - begin, 2)
     rows, counters = [], Counters().attach(engine.bus)
     for seqs in args.seqs:
-        runs = [_decode(engine, counters, args, seqs, seed) for seed in range(NUM_RUNS)]
+        runs = [decode(engine, counters, args, seqs, seed) for seed in range(NUM_RUNS)]
         result = min(runs, key=lambda run: run["ms_per_step"])
         rows.append([str(seqs), *(str(value) for value in result.values())])
         if args.json:
@@ -76,20 +76,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _num_outputs(args: argparse.Namespace, seqs: int) -> int:
+def num_outputs(args: argparse.Namespace, seqs: int) -> int:
     """Enough that the first prefilled sequence still decodes when the last step is timed."""
     num_prompt_tokens = seqs * (args.prefix + args.own)
     return int(args.steps) + 2 * WARM_STEPS + int(num_prompt_tokens) // LEAST_CHUNK
 
 
 def _submit(engine: Engine, args: argparse.Namespace, seqs: int, seed: int) -> None:
-    degree, output = args.degree or seqs, _num_outputs(args, seqs)
+    degree, output = args.degree or seqs, num_outputs(args, seqs)
     most = min(SHAPES[args.model_shape].vocab_size, 30_000)
     prompts = shared(seqs // degree, degree, args.prefix, args.own, seed, most)
     submit_all(engine, "decode", prompts, [output] * seqs)
 
 
-def _decode(
+def decode(
     engine: Engine, counters: Counters, args: argparse.Namespace, seqs: int, seed: int
 ) -> dict[str, float]:
     """Prefill, then time steps that decode all sequences."""

@@ -91,6 +91,9 @@ class WatchedRunner:
         """As the runner it watches."""
         self._runner.drain()
 
+    def check(self) -> None:
+        self._runner.check()
+
     def close(self) -> None:
         self._runner.close()
 

@@ -112,6 +112,7 @@ class AttentionCase:
     kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 16
+    window: int | None = None  # keys that a token sees, its own included
     allowed_over_floor: float = 1.25  # the bar is this times the floor and 8 us
     rival_us: float | None = None  # best of FlashInfer decode and cascade, FlashAttention-3
 
@@ -120,7 +121,7 @@ class AttentionCase:
         return 1 + max(max(run.rows) for run in self.runs)
 
     def spans(self, seed: int = 0) -> Spans:
-        """The runs with pages of their own, in random physical order."""
+        """The runs with pages of their own, in random physical order; windows not yet clipped."""
         pages = [-(-run.key_tokens // self.page_size) for run in self.runs]
         return Spans(
             query_starts=np.cumsum([0] + [len(run.rows) for run in self.runs]).astype(np.int32),
@@ -154,6 +155,16 @@ def grouped(batch: int, groups: int, prefix: int, own: int) -> tuple[Run, ...]:
 
 def own_runs(lengths: list[int]) -> tuple[Run, ...]:
     return tuple(Run((row,), length, is_causal=True) for row, length in enumerate(lengths))
+
+
+def unequal_groups(rng: random.Random, batch: int, own: int) -> tuple[Run, ...]:
+    """Groups of 1 to 40 sequences, each with a prefix of its own length, and own tokens."""
+    runs, first = [], 0
+    while first < batch:
+        members = min(rng.randint(1, 40), batch - first)
+        runs.append(Run(tuple(range(first, first + members)), rng.randint(200, 8000)))
+        first += members
+    return (*runs, *own_runs([own] * batch))
 
 
 def _decode_cases() -> Iterator[AttentionCase]:
@@ -193,14 +204,8 @@ def _tree_cases() -> Iterator[AttentionCase]:
     yield AttentionCase(
         "gqa32/8 B256 tree 1x1024 8x1024 64x512 +256", tuple(runs), allowed_over_floor=1.35
     )
-    rng = random.Random(0)
-    runs, first = [], 0
-    while first < 256:
-        members = min(rng.randint(1, 40), 256 - first)
-        runs.append(Run(tuple(range(first, first + members)), rng.randint(200, 8000)))
-        first += members
-    runs.extend(own_runs([256] * 256))
-    yield AttentionCase("gqa32/8 B256 unequal groups +256", tuple(runs), allowed_over_floor=1.4)
+    unequal = unequal_groups(random.Random(0), 256, 256)
+    yield AttentionCase("gqa32/8 B256 unequal groups +256", unequal, allowed_over_floor=1.4)
 
 
 def prefill_runs(first_row: int) -> tuple[Run, ...]:

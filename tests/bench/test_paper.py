@@ -98,6 +98,16 @@ def test_what_needs_a_card_is_refused_without_one(tmp_path: Path) -> None:
         command.main(["relay-fig7", "--results", str(tmp_path)])
 
 
+def test_of_several_items_those_that_need_a_card_are_left_out_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items = [replace(an_item(), name="some-fig2", where=Where.GPU), an_item()]
+    monkeypatch.setattr(command, "find_items", lambda _: items)
+    assert command.main(["all", "--results", str(tmp_path)]) == 0
+    assert "some-fig2: left out, it needs a CUDA device" in capsys.readouterr().err
+    assert [path.stem for path in tmp_path.iterdir()] == ["some-fig1"]
+
+
 def test_an_item_that_fails_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

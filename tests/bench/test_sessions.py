@@ -8,6 +8,7 @@ import pytest
 
 from mainstem.core.errors import ConfigError
 from mainstem_bench import sessions, settings
+from mainstem_bench.session_engine import Bench
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, object]]:
@@ -33,7 +34,7 @@ def test_a_line_a_turn_and_later_turns_find_their_history(
 def test_a_part_that_fails_is_told_and_the_others_go_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(bench: sessions.Bench) -> Iterator[dict[str, object]]:
+    def broken(bench: Bench) -> Iterator[dict[str, object]]:
         yield {"part": "preload", "layers": "all"}
         raise RuntimeError("no such layer")
 

@@ -45,8 +45,7 @@ def check_family(
 ) -> None:
     """Write a random model of this config to `folder` and compare; prompts have PREFIX_TOKENS and
     more, so that a window or an original context of less is exceeded by all."""
-    model = write_checkpoint(config, folder)
-    expected = [_expected(model, prompt) for prompt in _prompts(config.vocab_size)]
+    expected = _all_expected(write_checkpoint(config, folder))
     with_room = _engine(folder, max_model_len, kv_tokens=16 * CONTEXT, chunk_tokens=512)
     for index, each in enumerate(expected):
         request = _request(each.prompt, index, salt=b"alone", prompt_logprobs=TOP)
@@ -60,6 +59,19 @@ def check_family(
     assert sum(output.num_cached_tokens > 0 for output in outputs) >= len(expected) - 1
     with_room.close()
     _check_chunked_and_preempted(folder, max_model_len, expected)
+
+
+def check_batch(model: PreTrainedModel, folder: Path) -> None:
+    """What is in `folder` answers as `model`, all requests at once."""
+    expected = _all_expected(model)
+    engine = _engine(folder, None, kv_tokens=16 * CONTEXT, chunk_tokens=512)
+    requests = [_request(e.prompt, i, b"") for i, e in enumerate(expected)]
+    _check("batched", run_all(engine, requests).outputs, expected)
+    engine.close()
+
+
+def _all_expected(model: PreTrainedModel) -> list[Expected]:
+    return [_expected(model, prompt) for prompt in _prompts(model.config.vocab_size)]
 
 
 def _check_chunked_and_preempted(

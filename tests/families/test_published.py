@@ -308,7 +308,6 @@ def test_gpt_oss_20b() -> None:
         ({"swiglu_alpha": 1.0}, "swiglu_alpha"),
         ({"experts_per_token": 2}, "experts_per_token"),
         ({"rope_scaling": None}, "rope_scaling is missing"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantized \(mxfp4\)"),
     ],
 )
 def test_what_gpt_oss_does_not_know_is_refused(changes: dict[str, object], said: str) -> None:

@@ -38,6 +38,7 @@ from mainstem.kernels.experts.products import (
 from mainstem.kernels.experts.route import route
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.experts import ExpertSpace, GpuExperts, Linear
+from mainstem.models.packed import Weight, as_tensor
 from mainstem.models.spec import Activation, ExpertsSpec
 from tests.expert_layers import in_dtype
 from tests.gpu.bench_fused import COPY_BYTES_PER_US, Report, off_by, some, time_us
@@ -98,13 +99,13 @@ def some_weights(shape: Shape, is_skewed: bool = False) -> ExpertTensors:
     return tensors
 
 
-def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+def plain_linear(weight: Weight, bias: Tensor | None) -> Linear:
     assert bias is None
-    return lambda x, out: torch.mm(x, weight.t(), out=out)
+    return lambda x, out: torch.mm(x, as_tensor(weight).t(), out=out)
 
 
-def invariant_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    return lambda x, out: matmul(x, weight, bias, out=out)
+def invariant_linear(weight: Weight, bias: Tensor | None) -> Linear:
+    return lambda x, out: matmul(x, as_tensor(weight), bias, out=out)
 
 
 def a_space(shape: Shape, max_tokens: int) -> ExpertSpace:
@@ -122,8 +123,8 @@ def right_answer(x: Tensor, tensors: ExpertTensors, space: ExpertSpace, shape: S
             continue
         found = reference.gated_mlp(
             x[token],
-            tensors.gate_up[expert],
-            tensors.down[expert],
+            as_tensor(tensors.gate_up)[expert],
+            as_tensor(tensors.down)[expert],
             spec.activation.value,
             None if tensors.gate_up_bias is None else tensors.gate_up_bias[expert],
             None if tensors.down_bias is None else tensors.down_bias[expert],
@@ -131,7 +132,10 @@ def right_answer(x: Tensor, tensors: ExpertTensors, space: ExpertSpace, shape: S
         out.index_add_(0, token, weights[token, slot, None] * found)
     if tensors.shared_gate_up is not None and tensors.shared_down is not None:
         shared = reference.gated_mlp(
-            x, tensors.shared_gate_up, tensors.shared_down, spec.activation.value
+            x,
+            as_tensor(tensors.shared_gate_up),
+            as_tensor(tensors.shared_down),
+            spec.activation.value,
         )
         if tensors.shared_gate is not None:
             shared = shared * torch.sigmoid(x.float() @ tensors.shared_gate.float().t())
@@ -266,19 +270,19 @@ class Timing:
         figures = self._load_of(tokens)
         if Method.OURS in methods:
             figures["ours_gate_up"] = time_us([
-                lambda: gate_up(x, routing, tensors.gate_up, tensors.gate_up_bias,
+                lambda: gate_up(x, routing, as_tensor(tensors.gate_up), tensors.gate_up_bias,
                                 spec.activation.value, tiles.gate_up, act)
             ] * COPIES)  # fmt: skip
             figures["ours_down"] = time_us(
-                [lambda: down(act, routing, tensors.down, tiles.down, answers)] * COPIES
+                [lambda: down(act, routing, as_tensor(tensors.down), tiles.down, answers)] * COPIES
             )
         if Method.LIBRARY in methods:
             answers.copy_(x[routing.sorted_tokens[:rows]])
             figures["library_gate_up"] = time_us(
-                [lambda: grouped_product(answers, routing, tensors.gate_up)] * COPIES
+                [lambda: grouped_product(answers, routing, as_tensor(tensors.gate_up))] * COPIES
             )
             figures["library_down"] = time_us(
-                [lambda: grouped_product(act, routing, tensors.down)] * COPIES
+                [lambda: grouped_product(act, routing, as_tensor(tensors.down))] * COPIES
             )
         figures["combine"] = time_us(
             [lambda: combine(answers, routing, tensors.down_bias, None, False, out)] * COPIES

@@ -6,18 +6,18 @@ Prints one line per kernel. A process of its own, since the other kernel tests n
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from mainstem.kernels.attention.cutting import Shape
 from mainstem.kernels.attention.hopper import large as hopper_large
 from mainstem.kernels.attention.hopper import small as hopper_small
-from mainstem.kernels.attention.hopper.rows import PANELS
+from mainstem.kernels.attention.hopper.rows import tail_of, tiles_of
 from mainstem.kernels.attention.merge import _merge_kernel
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
@@ -26,13 +26,16 @@ from mainstem.kernels.attention.tuning import (
     FALLBACK,
     FALLBACK_WIDE_HEADS,
     HOPPER,
-    HOPPER_SPLIT,
     HOPPER_WIDE_HEADS,
-    SPLIT_HEAD_DIMS,
+    SPLIT_TILES,
     Tiles,
 )
 from mainstem.kernels.dense.activations import Act, _activation_kernel
-from mainstem.kernels.dense.head_norms import _head_norm_kernel, _joint_norm_kernel
+from mainstem.kernels.dense.head_norms import (
+    _head_norm_kernel,
+    _joint_norm_kernel,
+    _joint_squares_kernel,
+)
 from mainstem.kernels.dense.invariant import _matmul_kernel
 from mainstem.kernels.dense.logits import _scale_logits_kernel
 from mainstem.kernels.dense.norms import _norm_kernel
@@ -113,31 +116,82 @@ def _span_constants(tiles: Tiles, head_dim: int = 128) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _hopper_jobs() -> Iterator[Job]:
-    tiles = HOPPER_SPLIT
-    for head_dim, page_size, fold in ((128, 16, 4), (64, 32, 2), (128, 64, 4), (128, 16, 2)):
+@dataclass(frozen=True)
+class HopperShape:
+    """What Hopper's kernels are compiled for."""
+
+    head_dim: int = 128
+    page_size: int = 16
+    group: int = 4
+    kv_heads: int = 8
+    has_window: bool = False
+    softcap: float = 0.0
+
+
+HOPPER_SHAPES = (
+    HopperShape(),
+    HopperShape(64, 32, 32),
+    HopperShape(128, 64, has_window=True),
+    HopperShape(128, 16, 8, 2),
+    HopperShape(80, 16, 1, 32),
+    HopperShape(80, 32, 13, 1, has_window=True),
+    HopperShape(96, 64, 4, 8),
+    HopperShape(256, 16, 2, 8, has_window=True, softcap=50.0),
+    HopperShape(256, 64, 12, 1),
+)
+
+
+def _hopper_jobs(shapes: Sequence[HopperShape] = HOPPER_SHAPES) -> Iterator[Job]:
+    for shape in shapes:
+        tiles = SPLIT_TILES[shape.head_dim]
+        cut = Shape(shape.group, shape.kv_heads, shape.page_size, 264, tiles)
         constants = {
-            "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size, "HAS_LSE": True
+            "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim,
+            "PAGE_SIZE": shape.page_size, "HAS_LSE": True, "HAS_WINDOW": shape.has_window,
+            "SOFTCAP": shape.softcap,
         }  # fmt: skip
         own = {"TILE_K": tiles.large_k, "STAGES": tiles.large_stages}
-        yield _gluon_job(hopper_large._large_units_kernel, constants | own, page_size, hopper_large)
+        options = {"num_warps": hopper_large.NUM_WARPS, "maxnreg": hopper_large.MAX_REGISTERS}
+        yield _gluon_job(
+            hopper_large._large_units_kernel, constants | own, shape.page_size, options, 227 << 10
+        )
+        options = {
+            "num_warps": hopper_small.NUM_WARPS,
+            "maxnreg": hopper_small.max_registers(tiles.programs_per_sm),
+        }
         for is_first in (False, True):
-            own = {"FOLD": fold, "STAGES": tiles.small_stages, "IS_FIRST": is_first}
-            rows = hopper_small.rows_of_box(fold, page_size)
-            yield _gluon_job(hopper_small._small_units_kernel, constants | own, rows, hopper_small)
-    for head_dim in SPLIT_HEAD_DIMS:
-        merge = {"HEADS": 32, "HEAD_DIM": head_dim, "DIM": head_dim, "IS_ORDERED": False,
-                 "HAS_LSE": True, "IS_PACKED": True, "OVERLAPS": True}  # fmt: skip
+            own = {"FOLD": cut.fold, "SPLITS": cut.splits, "STAGES": tiles.small_stages,
+                   "IS_FIRST": is_first}  # fmt: skip
+            yield _gluon_job(
+                hopper_small._small_units_kernel,
+                constants | own,
+                hopper_small.rows_of_box(cut.fold, shape.page_size),
+                options,
+                (228 << 10) // tiles.programs_per_sm - 1024,
+            )
+    for head_dim in SPLIT_TILES:
+        merge = {"HEADS": 32, "HEAD_DIM": head_dim, "DIM": 1 << (head_dim - 1).bit_length(),
+                 "IS_ORDERED": False, "HAS_LSE": True, "IS_PACKED": True,
+                 "OVERLAPS": True}  # fmt: skip
         yield Job(_merge_partials_kernel, merge, {"partial_ptr": "*fp16"})
 
 
 def _gluon_job(
-    kernel: triton.JITFunction, constants: Mapping[str, object], rows: int, module: ModuleType
+    kernel: triton.JITFunction,
+    constants: Mapping[str, object],
+    rows: int,
+    options: dict[str, int],
+    most_shared: int,
 ) -> Job:
-    box = f"tensordesc<bf16[{rows}, 64],{PANELS!r}>"
-    options = {"num_warps": module.NUM_WARPS, "maxnreg": module.MAX_REGISTERS}
+    tail = tail_of(int(str(constants["HEAD_DIM"])))
+    box = f"tensordesc<bf16[{rows}, 64],{tiles_of(64)!r}>"
     types = {"k_desc": box, "v_desc": box, "partial_ptr": "*fp16"}
-    return Job(kernel, constants, types, options, GluonASTSource)
+    if tail:
+        box = f"tensordesc<bf16[{rows}, {tail}],{tiles_of(tail)!r}>"
+        types |= {"k_tail_desc": box, "v_tail_desc": box}
+    else:
+        constants = {**constants, "k_tail_desc": None, "v_tail_desc": None}
+    return Job(kernel, constants, types, options, GluonASTSource, most_shared)
 
 
 def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
@@ -181,8 +235,11 @@ def _norm_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:
     for is_stablelm in (False, True):
         kind = {"IS_LAYER": is_stablelm, "HAS_OWN_GAINS": is_stablelm}
         yield Job(_head_norm_kernel, {**heads, **kind})
-    joint = {"Q_SIZE": 4096, "Q_BLOCK": 4096, "K_SIZE": 1024, "K_BLOCK": 1024, "IS_LAYER": False}
-    yield Job(_joint_norm_kernel, {**joint, **overlaps})
+    joint = {"Q_SIZE": 4096, "Q_BLOCK": 4096, "K_SIZE": 1024, "K_BLOCK": 1024, **overlaps}
+    yield Job(_joint_norm_kernel, {**joint, "IS_LAYER": False, "squares_ptr": None})
+    of_ranks = {"squares_ptr": "*fp32"}
+    yield Job(_joint_norm_kernel, {**joint, "IS_LAYER": False}, of_ranks)
+    yield Job(_joint_squares_kernel, joint, of_ranks)
     if has_fp8:
         yield Job(_norm_kernel, llama, {"out_ptr": "*fp8e4nv"})
         yield Job(_quantize_kernel, row, {"out_ptr": "*fp8e4nv"})

@@ -33,6 +33,7 @@ from mainstem.kernels.experts.route import (  # noqa: E402
 )
 from mainstem.models.expert_tensors import ExpertTensors  # noqa: E402
 from mainstem.models.gpu.experts import ExpertSpace, GpuExperts, Linear  # noqa: E402
+from mainstem.models.packed import Weight, as_tensor  # noqa: E402
 from mainstem.models.spec import Activation, ExpertsSpec  # noqa: E402
 from tests.expert_layers import (  # noqa: E402
     CASES,
@@ -51,9 +52,9 @@ SMALL = Tiles(Tile(16, 32, 64, warps=4, stages=1), Tile(16, 64, 64, warps=4, sta
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
-def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+def plain_linear(weight: Weight, bias: Tensor | None) -> Linear:
     assert bias is None
-    return lambda x, out: torch.mm(x, weight.t(), out=out)
+    return lambda x, out: torch.mm(x, as_tensor(weight).t(), out=out)
 
 
 def a_layer(
@@ -161,8 +162,9 @@ def test_a_deterministic_row_does_not_depend_on_the_rows_beside_it(
     tensors, x = some_tensors(case), some_rows(18, case.hidden)
     space = ExpertSpace.make(case.spec, case.hidden, 18, torch.float32, CPU)
 
-    def row_by_row(weight: Tensor, bias: Tensor | None) -> Linear:
-        return lambda x, out: torch.stack([weight @ row for row in x], out=out)
+    def row_by_row(weight: Weight, bias: Tensor | None) -> Linear:
+        matrix = as_tensor(weight)
+        return lambda x, out: torch.stack([matrix @ row for row in x], out=out)
 
     layer = GpuExperts(tensors, case.spec, space, row_by_row, is_deterministic=True)
     together = run(layer, x)

@@ -84,21 +84,6 @@ def test_what_changes_the_mathematics_is_refused_by_name(
         spec_from_config({**LLAMA, **changes})
 
 
-@pytest.mark.parametrize(
-    ("found", "how"),
-    [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, r"\(gptq, 4-bit\)"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\(bitsandbytes, 4-bit\)"),
-        ({"quant_method": "fp8"}, r"\(fp8\)"),
-    ],
-)
-def test_a_quantized_checkpoint_is_refused_with_what_to_use_instead(
-    found: dict[str, object], how: str
-) -> None:
-    with pytest.raises(UnsupportedModel, match=f"{how}; .* not supported yet.*--quantize int8"):
-        spec_from_config({**LLAMA, "quantization_config": found})
-
-
 def test_a_window_that_no_context_exceeds_is_none() -> None:
     spec = spec_from_config(
         {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 128}

@@ -19,6 +19,7 @@ from mainstem.models.cpu.activations import gated, plain
 from mainstem.models.cpu.experts import CpuExperts
 from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.names import ExpertLayout, Names
+from mainstem.models.packed import as_tensor
 from mainstem.models.spec import Activation, ExpertsSpec
 from mainstem.models.weights import SINGLE_FILE, Checkpoint, RandomWeights, WeightSource
 from tests.expert_layers import CASES, Case, a_spec, right_answer, some_rows, some_tensors
@@ -44,15 +45,15 @@ def separate(tensors: ExpertTensors, names: Names) -> dict[str, Tensor]:
     """As Mixtral's and Qwen's checkpoints hold them."""
     found = {f"{names.router}.weight": tensors.router}
     for expert in range(len(tensors.router)):
-        gate, up = tensors.gate_up[expert].chunk(2)
+        gate, up = as_tensor(tensors.gate_up)[expert].chunk(2)
         found[f"{names.expert_gate.format(expert)}.weight"] = gate
         found[f"{names.expert_up.format(expert)}.weight"] = up
-        found[f"{names.expert_down.format(expert)}.weight"] = tensors.down[expert]
+        found[f"{names.expert_down.format(expert)}.weight"] = as_tensor(tensors.down)[expert]
     if tensors.shared_gate_up is not None and tensors.shared_down is not None:
-        gate, up = tensors.shared_gate_up.chunk(2)
+        gate, up = as_tensor(tensors.shared_gate_up).chunk(2)
         found[f"{names.shared_gate_up[0]}.weight"] = gate
         found[f"{names.shared_gate_up[1]}.weight"] = up
-        found[f"{names.shared_down}.weight"] = tensors.shared_down
+        found[f"{names.shared_down}.weight"] = as_tensor(tensors.shared_down)
     if tensors.shared_gate is not None:
         found[f"{names.shared_gate}.weight"] = tensors.shared_gate
     return {PREFIX + name: tensor.contiguous() for name, tensor in found.items()}
@@ -62,8 +63,8 @@ def interleaved(tensors: ExpertTensors, names: Names) -> dict[str, Tensor]:
     """As gpt-oss has them."""
     found = {
         f"{names.router}.weight": tensors.router,
-        names.expert_gate: in_turns(tensors.gate_up.transpose(1, 2)),
-        names.expert_down: tensors.down.transpose(1, 2),
+        names.expert_gate: in_turns(as_tensor(tensors.gate_up).transpose(1, 2)),
+        names.expert_down: as_tensor(tensors.down).transpose(1, 2),
     }
     if tensors.router_bias is not None:
         assert tensors.gate_up_bias is not None
@@ -217,8 +218,15 @@ class Copies:
     def __init__(self, inner: WeightSource) -> None:
         self._inner = inner
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._inner.dtype
+
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         return self._inner.take(name, shape, at).clone()
+
+    def take_packed(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> None:
+        return None
 
 
 @pytest.mark.parametrize("names", [MIXTRAL, GPT_OSS], ids=["separate", "interleaved"])
@@ -260,7 +268,7 @@ def test_of_equal_experts_the_lowest_are_chosen() -> None:
     tensors.router.zero_()
     x = some_rows(5, case.hidden)
     found = CpuExperts(tensors, case.spec)(x)
-    tensors.gate_up[2:] = float("nan")  # never read: the first two of six are chosen
+    as_tensor(tensors.gate_up)[2:] = float("nan")  # never read: the first two of six are chosen
     assert torch.equal(CpuExperts(tensors, case.spec)(x), found)
     assert not found.isnan().any()
 

@@ -76,14 +76,14 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> N
         load(tmp_path)
 
 
-def test_weights_of_4_bits_are_told_from_missing_ones(tmp_path: Path) -> None:
+def test_quantized_weights_without_a_config_are_told_from_missing_ones(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     edit(
         tmp_path,
         model__layers__0__mlp__up_proj__weight=None,
         model__layers__0__mlp__up_proj__qweight=torch.zeros(6, 80, dtype=torch.int32),
     )
-    with pytest.raises(UnsupportedModel, match=r"GPTQ or AWQ, 4-bit.*not supported yet"):
+    with pytest.raises(UnsupportedModel, match=r"config\.json has no quantization_config"):
         load(tmp_path)
 
 

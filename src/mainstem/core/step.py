@@ -208,6 +208,10 @@ class Runner(Protocol):
         """Return when no launched step runs any more, whether it failed or not; never raises."""
         ...
 
+    def check(self) -> None:
+        """Raise EngineLost if nothing can be launched any more."""
+        ...
+
     def close(self) -> None:
         """Free the device; nothing may be launched afterwards."""
         ...

@@ -24,7 +24,7 @@ class OnlyAt:
         return any(type(value) is type(each) and value == each for each in self.values)
 
 
-_ONE_GPU = "one GPU per engine so far; leave it out"
+_ONE_ENGINE = "an engine is split by tensor_parallel only; leave it out"
 _FIXED_MEMORY = "pages and weights share one budget: gpu_memory_utilization or kv_tokens sets it"
 
 # vLLM's name of an argument of LLM -> ours, which means the same
@@ -32,13 +32,13 @@ SAME_MEANING = {
     "max_num_batched_tokens": "chunk_tokens",
     "block_size": "page_size",
     "max_num_seqs": "max_seqs",
+    "tensor_parallel_size": "tensor_parallel",
 }
 
 LLM_ARGUMENTS: dict[str, OnlyAt] = {
-    "tensor_parallel_size": OnlyAt((1, None), _ONE_GPU),
-    "pipeline_parallel_size": OnlyAt((1, None), _ONE_GPU),
-    "data_parallel_size": OnlyAt((1, None), _ONE_GPU),
-    "distributed_executor_backend": OnlyAt((None,), _ONE_GPU),
+    "pipeline_parallel_size": OnlyAt((1, None), _ONE_ENGINE),
+    "data_parallel_size": OnlyAt((1, None), _ONE_ENGINE),
+    "distributed_executor_backend": OnlyAt((None, "mp"), "ranks are processes; leave it out"),
     "enforce_eager": OnlyAt(
         (False, None), "small steps always run as CUDA graphs, which change no answer; leave it out"
     ),

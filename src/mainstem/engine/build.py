@@ -17,8 +17,9 @@ from mainstem.kv.store import KVStore
 from mainstem.models.spec import ModelSpec
 from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
 from mainstem.runner.facts import RunnerFacts
-from mainstem.runner.load import CPU, device_name, load_runner
+from mainstem.runner.load import CPU, device_name
 from mainstem.runner.origin import RandomOrigin, folder_origin
+from mainstem.runner.ranks.load import load_model
 from mainstem.sched.scheduler import Scheduler
 from mainstem.sched.truncation import TruncationRules
 
@@ -52,7 +53,7 @@ def build_engine(
         )
     if dropped := origin.spec.dropped:
         log.warning("%s is loaded without %s", config.model.model, ", ".join(dropped))
-    runner, facts = load_runner(origin, config)
+    runner, facts = load_model(origin, config)
     return join(runner, facts, config, bus or EventBus(), choose_kept, around)
 
 
@@ -61,7 +62,7 @@ def build_random_engine(
 ) -> Engine:
     """An engine around random weights of a known shape, for measuring speed."""
     config = with_chunk(config)
-    runner, facts = load_runner(RandomOrigin(shape, seed), config)
+    runner, facts = load_model(RandomOrigin(shape, seed), config)
     name = f"random weights, {config.model.model or shape.architecture}"
     named = replace(config, model=replace(config.model, model=name))
     return join(runner, facts, named, bus or EventBus())
@@ -90,7 +91,7 @@ def join(
     runner that `around` returns."""
     StoreLog(bus)
     tiers = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
-    store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers)
+    store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers, config.store)
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)
     card = card_for(facts.device_name)

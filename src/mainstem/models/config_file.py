@@ -14,10 +14,6 @@ from mainstem.core.errors import UnsupportedModel
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-QUANTIZED = (  # what is said of checkpoints whose weights are quantized
-    "quantized checkpoints are not supported yet. Use the model's fp32, bf16 or fp16 checkpoint; "
-    "--quantize int8 (CPU) or fp8 (GPU) makes its weights smaller as they are loaded"
-)
 
 _DTYPES = {"float32": DType.FP32, "bfloat16": DType.BF16, "float16": DType.FP16}
 
@@ -78,6 +74,19 @@ class Config:
         if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
             raise UnsupportedModel(f"config field {name} must be a list of numbers")
         return tuple(map(float, values))
+
+    def sizes(self, name: str, count: int) -> tuple[int, ...]:
+        """A list of `count` positive whole numbers."""
+        values = self.items(name) or []
+        if len(values) != count or not all(isinstance(v, int) and v > 0 for v in values):
+            raise UnsupportedModel(
+                f"config field {name}={values!r} must be a list of {count} positive whole numbers"
+            )
+        return tuple(int(str(v)) for v in values)
+
+    def names(self) -> tuple[str, ...]:
+        """Of all fields, in the order of the file."""
+        return tuple(self._table)
 
     def items(self, name: str) -> list[object] | None:
         """A list of anything, None where there is none."""
@@ -153,18 +162,6 @@ def read_object(path: Path) -> dict[str, object]:
     return config
 
 
-def refuse_quantized(config: Config) -> None:
-    """Checkpoints whose weights are quantized say so in one field."""
-    found = config.get("quantization_config")
-    if not found:
-        return
-    known = found if isinstance(found, Mapping) else {}
-    bits = known.get("bits", 4 if known.get("load_in_4bit") else None)
-    said = [str(known.get("quant_method", "unknown method")), f"{bits}-bit" if bits else ""]
-    how = ", ".join(filter(None, said))
-    raise UnsupportedModel(f"quantization_config: the weights are quantized ({how}); {QUANTIZED}")
-
-
 def check_unread(config: Config, architecture: str, ignored: Collection[str]) -> tuple[str, ...]:
     """Names of fields that are not known and `ignored` by order; raises UnsupportedModel for those
     that are not ignored, and for known ones at values that are not supported."""
@@ -208,12 +205,13 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _words(lines: Iterable[str]) -> frozenset[str]:
+def words_of(lines: Iterable[str]) -> frozenset[str]:
+    """Names that lines of text list."""
     return frozenset(" ".join(lines).split())
 
 
 # none of these changes a decoder's logits
-_HARMLESS = _words((
+_HARMLESS = words_of((
     # names and versions
     "model_type model_name name version model_version transformers_version unsloth_version",
     "unsloth_fixed base_model base_model_name_or_path tokenizer_class transformers.js_config",

@@ -17,6 +17,7 @@ from enum import Enum
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.names import Names
+from mainstem.models.quantized.packing import QuantizedSpec
 
 
 class NormKind(Enum):
@@ -177,8 +178,10 @@ class ModelSpec:
     has_tied_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    quantized: QuantizedSpec | None = None  # weights that the checkpoint has packed
     ignored_fields: tuple[str, ...] = ()  # of the file: not known, and ignored by order
     dropped: tuple[str, ...] = ()  # parts of the checkpoint that are left out, in words
+    vocab_rows: int | None = None  # of embedding and head, on a rank that has a part; None: all
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -244,7 +247,7 @@ class ModelSpec:
     @property
     def num_head_params(self) -> int:
         """Weights of the product behind the layers."""
-        return self.hidden_size * self.vocab_size
+        return self.hidden_size * (self.vocab_rows or self.vocab_size)
 
     @property
     def num_expert_params(self) -> int:

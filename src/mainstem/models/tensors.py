@@ -1,27 +1,61 @@
 """A checkpoint's tensors in the form in which backends take them, read layer by layer.
 
 Whatever a family calls them and however it fuses them, a layer has here: queries, keys and values
-in one product, gate and up in one, gains as they are multiplied.
+in one product, gate and up in one, gains as they are multiplied. Quantized products stay packed.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.names import QkvOrder
-from mainstem.models.spec import MlpSpec, ModelSpec, NormPlace, QkNorm, Residual, RopeSpec
-from mainstem.models.weights import WeightSource
+from mainstem.models.packed import PackedWeight, Weight, as_tensor, on_top
+from mainstem.models.shard import WHOLE, Cut, Shard, part_of
+from mainstem.models.spec import (
+    ExpertsSpec,
+    MlpSpec,
+    ModelSpec,
+    NormPlace,
+    QkNorm,
+    Residual,
+    RopeSpec,
+)
+from mainstem.models.weights import WeightSource, take_weight
+
+log = logging.getLogger("mainstem.models")
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
     """weight [out, in], bias [out]."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
+
+    @property
+    def dense(self) -> Tensor:
+        """The weight of a product that is not packed."""
+        return as_tensor(self.weight)
+
+    def unpacked(self, dtype: torch.dtype) -> "Product":
+        """The same with its weight as a tensor."""
+        if isinstance(self.weight, Tensor):
+            return self
+        return Product(self.weight.dense(dtype), self.bias)
+
+    def rows_at(self, index: Tensor) -> "Product":
+        """The rows of these numbers, in this order."""
+        weight, bias, index = self.weight, self.bias, index.to(self.weight.device)
+        return Product(
+            weight[index] if isinstance(weight, Tensor) else weight.rows_at(index),
+            None if bias is None else bias[index],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +94,32 @@ class EndTensors:
     head: Product  # its weight is the embedding where they are tied
 
 
-class TensorReader:
-    """Reads a model from `source`: `embedding`, then `layer` for each index, then `ends`."""
+class _Rows(NamedTuple):
+    """Some rows of a product: those of `part`, of `whole` that the tensor has."""
 
-    def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
+    name: str
+    whole: int
+    part: slice
+
+
+class TensorReader:
+    """Reads a model from `source`: `embedding`, then `layer` for each index, then `ends`.
+
+    With a shard: what that rank has of it. A tensor is never read whole then, but for small ones
+    that all ranks have. `part` is the recipe of what is read.
+    """
+
+    def __init__(self, source: WeightSource, spec: ModelSpec, shard: Shard = WHOLE) -> None:
         self._source = source
         self._spec = spec
+        self._cut = Cut.of(spec, shard)
         self._names = spec.names
+        self._unpacked: list[str] = []  # products that could not stay as they are
+        self.part = part_of(spec, shard)
 
     def embedding(self) -> Tensor:
-        """[vocab, hidden]"""
-        spec = self._spec
-        return self._take(f"{self._names.embedding}.weight", spec.vocab_size, spec.hidden_size)
+        """[vocab, hidden], of a rank its tokens, and zeros below up to `vocab_rows`."""
+        return self._vocabulary(f"{self._names.embedding}.weight", self._spec.hidden_size)
 
     def layer(self, index: int) -> LayerTensors:
         spec, names = self._spec, self._names
@@ -84,16 +132,17 @@ class TensorReader:
         q_norm, k_norm = self._qk_norms(prefix)
         sinks = None
         if spec.layers[index].attention.has_sinks:
-            sinks = self._take(prefix + names.sinks, spec.num_heads).float()
+            heads = self._cut.heads(spec.num_heads)
+            sinks = self._take(prefix + names.sinks, spec.num_heads, at=(heads,)).float()
         return LayerTensors(
             attention_norm=self._norm(prefix + names.attention_norm) if has_before else None,
             qkv=self._qkv(prefix, spec.layers[index].attention.rope),
             q_norm=q_norm,
             k_norm=k_norm,
-            out=self._product(
-                [prefix + names.out],
-                [spec.hidden_size],
+            out=self._summed(
+                prefix + names.out,
                 spec.num_heads * spec.head_dim,
+                _times(self._cut.heads(spec.num_heads), spec.head_dim),
                 spec.has_out_bias,
             ),
             sinks=sinks,
@@ -101,9 +150,7 @@ class TensorReader:
             if has_after
             else None,
             mlp_norm=self._norm(prefix + names.mlp_norm) if has_mlp_norm else None,
-            mlp=self._mlp(prefix, mlp)
-            if isinstance(mlp, MlpSpec)
-            else read_experts(self._source, mlp, spec.hidden_size, prefix, names),
+            mlp=self._mlp(prefix, mlp) if isinstance(mlp, MlpSpec) else self._experts(prefix, mlp),
             after_mlp_norm=self._norm(prefix + names.after_mlp_norm) if has_after else None,
         )
 
@@ -114,24 +161,50 @@ class TensorReader:
         norm = self._norm(names.final_norm)
         if spec.has_tied_embeddings:
             source.drop(f"{names.head}.weight")
-            bias = self._take(f"{names.head}.bias", spec.vocab_size) if spec.has_head_bias else None
-            head = Product(embedding, bias)
+            weight: Weight = embedding
         else:
-            rows = [spec.vocab_size]
-            head = self._product([names.head], rows, spec.hidden_size, spec.has_head_bias)
+            weight = self._head()
+        bias = self._vocabulary(f"{names.head}.bias") if spec.has_head_bias else None
         source.finish()
-        return EndTensors(norm, head)
+        if self._unpacked:
+            log.warning(
+                "%d quantized products are dequantized, for the parts of each differ in their "
+                "groups or the order of their columns, which takes memory: %s",
+                len(self._unpacked),
+                ", ".join(self._unpacked[:3]) + (" ..." if len(self._unpacked) > 3 else ""),
+            )
+        return EndTensors(norm, Product(weight, bias))
 
-    def _take(self, name: str, *shape: int) -> Tensor:
-        return self._source.take(name, shape)
+    def _take(self, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Tensor:
+        return self._source.take(name, shape, at)
+
+    def _vocabulary(self, name: str, *width: int) -> Tensor:
+        """The rank's rows of embedding or head; zeros for tokens that there are none of."""
+        size = self._spec.vocab_size
+        tokens = self._cut.vocabulary(size)
+        return self._padded(self._take(name, size, *width, at=(tokens,)))
+
+    def _head(self) -> Weight:
+        size, name = self._spec.vocab_size, self._names.head
+        tokens = self._cut.vocabulary(size)
+        found = take_weight(self._source, name, size, self._spec.hidden_size, at=(tokens,))
+        if isinstance(found, Tensor):
+            return self._padded(found)
+        has_all = len(found.values) == (self.part.vocab_rows or size)
+        return found if has_all else self._padded(found.dense(self._source.dtype))
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        missing = (self.part.vocab_rows or self._spec.vocab_size) - len(rows)
+        return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
     def _norm(self, name: str) -> NormTensors:
         norm, size = self._spec.norm, self._spec.hidden_size
         gain = self._gain(f"{name}.weight", size)
         return NormTensors(gain, self._take(f"{name}.bias", size) if norm.has_bias else None)
 
-    def _gain(self, name: str, size: int) -> Tensor:
-        gain, norm = self._take(name, size), self._spec.norm
+    def _gain(self, name: str, size: int, part: slice | None = None) -> Tensor:
+        gain = self._take(name, size, at=() if part is None else (part,))
+        norm = self._spec.norm
         if norm.gain_offset or norm.is_rounded_once:
             return gain.float() + norm.gain_offset
         return gain
@@ -140,64 +213,121 @@ class TensorReader:
         spec, names = self._spec, self._names
         if spec.qk_norm is QkNorm.NONE:
             return None, None
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        if spec.qk_norm is QkNorm.HEADS:
-            heads = kv_heads = 1
-        return (
-            self._gain(f"{prefix}{names.q_norm}.weight", heads * spec.head_dim),
-            self._gain(f"{prefix}{names.k_norm}.weight", kv_heads * spec.head_dim),
-        )
+        gains = []
+        for name, count in ((names.q_norm, spec.num_heads), (names.k_norm, spec.num_kv_heads)):
+            if spec.qk_norm is QkNorm.HEADS:
+                gains.append(self._gain(f"{prefix}{name}.weight", spec.head_dim))
+            else:
+                part = _times(self._cut.heads(count), spec.head_dim)
+                gains.append(self._gain(f"{prefix}{name}.weight", count * spec.head_dim, part))
+        return gains[0], gains[1]
 
-    def _product(
-        self, names: Sequence[str], rows: Sequence[int], width: int, has_bias: bool
-    ) -> Product:
-        """The tensors of these names on top of each other."""
-        weights = [self._take(f"{n}.weight", r, width) for n, r in zip(names, rows, strict=True)]
+    def _product(self, rows: Sequence[_Rows], width: int, has_bias: bool) -> Product:
+        """These rows on top of each other."""
+        weights = [take_weight(self._source, r.name, r.whole, width, at=(r.part,)) for r in rows]
+        weight = on_top(weights, self._source.dtype)
+        if isinstance(weight, Tensor) and not all(isinstance(part, Tensor) for part in weights):
+            self._unpacked.append(" + ".join(r.name for r in rows))
         bias = None
         if has_bias:
-            biases = [self._take(f"{n}.bias", r) for n, r in zip(names, rows, strict=True)]
-            bias = _joined(biases)
-        return Product(_joined(weights), bias)
+            biases = [self._take(f"{r.name}.bias", r.whole, at=(r.part,)) for r in rows]
+            bias = biases[0] if len(biases) == 1 else torch.cat(biases)
+        return Product(weight, bias)
+
+    def _summed(self, name: str, width: int, columns: slice, has_bias: bool) -> Product:
+        """Some columns of a product, whose answer is summed over ranks: the first has the bias."""
+        hidden, quantized = self._spec.hidden_size, self._spec.quantized
+        at = (slice(0, hidden), columns) if columns != slice(0, width) else ()
+        weight, bias = take_weight(self._source, name, hidden, width, at=at), None
+        if at and quantized is not None and quantized.has_order and isinstance(weight, Tensor):
+            self._unpacked.append(name)
+        if has_bias and self._cut.shard.rank == 0:
+            bias = self._take(f"{name}.bias", hidden)
+        elif has_bias:
+            self._source.drop(f"{name}.bias")
+        return Product(weight, bias)
 
     def _qkv(self, prefix: str, rope: RopeSpec | None) -> Product:
-        spec, names = self._spec, self._names
-        dim, kv_rows = spec.head_dim, spec.num_kv_heads * spec.head_dim
-        rows = [spec.num_heads * dim, kv_rows, kv_rows]
-        if len(names.qkv) == 1:
-            rows = [sum(rows)]
-        found = [prefix + name for name in names.qkv]
-        product = self._product(found, rows, spec.hidden_size, spec.has_qkv_bias)
-        if names.qkv_order is QkvOrder.GROUPS:
-            order = _parts_of_groups(spec).to(product.weight.device)
-            bias = product.bias
-            product = Product(product.weight[order], None if bias is None else bias[order])
-        if rope is None or rope.score_factor == 1.0 or rope.rotary_dim == dim:
+        spec = self._spec
+        names = [prefix + name for name in self._names.qkv]
+        rows = _qkv_rows(spec, self._cut, names)
+        product = self._product(rows, spec.hidden_size, spec.has_qkv_bias)
+        if rope is None or rope.score_factor == 1.0 or rope.rotary_dim == spec.head_dim:
             return product
-        return _scaled(product, _unrotated_factors(spec, rope).to(product.weight.device))
+        return _scaled(product, _unrotated_factors(self.part, rope).to(product.weight.device))
 
     def _mlp(self, prefix: str, mlp: MlpSpec) -> MlpTensors:
-        names, hidden = self._names, self._spec.hidden_size
-        rows = [mlp.size, mlp.size] if mlp.is_gated else [mlp.size]
-        if len(names.gate_up) == 1:
-            rows = [sum(rows)]
+        names, size, columns = self._names, mlp.size, self._cut.columns(mlp.size)
         found = [prefix + name for name in names.gate_up]
+        if mlp.is_gated and len(found) == 1:
+            up = slice(size + columns.start, size + columns.stop)
+            rows = [_Rows(found[0], 2 * size, columns), _Rows(found[0], 2 * size, up)]
+        else:
+            rows = [_Rows(name, size, columns) for name in found]
         return MlpTensors(
-            self._product(found, rows, hidden, mlp.has_bias),
-            self._product([prefix + names.down], [hidden], mlp.size, mlp.has_bias),
+            self._product(_merged(rows), self._spec.hidden_size, mlp.has_bias),
+            self._summed(prefix + names.down, size, columns, mlp.has_bias),
         )
 
+    def _experts(self, prefix: str, spec: ExpertsSpec) -> ExpertTensors:
+        hidden = self._spec.hidden_size
+        experts = read_experts(self._source, spec, hidden, prefix, self._names, self._cut)
+        if experts.is_unpacked:
+            self._unpacked.append(f"the experts of {prefix[:-1]}")
+        return experts
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+def _qkv_rows(spec: ModelSpec, cut: Cut, names: Sequence[str]) -> list[_Rows]:
+    """Where the queries, keys and values of a rank lie; three tensors or one."""
+    dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
+    group, queries, keys = heads // kv_heads, cut.heads(heads), cut.heads(kv_heads)
+    if len(names) == 3:
+        parts = zip(names, (heads, kv_heads, kv_heads), (queries, keys, keys), strict=True)
+        return [_Rows(name, count * dim, _times(part, dim)) for name, count, part in parts]
+    if spec.names.qkv_order is QkvOrder.PARTS:
+        places = [
+            queries,
+            *(slice(f + keys.start, f + keys.stop) for f in (heads, heads + kv_heads)),
+        ]
+    else:  # group queries, a key and a value for each KV head
+        places, last = [], []
+        for kv_head in range(keys.start, keys.stop):
+            skipped = 2 * kv_head  # heads before this group that are no queries
+            first, end = (
+                max(queries.start, kv_head * group),
+                min(queries.stop, (kv_head + 1) * group),
+            )
+            places.append(slice(skipped + first, skipped + end))
+            last.append(skipped + (kv_head + 1) * group)
+        places += [slice(at, at + 1) for at in last] + [slice(at + 1, at + 2) for at in last]
+    count = (heads + 2 * kv_heads) * dim
+    return _merged([_Rows(names[0], count, _times(place, dim)) for place in places])
+
+
+def _times(part: slice, size: int) -> slice:
+    return slice(part.start * size, part.stop * size)
+
+
+def _merged(rows: Sequence[_Rows]) -> list[_Rows]:
+    """Neighbours in one tensor as one."""
+    merged = [rows[0]]
+    for each in rows[1:]:
+        before = merged[-1]
+        if (before.name, before.part.stop) == (each.name, each.part.start):
+            merged[-1] = each._replace(part=slice(before.part.start, each.part.stop))
+        else:
+            merged.append(each)
+    return merged
 
 
 def _scaled(product: Product, factors: Tensor) -> Product:
     """Rows times these factors, rounded once."""
     weight, bias = product.weight, product.bias
-    return Product(
-        (weight * factors[:, None]).to(weight.dtype),
-        None if bias is None else (bias * factors).to(bias.dtype),
-    )
+    if isinstance(weight, PackedWeight):
+        weight = weight.scaled_rows(factors)
+    else:
+        weight = (weight * factors[:, None]).to(weight.dtype)
+    return Product(weight, None if bias is None else (bias * factors).to(bias.dtype))
 
 
 def _unrotated_factors(spec: ModelSpec, rope: RopeSpec) -> Tensor:
@@ -206,11 +336,3 @@ def _unrotated_factors(spec: ModelSpec, rope: RopeSpec) -> Tensor:
     heads = torch.ones(spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     heads[: spec.num_heads, rope.rotary_dim :] = rope.score_factor**-2
     return heads.reshape(-1)
-
-
-def _parts_of_groups(spec: ModelSpec) -> Tensor:
-    """Where the rows of all queries, keys and values lie if each KV head's are together."""
-    group = spec.num_heads // spec.num_kv_heads
-    heads = torch.arange(spec.num_heads + 2 * spec.num_kv_heads).view(spec.num_kv_heads, group + 2)
-    order = torch.cat((heads[:, :group].reshape(-1), heads[:, group], heads[:, group + 1]))
-    return (order[:, None] * spec.head_dim + torch.arange(spec.head_dim)).reshape(-1)

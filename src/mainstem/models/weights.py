@@ -17,10 +17,14 @@ from torch import Tensor
 
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
-from mainstem.models.config_file import CONFIG_FILE, QUANTIZED
+from mainstem.models.config_file import CONFIG_FILE
 from mainstem.models.cpu.layers import has_onednn
 from mainstem.models.file_hashes import Stamp, file_sha256
 from mainstem.models.names import Names
+from mainstem.models.packed import OrderedColumns, PackedWeight, Weight
+from mainstem.models.quantized.packing import QuantizedSpec
+from mainstem.models.quantized.random import random_packed
+from mainstem.models.quantized.read import read_packed
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -78,6 +82,11 @@ def weight_files(folder: Path) -> list[Path]:
 class WeightSource(Protocol):
     """Tensors by their Hugging Face names."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        ...
+
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         """The tensor in the compute dtype, where it is to be used.
 
@@ -86,6 +95,13 @@ class WeightSource(Protocol):
         """
         ...
 
+    def take_packed(
+        self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()
+    ) -> PackedWeight | None:
+        """A product's weight [.., out, in] that is quantized, by the product's name (without
+        ".weight"); None where the source has it as a plain tensor, or not at all."""
+        ...
+
     def drop(self, name: str) -> None:
         """Accept a tensor that is not needed, if it is there."""
         ...
@@ -95,9 +111,22 @@ class WeightSource(Protocol):
         ...
 
 
+def take_weight(source: WeightSource, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Weight:
+    """The weight [out, in] of a product, or a part of it, however it is stored. Some columns of a
+    weight in act-order are dequantized."""
+    try:
+        packed = source.take_packed(name, shape, at)
+    except OrderedColumns:
+        *rows, columns = at
+        whole = source.take_packed(name, shape, tuple(rows))
+        assert whole is not None
+        return whole.dense(source.dtype)[..., columns].contiguous()
+    return source.take(f"{name}.weight", shape, at) if packed is None else packed
+
+
 class Checkpoint:
-    """The tensors of a folder, each taken once, whole or in parts; `finish` reports what was left
-    or lacking."""
+    """The tensors of a folder, taken whole or in parts; `finish` reports what was left or
+    lacking."""
 
     def __init__(
         self,
@@ -105,12 +134,16 @@ class Checkpoint:
         dtype: torch.dtype,
         device: torch.device = _CPU,
         names: Names = _USUAL_NAMES,
+        quantized: QuantizedSpec | None = None,
     ) -> None:
         """Of `names` it takes which tensors are ignored, and which are renamed."""
         self._dtype = dtype
         self._device = device
+        self._quantized = quantized
+        ignored = () if quantized is None else quantized.ignored_endings
         self._missing: set[str] = set()
-        self._in_parts: set[str] = set()
+        self._taken: set[str] = set()
+        self._maybe_biases: set[str] = set()  # of packed products; some tools add zeros
         self._open = {}  # by the name that is asked for: file, and the name in it
         for file in weight_files(folder):
             try:
@@ -118,8 +151,12 @@ class Checkpoint:
             except SafetensorError as error:
                 raise UnsupportedModel(f"{file} is damaged: {error}") from error
             for name in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
-                if not names.is_ignored(name):
+                if not names.is_ignored(name) and not name.endswith(ignored):
                     self._open[names.canonical(name)] = (handle, name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         """The tensor in the compute dtype; a missing one is noted, and empty here."""
@@ -127,19 +164,47 @@ class Checkpoint:
         if name not in self._open:
             self._missing.add(name)
             return torch.empty(part_shape(wanted, at), dtype=self._dtype, device=self._device)
+        tensor = self.stored(name, wanted, at)
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
+            raise UnsupportedModel(
+                f"tensor {name} is of {tensor.dtype}, and nothing beside it says what its numbers "
+                "mean; quantization_config in config.json would"
+            )
+        return tensor.to(self._dtype)
+
+    def take_packed(
+        self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()
+    ) -> PackedWeight | None:
+        if self._quantized is None:
+            return None
+        packed = read_packed(self, self._quantized, name, tuple(shape), at)
+        if packed is not None and f"{name}.bias" in self._open:
+            self._maybe_biases.add(f"{name}.bias")
+        return packed
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor of the files; None where there is none."""
+        if name not in self._open:
+            return None
+        handle, its_name = self._open[name]
+        return tuple(handle.get_slice(its_name).get_shape())  # type: ignore[no-untyped-call]
+
+    def stored(self, name: str, shape: tuple[int, ...], at: tuple[slice, ...] = ()) -> Tensor:
+        """A tensor of the files as it is stored, on the device."""
+        if name not in self._open:
+            raise UnsupportedModel(f"the checkpoint lacks {name}")
         handle, its_name = self._open[name]
         found = handle.get_slice(its_name)  # type: ignore[no-untyped-call]
-        if tuple(found.get_shape()) != wanted:
+        if tuple(found.get_shape()) != shape:
             raise UnsupportedModel(
-                f"tensor {its_name} has shape {list(found.get_shape())}, expected {list(wanted)}"
+                f"tensor {its_name} has shape {list(found.get_shape())}, expected {list(shape)}"
             )
-        if at:
-            self._in_parts.add(name)
+        self._taken.add(name)
+        if part_shape(shape, at) != shape:
             tensor: Tensor = found[at]
         else:
-            del self._open[name]
             tensor = handle.get_tensor(its_name)  # type: ignore[no-untyped-call]
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(self._device)
 
     def drop(self, name: str) -> None:
         """Accept a tensor that is not needed, if it is there."""
@@ -147,11 +212,21 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Raise UnsupportedModel naming what is missing or was not expected."""
-        if any(name.endswith(".qweight") for name in self._open):
-            raise UnsupportedModel(f"the weights are quantized (GPTQ or AWQ, 4-bit); {QUANTIZED}")
+        for name in (self._maybe_biases & self._open.keys()) - self._taken:
+            if not self.take(name, self.shape_of(name) or ()).any():
+                continue
+            raise UnsupportedModel(f"the checkpoint holds a bias that is not expected, {name}")
+        endings = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")
+        if self._quantized is None and any(
+            name.endswith(endings) for name in self._open.keys() - self._taken
+        ):
+            raise UnsupportedModel(
+                "the weights are quantized, and config.json has no quantization_config that says "
+                "how; old GPTQ folders have it in quantize_config.json, to be copied there"
+            )
         if self._missing:
             raise UnsupportedModel(f"the checkpoint lacks {_shorten(self._missing)}")
-        if rest := self._open.keys() - self._in_parts:
+        if rest := self._open.keys() - self._taken:
             raise UnsupportedModel(f"the checkpoint holds unexpected tensors {_shorten(rest)}")
 
 
@@ -221,10 +296,21 @@ class RandomWeights:
     Gains of norms are one, so that activations stay in range through many layers.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        quantized: QuantizedSpec | None = None,
+    ) -> None:
         self._dtype = dtype
         self._device = device
+        self._quantized = quantized
         self._generator = torch.Generator(device).manual_seed(seed)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         size = part_shape(tuple(shape), at)
@@ -232,6 +318,14 @@ class RandomWeights:
             return torch.ones(size, dtype=self._dtype, device=self._device)
         tensor = torch.empty(size, dtype=self._dtype, device=self._device)
         return tensor.normal_(0.0, 0.02, generator=self._generator)
+
+    def take_packed(
+        self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()
+    ) -> PackedWeight | None:
+        packing = None if self._quantized is None else self._quantized.packing_of(name)
+        if packing is None:
+            return None
+        return random_packed(packing, part_shape(tuple(shape), at), self._dtype, self._generator)
 
     def drop(self, name: str) -> None:
         """Nothing is there to be dropped."""

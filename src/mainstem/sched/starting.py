@@ -187,17 +187,12 @@ class Starter:
         table, page_size = self._running.table, self._page_size
         num_before = int(table.computed[slot])
         length = min(budget, int(table.prefill_end[slot]) - num_before)
-        prompt_ids = table.sequence(slot).request.prompt_ids
         end = num_before + length
-        token_ids = prompt_ids[num_before:end]
-        if end > len(prompt_ids):  # back from preemption: output tokens are computed again
-            output = table.outputs[
-                slot, max(0, num_before - len(prompt_ids)) : end - len(prompt_ids)
-            ]
-            token_ids = np.concatenate([token_ids, output])
+        token_ids = table.tokens(slot, num_before, end)  # output, too, after a preemption
         filled = table.page_table[slot, num_before // page_size : end // page_size]
         self._queue.unpark(self._store.commit(filled))
-        if end % page_size and table.sequence(slot).has_named_tail and end == len(prompt_ids):
+        is_prompt_end = end == table.prompt_len[slot]
+        if end % page_size and is_prompt_end and table.sequence(slot).has_named_tail:
             self._store.commit_tail(int(table.page_table[slot, end // page_size]))
         return Chunk(slot, num_before, token_ids)
 

@@ -24,6 +24,14 @@ class TraceFormat(Enum):
     CHITCHAT = "chitchat"
 
 
+class Outgrown(Enum):
+    """What becomes of a session that outgrows the context window."""
+
+    LEFT_OUT = "leave-out"  # it ends there
+    KEPT = "keep"  # its first half is dropped, and the pages of the rest stay valid
+    INVALID = "invalidate"  # its first half is dropped, and the rest has to be computed again
+
+
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """One prompt and its answer. Pages are numbers; equal numbers mean equal prefixes."""
@@ -63,7 +71,8 @@ class ReadOptions:
     format: TraceFormat | None = None
     page_tokens: int | None = None
     rate: float | None = None  # requests a second, or session starts a second
-    context_tokens: int | None = None  # what is longer is left out, with the rest of its session
+    context_tokens: int | None = None  # what is longer is left out, or cut as `outgrown` says
+    outgrown: Outgrown = Outgrown.LEFT_OUT
     limit: int | None = None  # requests to read, in order of arrival
     seed: int = 0
     think_times: Path | None = None

@@ -85,7 +85,7 @@ def run_mixes(settings: Settings) -> Iterator[Line]:
 def plot_mixes(lines: Sequence[Line], figure: "Figure") -> None:
     for axes, size in zip(figure.subplots(1, 2), (LLAMA_8B, QWEN_14B), strict=True):
         found = only(lines, model=size.shape)
-        names = [f"{p}/{o}\nsd {d}" for p, o, d in MIXES]
+        names = [f"{p / 1000:g}K\n{o}\n{d}" for p, o, d in MIXES]
         series = {
             way: ([_rate(found, way, mix) for mix in MIXES], LOOKS[way])
             for way in ("planned", "LRU, as given")
@@ -104,7 +104,7 @@ def plot_mixes(lines: Sequence[Line], figure: "Figure") -> None:
             label = "limit of the card" if at == 0 else None
             axes.plot([at - 0.45, at + 0.45], [limit] * 2, label=label, **style.LIMIT)
         axes.tick_params(axis="x", labelsize=7)
-        style.finish(axes, f"{size.shape}, one H200", "prefix/own tokens, degree", "requests/s")
+        style.finish(axes, f"{size.shape}, one H200", "prefix, own tokens, degree", "requests/s")
 
 
 def _rate(lines: Sequence[Line], way: str, mix: tuple[int, int, int]) -> float | None:

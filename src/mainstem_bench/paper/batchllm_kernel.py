@@ -90,7 +90,7 @@ def plot_cases(lines: Sequence[Line], figure: "Figure") -> None:
                {"here": ([line["us"] for line in both], style.OURS)}, "{:.0f}")  # fmt: skip
     for at, line in enumerate(both):
         mixed.plot([at - 0.45, at + 0.45], [line["floor_us"]] * 2, **style.LIMIT)
-    style.finish(mixed, "with 7 prompt chunks of 512", x, "us")
+    style.finish(mixed, "with 7 prompt chunks of 512", "the same", "us")
     for axes in (decode, mixed):
         axes.tick_params(axis="x", labelsize=7)
 

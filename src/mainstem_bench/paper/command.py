@@ -66,6 +66,9 @@ def main(argv: list[str]) -> int:
             if args.limit_s is not None and perf_counter() - began_s + expected_s > args.limit_s:
                 print(f"{item.name}: left out, --limit-s {args.limit_s:g}", file=sys.stderr)
                 continue
+            if len(items) > 1 and not args.draw and not can_run(item, settings):
+                print(f"{item.name}: left out, it needs a CUDA device", file=sys.stderr)
+                continue
             status |= _do(item, settings, args)
     finally:
         settings.engines.close()
@@ -116,10 +119,15 @@ def _do(item: Item, settings: Settings, args: argparse.Namespace) -> int:
     return 0
 
 
+def can_run(item: Item, settings: Settings) -> bool:
+    """Whether this machine has what the item needs."""
+    return item.where is Where.CPU or settings.is_quick or torch.cuda.is_available()
+
+
 def _measure(item: Item, settings: Settings) -> list[Line]:
     """The item's lines, each with where and how it was measured; printed as they come."""
     assert item.run is not None
-    if item.where is Where.GPU and not settings.is_quick and not torch.cuda.is_available():
+    if not can_run(item, settings):
         raise ConfigError(f"{item.name} needs a CUDA device; --quick runs it small on a CPU")
     about = {
         "command": item.command + " --quick" * settings.is_quick,

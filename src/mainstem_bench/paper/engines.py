@@ -34,6 +34,9 @@ class KeptRunner:
     def drain(self) -> None:
         self._runner.drain()
 
+    def check(self) -> None:
+        self._runner.check()
+
     def close(self) -> None:
         self._runner.drain()
 
@@ -80,13 +83,13 @@ class Engines:
         return is_new
 
     def close(self) -> None:
-        """Free the device."""
+        """Free the device, also of what engines of other makers have left there."""
         if self._loaded is not None:
             self._loaded.runner.close()
             self._loaded = None
-            gc.collect()  # engines refer to themselves by way of their buses
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        gc.collect()  # engines refer to themselves by way of their buses
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _load(self, shape: str, kv_tokens: int) -> _Loaded:
         loaded = self._loaded

@@ -73,7 +73,7 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="relay-fig9",
         title="RelayAttention Fig. 9: distributions of lengths in ShareGPT and MMLU",
-        claim="most user prompts of ShareGPT are short, answers spread over some hundred tokens",
+        claim="most user prompts of ShareGPT are short, answers have up to some hundred tokens",
         differs=DATA,
         where=Where.CPU,
         full_s=2,

@@ -23,6 +23,7 @@ SYSTEM_TOKENS = (64, 512, 1024, 2048)
 MOST_ANSWER = 256  # a run on a fast card would otherwise wait for its longest answer
 SYNTHETIC = ((64, 128), (128, 256), (256, 512))  # user tokens, answer tokens
 LOOKS = {Share.NONE: style.NOTHING, Share.STORAGE: style.STORED, Share.READS: style.OURS}
+SHORT = {Share.NONE: "nothing shared", Share.STORAGE: "stored once", Share.READS: "read once"}
 NAMES = {
     Share.NONE: "nothing shared (vLLM)",
     Share.STORAGE: "stored once (vLLM-PS)",

@@ -11,7 +11,7 @@ from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
 from mainstem_bench.paper.jobs import SYSTEMS, Job, Size, run
 from mainstem_bench.paper.lengths import SHOTS, mmlu_subjects
-from mainstem_bench.paper.relay_jobs import LLAMA_7B, LOOKS, NAMES, sharegpt_line
+from mainstem_bench.paper.relay_jobs import LLAMA_7B, LOOKS, SHORT, sharegpt_line
 from mainstem_bench.paper.results import one
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def plot_models(lines: Sequence[Line], figure: "Figure") -> None:
         series = {}
         for share, look in LOOKS.items():
             found = [one(lines, model=m, system=system, share=share.value) for m in MODELS]
-            series[NAMES[share]] = ([line["requests_per_s"] for line in found], look)
-        style.bars(axes, list(MODELS), series, "{:.0f}")
+            series[SHORT[share]] = ([line["requests_per_s"] for line in found], look)
+        style.bars(axes, ["Llama\n13B", "Llama\n30B", "Phi-2", "Mistral\n7B"], series, "{:.0f}")
         style.finish(axes, f"system prompt of {system}", "", "requests a second")
 
 
@@ -92,7 +92,7 @@ def plot_mmlu(lines: Sequence[Line], figure: "Figure") -> None:
     axes, paper = figure.subplots(1, 2)
     names = [f"{shots} shot{'s' if shots > 1 else ''}" for shots in SHOTS]
     ours = {
-        NAMES[share]: (
+        SHORT[share]: (
             [one(lines, shots=shots, share=share.value)["seconds"] for shots in SHOTS],
             look,
         )

@@ -1,5 +1,6 @@
 """AttentionStore on a device: prefill and decode (Fig. 1), turns of a conversation (Fig. 4),
-loading against computing (Fig. 18), the read buffer (Fig. 19), long documents (Fig. 25 and 26).
+loading against computing (Fig. 18), the read buffer (Fig. 19), saving (Fig. 20), long documents
+(Fig. 25 and 26).
 
 Random weights. "The store" is host memory; pages are pushed out of the device before each question.
 """
@@ -13,11 +14,18 @@ from time import perf_counter
 
 import numpy as np
 
-from mainstem.core.config import CacheConfig, EngineConfig, Fetch, ModelConfig, StoreConfig
+from mainstem.core.config import (
+    CacheConfig,
+    EngineConfig,
+    Fetch,
+    ModelConfig,
+    Saving,
+    StoreConfig,
+)
 from mainstem.engine.build import with_chunk
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import sharegpt_turns
-from mainstem_bench.sessions import Bench, Sessions
+from mainstem_bench.session_engine import Bench, Sessions
 
 REPEATS = 3
 LAYERS = ("all", "0", "5", "10", "15", "auto")  # read buffers, in layers; all: nothing overlaps
@@ -28,7 +36,12 @@ LLAMA_13B = "llama2-13b"
 
 @contextmanager
 def bench_with_store(
-    settings: Settings, shape: str, device_tokens: int, host_gb: float, history: int
+    settings: Settings,
+    shape: str,
+    device_tokens: int,
+    host_gb: float,
+    history: int,
+    save: Saving = Saving.DECODING,
 ) -> Iterator[Bench]:
     """An engine with host memory below the device; `history` tokens are what it is warmed up on."""
     settings.engines.close()  # the device holds one model at a time
@@ -39,7 +52,7 @@ def bench_with_store(
         EngineConfig(
             model=ModelConfig(model=shape),
             cache=CacheConfig(kv_tokens=device_tokens),
-            store=StoreConfig(host_gb=host_gb),
+            store=StoreConfig(host_gb=host_gb, save=save),
         )
     )
     with Bench(work, config) as bench:
@@ -155,9 +168,32 @@ def run_buffers(settings: Settings) -> Iterator[Line]:
             )
 
 
+def run_saving(settings: Settings) -> Iterator[Line]:
+    """Fig. 20: 16 prompts and 20 decode steps, until all pages are saved."""
+    batch, steps = (2, 4) if settings.is_quick else (16, 20)
+    for save in (Saving.SYNC, Saving.DECODING):
+        with bench_with_store(settings, LLAMA_13B, 28_000, 24.0, 500, save) as bench:
+            rng = Random(0)
+            for tokens in (40, 60) if settings.is_quick else (1000, 1200, 1400, 1600):
+                times, saved = [], bench.counters.saved_pages["host"]
+                for _ in range(REPEATS):
+                    prompts = [bench.random_ids(rng, tokens) for _ in range(batch)]
+                    began_s = perf_counter()
+                    bench.ask(prompts, steps)
+                    bench.engine.flush()
+                    times.append(perf_counter() - began_s)
+                    bench.engine.clear_cache()
+                num_saved = bench.counters.saved_pages["host"] - saved
+                yield {
+                    "save": save.value, "prompt": tokens, "batch": batch, "steps": steps,
+                    "saved_pages": num_saved, "unsaved_pages": dict(bench.counters.unsaved_pages),
+                    **_spread(times),
+                }  # fmt: skip
+
+
 def _load_by(bench: Bench, layers: str) -> None:
     """Always load what is stored, with a read buffer of `layers`."""
-    bench.engine.fetch_as(replace(bench.config.store, preload=layers, fetch=Fetch.ALWAYS))
+    bench.engine.change_store(replace(bench.config.store, preload=layers, fetch=Fetch.ALWAYS))
 
 
 def run_documents(settings: Settings) -> Iterator[Line]:

@@ -125,6 +125,36 @@ def judge_buffers(lines: Sequence[Line]) -> Verdict:
     )
 
 
+def plot_saving(lines: Sequence[Line], figure: "Figure") -> None:
+    axes = figure.subplots()
+    sizes = sorted({line["prompt"] for line in lines})
+    series = {
+        name: ([one(lines, save=save, prompt=size)["ms"] for size in sizes], look)
+        for name, save, look in (
+            ("saved at the end, steps wait", "sync", style.NOTHING),
+            ("saved while decoding", "decoding", style.OURS),
+        )
+    }
+    style.bars(axes, [f"{size:,}" for size in sizes], series, "{:.0f}")
+    title = "Llama2-13B, 16 sequences, 20 decode steps, H200"
+    style.finish(axes, title, "prompt tokens", "ms until all is saved")
+
+
+def judge_saving(lines: Sequence[Line]) -> Verdict:
+    sizes = sorted({line["prompt"] for line in lines})
+    less = [
+        1
+        - one(lines, save="decoding", prompt=size)["ms"]
+        / one(lines, save="sync", prompt=size)["ms"]
+        for size in sizes
+    ]
+    least, most = min(less), max(less)
+    return Verdict(
+        Outcome.EXCEEDED if least > 0.15 else Outcome.REPRODUCED if least > 0.05 else Outcome.NOT,
+        f"saving while decoding takes {least:.0%} to {most:.0%} off the time of the job",
+    )
+
+
 def plot_ttft(lines: Sequence[Line], figure: "Figure") -> None:
     _plot_documents(lines, figure, "ttft_ms", "ms to the first token", "prefill_tokens_per_s",
                     "prompt tokens a second")  # fmt: skip

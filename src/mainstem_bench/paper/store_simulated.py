@@ -1,4 +1,5 @@
-"""AttentionStore's workload through the store's own policy, in virtual time: Fig. 13 to 17, 21, 23.
+"""AttentionStore's workload through the store's own policy, in virtual time: Fig. 13 to 17, 21
+to 24.
 
 Speeds of the paper's A100s follow from their data sheet: 60 % of the 16-bit rate for prompts (its
 360 ms for 2,000 tokens of LLaMA-65B on four cards agree), 80 % of the bandwidth for decoding.
@@ -13,7 +14,7 @@ from mainstem.plan.cost import DATASHEETS
 from mainstem.simulate.capacity import CapacityQuestion, curve, plan_capacity
 from mainstem.simulate.service import Prices, ServiceRates
 from mainstem.simulate.simulator import Report, SimulationConfig, simulate
-from mainstem.simulate.trace_records import ReadOptions, Trace
+from mainstem.simulate.trace_records import Outgrown, ReadOptions, Trace
 from mainstem.simulate.traces import read_trace
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import shipped
@@ -23,7 +24,8 @@ MEAN_CONTEXT = 1500  # tokens that a decoding sequence reads
 PCIE_GB_PER_S, DISK_GB_PER_S = 26.0, 5.0  # the paper's
 # copies from host memory run while the requests before are answered; `link_busy` is what they take
 HIDDEN_GB_PER_S = 1e6
-HOST_GB, DISK_GB = 128.0, 10_000.0
+DEVICE_GB, HOST_GB, DISK_GB = 10.0, 128.0, 10_000.0
+MEDIA = {"HBM": (0.0, 0.0), "HBM+DRAM": (HOST_GB, 0.0), "HBM+DRAM+SSD": (HOST_GB, DISK_GB)}
 WARM_SHARE = 10 / 52  # of the turns, as in the paper
 SMALL = ((16.0, 48.0), (32.0, 128.0), (64.0, 256.0), (128.0, 2000.0), (128.0, 10_000.0))
 POLICIES = (PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO)
@@ -56,20 +58,35 @@ MODELS = {
 
 
 @cache
-def sharegpt_trace(context_tokens: int, limit: int | None) -> Trace:
-    """ShareGPT's conversations, one a second, until they outgrow the window."""
+def sharegpt_trace(
+    context_tokens: int, is_quick: bool, outgrown: Outgrown = Outgrown.KEPT
+) -> Trace:
+    """ShareGPT's conversations, one starts each second; what outgrows the window loses its first
+    half."""
+    options = ReadOptions(
+        context_tokens=context_tokens,
+        outgrown=outgrown,
+        rate=1.0,
+        limit=300 if is_quick else None,
+    )
     with shipped("sharegpt_session_lengths.jsonl.gz") as path:
-        return read_trace(path, ReadOptions(context_tokens=context_tokens, rate=1.0, limit=limit))
+        return read_trace(path, options)
 
 
 def simulated(
-    served: Served, trace: Trace, policy: PolicyKind, host_gb: float, disk_gb: float
+    served: Served,
+    trace: Trace,
+    host_gb: float,
+    disk_gb: float,
+    policy: PolicyKind = PolicyKind.LOOKAHEAD,
+    device_gb: float = 0.0,
 ) -> Report:
     """One simulation with the paper's prices and speeds."""
     config = SimulationConfig(
         kv_bytes_per_token=served.kv_mb_per_token * 1e6,
         host_gb=host_gb,
         disk_gb=disk_gb,
+        device_gb=device_gb,
         policy=policy,
         warmup=round(WARM_SHARE * len(trace.requests)),
         rates=served.rates,
@@ -92,9 +109,9 @@ def run_models(settings: Settings) -> Iterator[Line]:
 
 def _models(settings: Settings) -> Iterator[Line]:
     for name, served in MODELS.items():
-        trace = sharegpt_trace(served.context_tokens, 300 if settings.is_quick else None)
+        trace = sharegpt_trace(served.context_tokens, settings.is_quick)
         for way, (host_gb, disk_gb) in {"RE": (0.0, 0.0), "AS": (HOST_GB, DISK_GB)}.items():
-            report = simulated(served, trace, PolicyKind.LOOKAHEAD, host_gb, disk_gb)
+            report = simulated(served, trace, host_gb, disk_gb)
             prefill_s = report.device_s - served.rates.decode_s(
                 sum(each.output_tokens for each in trace.requests[report.warmup :])
             )
@@ -113,16 +130,34 @@ def _models(settings: Settings) -> Iterator[Line]:
 def run_policies(settings: Settings) -> Iterator[Line]:
     """Fig. 21."""
     served = MODELS["LLaMA-13B"]
-    trace = sharegpt_trace(served.context_tokens, 300 if settings.is_quick else None)
+    trace = sharegpt_trace(served.context_tokens, settings.is_quick)
     for host_gb, disk_gb in SMALL[:1] if settings.is_quick else SMALL:
         for policy in POLICIES:
-            yield _line(simulated(served, trace, policy, host_gb, disk_gb))
+            yield _line(simulated(served, trace, host_gb, disk_gb, policy))
+
+
+def run_overflow(settings: Settings) -> Iterator[Line]:
+    """Fig. 22: after a cut the KV of what is left stays valid (AS), or is computed again (OF)."""
+    for name, served in MODELS.items():
+        for way, outgrown in (("AS", Outgrown.KEPT), ("OF", Outgrown.INVALID)):
+            trace = sharegpt_trace(served.context_tokens, settings.is_quick, outgrown)
+            report = simulated(served, trace, HOST_GB, DISK_GB)
+            yield {"model": name, "way": way, **_line(report)}
+
+
+def run_media(settings: Settings) -> Iterator[Line]:
+    """Fig. 24: pages on the device alone, with host memory, with a disk."""
+    for name, served in MODELS.items():
+        trace = sharegpt_trace(served.context_tokens, settings.is_quick)
+        for way, (host_gb, disk_gb) in MEDIA.items():
+            report = simulated(served, trace, host_gb, disk_gb, device_gb=DEVICE_GB)
+            yield {"model": name, "way": way, **_line(report)}
 
 
 def run_capacity(settings: Settings) -> Iterator[Line]:
     """Fig. 23: hit rate and throughput by capacity, a TTL of an hour."""
     served = MODELS["LLaMA-13B"]
-    trace = sharegpt_trace(served.context_tokens, 300 if settings.is_quick else None)
+    trace = sharegpt_trace(served.context_tokens, settings.is_quick)
     question = CapacityQuestion(
         0.5 if settings.is_quick else 0.85,
         PolicyKind.LOOKAHEAD,

@@ -30,9 +30,21 @@ def finish(axes: "Axes", title: str, x: str, y: str, *, legend: bool = True) -> 
     if legend:
         from matplotlib.container import BarContainer  # noqa: PLC0415 (an extra)
 
-        has_bars = any(isinstance(each, BarContainer) for each in axes.containers)
-        above: Look = {"loc": "upper left", "ncols": 3, "columnspacing": 1.0} if has_bars else {}
-        axes.legend(fontsize=8, frameon=False, **above)
+        place: Look = {}
+        if any(isinstance(each, BarContainer) for each in axes.containers):
+            columns = 3 if _num_columns(axes) == 1 else 2
+            num_rows = -(-len(axes.get_legend_handles_labels()[0]) // columns)
+            place = {"loc": "upper left", "ncols": columns, "columnspacing": 0.8}
+            if axes.get_yscale() == "linear":
+                axes.margins(y=0.12 + 0.08 * num_rows)
+            else:
+                axes.set_ylim(top=axes.get_ylim()[1] * 2**num_rows)
+        axes.legend(fontsize=8, frameon=False, **place)
+
+
+def _num_columns(axes: "Axes") -> int:
+    spec = axes.get_subplotspec()
+    return 1 if spec is None else int(spec.get_gridspec().ncols)
 
 
 def bars(
@@ -57,7 +69,6 @@ def bars(
         )
         axes.bar_label(drawn, [form.format(value) for _, value in shown], fontsize=7, padding=1)
     axes.set_xticks(range(len(groups)), groups)
-    axes.margins(y=0.25)
 
 
 def log2_ticks(axes: "Axes", values: Sequence[float]) -> None:

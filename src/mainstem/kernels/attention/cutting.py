@@ -23,10 +23,13 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 # Multiprocessors that large units are cut for, of all there are; most models have 8 KV heads. The
-# last two are for several units on each.
-LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
+# last three are for several units on each.
+LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 198, 264, 528]) / 132
 # Shares of a little less: else a span of whole shares would be cut into one unit less by rounding.
 ROUNDING = 0.97
+# Lengths of the longest unit that are tried, over those of units if all were equal. With the last,
+# there are never more units than wished, or one of each span.
+OVER_TARGET = np.array([1.04, 1.1, 1.17, 1.25, 1.35, 1.45, 1.6, 1.8, 2.0])
 # Large units that end late cost more than such that begin on more multiprocessors than needed.
 INDIFFERENT = 1.015
 ROUNDS = np.arange(4.0)  # of large units on a multiprocessor that are looked at one by one
@@ -56,6 +59,9 @@ class Shape:
     # KV heads of a small unit: as many as make a tile of `small_k` keys x heads from a page, or
     # from the fewest keys that a matrix instruction takes.
     fold: int = field(init=False)
+    # Parts of a KV head's keys in a small tile that are attended to apart, where the tile has more
+    # rows than one token needs (Hopper).
+    splits: int = field(init=False)
     # Rows of the small tile: those of one token in all heads of a unit, as a power of two, unless
     # the tiles have a number of their own.
     small_q: int = field(init=False)
@@ -86,10 +92,14 @@ class Shape:
         small_q = self.tiles.small_q or LEAST_ROWS
         while small_q < min(self.group * fold, MOST_SMALL_ROWS):
             small_q *= 2
-        most_small_rows = small_q // fold
+        splits = 1
+        while self.tiles.is_split and small_q // (2 * fold * splits) >= max(self.group, LEAST_ROWS):
+            splits *= 2
+        most_small_rows = small_q // (fold * splits)
         per_sm = self.tiles.programs_per_sm if self.tiles.is_split else 1
         for name, value in (
             ("fold", fold),
+            ("splits", splits),
             ("small_q", small_q),
             ("most_small_rows", most_small_rows),
             ("small_rows", min(max(self.group, LEAST_ROWS // fold), most_small_rows)),
@@ -269,7 +279,10 @@ class _Spans(NamedTuple):
             return self._whole(shares, shape, places)
         targets = np.maximum(work / np.array(shares), 1.0)
         tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else least_stretch(shape)
-        parts = np.maximum(np.floor(wished / targets[:, None]), 1.0)
+        if self.is_large:
+            parts = _even_parts(wished, self.copies, targets, np.array(shares))
+        else:
+            parts = np.maximum(np.floor(wished / targets[:, None]), 1.0)
         stretches = np.ceil(self.keys / (parts * tile)) * tile
         parts = np.ceil(self.keys / stretches)
         sizes, units = unit_us(self.seen / parts, self.is_large, shape), parts * self.copies
@@ -304,6 +317,18 @@ class _Spans(NamedTuple):
             last = _last_end(sizes[None], self.copies[None], [us] * len(places), places)
         keys, rows = self.num_seen * shape.kv_heads, self.num_rows * shape.kv_heads
         return [_Way(self.keys, Work(units, us, longest, end, keys, rows)) for end in last]
+
+
+def _even_parts(seen: Floats, copies: Floats, targets: Floats, shares: Floats) -> Floats:
+    """Parts of each span, for each number of units, so that the longest unit is as short as it can
+    be without more units than that.
+    """
+    longest = targets[:, None] * OVER_TARGET
+    parts = np.ceil(seen / longest[:, :, None])
+    do_fit = parts @ copies <= shares[:, None]
+    do_fit[:, -1] = True
+    even: Floats = parts[np.arange(len(parts)), do_fit.argmax(axis=1)]
+    return even
 
 
 def _last_end(

@@ -2,6 +2,8 @@
 
 Tokens are sorted by expert, so that each expert with tokens is two products over its own weights;
 experts without tokens are not read. Router and sums are in fp32, whatever the model's dtype.
+Quantized experts stay packed in memory and are dequantized each time tokens come to them: slow, but
+a mixture of experts in fp32 is larger than most machines.
 """
 
 import torch
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 
 from mainstem.models.cpu.activations import gated
 from mainstem.models.expert_tensors import ExpertTensors
+from mainstem.models.packed import Weight
 from mainstem.models.spec import ExpertsSpec
 
 
@@ -24,6 +27,8 @@ class CpuExperts:
         self._router = tensors.router.float().t().contiguous()
         bias = tensors.router_bias
         self._router_bias = None if bias is None else bias.float()
+        self._shared_gate_up = _dense(tensors.shared_gate_up, tensors.router.dtype)
+        self._shared_down = _dense(tensors.shared_down, tensors.router.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         ids, weights = self._route(x)
@@ -35,7 +40,7 @@ class CpuExperts:
             out = torch.stack(rows).sum(dim=0)
         else:
             out = self._run_sorted(x, ids, weights)
-        if self._tensors.shared_gate_up is not None:
+        if self._shared_gate_up is not None:
             out += self._run_shared(x)
         return out.to(x.dtype)
 
@@ -72,15 +77,25 @@ class CpuExperts:
         tensors = self._tensors
         gate_up_bias = None if tensors.gate_up_bias is None else tensors.gate_up_bias[expert]
         down_bias = None if tensors.down_bias is None else tensors.down_bias[expert]
-        act = self._activate(F.linear(x, tensors.gate_up[expert], gate_up_bias))
-        return F.linear(act, tensors.down[expert], down_bias).float()
+        act = self._activate(F.linear(x, _one(tensors.gate_up, expert, x.dtype), gate_up_bias))
+        return F.linear(act, _one(tensors.down, expert, x.dtype), down_bias).float()
 
     def _run_shared(self, x: Tensor) -> Tensor:
         tensors = self._tensors
-        assert tensors.shared_gate_up is not None
-        assert tensors.shared_down is not None
-        act = self._activate(F.linear(x, tensors.shared_gate_up))
-        out = F.linear(act, tensors.shared_down).float()
+        assert self._shared_gate_up is not None
+        assert self._shared_down is not None
+        act = self._activate(F.linear(x, self._shared_gate_up))
+        out = F.linear(act, self._shared_down).float()
         if tensors.shared_gate is None:
             return out
         return torch.sigmoid(x.float() @ tensors.shared_gate.float().t()) * out
+
+
+def _one(weights: Weight, expert: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(weights, Tensor):
+        return weights[expert]
+    return weights.expert(expert).dense(dtype)
+
+
+def _dense(weight: Weight | None, dtype: torch.dtype) -> Tensor | None:
+    return weight if weight is None or isinstance(weight, Tensor) else weight.dense(dtype)

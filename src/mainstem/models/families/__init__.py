@@ -14,7 +14,6 @@ from mainstem.models.config_file import (
     Config,
     check_unread,
     read_object,
-    refuse_quantized,
 )
 from mainstem.models.families import (
     falcon,
@@ -34,6 +33,7 @@ from mainstem.models.families import (
 )
 from mainstem.models.families.common import Family
 from mainstem.models.families.multimodal import text_part, without_vision
+from mainstem.models.quantized.config import read_quantized
 from mainstem.models.spec import ModelSpec
 
 FAMILIES: tuple[Family, ...] = (
@@ -103,16 +103,16 @@ def read_spec(folder: Path, ignored: Collection[str] = ()) -> ModelSpec:
 def spec_from_config(table: Mapping[str, object], ignored: Collection[str] = ()) -> ModelSpec:
     """As read_spec, from the parsed file."""
     config = Config(table)
-    refuse_quantized(config)
     architecture = _architecture(config)
     family = _BY_ARCHITECTURE[architecture]
     if family.is_part:
         config = text_part(config)
+    quantized = read_quantized(config)
     spec = family.read(config)
     if family.is_part:
         spec = without_vision(spec)
     unknown = check_unread(config, architecture, ignored)
-    return replace(spec, architecture=architecture, ignored_fields=unknown)
+    return replace(spec, architecture=architecture, ignored_fields=unknown, quantized=quantized)
 
 
 def _architecture(config: Config) -> str:

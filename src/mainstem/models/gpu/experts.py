@@ -28,10 +28,11 @@ from mainstem.kernels.experts.products import (
 )
 from mainstem.kernels.experts.route import Router, Routing, route
 from mainstem.models.expert_tensors import ExpertTensors
+from mainstem.models.packed import Weight
 from mainstem.models.spec import ExpertsSpec
 
 Linear = Callable[[Tensor, Tensor], Tensor]  # (x [tokens, in], room for the answer) -> answer
-MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # of a weight [out, in] and a bias
+MakeLinear = Callable[[Weight, Tensor | None], Linear]  # of a weight [out, in] and a bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,10 @@ class GpuExperts:
         if is_deterministic and tiles is not None:
             raise LayoutError("tiles of a deterministic layer are not a choice")
         self._tensors = tensors
+        self._gate_up, self._down = (
+            weight if isinstance(weight, Tensor) else weight.dense(space.rows.dtype)
+            for weight in (tensors.gate_up, tensors.down)
+        )
         self._spec = spec
         self._space = space
         self._is_deterministic = is_deterministic
@@ -144,21 +149,21 @@ class GpuExperts:
         act = gate_up(
             x,
             space.routing,
-            tensors.gate_up,
+            self._gate_up,
             tensors.gate_up_bias,
             self._activation,
             tiles.gate_up,
             space.act[:num_rows],
         )
-        return down(act, space.routing, tensors.down, tiles.down, space.rows[:num_rows])
+        return down(act, space.routing, self._down, tiles.down, space.rows[:num_rows])
 
     def _run_library(self, x: Tensor, num_rows: int) -> Tensor:
         space, tensors, routing = self._space, self._tensors, self._space.routing
         rows, act = space.rows[:num_rows], space.act[:num_rows]
         torch.index_select(x, 0, routing.sorted_tokens[:num_rows], out=rows)
-        both = grouped_product(rows, routing, tensors.gate_up)
+        both = grouped_product(rows, routing, self._gate_up)
         gated_rows(both, self._activation, act, tensors.gate_up_bias, routing.sorted_experts)
-        return grouped_product(act, routing, tensors.down)
+        return grouped_product(act, routing, self._down)
 
 
 def _router_of(tensors: ExpertTensors, spec: ExpertsSpec) -> Router:

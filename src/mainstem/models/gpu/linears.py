@@ -38,7 +38,7 @@ class PlainLinear:
     is_fp8 = False
 
     def __init__(self, product: Product) -> None:
-        self._columns = product.weight.t()
+        self._columns = product.dense.t()
         self._bias = product.bias
 
     def __call__(self, x: Rows, out: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class InvariantLinear:
 
     def __call__(self, x: Rows, out: Tensor) -> Tensor:
         assert isinstance(x, Tensor)
-        return matmul(x, self._product.weight, self._product.bias, out=out)
+        return matmul(x, self._product.dense, self._product.bias, out=out)
 
 
 class QuantizedLinear:
@@ -67,14 +67,20 @@ class QuantizedLinear:
     is_fp8 = True
 
     def __init__(self, product: Product) -> None:
-        self._linear = Fp8Linear(product.weight, product.bias, product.weight.dtype)
+        self._linear = Fp8Linear(product.dense, product.bias, product.dense.dtype)
 
     def __call__(self, x: Rows, out: Tensor) -> Tensor:
         return self._linear(x)
 
 
-def choose_linear(quantize: Quantize, is_deterministic: bool) -> tuple[MakeLinear, MakeLinear]:
+def choose_linear(
+    quantize: Quantize, is_deterministic: bool, dtype: torch.dtype
+) -> tuple[MakeLinear, MakeLinear]:
     """For the products of layers, and for the LM head. That stays as it is with fp8, for what it
-    would gain is small and what it would lose is not."""
-    dense: MakeLinear = InvariantLinear if is_deterministic else PlainLinear
+    would gain is small and what it would lose is not. Packed weights are dequantized to `dtype`."""
+
+    def dense(product: Product) -> Linear:
+        kind = InvariantLinear if is_deterministic else PlainLinear
+        return kind(product.unpacked(dtype))
+
     return (QuantizedLinear if quantize is Quantize.FP8 else dense), dense

@@ -1,0 +1,23 @@
+"""Act-order (desc_act): columns that share a scale are not neighbours.
+
+The files name the group of each column (g_idx). Packed weights have the columns of a group side by
+side, and `order` says where they were.
+"""
+
+import torch
+from torch import Tensor
+
+from mainstem.core.errors import UnsupportedModel
+
+
+def column_order(name: str, groups: Tensor, group: int) -> Tensor | None:
+    """int32 [in]: columns sorted by their group; None where they are already.
+
+    `groups` [in] is the group of each column."""
+    usual = torch.arange(len(groups), device=groups.device) // group
+    if torch.equal(groups.long(), usual) or bool((groups < 0).all()):
+        return None
+    order = groups.long().argsort(stable=True)
+    if not torch.equal(groups.long()[order], usual):
+        raise UnsupportedModel(f"{name}: g_idx does not give each group {group} columns")
+    return order.to(torch.int32)

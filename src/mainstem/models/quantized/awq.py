@@ -1,0 +1,54 @@
+"""AWQ in AutoAWQ's layout for its GEMM kernel.
+
+    qweight  int32 [in, out / 8]      8 columns of the transposed weight in a word
+    qzeros   int32 [groups, out / 8]  likewise
+    scales   [groups, out]
+
+From the lowest bits up a word holds its columns 0, 2, 4, 6, 1, 3, 5, 7.
+"""
+
+import torch
+from torch import Tensor
+
+from mainstem.models.packed import PackedWeight
+from mainstem.models.quantized.packing import Packing, QuantizedSpec
+from mainstem.models.quantized.stored import Part, Stored, pack_values, unpack_words
+
+_PER_WORD = 8
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word column 0, 1, ... is
+
+
+class Reader:
+    def has(self, files: Stored, name: str) -> bool:
+        return files.shape_of(f"{name}.qweight") is not None
+
+    def read(
+        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
+    ) -> PackedWeight:
+        group = packing.group or part.width
+        groups, row_words = part.column_words(group), part.row_words(_PER_WORD)
+        words = files.stored(
+            f"{name}.qweight", (part.width, part.out // _PER_WORD), (part.columns, row_words)
+        )
+        values = pack_values(_numbers(words).t(), packing.kind)
+        del words
+        zeros = files.stored(
+            f"{name}.qzeros", (part.width // group, part.out // _PER_WORD), (groups, row_words)
+        )
+        scales = files.stored(
+            f"{name}.scales", (part.width // group, part.out), (groups, part.rows)
+        )
+        return PackedWeight(
+            kind=packing.kind,
+            values=values,
+            scales=scales.t().contiguous().to(files.dtype),
+            zeros=_numbers(zeros).t().contiguous(),
+            group=min(group, part.columns.stop - part.columns.start),
+        )
+
+
+def _numbers(words: Tensor) -> Tensor:
+    """int32 [n, out / 8] -> uint8 [n, out]"""
+    found = unpack_words(words, bits=4).view(len(words), -1, _PER_WORD)
+    places = torch.tensor(_PLACES, device=words.device)
+    return found[:, :, places].flatten(1)

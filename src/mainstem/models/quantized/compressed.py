@@ -1,0 +1,107 @@
+"""compressed-tensors, as LLM Compressor writes it.
+
+    weight_packed      int32 [out, in / n]  n = 8 columns of 4 bits (4 of 8 bits) in a word, the
+                                            first lowest; uint8 [out, in / 2] for MXFP4
+    weight             int8 or float8_e4m3fn [out, in], where numbers are not packed into words
+    weight_scale       [out, groups], [out, 1] or [1]; [out / 128, in / 128] for blocks
+    weight_zero_point  int32 [out / n, groups], packed along the rows; int8 [out, ..] with `weight`
+    weight_g_idx       [in], the group of each column, with actorder
+    weight_shape       [2], which the config says as well
+
+Integers are stored with their middle added, so that a word holds positive ones.
+"""
+
+import torch
+from torch import Tensor
+
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.packed import MXFP4_GROUP, PackedKind, PackedWeight
+from mainstem.models.quantized.act_order import column_order
+from mainstem.models.quantized.fp8 import read_scales
+from mainstem.models.quantized.packing import Packing, QuantizedSpec
+from mainstem.models.quantized.stored import Part, Stored, bits_of, reorder_columns, unpack_words
+
+_SIGN = 0x80  # int8 to uint8 with 128 added is the highest bit flipped
+
+
+class Reader:
+    def has(self, files: Stored, name: str) -> bool:
+        return files.shape_of(f"{name}.weight_scale") is not None
+
+    def read(
+        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
+    ) -> PackedWeight:
+        for unneeded in ("input_scale", "input_zero_point", "output_scale", "weight_shape"):
+            files.drop(f"{name}.{unneeded}")
+        if packing.kind is PackedKind.MXFP4:
+            return _read_mxfp4(files, name, part)
+        is_in_words = files.shape_of(f"{name}.weight_packed") is not None
+        values = (_words if is_in_words else _bytes)(files, name, packing, part)
+        scales, group, block_rows = read_scales(files, name, packing, part)
+        if packing.kind is PackedKind.FP8:
+            return PackedWeight(PackedKind.FP8, values, scales.float(), None, group, block_rows)
+        order = _order(files, name, part, group)
+        return PackedWeight(
+            kind=packing.kind,
+            values=values if order is None else reorder_columns(values, order.long(), packing.kind),
+            scales=scales.to(files.dtype),
+            zeros=_zeros(files, name, packing, part, is_in_words) if packing.has_zeros else None,
+            group=group,
+            order=order,
+        )
+
+
+def _words(files: Stored, name: str, packing: Packing, part: Part) -> Tensor:
+    per_word = 32 // bits_of(packing.kind)
+    words = files.stored(
+        f"{name}.weight_packed",
+        (part.out, part.width // per_word),
+        (part.rows, part.column_words(per_word)),
+    )
+    return words.contiguous().view(torch.uint8)
+
+
+def _bytes(files: Stored, name: str, packing: Packing, part: Part) -> Tensor:
+    values = files.stored(f"{name}.weight", part.shape, (part.rows, part.columns))
+    expected = torch.float8_e4m3fn if packing.kind is PackedKind.FP8 else torch.int8
+    if values.dtype != expected:
+        raise UnsupportedModel(f"tensor {name}.weight is of {values.dtype}, expected {expected}")
+    if expected is torch.float8_e4m3fn:
+        return values
+    return values.view(torch.uint8) ^ _SIGN
+
+
+def _zeros(files: Stored, name: str, packing: Packing, part: Part, is_in_words: bool) -> Tensor:
+    """uint8 [out, groups]"""
+    full, groups = f"{name}.weight_zero_point", part.width // (packing.group or part.width)
+    columns = part.column_words(packing.group or part.width)
+    if not is_in_words:
+        found = files.stored(full, (part.out, groups), (part.rows, columns))
+        return found.view(torch.uint8) ^ _SIGN
+    bits = bits_of(packing.kind)
+    per_word = 32 // bits
+    words = files.stored(
+        full, (-(-part.out // per_word), groups), (part.row_words(per_word), columns)
+    )
+    zeros = unpack_words(words.t(), bits)
+    return zeros.t()[: part.rows.stop - part.rows.start].contiguous()
+
+
+def _order(files: Stored, name: str, part: Part, group: int) -> Tensor | None:
+    full = f"{name}.weight_g_idx"
+    if files.shape_of(full) is None:
+        return None
+    groups = files.stored(full, (part.width,), (part.columns,))
+    return column_order(name, groups - part.columns.start // group, group)
+
+
+def _read_mxfp4(files: Stored, name: str, part: Part) -> PackedWeight:
+    values = files.stored(
+        f"{name}.weight_packed", (part.out, part.width // 2), (part.rows, part.column_words(2))
+    )
+    scales = files.stored(
+        f"{name}.weight_scale",
+        (part.out, part.width // MXFP4_GROUP),
+        (part.rows, part.column_words(MXFP4_GROUP)),
+    )
+    return PackedWeight(PackedKind.MXFP4, values, scales.view(torch.uint8), None, MXFP4_GROUP)

@@ -1,0 +1,52 @@
+"""FP8 (e4m3) weights, a byte each.
+
+weight            float8_e4m3fn [out, in]
+weight_scale_inv  [out / 128, in / 128]    a factor of each block (Qwen 3, DeepSeek)
+weight_scale      [] or [1], [out] or [out, 1]: a factor of all, or of each channel
+input_scale       of activations, for kernels that quantize these: not needed
+"""
+
+import torch
+from torch import Tensor
+
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.packed import PackedKind, PackedWeight
+from mainstem.models.quantized.packing import Packing, QuantizedSpec
+from mainstem.models.quantized.stored import Part, Stored
+
+
+class Reader:
+    def has(self, files: Stored, name: str) -> bool:
+        names = (f"{name}.weight_scale_inv", f"{name}.weight_scale")
+        return any(files.shape_of(each) is not None for each in names)
+
+    def read(
+        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
+    ) -> PackedWeight:
+        values = files.stored(f"{name}.weight", part.shape, (*part.lead, part.rows, part.columns))
+        if values.dtype != torch.float8_e4m3fn:
+            raise UnsupportedModel(f"tensor {name}.weight is of {values.dtype}, expected fp8 e4m3")
+        files.drop(f"{name}.input_scale")
+        scales, group, block_rows = read_scales(files, name, packing, part)
+        return PackedWeight(PackedKind.FP8, values, scales.float(), None, group, block_rows)
+
+
+def read_scales(files: Stored, name: str, packing: Packing, part: Part) -> tuple[Tensor, int, int]:
+    """Scales of blocks, of groups or of rows, with the columns and the rows that share one. One
+    scale for all becomes one of each row, so that parts with others can be joined to it."""
+    count = part.rows.stop - part.rows.start
+    width = part.columns.stop - part.columns.start
+    full = f"{name}.weight_scale_inv"
+    if files.shape_of(full) is None:
+        full = f"{name}.weight_scale"
+    shape = files.shape_of(full)
+    if packing.group is not None:
+        block_rows = packing.block_rows or 1
+        blocks = (-(-part.out // block_rows), -(-part.width // packing.group))
+        at = (part.row_words(block_rows), part.column_words(packing.group))
+        return files.stored(full, blocks, at), min(packing.group, width), block_rows
+    if shape in ((), (1,), (1, 1)):
+        scale = files.stored(full, shape).reshape(1, 1)
+        return scale.expand(count, 1).contiguous(), width, 1
+    rows = (part.out, 1) if shape is not None and len(shape) == 2 else (part.out,)
+    return files.stored(full, rows, (part.rows,)).reshape(count, 1), width, 1

@@ -1,0 +1,23 @@
+"""MXFP4 experts as gpt-oss has them; all else of its checkpoints is plain.
+
+<product>_blocks  uint8 [experts, out, in / 32, 16]  two columns in a byte, the even one low
+<product>_scales  uint8 [experts, out, in / 32]      exponents, 127 added
+"""
+
+from mainstem.models.packed import MXFP4_GROUP, PackedKind, PackedWeight
+from mainstem.models.quantized.packing import Packing, QuantizedSpec
+from mainstem.models.quantized.stored import Part, Stored
+
+
+class Reader:
+    def has(self, files: Stored, name: str) -> bool:
+        return files.shape_of(f"{name}_blocks") is not None
+
+    def read(
+        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
+    ) -> PackedWeight:
+        shape = (*part.shape[:-1], part.width // MXFP4_GROUP)
+        at = (*part.lead, part.rows, part.column_words(MXFP4_GROUP))
+        blocks = files.stored(f"{name}_blocks", (*shape, MXFP4_GROUP // 2), at)
+        scales = files.stored(f"{name}_scales", shape, at)
+        return PackedWeight(PackedKind.MXFP4, blocks.flatten(-2), scales, None, MXFP4_GROUP)

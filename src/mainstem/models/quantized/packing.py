@@ -1,0 +1,124 @@
+"""What a checkpoint says of its quantized weights: plain data, read before any tensor is."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NoReturn
+
+from mainstem.core.errors import UnsupportedModel
+
+SUPPORTED = (
+    "Supported: GPTQ (4 and 8 bits, act-order), AWQ (4 bits, gemm), compressed-tensors (4 and 8 "
+    "bits, FP8, MXFP4), FP8 (per tensor, channel or block), MXFP4. Otherwise use the model's "
+    "16-bit checkpoint"
+)
+# of caches of keys and values in fp8; they are kept in the compute dtype here
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", "k_proj.output_scale", "v_proj.output_scale")
+
+
+class PackedKind(Enum):
+    """How a stored value becomes a number (models/packed.py)."""
+
+    INT4 = "int4"
+    INT8 = "int8"
+    FP8 = "fp8"
+    MXFP4 = "mxfp4"
+
+    @property
+    def columns_per_value(self) -> int:
+        return 2 if self in (PackedKind.INT4, PackedKind.MXFP4) else 1
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric integers."""
+        return 8 if self is PackedKind.INT4 else 128
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How the weight of one product is packed."""
+
+    kind: PackedKind
+    group: int | None  # columns that share a scale; None: all
+    block_rows: int | None = 1  # rows that do; None: all
+    has_zeros: bool = False
+
+    def __str__(self) -> str:
+        words = {
+            PackedKind.INT4: "4 bits",
+            PackedKind.INT8: "8 bits",
+            PackedKind.FP8: "fp8",
+            PackedKind.MXFP4: "mxfp4",
+        }[self.kind]
+        if self.block_rows is None:
+            scales = "one scale"
+        elif self.group is None:
+            scales = "a scale per channel"
+        elif self.block_rows > 1:
+            scales = f"blocks of {self.block_rows} x {self.group}"
+        else:
+            scales = f"groups of {self.group}"
+        return f"{words}, {scales}{', zero points' if self.has_zeros else ''}"
+
+
+class Layout(Enum):
+    """Which tensors hold a product, and how they lie: one reader each."""
+
+    GPTQ = "GPTQ"
+    AWQ = "AWQ"
+    COMPRESSED = "compressed-tensors"
+    FP8 = "FP8"
+    MXFP4 = "MXFP4"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """For the products that `pattern` matches; the first rule that does counts."""
+
+    pattern: str  # a regular expression, from the beginning of the name
+    packing: Packing | None  # None: not quantized
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedSpec:
+    """The weights of a checkpoint, where they are quantized."""
+
+    layout: Layout
+    packing: Packing | None  # of products that no rule names
+    rules: tuple[Rule, ...] = ()
+    is_zero_less_one: bool = False  # GPTQ: what is stored is the zero point minus 1
+    has_order: bool = False  # columns may be grouped in an order of their own (act-order)
+    ignored_endings: tuple[str, ...] = ()  # of tensors that are not needed
+
+    def packing_of(self, name: str) -> Packing | None:
+        """Of a product by its name, without ".weight"; None where it is not quantized.
+
+        Files may hold a product plainly that the config does not name: readers look."""
+        for rule in self.rules:
+            if re.match(rule.pattern, name):
+                return rule.packing
+        return self.packing
+
+    @property
+    def packings(self) -> tuple[Packing, ...]:
+        """The different ways in which products are packed."""
+        found = (self.packing, *(rule.packing for rule in self.rules))
+        return tuple(dict.fromkeys(packing for packing in found if packing is not None))
+
+    def __str__(self) -> str:
+        found = [str(packing) for packing in self.packings]
+        order = ", act-order" if self.has_order else ""
+        return f"{self.layout.value}, {'; '.join(found) or 'nothing quantized'}{order}"
+
+
+def rules_for(names: Iterable[str], packing: Packing | None = None) -> tuple[Rule, ...]:
+    """For modules of these names, whatever stands before and after; likewise all inside them."""
+    return tuple(Rule(rf"(.*\.)?{re.escape(name)}(\..*)?$", packing) for name in names)
+
+
+def refuse(field: str, found: object, known: str) -> NoReturn:
+    """A setting of quantization_config that is not supported."""
+    raise UnsupportedModel(
+        f"quantization_config: {field}={found!r} is not supported, only {known}. {SUPPORTED}"
+    )

@@ -1,0 +1,66 @@
+"""A product's tensors in the files -> a PackedWeight, whole or a part of it.
+
+Formats pack rows and columns by words, groups and blocks. A part is read with its ends moved
+outwards to whole ones, and cut to size afterwards.
+"""
+
+from math import lcm
+
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.packed import PackedWeight
+from mainstem.models.quantized import awq, compressed, fp8, gptq, mxfp4
+from mainstem.models.quantized.packing import Layout, Packing, QuantizedSpec
+from mainstem.models.quantized.stored import Part, Reader, Stored
+
+_READERS: dict[Layout, Reader] = {
+    Layout.GPTQ: gptq.Reader(),
+    Layout.AWQ: awq.Reader(),
+    Layout.COMPRESSED: compressed.Reader(),
+    Layout.FP8: fp8.Reader(),
+    Layout.MXFP4: mxfp4.Reader(),
+}
+_WORD = 8  # numbers of 4 bits in 32, the most of any format
+
+
+def read_packed(
+    files: Stored,
+    spec: QuantizedSpec,
+    name: str,
+    shape: tuple[int, ...],
+    at: tuple[slice, ...] = (),
+) -> PackedWeight | None:
+    """The weight of the product `name`, of `shape` [.., out, in]; None where the files hold it
+    plainly. `at` names the part wanted, a slice for each of the first axes."""
+    packing, reader = spec.packing_of(name), _READERS[spec.layout]
+    if packing is None or not reader.has(files, name):
+        return None
+    _check_groups(name, packing, shape[-1])
+    slices = at + (slice(None),) * (len(shape) - len(at))
+    ends = [part.indices(size)[:2] for part, size in zip(slices, shape, strict=True)]
+    (first_row, end_row), (first_column, end_column) = ends[-2:]
+    rows = _outwards(first_row, end_row, shape[-2], lcm(_WORD, packing.block_rows or 1))
+    unit = None if packing.group is None or spec.has_order else lcm(_WORD, packing.group)
+    columns = _outwards(first_column, end_column, shape[-1], unit)
+    part = Part(
+        shape=shape, lead=tuple(slice(*end) for end in ends[:-2]), rows=rows, columns=columns
+    )
+    packed = reader.read(files, spec, name, packing, part)
+    if (rows.start, rows.stop) != (first_row, end_row):
+        packed = packed.rows(slice(first_row - rows.start, end_row - rows.start))
+    if (columns.start, columns.stop) != (first_column, end_column):
+        packed = packed.columns(slice(first_column - columns.start, end_column - columns.start))
+    return packed.compact()
+
+
+def _outwards(first: int, end: int, size: int, unit: int | None) -> slice:
+    """All where there is no unit."""
+    if unit is None:
+        return slice(0, size)
+    return slice(first // unit * unit, min(-(-end // unit) * unit, size))
+
+
+def _check_groups(name: str, packing: Packing, width: int) -> None:
+    if packing.group is not None and packing.block_rows == 1 and width % packing.group:
+        raise UnsupportedModel(
+            f"{name}: {width} columns are not a multiple of its groups of {packing.group}"
+        )

@@ -1,0 +1,101 @@
+"""What readers of formats are given, and what they have in common."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mainstem.models.packed import PackedKind, PackedWeight
+from mainstem.models.quantized.packing import Packing, QuantizedSpec
+
+_ROWS_AT_ONCE = 1024  # whose numbers are unpacked to a byte each
+
+
+class Stored(Protocol):
+    """The tensors of a checkpoint's files as they are stored."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        ...
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """None where there is no tensor of this name."""
+        ...
+
+    def stored(self, name: str, shape: tuple[int, ...], at: tuple[slice, ...] = ()) -> Tensor:
+        """A part of it, on the device; UnsupportedModel where its whole shape is another."""
+        ...
+
+    def drop(self, name: str) -> None:
+        """Accept a tensor that is not needed, if it is there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is wanted of a weight [.., out, in]: whole words, groups and blocks."""
+
+    shape: tuple[int, ...]
+    lead: tuple[slice, ...]  # of the axes before
+    rows: slice
+    columns: slice
+
+    @property
+    def out(self) -> int:
+        return self.shape[-2]
+
+    @property
+    def width(self) -> int:
+        return self.shape[-1]
+
+    def row_words(self, size: int) -> slice:
+        """The rows where `size` of them are one."""
+        return slice(self.rows.start // size, -(-self.rows.stop // size))
+
+    def column_words(self, size: int) -> slice:
+        return slice(self.columns.start // size, -(-self.columns.stop // size))
+
+
+class Reader(Protocol):
+    """Of one layout."""
+
+    def has(self, files: Stored, name: str) -> bool:
+        """Whether the files hold this product packed."""
+        ...
+
+    def read(
+        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
+    ) -> PackedWeight: ...
+
+
+def bits_of(kind: PackedKind) -> int:
+    return 4 if kind is PackedKind.INT4 else 8
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """int32 [.., n] -> uint8 [.., n * 32 / bits], the lowest bits of a word first."""
+    found = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return found
+    return torch.stack((found & 15, found >> 4), dim=-1).flatten(-2)
+
+
+def pack_values(values: Tensor, kind: PackedKind) -> Tensor:
+    """uint8 [out, in], a number each -> as PackedWeight has them."""
+    if kind.columns_per_value == 1:
+        return values.contiguous()
+    return values[:, 0::2] | (values[:, 1::2] << 4)
+
+
+def reorder_columns(values: Tensor, order: Tensor, kind: PackedKind) -> Tensor:
+    """Packed values with column order[c] at c; some rows at once, for they are unpacked."""
+    out = torch.empty_like(values)
+    for start in range(0, len(values), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        found = values[rows]
+        if kind.columns_per_value == 2:
+            found = torch.stack((found & 15, found >> 4), dim=-1).flatten(-2)
+        out[rows] = pack_values(found[:, order], kind)
+    return out

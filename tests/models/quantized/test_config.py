@@ -1,0 +1,137 @@
+"""quantization_config: what is read from it, and what is refused by name."""
+
+from typing import Any
+
+import pytest
+
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.families import spec_from_config
+from mainstem.models.quantized.packing import Layout, PackedKind, Packing, QuantizedSpec
+from tests.models.quantized.cases import AWQ, FLOAT8, FP8, compressed_config, gptq_config, ints
+
+LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+def quantized(config: dict[str, Any]) -> QuantizedSpec:
+    found = spec_from_config({**LLAMA, "quantization_config": config}).quantized
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (gptq_config(group_size=128, sym=True), "GPTQ, 4 bits, groups of 128"),
+        (
+            gptq_config(group_size=-1, bits=8, desc_act=True),
+            "GPTQ, 8 bits, a scale per channel, zero points, act-order",
+        ),
+        (AWQ, "AWQ, 4 bits, groups of 16, zero points"),
+        (compressed_config(ints()), "compressed-tensors, 4 bits, groups of 16"),
+        (compressed_config(FLOAT8), "compressed-tensors, fp8, a scale per channel"),
+        ({**FP8, "weight_block_size": [128, 128]}, "FP8, fp8, blocks of 128 x 128"),
+        (FP8, "FP8, fp8, one scale"),
+        ({"quant_method": "mxfp4"}, "MXFP4, mxfp4, groups of 32"),
+    ],
+)
+def test_a_format_is_told_in_words(config: dict[str, Any], words: str) -> None:
+    assert str(quantized(config)) == words
+
+
+def test_a_plain_checkpoint_has_none() -> None:
+    assert spec_from_config(LLAMA).quantized is None
+    assert spec_from_config({**LLAMA, "quantization_config": None}).quantized is None
+
+
+def test_modules_that_are_left_out_are_plain() -> None:
+    names = ["model.layers.0.mlp.gate", "self_attn"]
+    for config in (
+        {**AWQ, "modules_to_not_convert": names},
+        {**FP8, "modules_to_not_convert": names},
+        {**FP8, "ignored_layers": names},
+    ):
+        found = quantized(config)
+        assert found.packing_of("model.layers.0.mlp.gate") is None
+        assert found.packing_of("model.layers.0.self_attn.q_proj") is None
+        assert found.packing_of("lm_head") is None
+        assert found.packing_of("model.layers.0.mlp.gate_proj") == found.packing
+        assert found.packing_of("model.layers.1.mlp.gate") == found.packing
+
+
+def test_compressed_groups_are_found_by_name_then_pattern_then_class() -> None:
+    config = compressed_config(ints(), "mixed-precision")
+    config["ignore"] = ["lm_head", r"re:.*\.k_proj"]
+    config["config_groups"]["fp8"] = {
+        "targets": [r"re:.*down_proj", "model.layers.0.mlp.up_proj"],
+        "weights": FLOAT8,
+        "format": "float-quantized",
+    }
+    found = quantized(config)
+    assert found.layout is Layout.COMPRESSED
+    fp8 = Packing(PackedKind.FP8, None)
+    assert found.packing_of("model.layers.3.mlp.down_proj") == fp8
+    assert found.packing_of("model.layers.0.mlp.up_proj") == fp8
+    assert found.packing_of("model.layers.1.mlp.up_proj") == Packing(PackedKind.INT4, 16)
+    assert found.packing_of("model.layers.1.self_attn.k_proj") is None
+    assert found.packing_of("lm_head") is None
+
+
+def test_versions_of_gptq_differ_in_their_zero_points() -> None:
+    assert quantized(gptq_config()).is_zero_less_one
+    assert not quantized(gptq_config(checkpoint_format="gptq_v2")).is_zero_less_one
+
+
+STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"'bitsandbytes', 4 bits; known:"),
+        ({"quant_method": "hqq"}, "'hqq'; known: awq, compressed-tensors, fp8, gptq, mxfp4"),
+        ({"bits": 4}, "quant_method=None, 4 bits"),
+        (gptq_config(bits=3), "bits=3 is not supported, only 4 or 8"),
+        (gptq_config(bits=2), "bits=2"),
+        (gptq_config(checkpoint_format="marlin"), "checkpoint_format='marlin'"),
+        (gptq_config(is_marlin_format=True), "is_marlin_format=True"),
+        (gptq_config(group_size=20), "group_size=20"),
+        (gptq_config(dynamic={"+:.*": {"bits": 3}}), "bits=3"),
+        (gptq_config(adapter={"rank": 8}), "adapter"),
+        (gptq_config(surprise=1), "surprise"),
+        ({**AWQ, "version": "gemv"}, "version='gemv' is not supported, only gemm"),
+        ({**AWQ, "bits": 8}, "bits=8 is not supported, only 4"),
+        ({**AWQ, "zero_point": False}, "zero_point"),
+        ({**FP8, "fmt": "e5m2"}, "fmt"),
+        ({**FP8, "weight_block_size": [128]}, "weight_block_size"),
+        (compressed_config(ints(num_bits=3)), r"num_bits='3 \(int\)'"),
+        (compressed_config(ints(), "marlin-24"), "format='marlin-24'"),
+        (compressed_config(FLOAT8, "nvfp4-pack-quantized"), "format='nvfp4-pack-quantized'"),
+        (compressed_config(ints(num_bits=8), "int-quantized", input_activations=STATIC), "static"),
+        (compressed_config(ints(strategy="tensor", symmetric=False)), "tensor with zero points"),
+        (
+            {**compressed_config(ints()), "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparse-24-bitmask",
+        ),
+        (
+            {**compressed_config(ints()), "transform_config": {"config_groups": {"u": {}}}},
+            "transform_config",
+        ),
+        (compressed_config(ints(), output_activations=STATIC), "output_activations"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedModel, match=said):
+        quantized(config)
+
+
+def test_a_refusal_says_what_is_supported() -> None:
+    with pytest.raises(UnsupportedModel, match=r"Supported: GPTQ .*AWQ.*compressed-tensors.*MXFP4"):
+        quantized(gptq_config(bits=3))

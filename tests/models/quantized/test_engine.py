@@ -1,0 +1,121 @@
+"""Tiny checkpoints of every format through the whole engine, against the models that they mean."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import (
+    FalconConfig,
+    GptOssConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from tests.families.equality import check_batch
+from tests.models.checkpoints import SMALL, SMALL_FALCON
+from tests.models.quantized.cases import CASES, gptq_config
+from tests.models.quantized.checkpoints import (
+    write_gpt_oss,
+    write_quantized,
+    write_quantized_experts,
+)
+from tests.models.quantized.oracles import Case, Numbers, Tensors, gptq
+
+pytestmark = pytest.mark.torch
+TWO_LAYERS = {**SMALL, "num_hidden_layers": 2}
+BY_NAME = {case.name: case for case in CASES}
+ENGINE_CASES = (
+    "gptq act-order",
+    "gptq v2",
+    "awq",
+    "compressed 4 bits zero points",
+    "compressed int8 bytes",
+    "compressed fp8 per tensor",
+    "fp8 blocks",
+)
+
+
+@pytest.mark.parametrize("name", ENGINE_CASES)
+def test_a_llama_answers_as_its_dequantized_model(name: str, tmp_path: Path) -> None:
+    model = write_quantized(LlamaConfig(**TWO_LAYERS), tmp_path, BY_NAME[name])
+    check_batch(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**TWO_LAYERS),  # with biases
+        Phi3Config(**TWO_LAYERS),  # fused products
+        # rows of queries, keys and values in turns
+        FalconConfig(
+            **SMALL_FALCON | {"num_hidden_layers": 1},
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            bias=False,
+        ),
+    ],
+    ids=["biases", "fused", "turns"],
+)
+@pytest.mark.parametrize("name", ["gptq", "fp8 blocks"])
+def test_families_that_fuse_otherwise(config: PreTrainedConfig, name: str, tmp_path: Path) -> None:
+    check_batch(write_quantized(config, tmp_path, BY_NAME[name]), tmp_path)
+
+
+def test_parts_in_different_orders_are_dequantized_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seeds = iter(range(1000))
+
+    def make(rng: np.random.Generator, out: int, width: int) -> tuple[Tensors, Numbers]:
+        return gptq(rng, out, width, has_order=True, order_seed=next(seeds))
+
+    case = Case("orders", gptq_config(desc_act=True), make)
+    model = write_quantized(LlamaConfig(**SMALL | {"num_hidden_layers": 1}), tmp_path, case)
+    with caplog.at_level(logging.WARNING, "mainstem.models"):
+        check_batch(model, tmp_path)
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.startswith("2 quantized products are dequantized")
+    assert "self_attn.q_proj + model.layers.0.self_attn.k_proj" in said
+
+
+MOE = Qwen3MoeConfig(
+    **TWO_LAYERS,
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+)
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "awq", "fp8 blocks"])
+def test_experts_stay_packed_but_in_act_order(name: str, tmp_path: Path) -> None:
+    model = write_quantized_experts(MOE, tmp_path, BY_NAME[name])
+    check_batch(model, tmp_path)
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    config = GptOssConfig(
+        **TWO_LAYERS | {"hidden_size": 64, "intermediate_size": 32},
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+            "rope_theta": 150000.0,
+        },
+    )
+    check_batch(write_gpt_oss(config, tmp_path), tmp_path)
