@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from mainstem.core.config import CacheConfig, EngineConfig
 from mainstem.core.step import PageWeighing
+from mainstem.models.collectives import Alone
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import folder_origin
 from tests.models.checkpoints import VOCAB, make_checkpoint
@@ -47,3 +48,22 @@ def test_masses_are_the_attention_that_transformers_reports(name: str, tmp_path:
     assert plain.page_masses == ()
     assert result.token_ids.tolist() == plain.token_ids.tolist()
     assert np.allclose(result.page_masses, [wanted, wanted], rtol=1e-4)
+
+
+def test_masses_are_summed_over_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has some of the heads only."""
+    make_checkpoint("llama", tmp_path)
+    cache = CacheConfig(page_size=PAGE, kv_tokens=64 * PAGE)
+    runner, _ = load_cpu_runner(folder_origin(tmp_path), EngineConfig(cache=cache))
+    seq = Seq(slot=0, token_ids=list(range(3, 13)), pages=[2, 0, 1])
+    step = a_step([Work(seq, 10)], PAGE, VOCAB)
+    step = replace(step, weighings=(PageWeighing(7, 3, np.array(seq.pages, np.int32)),))
+    (alone,) = runner.launch(step).wait().page_masses
+
+    class Two(Alone):
+        def sum_(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(2)
+
+    monkeypatch.setattr(runner._decoder, "ranks", Two())
+    (both,) = runner.launch(step).wait().page_masses
+    assert np.allclose(both, 2 * alone)

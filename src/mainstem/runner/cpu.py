@@ -106,7 +106,8 @@ class CpuRunner:
         attention = WeighingAttention(
             planned, decoder.spec, self._pages, decoder.sinks, step, torch.device("cpu")
         )
-        return decoder.forward(token_ids, rows, attention, gate), attention.masses
+        hidden = decoder.forward(token_ids, rows, attention, gate)
+        return hidden, attention.masses(decoder.ranks)
 
     def _gate_for(self, step: Step) -> Gate:
         if len(step.load_ids) == 0:

@@ -214,7 +214,8 @@ class GpuRunner:
                 self._attention, decoder.spec, self._pages, decoder.sinks, step, self._device
             )
             hidden = decoder.forward(token_ids, rows, attention, gate)
-            return hidden, [to_host(mass[None])[0] for mass in attention.masses]
+            masses = attention.masses(decoder.ranks)
+            return hidden, [to_host(mass[None])[0] for mass in masses]
         assert self._graphs is not None
         if inputs.copies is not None:
             copy_slots(self._pages.all.flatten(0, 1), *inputs.copies)

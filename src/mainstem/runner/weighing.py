@@ -9,6 +9,7 @@ from torch import Tensor
 from mainstem.core.step import Step
 from mainstem.kernels.attention.mass import page_masses
 from mainstem.models.block import Attention
+from mainstem.models.collectives import Collectives
 from mainstem.models.spec import ModelSpec
 
 
@@ -44,7 +45,7 @@ class WeighingAttention:
             torch.from_numpy(each.page_ids).long().to(device) for each in step.weighings
         ]
         # [pages] of each weighing
-        self.masses = [torch.zeros(len(ids), device=device) for ids in self._page_ids]
+        self._masses = [torch.zeros(len(ids), device=device) for ids in self._page_ids]
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """As Attention.run of the decoder."""
@@ -52,7 +53,7 @@ class WeighingAttention:
         queries = qkv.view(self._shape)[:, : self._num_heads]  # rotated, in place
         kind, keys = self._kinds[layer], self._pages.keys(layer)
         for number, weighing in enumerate(self._weighings):
-            self.masses[number] += page_masses(
+            self._masses[number] += page_masses(
                 queries[weighing.first_row : weighing.first_row + weighing.num_rows],
                 keys,
                 self._page_ids[number],
@@ -63,3 +64,7 @@ class WeighingAttention:
                 sinks=self._sinks[layer],
             )
         return mixed
+
+    def masses(self, ranks: Collectives) -> list[Tensor]:
+        """[pages] of each weighing, over the heads of all ranks; call it once, after all layers."""
+        return [ranks.sum_(mass) for mass in self._masses]
