@@ -57,10 +57,17 @@ class Engines:
     _loaded: _Loaded | None = field(default=None)
 
     @contextmanager
-    def engine(self, shape: str, kv_tokens: int, share: Share = Share.READS) -> Iterator[Engine]:
+    def engine(
+        self,
+        shape: str,
+        kv_tokens: int,
+        share: Share = Share.READS,
+        max_seqs: int | None = None,
+    ) -> Iterator[Engine]:
         """An engine around random weights of `shape` with room for `kv_tokens`, nothing cached."""
         loaded = self._load(shape, kv_tokens)
-        config = replace(loaded.config, sched=replace(loaded.config.sched, share=share))
+        sched = replace(loaded.config.sched, share=share, max_seqs=max_seqs)
+        config = replace(loaded.config, sched=sched)
         engine = join(loaded.runner, loaded.facts, config, EventBus(), around=KeptRunner)
         try:
             yield engine

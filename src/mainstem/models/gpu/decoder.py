@@ -62,6 +62,7 @@ class GpuDecoder:
         ranks: Collectives,
     ) -> None:
         self.spec = spec  # of the rank's part
+        self.ranks = ranks
         self._vocabulary = None if ranks.shard.is_whole else VocabularyPart(spec, ranks)
         self.dtype = embedding.dtype
         self.sinks = tuple(sinks)  # [heads] of each layer that has them
