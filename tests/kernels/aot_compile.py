@@ -19,6 +19,7 @@ from mainstem.kernels.attention.cutting import Shape
 from mainstem.kernels.attention.hopper import large as hopper_large
 from mainstem.kernels.attention.hopper import small as hopper_small
 from mainstem.kernels.attention.hopper.rows import tail_of, tiles_of
+from mainstem.kernels.attention.hopper.small_reads import rows_of_box
 from mainstem.kernels.attention.merge import _merge_kernel
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
@@ -159,12 +160,12 @@ def _hopper_jobs(shapes: Sequence[HopperShape]) -> Iterator[Job]:
     for shape in shapes:
         tiles = SPLIT_TILES[shape.head_dim]
         cut = Shape(shape.group, shape.kv_heads, shape.page_size, 264, tiles)
-        constants = {
+        constants: dict[str, object] = {
             "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim,
             "PAGE_SIZE": shape.page_size, "HAS_LSE": True, "HAS_WINDOW": shape.has_window,
             "SOFTCAP": shape.softcap,
         }  # fmt: skip
-        own = {"TILE_K": tiles.large_k, "STAGES": tiles.large_stages}
+        own: dict[str, object] = {"TILE_K": tiles.large_k, "STAGES": tiles.large_stages}
         options = {"num_warps": hopper_large.NUM_WARPS, "maxnreg": hopper_large.MAX_REGISTERS}
         yield _gluon_job(
             hopper_large._large_units_kernel, constants | own, shape.page_size, options, 227 << 10
@@ -179,7 +180,7 @@ def _hopper_jobs(shapes: Sequence[HopperShape]) -> Iterator[Job]:
             yield _gluon_job(
                 hopper_small._small_units_kernel,
                 constants | own,
-                hopper_small.rows_of_box(cut.fold, shape.page_size),
+                rows_of_box(cut.fold, shape.page_size),
                 options,
                 (228 << 10) // tiles.programs_per_sm - 1024,
             )
