@@ -19,6 +19,7 @@ from mainstem.engine.engine import Engine
 from mainstem.models.shapes import SHAPES
 from mainstem_bench.feed import submit_all
 from mainstem_bench.machine import Machine
+from mainstem_bench.packed import add_weights_flag, chosen_shape
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.workloads import shared
@@ -32,6 +33,7 @@ LEAST_CHUNK = 128  # least prompt tokens of a step, if there are that many
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("mainstem bench decode", description=__doc__)
     made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")
+    add_weights_flag(made)
     made.add_argument(
         "--seqs", type=comma_list(positive_count), default=[1, 8, 32], metavar="N,N",
         help="sequences at once; a line each (1,8,32)",
@@ -60,7 +62,8 @@ def main(argv: list[str]) -> int:
     config = random_config(args, args.model_shape, tokens)
     load, machine = load_average(), Machine.of(config)
     begin = perf_counter()
-    engine = build_random_engine(SHAPES[args.model_shape], config)
+    shape = chosen_shape(args, args.model_shape)
+    engine = build_random_engine(shape, config)
     start_s = round(perf_counter() - begin, 2)
     rows, counters = [], Counters().attach(engine.bus)
     for seqs in args.seqs:
@@ -70,6 +73,7 @@ def main(argv: list[str]) -> int:
         if args.json:
             about = {"model_shape": args.model_shape, "seqs": seqs, "prefix": args.prefix}
             about |= {"degree": args.degree or seqs, "own": args.own, "steps": args.steps}
+            about |= {} if args.weights is None else {"weights": args.weights}
             where = {"start_s": start_s, "device": machine.name, "load_before": load}
             print(line("decode", about | result | where | {"settings": settings(config)}))
     engine.close()

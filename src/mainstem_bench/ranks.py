@@ -120,7 +120,7 @@ def measure(args: Namespace, name: str, of: int) -> Iterator[dict[str, object]]:
     fields = {"prefix": 0, "degree": None, "model_shape": name}
     decoding = Namespace(**{**vars(args), **fields})
     num_tokens = max(n * (args.own + num_outputs(decoding, n) + 64) for n in args.seqs)
-    config = with_chunk(random_config(args, name, num_tokens))
+    config = with_chunk(random_config(args, name, num_tokens), spec)
     load, machine = load_average(), Machine.of(config)
     engine = _part_engine(spec, config, of)
     counters = Counters().attach(engine.bus)
