@@ -62,7 +62,7 @@ def test_the_other_parts_give_their_lines(capsys: pytest.CaptureFixture[str]) ->
     found = [line["part"] for line in lines]
     assert found[:8] == [*["preload"] * 6, "saves", "document"]
     assert found[8:] == [*["busy"] * 6, *["saving"] * 9]  # grain needs a GPU
-    assert all(line["saved_pages"] > 0 for line in lines[14:])
+    assert all(line["saved_pages"] > 0 for line in lines[14:])  # type: ignore[operator]
     assert [line["layers"] for line in lines[:6]] == ["all", "0", "5", "10", "15", "auto"]
     assert lines[6]["steps_saving"] > 0  # type: ignore[operator]
 
