@@ -141,7 +141,7 @@ def test_an_llm_cannot_be_pickled(llm: LLM, attempt: Any) -> None:
 def test_arguments_of_vllm_are_taken_or_refused(
     llm: LLM, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = {"max_num_batched_tokens": 99, "max_num_seqs": 8, "dtype": "half"}
+    taken: dict[str, Any] = {"max_num_batched_tokens": 99, "max_num_seqs": 8, "dtype": "half"}
     LLM("fake", tensor_parallel_size=1, **taken).close()
     assert engines.config is not None
     assert engines.config.sched.chunk_tokens == 99
