@@ -30,6 +30,7 @@ BENCHES = {
         "mainstem_bench.truncation",
         "reading on after a conversation was cut to the window",
     ),
+    "quantized": ("mainstem_bench.quantized", "perplexity of a model that we quantize to 4 bits"),
     "kernel": ("mainstem_bench.kernel", "span attention on a GPU against its floor"),
     "heads": ("mainstem_bench.heads", "span attention for many head layouts, over its floor"),
     "paper": ("mainstem_bench.paper.command", "figures and tables of three papers, redone"),

@@ -90,7 +90,7 @@ def test_a_quick_run_prints_and_keeps_lines_with_their_origin(
     for line in kept:
         assert {"item", "command", "card", "commit", "torch", "load_before"} <= line.keys()
         assert line["command"] == f"mainstem bench paper {line['item']} --quick"
-    assert "not measured yet: a quick run" in shown.err
+    assert "not run yet: a quick run" in shown.err
 
 
 def test_what_needs_a_card_is_refused_without_one(tmp_path: Path) -> None:

@@ -193,8 +193,8 @@ def test_page_sizes_the_kernel_does_not_have_are_refused() -> None:
 @interpreted
 def test_more_span_levels_than_the_buffers_hold_are_refused() -> None:
     config = a_config()
-    with pytest.raises(ConfigError, match="span_levels on a GPU must be at most 4, got 5"):
-        on_gpu(replace(config, sched=replace(config.sched, span_levels=5)))
+    with pytest.raises(ConfigError, match="span_levels on a GPU must be at most 8, got 9"):
+        on_gpu(replace(config, sched=replace(config.sched, span_levels=9)))
 
 
 def test_a_gpu_that_is_not_there_is_named() -> None:

@@ -288,8 +288,8 @@ class SchedConfig:
     span_levels: int | None = field(
         default=None,
         metadata=about(
-            "how deep shared reads may be nested, at most 4 on a GPU",
-            unset="no limit on a CPU, 4 on a GPU",
+            "how deep shared reads may be nested, at most 8 on a GPU",
+            unset="no limit on a CPU, 8 on a GPU",
             range=at_least(1),
         ),
     )

@@ -47,8 +47,8 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     ),
     "quantization": OnlyAt(
         (None,),
-        "use quantize='int8' (CPU) or quantize='fp8' (GPU); checkpoints that are quantized already "
-        "are not supported yet",
+        "for plain weights use quantize='int8' (CPU) or quantize='fp8' (GPU); the format of a "
+        "quantized checkpoint is read from its config.json: leave it out",
     ),
     "kv_cache_dtype": OnlyAt(("auto", None), "pages have the model's dtype; leave it out"),
     "enable_prefix_caching": OnlyAt((True, None), "use share='none' to share nothing"),

@@ -168,9 +168,12 @@ class Loader:
                     pages_ahead -= match.stored.num_pages
                     available = self._store.num_available()
                     sequence.num_to_compute = num_tokens
+                    sequence.num_loaded_pages = match.stored.num_pages
                     self._queue.move_up(sequence)
                 elif not (is_asking or (found.may_fetch and self.fetching.is_open(match.stored))):
                     sequence.num_to_compute = num_tokens
+            elif sequence.has_fetched:  # what was loaded for it is available, and must stay
+                pages_ahead += sequence.num_loaded_pages - (-num_tokens // self._page_size)
             tokens_ahead += num_tokens
 
     def _ask(self, found: Candidate) -> PageKey | None:

@@ -42,6 +42,7 @@ class Sequence:
     awaited_cut: Weighing | None = None  # until it is made, it cannot start; its length is known
     weighing: Weighing | None = None  # it reads to find this cut, and answers nothing
     has_fetched: bool = False  # pages are brought up for it from lower tiers
+    num_loaded_pages: int = 0  # that were brought up ahead of its turn when that was last done
     num_pages_then: int = -1  # that it had on the device when that was last done; -1: never
     has_asked: bool = False  # other processes, by way of a tier that they fill, for its pages
     asked: PageKey | None = None  # what the answer goes by, while it is to come

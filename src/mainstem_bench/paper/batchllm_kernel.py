@@ -70,19 +70,17 @@ def plot_cases(lines: Sequence[Line], figure: "Figure") -> None:
     once = only(lines, case="decode, read once")
     names = [_name(line) for line in once]
     series: dict[str, tuple[list[float | None], style.Look]] = {
-        "here, read once": ([line["us"] for line in once], style.OURS),
-        "here, read each": (
-            [line["us"] for line in only(lines, case="decode, read each")],
-            style.STORED,
-        ),
+        "here, read once": ([line["us"] for line in once], style.OURS)
     }
+    if each := only(lines, case="decode, read each"):
+        series["here, read each"] = ([line["us"] for line in each], style.STORED)
     for (key, label), colour in zip(RIVALS.items(), ("#777777", "#a5a5a5", "#cfcfcf"), strict=True):
         series[label] = ([line.get(key) for line in once], {"color": colour})
     style.bars(decode, names, series, "{:.0f}")
     for at, line in enumerate(once):
         named = {"label": "limit of the card"} if at == 0 else {}
         decode.plot([at - 0.45, at + 0.45], [line["floor_us"]] * 2, **named, **style.LIMIT)
-    decode.set_yscale("log")
+    style.log_y(decode)
     x = "prefix / own tokens / sequences to a prefix"
     style.finish(decode, "256 decodes, 32 heads over 8, one layer, H200", x, "us")
     both = only(lines, case="mixed, read once")

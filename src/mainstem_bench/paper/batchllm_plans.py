@@ -229,7 +229,7 @@ def plot_overhead(lines: Sequence[Line], figure: "Figure") -> None:
         **style.OURS,
     )
     axes.plot([8000], [1.51], label="paper (Python)", **style.PAPER)
-    axes.set_yscale("log")
+    style.log_y(axes)
     style.log2_ticks(axes, counts)
     style.finish(axes, "planning the industry mix", "prompts", "seconds")
 

@@ -148,7 +148,8 @@ def judged(item: Item, lines: list[Line]) -> Verdict:
     if item.run is None:
         return item.verdict(lines)
     if not lines:
-        return Verdict(Outcome.OPEN, f"run `{item.command}`")
+        where = "on a card" if item.where is Where.GPU else "in full"
+        return Verdict(Outcome.OPEN, f"{where}: `{item.command}`")
     if any("--quick" in line["command"] for line in lines):
         return Verdict(Outcome.OPEN, "a quick run checks the code; its numbers mean little")
     return item.verdict(lines)

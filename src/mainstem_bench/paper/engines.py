@@ -100,7 +100,8 @@ class Engines:
             return loaded
         self.close()
         config = with_chunk(
-            EngineConfig(model=ModelConfig(model=shape), cache=CacheConfig(kv_tokens=kv_tokens))
+            EngineConfig(model=ModelConfig(model=shape), cache=CacheConfig(kv_tokens=kv_tokens)),
+            SHAPES[shape],
         )
         runner, facts = load_runner(RandomOrigin(SHAPES[shape], seed=0), config)
         self._loaded = _Loaded(shape, config, runner, facts)

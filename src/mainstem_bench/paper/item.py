@@ -23,7 +23,7 @@ class Outcome(Enum):
     EXCEEDED = "exceeded"
     NOT = "not reproduced"
     CANNOT = "not possible here"
-    OPEN = "not measured yet"
+    OPEN = "not run yet"
 
 
 @dataclass(frozen=True, slots=True)

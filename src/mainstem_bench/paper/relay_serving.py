@@ -79,7 +79,7 @@ def plot_rates(lines: Sequence[Line], figure: "Figure") -> None:
         x, y = [line["rate"] for line in found], [line["norm_ms_mean"] / 1e3 for line in found]
         axes.plot(x, y, label=NAMES[share], **look)
     axes.axhline(LONG_S, label="50 ms a token", **style.LIMIT)
-    axes.set_yscale("log")
+    style.log_y(axes)
     axes.set_xscale("log", base=2)
     rates = sorted({line["rate"] for line in lines})
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])

@@ -20,7 +20,7 @@ def plot_phases(lines: Sequence[Line], figure: "Figure") -> None:
         found = only(lines, phase=phase)
         x, y = [line["tokens"] for line in found], [line["ms"] for line in found]
         axes.plot(x, y, label=phase, **look)
-    axes.set_yscale("log")
+    style.log_y(axes)
     style.log2_ticks(axes, sorted({line["tokens"] for line in lines}))
     style.finish(axes, "8B, 8 sequences, H200", "prompt tokens of each", "milliseconds")
 

@@ -71,6 +71,16 @@ def bars(
     axes.set_xticks(range(len(groups)), groups)
 
 
+def log_y(axes: "Axes") -> None:
+    """A logarithmic y axis with ticks at 1, 2 and 5, as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter  # noqa: PLC0415 (an extra)
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def log2_ticks(axes: "Axes", values: Sequence[float]) -> None:
     """A logarithmic x axis whose ticks are the measured points."""
     axes.set_xscale("log", base=2)

@@ -38,8 +38,8 @@ def assert_same(a: object, b: object) -> None:
         assert isinstance(b, np.ndarray)
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert np.array_equal(a, b)
-        assert b.flags.writeable or not a.flags.writeable
-        assert b.flags.aligned
+        assert b.flags["W"] or not a.flags["W"], "torch wants arrays that can be written to"
+        assert b.flags["A"], "not aligned"
     elif is_dataclass(a) and not isinstance(a, SamplingParams):
         for each in fields(a):
             assert_same(getattr(a, each.name), getattr(b, each.name))
