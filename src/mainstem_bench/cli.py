@@ -18,6 +18,7 @@ BENCHES = {
     "valleys": ("mainstem_bench.valleys", "tokens per step over a job, planner off and on"),
     "offline": ("mainstem_bench.offline", "a whole job on random weights against the limit"),
     "score": ("mainstem_bench.score", "choices after shared contexts, on random weights"),
+    "fewshot": ("mainstem_bench.fewshot", "few-shot questions with and without sharing"),
     "decode": ("mainstem_bench.decode", "milliseconds a decode step on random weights"),
     "ranks": ("mainstem_bench.ranks", "one rank's part of a step, and its collectives by NVLink"),
     "soak": (
@@ -29,6 +30,7 @@ BENCHES = {
         "mainstem_bench.truncation",
         "reading on after a conversation was cut to the window",
     ),
+    "quantized": ("mainstem_bench.quantized", "perplexity of a model that we quantize to 4 bits"),
     "kernel": ("mainstem_bench.kernel", "span attention on a GPU against its floor"),
     "heads": ("mainstem_bench.heads", "span attention for many head layouts, over its floor"),
     "paper": ("mainstem_bench.paper.command", "figures and tables of three papers, redone"),

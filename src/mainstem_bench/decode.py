@@ -11,6 +11,7 @@ from time import perf_counter
 from mainstem.cli.flag_types import comma_list, not_negative_count, positive_count
 from mainstem.cli.flags import add_engine_flags
 from mainstem.core.errors import ConfigError
+from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
@@ -18,10 +19,12 @@ from mainstem.engine.engine import Engine
 from mainstem.models.shapes import SHAPES
 from mainstem_bench.feed import submit_all
 from mainstem_bench.machine import Machine
+from mainstem_bench.packed import add_weights_flag, chosen_shape
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.workloads import shared
 
+NAME = "decode"  # of requests
 NUM_RUNS = 2
 WARM_STEPS = 20  # that decode all sequences, before the clock starts
 LEAST_CHUNK = 128  # least prompt tokens of a step, if there are that many
@@ -30,6 +33,7 @@ LEAST_CHUNK = 128  # least prompt tokens of a step, if there are that many
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("mainstem bench decode", description=__doc__)
     made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")
+    add_weights_flag(made)
     made.add_argument(
         "--seqs", type=comma_list(positive_count), default=[1, 8, 32], metavar="N,N",
         help="sequences at once; a line each (1,8,32)",
@@ -58,7 +62,8 @@ def main(argv: list[str]) -> int:
     config = random_config(args, args.model_shape, tokens)
     load, machine = load_average(), Machine.of(config)
     begin = perf_counter()
-    engine = build_random_engine(SHAPES[args.model_shape], config)
+    shape = chosen_shape(args, args.model_shape)
+    engine = build_random_engine(shape, config)
     start_s = round(perf_counter() - begin, 2)
     rows, counters = [], Counters().attach(engine.bus)
     for seqs in args.seqs:
@@ -68,6 +73,7 @@ def main(argv: list[str]) -> int:
         if args.json:
             about = {"model_shape": args.model_shape, "seqs": seqs, "prefix": args.prefix}
             about |= {"degree": args.degree or seqs, "own": args.own, "steps": args.steps}
+            about |= {} if args.weights is None else {"weights": args.weights}
             where = {"start_s": start_s, "device": machine.name, "load_before": load}
             print(line("decode", about | result | where | {"settings": settings(config)}))
     engine.close()
@@ -86,7 +92,7 @@ def _submit(engine: Engine, args: argparse.Namespace, seqs: int, seed: int) -> N
     degree, output = args.degree or seqs, num_outputs(args, seqs)
     most = min(SHAPES[args.model_shape].vocab_size, 30_000)
     prompts = shared(seqs // degree, degree, args.prefix, args.own, seed, most)
-    submit_all(engine, "decode", prompts, [output] * seqs)
+    submit_all(engine, NAME, prompts, [output] * seqs)
 
 
 def decode(
@@ -105,6 +111,8 @@ def decode(
     while engine.has_work and counters.steps - before.steps < args.steps:
         engine.step()
     seconds, after = perf_counter() - begin, replace(counters)
+    for index in range(seqs):
+        engine.abort(RequestId(f"{NAME}-{index}"))
     while engine.has_work:
         engine.step()
     engine.clear_cache()

@@ -26,7 +26,7 @@ BATCH = 16  # the paper's
 JOB_TOKENS = 400  # that each sequence of a running job answers with at most
 JOB_STEPS = 4  # of the job alone before sessions return
 ROUNDS = 4  # of sessions that return, the first not counted
-JOBS, REPEATS = 3, 2  # one after the other, where pages are saved
+JOBS, REPEATS = 2, 2  # one after the other, where pages are saved
 SHORT, LONG = 20, 200  # tokens of their answers; the paper has 20
 
 

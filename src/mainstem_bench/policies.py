@@ -38,6 +38,7 @@ from mainstem_bench.report import line, load_average, spread
 from mainstem_bench.settings import random_config, settings
 
 MOST_IDS = 30_000  # of made-up prompts
+WHOLE_S = 1e9  # no pause in a record is as long: it is one part
 WARM_UP = 2  # prompts before the clock starts
 
 
@@ -126,7 +127,7 @@ def _model(args: argparse.Namespace) -> tuple[EngineConfig, Path | None, ModelSp
 
 def _arrivals(args: argparse.Namespace, spec: ModelSpec) -> tuple[list[Arrival], dict[str, object]]:
     if args.record is not None:
-        parts = read_parts(args.record, float("inf"))
+        parts = read_parts(args.record, WHOLE_S)
         if not parts:
             raise ConfigError(f"{args.record} has no requests")
         return parts[0], {"record": args.record.name}

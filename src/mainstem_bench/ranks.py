@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         "--seqs", type=comma_list(positive_count), default=[1, 16, 64], metavar="N,N",
         help="sequences that decode at once (1,16,64)",
     )  # fmt: skip
-    made.add_argument("--own", type=positive_count, default=1000, help="tokens (%(default)s)")
+    made.add_argument("--own", type=positive_count, default=512, help="tokens (%(default)s)")
     made.add_argument("--steps", type=positive_count, default=50, help="timed (%(default)s)")
     made.add_argument("--json", action="store_true", help="one line for each kind of step")
     add_engine_flags(made)
@@ -120,7 +120,7 @@ def measure(args: Namespace, name: str, of: int) -> Iterator[dict[str, object]]:
     fields = {"prefix": 0, "degree": None, "model_shape": name}
     decoding = Namespace(**{**vars(args), **fields})
     num_tokens = max(n * (args.own + num_outputs(decoding, n) + 64) for n in args.seqs)
-    config = with_chunk(random_config(args, name, num_tokens))
+    config = with_chunk(random_config(args, name, num_tokens), spec)
     load, machine = load_average(), Machine.of(config)
     engine = _part_engine(spec, config, of)
     counters = Counters().attach(engine.bus)

@@ -153,6 +153,11 @@ def test_a_model_tells_what_its_keys_and_values_take(
     assert "75% of that has left the windows" in told
     assert "  ranks     2: " in told
     assert "128 bytes of KV a token each" in told
+    assert "weights   bfloat16" in told
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert doctor.main(["--model", str(tmp_path)]) == 0
+    assert "weights   AWQ, 4 bits, groups of 32, zero points" in capsys.readouterr().out
 
 
 def test_ranks_that_fit_are_told_from_those_that_do_not() -> None:
@@ -169,6 +174,7 @@ def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for name in ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"):
         assert name in told
+    assert "Supported: GPTQ" in told
     assert models.main(["--families", "--json"]) == 0
     entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {"name", "architectures", "notes"} == set(entries[0])

@@ -46,7 +46,6 @@ def test_vllms_names_of_dtypes_are_taken(dtype: str, own: str) -> None:
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
         ({"data_parallel_size": True}, "data_parallel_size=True"),
-        ({"max_num_seqs": 256}, "max_num_seqs=256 is not supported: requests are not counted"),
         ({"enforce_eager": True}, "CUDA graphs"),
         ({"trust_remote_code": True}, "is never run"),
         ({"quantization": "awq"}, "use quantize='int8'"),

@@ -111,6 +111,15 @@ def test_ranks_answer_as_one(name: str, of: int, tmp_path: Path) -> None:
         check_same(found, expected, TOLERANCE)
 
 
+def test_ranks_without_tokens_of_their_own(tmp_path: Path) -> None:
+    """Of 33 tokens three ranks have 16, 16 and one; a fourth has rows of zeros."""
+    config = LlamaConfig(**WIDE | {"vocab_size": 33, "num_hidden_layers": 1})
+    write_checkpoint(config, tmp_path)
+    expected = outputs(tmp_path)
+    for found in run_ranks(4, lambda ranks: outputs(tmp_path, ranks)):
+        check_same(found, expected, TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["llama, tied", "phi 3"])
 def test_ranks_quantize_their_parts(name: str, tmp_path: Path) -> None:
     """All ranks alike, and as near to fp32 as int8 is."""

@@ -148,6 +148,7 @@ def _model_lines(model: Section) -> list[tuple[str, str]]:
     assert isinstance(unread, int)
     lines = [
         ("model", f"{model['name']}, {model['max_positions']:,} positions"),
+        ("  weights", str(model["weights"])),
         ("  KV", f"{kept:,} bytes a token in {model['dtype']}"),
     ]
     if unread:

@@ -9,6 +9,7 @@ from mainstem.checkpoints.progress import StageBar
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.tables import gigabytes, table
 from mainstem.models.families import FAMILIES
+from mainstem.models.quantized.packing import SUPPORTED
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,3 +74,4 @@ def _print_families(is_json: bool) -> None:
     rows = [[f.name, ", ".join(f.architectures), f.notes] for f in FAMILIES]
     print(table(["family", "architectures in config.json", "notes"], rows))
     print("\nOthers are refused by name; docs/add-a-model.md shows how to add one.")
+    print(f"\nWeights in 32 or 16 bits, or quantized. {SUPPORTED}.")

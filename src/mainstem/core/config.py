@@ -254,7 +254,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedConfig:
-    """What goes into a step. Memory and tokens are the only limits; requests are not counted."""
+    """What goes into a step. Memory and tokens are the limits, unless requests are counted."""
 
     # S_chunk of BatchLLM
     chunk_tokens: int | None = field(
@@ -263,6 +263,12 @@ class SchedConfig:
             "most tokens of a step: fewer make decodes smoother, more make prompts faster",
             unset="by device",
             range=at_least(1),
+        ),
+    )
+    max_seqs: int | None = field(
+        default=None,
+        metadata=about(
+            "most answers in progress at once", unset="memory is the limit", range=at_least(1)
         ),
     )
     share: Share = field(
@@ -282,8 +288,8 @@ class SchedConfig:
     span_levels: int | None = field(
         default=None,
         metadata=about(
-            "how deep shared reads may be nested, at most 4 on a GPU",
-            unset="no limit on a CPU, 4 on a GPU",
+            "how deep shared reads may be nested, at most 8 on a GPU",
+            unset="no limit on a CPU, 8 on a GPU",
             range=at_least(1),
         ),
     )

@@ -31,6 +31,7 @@ _FIXED_MEMORY = "pages and weights share one budget: gpu_memory_utilization or k
 SAME_MEANING = {
     "max_num_batched_tokens": "chunk_tokens",
     "block_size": "page_size",
+    "max_num_seqs": "max_seqs",
     "tensor_parallel_size": "tensor_parallel",
 }
 
@@ -38,11 +39,6 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     "pipeline_parallel_size": OnlyAt((1, None), _ONE_ENGINE),
     "data_parallel_size": OnlyAt((1, None), _ONE_ENGINE),
     "distributed_executor_backend": OnlyAt((None, "mp"), "ranks are processes; leave it out"),
-    "max_num_seqs": OnlyAt(
-        (None,),
-        "requests are not counted, memory (kv_tokens) and chunk_tokens are the limits; leave it "
-        "out",
-    ),
     "enforce_eager": OnlyAt(
         (False, None), "small steps always run as CUDA graphs, which change no answer; leave it out"
     ),
@@ -51,8 +47,8 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     ),
     "quantization": OnlyAt(
         (None,),
-        "use quantize='int8' (CPU) or quantize='fp8' (GPU); checkpoints that are quantized already "
-        "are not supported yet",
+        "for plain weights use quantize='int8' (CPU) or quantize='fp8' (GPU); the format of a "
+        "quantized checkpoint is read from its config.json: leave it out",
     ),
     "kv_cache_dtype": OnlyAt(("auto", None), "pages have the model's dtype; leave it out"),
     "enable_prefix_caching": OnlyAt((True, None), "use share='none' to share nothing"),

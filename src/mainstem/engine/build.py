@@ -1,7 +1,8 @@
 """Config -> Engine: the only place where parts are chosen and joined."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,8 +43,8 @@ def build_engine(
     steps. Raises UnsupportedModel for a checkpoint we cannot run, ConfigError for impossible
     settings.
     """
-    config = with_chunk(config)
     origin = folder_origin(folder, config.model.ignore_config_fields or ())
+    config = with_chunk(config, origin.spec)
     if ignored := origin.spec.ignored_fields:
         log.warning(
             "config.json of %s: ignored %s, as ignore_config_fields wants it; answers are wrong if "
@@ -54,26 +55,38 @@ def build_engine(
     if dropped := origin.spec.dropped:
         log.warning("%s is loaded without %s", config.model.model, ", ".join(dropped))
     runner, facts = load_model(origin, config)
-    return join(runner, facts, config, bus or EventBus(), choose_kept, around)
+    with closed_on_error(runner):
+        return join(runner, facts, config, bus or EventBus(), choose_kept, around)
 
 
 def build_random_engine(
     shape: ModelSpec, config: EngineConfig, bus: EventBus | None = None, seed: int = 0
 ) -> Engine:
     """An engine around random weights of a known shape, for measuring speed."""
-    config = with_chunk(config)
+    config = with_chunk(config, shape)
     runner, facts = load_model(RandomOrigin(shape, seed), config)
     name = f"random weights, {config.model.model or shape.architecture}"
     named = replace(config, model=replace(config.model, model=name))
-    return join(runner, facts, named, bus or EventBus())
+    with closed_on_error(runner):
+        return join(runner, facts, named, bus or EventBus())
 
 
-def with_chunk(config: EngineConfig) -> EngineConfig:
+@contextmanager
+def closed_on_error(runner: Runner) -> Iterator[None]:
+    """A runner has processes and device memory that nobody else would give back."""
+    try:
+        yield
+    except BaseException:
+        runner.close()
+        raise
+
+
+def with_chunk(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     """With a step size from the cost model, where the config has none and the device is a GPU."""
     name = device_name(config.model)
     if config.sched.chunk_tokens is not None or name == CPU:
         return config
-    tokens = full_speed_tokens(card_for(name))
+    tokens = full_speed_tokens(card_for(name), spec.moved_bytes_per_param)
     if config.model.deterministic:
         tokens = min(tokens, DETERMINISTIC_CHUNK_TOKENS)
     return replace(config, sched=replace(config.sched, chunk_tokens=tokens))

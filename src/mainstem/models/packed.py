@@ -41,7 +41,7 @@ class OrderedColumns(UnsupportedModel):
     """A part was asked for that a packed weight in act-order cannot have."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A weight [.., out, in] that stays quantized; sizes that are no multiples are rounded up."""
 

@@ -268,6 +268,28 @@ class ModelSpec:
             if isinstance(layer.mlp, ExpertsSpec)
         )
 
+    def bytes_per_param(self, element_bytes: int) -> float:
+        """Of the layers' products, experts included, computed in elements of `element_bytes`."""
+        if self.quantized is None:
+            return float(element_bytes)
+        names, prefix = self.names, self.names.layer.format(0) + "."
+        experts = self.num_expert_params + self.num_idle_params
+        others = self.num_layer_params - self.num_expert_params
+        expert = self.quantized.packing_of(prefix + names.expert_gate.format(0))
+        other = self.quantized.packing_of(prefix + names.out)
+        moved = experts * (element_bytes if expert is None else expert.bytes_per_param)
+        moved += others * (element_bytes if other is None else other.bytes_per_param)
+        return moved / (experts + others)
+
+    @property
+    def moved_bytes_per_param(self) -> float:
+        """What a large step moves of a layer's products: 4-bit weights are read, written in 16 bits
+        and read again. Those of experts are read as they are."""
+        packing = None if self.quantized is None else self.quantized.packing
+        if packing is None or packing.kind.columns_per_value == 1:
+            return 2.0
+        return packing.bytes_per_param + 4.0
+
     @property
     def num_weights(self) -> int:
         """All that are kept, every expert and the embedding too; norms and biases are few."""

@@ -7,15 +7,14 @@ in one product, gate and up in one, gains as they are multiplied. Quantized prod
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mainstem.models.expert_tensors import ExpertTensors, read_experts
-from mainstem.models.names import QkvOrder
 from mainstem.models.packed import PackedWeight, Weight, as_tensor, on_top
+from mainstem.models.rows import Rows, first_rows, qkv_rows, times
 from mainstem.models.shard import WHOLE, Cut, Shard, part_of
 from mainstem.models.spec import (
     ExpertsSpec,
@@ -94,14 +93,6 @@ class EndTensors:
     head: Product  # its weight is the embedding where they are tied
 
 
-class _Rows(NamedTuple):
-    """Some rows of a product: those of `part`, of `whole` that the tensor has."""
-
-    name: str
-    whole: int
-    part: slice
-
-
 class TensorReader:
     """Reads a model from `source`: `embedding`, then `layer` for each index, then `ends`.
 
@@ -142,7 +133,7 @@ class TensorReader:
             out=self._summed(
                 prefix + names.out,
                 spec.num_heads * spec.head_dim,
-                _times(self._cut.heads(spec.num_heads), spec.head_dim),
+                times(self._cut.heads(spec.num_heads), spec.head_dim),
                 spec.has_out_bias,
             ),
             sinks=sinks,
@@ -218,11 +209,11 @@ class TensorReader:
             if spec.qk_norm is QkNorm.HEADS:
                 gains.append(self._gain(f"{prefix}{name}.weight", spec.head_dim))
             else:
-                part = _times(self._cut.heads(count), spec.head_dim)
+                part = times(self._cut.heads(count), spec.head_dim)
                 gains.append(self._gain(f"{prefix}{name}.weight", count * spec.head_dim, part))
         return gains[0], gains[1]
 
-    def _product(self, rows: Sequence[_Rows], width: int, has_bias: bool) -> Product:
+    def _product(self, rows: Sequence[Rows], width: int, has_bias: bool) -> Product:
         """These rows on top of each other."""
         weights = [take_weight(self._source, r.name, r.whole, width, at=(r.part,)) for r in rows]
         weight = on_top(weights, self._source.dtype)
@@ -239,7 +230,10 @@ class TensorReader:
         hidden, quantized = self._spec.hidden_size, self._spec.quantized
         at = (slice(0, hidden), columns) if columns != slice(0, width) else ()
         weight, bias = take_weight(self._source, name, hidden, width, at=at), None
-        if at and quantized is not None and quantized.has_order and isinstance(weight, Tensor):
+        packing = (
+            None if quantized is None or not quantized.has_order else quantized.packing_of(name)
+        )
+        if at and packing is not None and isinstance(weight, Tensor):  # columns in act-order
             self._unpacked.append(name)
         if has_bias and self._cut.shard.rank == 0:
             bias = self._take(f"{name}.bias", hidden)
@@ -250,23 +244,18 @@ class TensorReader:
     def _qkv(self, prefix: str, rope: RopeSpec | None) -> Product:
         spec = self._spec
         names = [prefix + name for name in self._names.qkv]
-        rows = _qkv_rows(spec, self._cut, names)
+        rows = qkv_rows(spec, self._cut, names)
         product = self._product(rows, spec.hidden_size, spec.has_qkv_bias)
         if rope is None or rope.score_factor == 1.0 or rope.rotary_dim == spec.head_dim:
             return product
         return _scaled(product, _unrotated_factors(self.part, rope).to(product.weight.device))
 
     def _mlp(self, prefix: str, mlp: MlpSpec) -> MlpTensors:
-        names, size, columns = self._names, mlp.size, self._cut.columns(mlp.size)
-        found = [prefix + name for name in names.gate_up]
-        if mlp.is_gated and len(found) == 1:
-            up = slice(size + columns.start, size + columns.stop)
-            rows = [_Rows(found[0], 2 * size, columns), _Rows(found[0], 2 * size, up)]
-        else:
-            rows = [_Rows(name, size, columns) for name in found]
+        columns = self._cut.columns(mlp.size)
+        rows = first_rows(mlp, columns, [prefix + name for name in self._names.gate_up])
         return MlpTensors(
-            self._product(_merged(rows), self._spec.hidden_size, mlp.has_bias),
-            self._summed(prefix + names.down, size, columns, mlp.has_bias),
+            self._product(rows, self._spec.hidden_size, mlp.has_bias),
+            self._summed(prefix + self._names.down, mlp.size, columns, mlp.has_bias),
         )
 
     def _experts(self, prefix: str, spec: ExpertsSpec) -> ExpertTensors:
@@ -275,49 +264,6 @@ class TensorReader:
         if experts.is_unpacked:
             self._unpacked.append(f"the experts of {prefix[:-1]}")
         return experts
-
-
-def _qkv_rows(spec: ModelSpec, cut: Cut, names: Sequence[str]) -> list[_Rows]:
-    """Where the queries, keys and values of a rank lie; three tensors or one."""
-    dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
-    group, queries, keys = heads // kv_heads, cut.heads(heads), cut.heads(kv_heads)
-    if len(names) == 3:
-        parts = zip(names, (heads, kv_heads, kv_heads), (queries, keys, keys), strict=True)
-        return [_Rows(name, count * dim, _times(part, dim)) for name, count, part in parts]
-    if spec.names.qkv_order is QkvOrder.PARTS:
-        places = [
-            queries,
-            *(slice(f + keys.start, f + keys.stop) for f in (heads, heads + kv_heads)),
-        ]
-    else:  # group queries, a key and a value for each KV head
-        places, last = [], []
-        for kv_head in range(keys.start, keys.stop):
-            skipped = 2 * kv_head  # heads before this group that are no queries
-            first, end = (
-                max(queries.start, kv_head * group),
-                min(queries.stop, (kv_head + 1) * group),
-            )
-            places.append(slice(skipped + first, skipped + end))
-            last.append(skipped + (kv_head + 1) * group)
-        places += [slice(at, at + 1) for at in last] + [slice(at + 1, at + 2) for at in last]
-    count = (heads + 2 * kv_heads) * dim
-    return _merged([_Rows(names[0], count, _times(place, dim)) for place in places])
-
-
-def _times(part: slice, size: int) -> slice:
-    return slice(part.start * size, part.stop * size)
-
-
-def _merged(rows: Sequence[_Rows]) -> list[_Rows]:
-    """Neighbours in one tensor as one."""
-    merged = [rows[0]]
-    for each in rows[1:]:
-        before = merged[-1]
-        if (before.name, before.part.stop) == (each.name, each.part.start):
-            merged[-1] = each._replace(part=slice(before.part.start, each.part.stop))
-        else:
-            merged.append(each)
-    return merged
 
 
 def _scaled(product: Product, factors: Tensor) -> Product:

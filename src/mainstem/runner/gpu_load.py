@@ -23,7 +23,11 @@ DETERMINISTIC_KEYS = 512  # between the cuts of a span, the same for every batch
 _MEMORY_SHARE = 0.9  # of the card, for weights and pages
 _RESERVE = 1 << 30  # graphs, library workspaces
 _SAMPLING_ROWS = 1024  # whose logits may be held in fp32, with copies
-_MAX_SPAN_LEVELS = 4  # each costs a token a Partial, 8 or 16 KB with 32 heads of 128
+# Each level costs a token a Partial, 8 or 16 KB with 32 heads of 128. There is room for all levels
+# of decodes, and for fewer of a step full of prompts, which gain less by sharing.
+_MAX_SPAN_LEVELS = 8
+_PROMPT_LEVELS = 4
+_DEEP_TOKENS = 2048
 _SPAN_PAGES = 1 << 22  # page ids over all spans of a step
 
 
@@ -77,14 +81,15 @@ def load_gpu_runner(
 
 def _limits(max_tokens: int, deterministic_context: int | None) -> AttentionLimits:
     """Of attention in steps of `max_tokens`; deterministic, a token has Partials by its context."""
-    partials = _MAX_SPAN_LEVELS + 1
+    deep = (_MAX_SPAN_LEVELS + 1) * min(max_tokens, _DEEP_TOKENS)
+    partials = max((_PROMPT_LEVELS + 1) * max_tokens, deep)
     if deterministic_context is not None:
-        partials = -(-deterministic_context // DETERMINISTIC_KEYS)
+        partials = -(-deterministic_context // DETERMINISTIC_KEYS) * max_tokens
     return AttentionLimits(
         max_tokens=max_tokens,
         max_pages=_SPAN_PAGES,
         max_entries=(_MAX_SPAN_LEVELS + 1) * max_tokens,
-        max_partials=partials * max_tokens,
+        max_partials=partials,
     )
 
 

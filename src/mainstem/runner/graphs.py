@@ -62,7 +62,9 @@ class StepGraphs:
     def size_for(self, step: Step) -> int | None:
         """The size to replay, None where the step is too large or does what no graph holds.
         Copies may come before the pass unless they read what the step itself brings."""
-        if len(step.move_to) or (len(step.copy_to) and _reads_its_own(step)):
+        if len(step.move_to) or step.weighings:
+            return None
+        if len(step.copy_to) and _reads_its_own(step):
             return None
         if not self._sizes or step.num_tokens > self._sizes[-1]:
             return None

@@ -17,6 +17,7 @@ class KvSize:
     # of bytes_per_token, in windowed layers, and read by nobody at the end of the longest context:
     # a page holds all layers, so keys that have left a window are kept with the others
     unread_bytes_per_token: int
+    weights: str  # how the checkpoint has them: a dtype, or a quantized format in words
 
 
 def kv_size(folder: Path, dtype: DType = DType.AUTO) -> KvSize:
@@ -32,4 +33,5 @@ def kv_size(folder: Path, dtype: DType = DType.AUTO) -> KvSize:
         dtype=kept,
         max_positions=spec.max_positions,
         unread_bytes_per_token=spec.kv_elements_in_windows(spec.max_positions) * element_bytes,
+        weights=str(spec.quantized or spec.dtype.value),
     )

@@ -113,6 +113,7 @@ def make_facts(
         identity=_identity(origin, context, dtype, config.model, layout),
         num_params=spec.num_layer_params,
         num_idle_params=spec.num_idle_params,
+        bytes_per_param=spec.bytes_per_param(dtype.itemsize),
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

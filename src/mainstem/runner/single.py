@@ -117,6 +117,7 @@ class SingleTokenPass:
             and len(step.copy_to) == 0
             and len(step.move_to) == 0
             and len(step.prompt_logprob_rows) == 0
+            and not step.weighings
         )
 
     def run(self, step: Step, token_id: Tensor, gate: Gate) -> Tensor:

@@ -33,7 +33,10 @@ class Starter:
         order: PlannedOrder,
         loader: Loader,
         bus: EventBus,
+        max_seqs: int | None,
     ) -> None:
+        """`max_seqs`: most sequences that run at once; None: as many as memory holds."""
+        self._max_seqs = max_seqs
         self._running = running
         self._queue = queue
         self._lengths = lengths
@@ -59,7 +62,7 @@ class Starter:
         while work.has_room and (sequence := self._queue.head()) is not None:
             if before is not None and sequence.request.priority >= before:
                 return
-            if not self._may_join(sequence):
+            if len(self._running) == self._max_seqs or not self._may_join(sequence):
                 return
             slot = self._try_start(sequence, work)
             if slot is None:
@@ -103,7 +106,7 @@ class Starter:
         awaited = self._loader.awaited_answer(found) or self._loader.load(found, tokens_ahead)
         movable = NOTHING_MOVABLE
         if awaited is None and found.sequence.origins is not None:
-            wanted = range(len(found.match.pages), (found.num_known - 1) // self._page_size)
+            wanted = found.pages_to_find(self._page_size)
             movable = found.sequence.origins.find(self._store, wanted, work.filled_pages)
             awaited = movable.awaited
         if awaited is not None:
@@ -194,6 +197,9 @@ class Starter:
         return Chunk(slot, num_before, token_ids)
 
     def _announce(self, sequence: Sequence, num_cached: int) -> None:
+        if sequence.weighing is not None:
+            sequence.weighing.restart()
+            return
         request_id, index = sequence.request.request_id, sequence.index
         num_known = len(sequence.request.prompt_ids) + len(sequence.output_ids)
         if sequence.num_cached_tokens is None:

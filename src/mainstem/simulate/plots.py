@@ -1,4 +1,4 @@
-"""Pictures of simulations, in the manner of the paper's figures 21 and 23."""
+"""Plots of simulations, like AttentionStore's figures 21 and 23."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,20 +122,20 @@ def _log_ticks(axes: "Axes", points: Sequence[CapacityPoint]) -> None:
 
 
 def require_matplotlib() -> None:
-    """Complain before the work is done, not after it."""
+    """Raise before the simulation, not after it."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'mainstem[plot]'")
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty picture, inches."""
+    """An empty figure; sizes in inches."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write it in the format that the name ends in; raises InvalidRequest."""
+    """Write the figure in the format of the file's suffix; raises InvalidRequest."""
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Shapes of conversations: lengths of turns, and in ChitChat's their times."""
+"""Traces of conversations: lengths of turns, and for ChitChat also their times."""
 
 from collections.abc import Callable, Sequence
 
@@ -95,10 +95,10 @@ def read_sessions(lines: Lines, page_tokens: int, options: ReadOptions) -> list[
 
 
 def read_chitchat(lines: Lines, page_tokens: int, options: ReadOptions) -> list[TraceRequest]:
-    """People who chat in turn: the first of them is taken for the user, the other for the model.
+    """Chats between two people: the first one counts as the user, the other as the model.
 
-    Session starts are drawn; within a session a prompt comes when its last message came. A last
-    turn without an answer is left out.
+    Session starts are drawn. Within a session, a prompt arrives when its last message was sent. A
+    last turn without an answer is left out.
     """
     process = ArrivalProcess(options.rate or 1.0, options.seed, options.think_times)
     chains = _Chains(page_tokens, options)

@@ -1,6 +1,6 @@
 """Replays a trace through the engine's own tier policy, in virtual time.
 
-    queue   who is served next, and what the policy may know of it
+    queue   which request is served next, and what the policy knows of the queue
               saturated: always full; the next N requests of the trace wait (N: the look-ahead)
               arrivals:  requests come when the trace says, a turn not before its answer
     serve   look up, load, prefill, decode; pages are admitted when the request is done
@@ -120,14 +120,15 @@ class Report:
 
 
 def simulate(trace: Trace, config: SimulationConfig) -> Report:
-    """Serve the whole trace; `seconds` of the report is what that took here."""
+    """Serve the whole trace; `seconds` of the report is the run time of the simulation."""
     with without_garbage_collection():
         return _Simulation(trace, config).run()
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Millions of small objects without cycles: looking for some would take a third of the time."""
+    """There are millions of small objects without cycles; collection would take a third of the
+    time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -138,12 +139,12 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 class _DiskLink:
-    """The disk's way to host memory: one page after another, in the order they were asked for."""
+    """The link from disk to host memory: one page at a time, in the order of the requests."""
 
     def __init__(self, page_s: float) -> None:
         self._page_s = page_s
         self._free_s = 0.0
-        self._ready_s: dict[int, float] = {}  # pages on their way, and when they are there
+        self._ready_s: dict[int, float] = {}  # pages being read -> when they are ready
 
     def room(self, now: float) -> int:
         """Pages that may be asked for without queueing far ahead."""
@@ -162,11 +163,11 @@ class _DiskLink:
         self._free_s = free_s
 
     def wait_s(self, key: int, now: float) -> float:
-        """How long until a page in the host is really there."""
+        """Seconds until a page of host memory has been read."""
         return max(0.0, self._ready_s.get(key, now) - now)
 
     def read_now(self, num_pages: int, now: float) -> float:
-        """Read for a request that cannot wait: it goes before the prefetches. Seconds it takes."""
+        """Read for a request, before all prefetches; returns the seconds that it takes."""
         self._free_s = max(self._free_s, now) + num_pages * self._page_s
         return num_pages * self._page_s
 
@@ -218,7 +219,7 @@ class _Simulation:
         self._policy.check()
         return self._finish(perf_counter() - started)
 
-    # -- who is next ---------------------------------------------------------------------------
+    # -- the queue -----------------------------------------------------------------------------
 
     def _run_saturated(self) -> None:
         """Requests in the order of the trace, back to back; the next `window` are known."""

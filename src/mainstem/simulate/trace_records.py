@@ -1,4 +1,4 @@
-"""What a trace is to the simulator, and the lines of a file that readers make one of."""
+"""Traces as the simulator uses them, and the lines of files that they are read from."""
 
 import json
 import math
@@ -56,7 +56,7 @@ class Trace:
 
     @property
     def mean_chain_pages(self) -> float:
-        """S_kv of the paper: pages that a request leaves behind, on average."""
+        """S_kv of the paper: the average number of pages that a request stores."""
         return sum(len(request.kept) for request in self.requests) / len(self.requests)
 
     @property

@@ -1,5 +1,6 @@
 """AttentionStore (KV kept between the turns of conversations): its figures and tables."""
 
+from mainstem_bench.paper import quality
 from mainstem_bench.paper import store_data as data
 from mainstem_bench.paper import store_engine as engine
 from mainstem_bench.paper import store_pictures as pictures
@@ -8,6 +9,7 @@ from mainstem_bench.paper import store_simulated_pictures as drawn
 from mainstem_bench.paper.item import Item, Where
 
 ON_H200 = "one H200 instead of A100s; random weights, which cost the same time; "
+SMALL = "SmolLM2-135M on a CPU with a window of 512; "
 SIMULATED = (
     "simulated by `mainstem simulate` at the speed of the paper's A100s, because there are no four "
     "A100s here, and LLaMA-65B in 16 bits leaves no room for KV on one H200; 5,671 conversations "
@@ -201,5 +203,33 @@ ITEMS: tuple[Item, ...] = (
         run=engine.run_documents,
         verdict=pictures.judge_tasks,
         plot=pictures.plot_tasks,
+    ),
+    Item(
+        name="store-tab1",
+        title="AttentionStore Table 1: perplexity after the window overflowed",
+        claim="moved KV is within 0.02 of computing again (5.48 and 5.47 for LLaMA-7B on "
+        "WikiText-2), misplaced KV is above 1,000",
+        differs=SMALL + "3,072 tokens of WikiText-2; beside it, pages kept by attention, and how "
+        "often the likeliest token is that of the uncut text",
+        where=Where.CPU,
+        full_s=420,
+        quick_s=15,
+        run=quality.run_perplexity,
+        verdict=quality.judge_perplexity,
+        plot=quality.plot_perplexity,
+    ),
+    Item(
+        name="store-tab2",
+        title="AttentionStore Table 2: accuracy after the window overflowed",
+        claim="moved KV answers as well as computing again (MMLU 43.7 and 43.4 %, LongEval 66.0 "
+        "and 65.9 %, PIQA 77.1 and 77.2 % for LLaMA-7B), misplaced KV far worse",
+        differs=SMALL + "it is at chance on MMLU and LongEval, so questions are asked on 24 "
+        "paragraphs of XQuAD in a full window, which stand after other text or before it",
+        where=Where.CPU,
+        full_s=1200,
+        quick_s=20,
+        run=quality.run_questions,
+        verdict=quality.judge_questions,
+        plot=quality.plot_questions,
     ),
 )

@@ -3,13 +3,31 @@
 from mainstem_bench.paper import batchllm_jobs as jobs
 from mainstem_bench.paper import batchllm_kernel as kernel
 from mainstem_bench.paper import batchllm_plans as plans
+from mainstem_bench.paper import batchllm_steps as steps
 from mainstem_bench.paper import projections
 from mainstem_bench.paper.item import Item, Where
 
 ON_H200 = "an H200 instead of an A100 and an MI200 (no AMD card here); "
 RANDOM = "random weights, which cost the same time; "
 
+BATCHING = (
+    ON_H200 + RANDOM + "600 requests of the drawn industry mix, answers as long as ShareGPT's; "
+    "`--max-seqs 256 --no-reorder` is token batching off"
+)
+
 ITEMS: tuple[Item, ...] = (
+    Item(
+        name="batch-fig2",
+        title="BatchLLM Fig. 2: tokens in each step of a baseline",
+        claim="vLLM's chunked prefill has valleys: many steps of few tokens",
+        differs=BATCHING,
+        where=Where.GPU,
+        full_s=60,
+        quick_s=6,
+        run=steps.run_baseline,
+        verdict=steps.judge_baseline,
+        plot=steps.plot_baseline,
+    ),
     Item(
         name="batch-fig5",
         title="BatchLLM Fig. 5: throughput of three mixes, degrees 4 and 16, 8B and 14B",
@@ -66,6 +84,18 @@ ITEMS: tuple[Item, ...] = (
         plot=plans.plot_saving,
     ),
     Item(
+        name="batch-fig9",
+        title="BatchLLM Fig. 9: tokens in each step, token batching on",
+        claim="fewer valleys than in Fig. 2, without sharing prefixes",
+        differs=BATCHING,
+        where=Where.GPU,
+        full_s=60,
+        quick_s=6,
+        run=steps.run_both,
+        verdict=steps.judge_both,
+        plot=steps.plot_both,
+    ),
+    Item(
         name="batch-fig10",
         title="BatchLLM Fig. 10: attention over shared prefixes in one launch",
         claim="as fast as FlashInfer's cascade or faster on an A100, decoding and with chunks",
@@ -88,6 +118,18 @@ ITEMS: tuple[Item, ...] = (
         run=jobs.run_industry,
         verdict=jobs.judge_industry,
         plot=jobs.plot_industry,
+    ),
+    Item(
+        name="batch-tab2",
+        title="BatchLLM Table 2: token batching off and on",
+        claim="5.79 to 5.94 requests/s without shared prefixes, 8.16 to 8.47 with them (A100)",
+        differs=BATCHING,
+        where=Where.GPU,
+        full_s=60,
+        quick_s=6,
+        run=steps.run_table,
+        verdict=steps.judge_table,
+        plot=steps.plot_table,
     ),
     Item(
         name="batch-amd",

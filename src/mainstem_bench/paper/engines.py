@@ -57,10 +57,17 @@ class Engines:
     _loaded: _Loaded | None = field(default=None)
 
     @contextmanager
-    def engine(self, shape: str, kv_tokens: int, share: Share = Share.READS) -> Iterator[Engine]:
+    def engine(
+        self,
+        shape: str,
+        kv_tokens: int,
+        share: Share = Share.READS,
+        max_seqs: int | None = None,
+    ) -> Iterator[Engine]:
         """An engine around random weights of `shape` with room for `kv_tokens`, nothing cached."""
         loaded = self._load(shape, kv_tokens)
-        config = replace(loaded.config, sched=replace(loaded.config.sched, share=share))
+        sched = replace(loaded.config.sched, share=share, max_seqs=max_seqs)
+        config = replace(loaded.config, sched=sched)
         engine = join(loaded.runner, loaded.facts, config, EventBus(), around=KeptRunner)
         try:
             yield engine
@@ -93,7 +100,8 @@ class Engines:
             return loaded
         self.close()
         config = with_chunk(
-            EngineConfig(model=ModelConfig(model=shape), cache=CacheConfig(kv_tokens=kv_tokens))
+            EngineConfig(model=ModelConfig(model=shape), cache=CacheConfig(kv_tokens=kv_tokens)),
+            SHAPES[shape],
         )
         runner, facts = load_runner(RandomOrigin(SHAPES[shape], seed=0), config)
         self._loaded = _Loaded(shape, config, runner, facts)

@@ -67,9 +67,11 @@ class Job:
 
 
 @contextmanager
-def engine_of(settings: Settings, size: Size, share: Share) -> Iterator[Engine]:
+def engine_of(
+    settings: Settings, size: Size, share: Share, max_seqs: int | None = None
+) -> Iterator[Engine]:
     """An engine that has run steps of every kind before, with nothing cached."""
-    with settings.engines.engine(size.shape, size.kv_tokens, share) as engine:
+    with settings.engines.engine(size.shape, size.kv_tokens, share, max_seqs) as engine:
         if settings.engines.is_new(share) and torch.cuda.is_available():
             about = OfflineJob("warm", size.shape, size.kv_tokens, 2, 64, 256, 64, 16)
             warm_up(engine, about, SHAPES[size.shape].vocab_size, WARM_SEQS)

@@ -23,6 +23,7 @@ from mainstem.core.config import (
     StoreConfig,
 )
 from mainstem.engine.build import with_chunk
+from mainstem.models.shapes import SHAPES
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import sharegpt_turns
 from mainstem_bench.session_engine import Bench, Sessions
@@ -53,7 +54,8 @@ def bench_with_store(
             model=ModelConfig(model=shape),
             cache=CacheConfig(kv_tokens=device_tokens),
             store=StoreConfig(host_gb=host_gb, save=save),
-        )
+        ),
+        SHAPES[shape],
     )
     with Bench(work, config) as bench:
         bench.warm_up()

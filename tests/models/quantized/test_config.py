@@ -36,14 +36,96 @@ def quantized(config: dict[str, Any]) -> QuantizedSpec:
         ),
         (AWQ, "AWQ, 4 bits, groups of 16, zero points"),
         (compressed_config(ints()), "compressed-tensors, 4 bits, groups of 16"),
-        (compressed_config(FLOAT8), "compressed-tensors, fp8, a scale per channel"),
-        ({**FP8, "weight_block_size": [128, 128]}, "FP8, fp8, blocks of 128 x 128"),
-        (FP8, "FP8, fp8, one scale"),
-        ({"quant_method": "mxfp4"}, "MXFP4, mxfp4, groups of 32"),
+        (compressed_config(FLOAT8), "compressed-tensors, FP8, a scale per channel"),
+        ({**FP8, "weight_block_size": [128, 128]}, "FP8, blocks of 128 x 128"),
+        (FP8, "FP8, one scale"),
+        ({"quant_method": "mxfp4"}, "MXFP4, groups of 32"),
     ],
 )
 def test_a_format_is_told_in_words(config: dict[str, Any], words: str) -> None:
     assert str(quantized(config)) == words
+
+
+# as published, fields in full
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "GPTQ, 4 bits, groups of 128": {
+        "batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True,
+        "damp_percent": 0.01, "dataset": None, "desc_act": False, "exllama_config": {"version": 1},
+        "group_size": 128, "max_input_length": None, "model_seqlen": None,
+        "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None,
+        "pad_token_id": None, "quant_method": "gptq", "sym": True, "tokenizer": None,
+        "true_sequential": True, "use_cuda_fp16": False, "use_exllama": True,
+    },
+    "GPTQ, 4 bits, groups of 128, act-order": {
+        "bits": 4, "checkpoint_format": "gptq", "damp_percent": 0.1, "desc_act": True,
+        "group_size": 128, "model_file_base_name": None, "model_name_or_path": None,
+        "quant_method": "gptq", "static_groups": False, "sym": True, "true_sequential": True,
+        "meta": {"quantizer": "gptqmodel:1.4.0"}, "dynamic": None, "lm_head": False,
+    },
+    "AWQ, 4 bits, groups of 128, zero points": {
+        "backend": "autoawq", "bits": 4, "do_fuse": False, "exllama_config": None,
+        "fuse_max_seq_len": None, "group_size": 128, "modules_to_fuse": None,
+        "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
+        "zero_point": True,
+    },
+    "compressed-tensors, 4 bits, groups of 128": {
+        "config_groups": {
+            "group_0": {
+                "input_activations": None, "output_activations": None, "targets": ["Linear"],
+                "weights": {
+                    "actorder": "weight", "block_structure": None, "dynamic": False,
+                    "group_size": 128, "num_bits": 4, "observer": "minmax", "observer_kwargs": {},
+                    "strategy": "group", "symmetric": True, "type": "int",
+                },
+            }
+        },
+        "format": "pack-quantized", "global_compression_ratio": 1.9, "ignore": ["lm_head"],
+        "kv_cache_scheme": None, "quant_method": "compressed-tensors",
+        "quantization_status": "compressed", "sparsity_config": {}, "transform_config": {},
+        "version": "0.12.2",
+    },
+    "compressed-tensors, FP8, a scale per channel": {
+        "config_groups": {
+            "group_0": {
+                "input_activations": {
+                    "actorder": None, "block_structure": None, "dynamic": True, "group_size": None,
+                    "num_bits": 8, "observer": None, "strategy": "token", "symmetric": True,
+                    "type": "float",
+                },
+                "output_activations": None, "targets": ["Linear"],
+                "weights": {
+                    "actorder": None, "block_structure": None, "dynamic": False,
+                    "group_size": None, "num_bits": 8, "observer": "minmax",
+                    "strategy": "channel", "symmetric": True, "type": "float",
+                },
+            }
+        },
+        "format": "float-quantized", "ignore": ["lm_head"], "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors", "quantization_status": "compressed",
+    },
+    "FP8, blocks of 128 x 128": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+        "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
+    },
+    "MXFP4, groups of 32": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", PUBLISHED)
+def test_published_configs_are_read(words: str) -> None:
+    assert str(quantized(PUBLISHED[words])) == words
+
+
+def test_stars_stand_for_anything() -> None:
+    found = quantized(PUBLISHED["MXFP4, groups of 32"])
+    assert found.packing_of("model.layers.7.self_attn.q_proj") is None
+    assert found.packing_of("model.layers.7.mlp.experts.gate_up_proj") == found.packing
 
 
 def test_a_plain_checkpoint_has_none() -> None:
@@ -104,6 +186,7 @@ STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
         (gptq_config(is_marlin_format=True), "is_marlin_format=True"),
         (gptq_config(group_size=20), "group_size=20"),
         (gptq_config(dynamic={"+:.*": {"bits": 3}}), "bits=3"),
+        (gptq_config(dynamic={"+:.*": {"surprise": 3}}), r"dynamic \+:\.\*"),
         (gptq_config(adapter={"rank": 8}), "adapter"),
         (gptq_config(surprise=1), "surprise"),
         ({**AWQ, "version": "gemv"}, "version='gemv' is not supported, only gemm"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import (
     FalconConfig,
     GptOssConfig,
@@ -15,6 +16,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from mainstem.models.cpu.decoder import load_decoder
+from mainstem.models.cpu.quantize import quantize_decoder
+from mainstem.models.families import read_spec
+from mainstem.runner.perplexity import perplexity
 from tests.families.equality import check_batch
 from tests.models.checkpoints import SMALL, SMALL_FALCON
 from tests.models.quantized.cases import CASES, gptq_config
@@ -28,18 +33,13 @@ from tests.models.quantized.oracles import Case, Numbers, Tensors, gptq
 pytestmark = pytest.mark.torch
 TWO_LAYERS = {**SMALL, "num_hidden_layers": 2}
 BY_NAME = {case.name: case for case in CASES}
-ENGINE_CASES = (
-    "gptq act-order",
-    "gptq v2",
-    "awq",
-    "compressed 4 bits zero points",
-    "compressed int8 bytes",
-    "compressed fp8 per tensor",
-    "fp8 blocks",
+FIRST = ("gptq act-order", "awq", "compressed 4 bits zero points", "fp8 blocks")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in BY_NAME],
 )
-
-
-@pytest.mark.parametrize("name", ENGINE_CASES)
 def test_a_llama_answers_as_its_dequantized_model(name: str, tmp_path: Path) -> None:
     model = write_quantized(LlamaConfig(**TWO_LAYERS), tmp_path, BY_NAME[name])
     check_batch(model, tmp_path)
@@ -60,7 +60,7 @@ def test_a_llama_answers_as_its_dequantized_model(name: str, tmp_path: Path) -> 
     ],
     ids=["biases", "fused", "turns"],
 )
-@pytest.mark.parametrize("name", ["gptq", "fp8 blocks"])
+@pytest.mark.parametrize("name", ["gptq", pytest.param("fp8 blocks", marks=pytest.mark.slow)])
 def test_families_that_fuse_otherwise(config: PreTrainedConfig, name: str, tmp_path: Path) -> None:
     check_batch(write_quantized(config, tmp_path, BY_NAME[name]), tmp_path)
 
@@ -95,7 +95,9 @@ MOE = Qwen3MoeConfig(
 )
 
 
-@pytest.mark.parametrize("name", ["gptq act-order", "awq", "fp8 blocks"])
+@pytest.mark.parametrize(
+    "name", ["gptq act-order", "awq", pytest.param("fp8 blocks", marks=pytest.mark.slow)]
+)
 def test_experts_stay_packed_but_in_act_order(name: str, tmp_path: Path) -> None:
     model = write_quantized_experts(MOE, tmp_path, BY_NAME[name])
     check_batch(model, tmp_path)
@@ -119,3 +121,14 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
         },
     )
     check_batch(write_gpt_oss(config, tmp_path), tmp_path)
+
+
+def test_int8_is_made_of_quantized_weights_as_of_others(tmp_path: Path) -> None:
+    model = write_quantized(LlamaConfig(**TWO_LAYERS), tmp_path / "packed", BY_NAME["gptq"])
+    model.save_pretrained(tmp_path / "plain")
+    ids = np.random.default_rng(0).integers(3, SMALL["vocab_size"], 64).astype(np.int32)
+    scores = [
+        perplexity(quantize_decoder(load_decoder(folder, read_spec(folder), torch.float32)), ids)
+        for folder in (tmp_path / "packed", tmp_path / "plain")
+    ]
+    assert scores[0] == scores[1]

@@ -58,7 +58,7 @@ def test_every_number_is_what_the_format_says(case: Case, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "at",
     [(slice(8, 24),), (slice(3, 37),), (slice(None), slice(32, 64)), (slice(16, 40), slice(0, 48))],
-    ids=str,
+    ids=["rows", "odd rows", "columns", "both"],
 )
 def test_a_part_is_a_part_of_the_whole(case: Case, at: tuple[slice, ...], tmp_path: Path) -> None:
     tensors, right = case.make(np.random.default_rng(0), OUT, WIDTH)
@@ -100,6 +100,13 @@ def test_modules_by_rules_have_other_bits_or_none(tmp_path: Path) -> None:
     assert quantized.packing_of("model.layers.0.mlp.down_proj") is None
     assert quantized.packing_of("model.layers.1.mlp.down_proj") == quantized.packing
     assert quantized.packing_of("lm_head") is None
+
+
+def test_files_decide_what_is_packed(tmp_path: Path) -> None:
+    config = gptq_config(dynamic={r"-:.*up_proj": {}})
+    tensors, right = gptq(np.random.default_rng(0), OUT, WIDTH)
+    found = taken(saved(tmp_path, config, tensors))
+    assert torch.equal(found.dense(torch.float32), torch.from_numpy(right))
 
 
 def _without(tensors: Tensors, name: str) -> Tensors:

@@ -1,5 +1,6 @@
 """Ranks as processes: answers are those of one runner, and the end of one is the end of all."""
 
+import gc
 import os
 import random
 import signal
@@ -157,6 +158,14 @@ def test_a_rank_that_cannot_load_is_named(kind: str, error: type[Exception], wor
     with pytest.raises(error, match=words):
         load_ranks(FakeOrigin(faults=faults), a_config(2), MODULE)
     assert psutil.Process().children() == before
+
+
+def test_ranks_of_a_runner_that_is_dropped_do_not_hold_their_devices() -> None:
+    runner, _ = load_ranks(FakeOrigin(), a_config(2), MODULE)
+    pids = runner.ranks.pids
+    del runner
+    gc.collect()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 PARENT = """

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass, replace
 import numpy as np
 
 from mainstem.core.request import SamplingParams
-from mainstem.core.step import Step
+from mainstem.core.step import PageWeighing, Step
 from mainstem.kv.transfer import LoadId
 from mainstem.runner.ranks.messages import Load, decode, encode
 from tests.builders import VOCAB, a_request, an_engine, run_all
@@ -27,7 +27,9 @@ def steps() -> Iterator[Step]:
     bits = np.arange(26, dtype=np.uint8).reshape(2, 13)
     masked = replace(first.sampling, mask_rows=np.array([0, 2], np.int32), masks=bits)
     spans = replace(first.spans, first_keys=np.arange(7, dtype=np.int32))
-    yield replace(first, sampling=masked, spans=spans, load_ids=np.array([8], np.int32))
+    weighed = PageWeighing(3, 4, np.array([7, 1], np.int32))
+    loads = np.array([8], np.int32)
+    yield replace(first, sampling=masked, spans=spans, load_ids=loads, weighings=(weighed, weighed))
 
 
 def assert_same(a: object, b: object) -> None:
@@ -36,8 +38,8 @@ def assert_same(a: object, b: object) -> None:
         assert isinstance(b, np.ndarray)
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert np.array_equal(a, b)
-        assert b.flags.writeable or not a.flags.writeable
-        assert b.flags.aligned
+        assert b.flags["W"] or not a.flags["W"], "torch wants arrays that can be written to"
+        assert b.flags["A"], "not aligned"
     elif is_dataclass(a) and not isinstance(a, SamplingParams):
         for each in fields(a):
             assert_same(getattr(a, each.name), getattr(b, each.name))

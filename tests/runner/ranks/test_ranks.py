@@ -35,7 +35,8 @@ from mainstem.engine.engine import Engine
 from mainstem.runner.origin import folder_origin
 from mainstem.runner.ranks.load import load_ranks
 from tests.builders import a_request, run_all
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import make_checkpoint, write_checkpoint
+from tests.models.test_shards import FAMILIES
 
 pytestmark = pytest.mark.torch
 
@@ -197,6 +198,18 @@ def test_more_ranks_than_cards_are_refused(
         load_ranks(
             folder_origin(folder), EngineConfig(model=model, cache=CacheConfig(kv_tokens=kv_tokens))
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_answers_on_ranks_as_alone(name: str, num_ranks: int, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_checkpoint(FAMILIES[name], folder)
+    with closing(build_engine(folder, a_config(1, tmp_path / "alone"))) as engine:
+        expected = answers(engine)
+    with closing(build_engine(folder, a_config(num_ranks, tmp_path / "ranks"))) as engine:
+        assert_same(answers(engine), expected)
 
 
 @pytest.mark.slow

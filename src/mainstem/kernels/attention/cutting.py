@@ -23,13 +23,16 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 # Multiprocessors that large units are cut for, of all there are; most models have 8 KV heads. The
-# last three are for several units on each.
-LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 198, 264, 528]) / 132
+# last two are for several units on each.
+LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
 # Shares of a little less: else a span of whole shares would be cut into one unit less by rounding.
 ROUNDING = 0.97
-# Lengths of the longest unit that are tried, over those of units if all were equal. With the last,
-# there are never more units than wished, or one of each span.
-OVER_TARGET = np.array([1.04, 1.1, 1.17, 1.25, 1.35, 1.45, 1.6, 1.8, 2.0])
+# Where equal parts of large spans would end so much later than equal shares of all, they are also
+# cut into stretches of one length, and a rest each, for some numbers of multiprocessors; stretches
+# are so much longer than a share.
+UNEVEN_PARTS = 1.08
+RESTS_ON = np.array([64, 80, 96, 112, 132]) / 132
+OVER_SHARE = np.array([1.02, 1.06, 1.12, 1.2, 1.3])
 # Large units that end late cost more than such that begin on more multiprocessors than needed.
 INDIFFERENT = 1.015
 ROUNDS = np.arange(4.0)  # of large units on a multiprocessor that are looked at one by one
@@ -279,10 +282,7 @@ class _Spans(NamedTuple):
             return self._whole(shares, shape, places)
         targets = np.maximum(work / np.array(shares), 1.0)
         tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else least_stretch(shape)
-        if self.is_large:
-            parts = _even_parts(wished, self.copies, targets, np.array(shares))
-        else:
-            parts = np.maximum(np.floor(wished / targets[:, None]), 1.0)
+        parts = np.maximum(np.floor(wished / targets[:, None]), 1.0)
         stretches = np.ceil(self.keys / (parts * tile)) * tile
         parts = np.ceil(self.keys / stretches)
         sizes, units = unit_us(self.seen / parts, self.is_large, shape), parts * self.copies
@@ -302,6 +302,37 @@ class _Spans(NamedTuple):
         works = map(Work, counts, us, longest, last, keys, rows)
         return [_Way(*way) for way in zip(stretches, works, strict=True)]
 
+    def cut_with_rests(self, places: Sequence[float], shape: Shape) -> list[_Way]:
+        """Some ways: stretches of one length for all spans, and what is left of each. A few rests
+        fill a multiprocessor, so all are used, whatever number and length spans have. One way for
+        each number of places: that which would end first.
+        """
+        tile, count = max(shape.tiles.large_k, shape.page_size), len(OVER_SHARE)
+        each = float(self.seen @ self.copies) / np.array(places).repeat(count)
+        stretches = np.ceil(each * np.tile(OVER_SHARE, len(places)) / tile)[:, None] * tile
+        parts = np.ceil(self.keys / stretches)
+        share = self.seen / self.keys  # of a stretch's keys, that rows see in the mean
+        rests = unit_us((self.keys - (parts - 1.0) * stretches) * share, True, shape)
+        whole = unit_us(stretches * share, True, shape) * (parts > 1.0)
+        sizes = np.concatenate((whole, rests), axis=1)
+        units = np.concatenate(
+            ((parts - 1.0) * self.copies, np.broadcast_to(self.copies, parts.shape)), axis=1
+        )
+        us = (sizes * units).sum(axis=1)
+        last = np.array(_last_end(sizes, units, us.tolist(), np.repeat(places, count).tolist()))
+        taken = last.reshape(len(places), count).argmin(axis=1) + np.arange(len(places)) * count
+        keys = self.num_seen * shape.kv_heads
+        return [
+            _Way(
+                np.broadcast_to(stretches[i], self.keys.shape),
+                Work(
+                    float(units[i].sum()), us.item(i), float(sizes[i].max()), last.item(i), keys,
+                    float(parts[i] @ self.rows) * shape.kv_heads,
+                ),
+            )
+            for i in taken.tolist()
+        ]  # fmt: skip
+
     def _whole(
         self, shares: Sequence[float], shape: Shape, places: Sequence[float] | None
     ) -> list[_Way]:
@@ -317,18 +348,6 @@ class _Spans(NamedTuple):
             last = _last_end(sizes[None], self.copies[None], [us] * len(places), places)
         keys, rows = self.num_seen * shape.kv_heads, self.num_rows * shape.kv_heads
         return [_Way(self.keys, Work(units, us, longest, end, keys, rows)) for end in last]
-
-
-def _even_parts(seen: Floats, copies: Floats, targets: Floats, shares: Floats) -> Floats:
-    """Parts of each span, for each number of units, so that the longest unit is as short as it can
-    be without more units than that.
-    """
-    longest = targets[:, None] * OVER_TARGET
-    parts = np.ceil(seen / longest[:, :, None])
-    do_fit = parts @ copies <= shares[:, None]
-    do_fit[:, -1] = True
-    even: Floats = parts[np.arange(len(parts)), do_fit.argmax(axis=1)]
-    return even
 
 
 def _last_end(
@@ -420,11 +439,17 @@ def _options(kinds: _Kinds, shape: Shape) -> list[Option]:
         return [Option(kinds, NOTHING, way, sms) for way in _small_ways(small, shape)]
     each = small.cut([float(programs)], shape)[0]
     shares, places = _large_shares(sms)
-    found: dict[tuple[float, float], _Way] = {}
-    for way, count in zip(large.cut(shares, shape, places), places, strict=True):
+    found: dict[tuple[float, float, float], _Way] = {}
+    ways = list(zip(large.cut(shares, shape, places), places, strict=True))
+    works = [way.work for way, _ in ways]
+    least_us = min(work.us for work in works) / sms
+    if shape.tiles.is_split and min(work.last_us for work in works) > UNEVEN_PARTS * least_us:
+        on = [max(float(round(sms * share)), 1.0) for share in RESTS_ON]
+        ways += zip(large.cut_with_rests(on, shape), on, strict=True)
+    for way, count in ways:
         units = way.work.units
-        found.setdefault((units, min(count, units)), way)
-    options = [Option(kinds, way, each, int(used)) for (_, used), way in found.items()]
+        found.setdefault((units, way.work.longest_us, min(count, units)), way)
+    options = [Option(kinds, way, each, int(used)) for (_, _, used), way in found.items()]
     if each.work.units > small.num_copies:  # cut, and could be cut less: for who begins at once
         early = [programs - programs // sms * option.sms for option in options]
         fewer = small.cut([max(count, 1.0) for count in early], shape)

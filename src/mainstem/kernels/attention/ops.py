@@ -121,17 +121,18 @@ class _Hopper:
     large: ModuleType
     small: ModuleType
     boxes_of: Callable[[Tensor, int], Any]
+    rows_of_box: Callable[[int, int], int]  # of a small unit
 
 
 @cache
 def _hopper() -> _Hopper | None:
     """The kernels that only Hopper has, where this Triton has what they are written in."""
     try:
-        from mainstem.kernels.attention.hopper import large, rows, small  # noqa: PLC0415
+        from mainstem.kernels.attention.hopper import large, rows, small, small_reads  # noqa: PLC0415
     except (ImportError, AttributeError) as error:
         log.warning("attention takes longer: this Triton's Gluon is not known here (%s)", error)
         return None
-    return _Hopper(large, small, rows.boxes_of)
+    return _Hopper(large, small, rows.boxes_of, small_reads.rows_of_box)
 
 
 def _with_kernel(
@@ -506,7 +507,7 @@ class SpanAttention:
                 shape=tuple(pages.shape),
                 small=TensorDescriptor.from_tensor(rows, [fold * page_size, self._dim])
                 if hopper is None
-                else hopper.boxes_of(rows, hopper.small.rows_of_box(fold, page_size)),
+                else hopper.boxes_of(rows, hopper.rows_of_box(fold, page_size)),
                 large=None if hopper is None else hopper.boxes_of(rows, self._page_size),
             )
             self._descriptors[pages.data_ptr()] = found

@@ -69,5 +69,5 @@ def _experts(config: Config) -> ExpertsSpec:
 
 
 FAMILY = Family(
-    "gpt-oss", ("GptOssForCausalLM",), _read, notes="experts, sinks, windows; 16-bit weights"
+    "gpt-oss", ("GptOssForCausalLM",), _read, notes="experts, sinks, windows; MXFP4 or 16 bits"
 )

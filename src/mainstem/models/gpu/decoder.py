@@ -27,7 +27,7 @@ from mainstem.models.collectives import ALONE, Collectives
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.experts import GpuExperts
 from mainstem.models.gpu.joins import Joins, Reader, make_joins, make_norm
-from mainstem.models.gpu.linears import Linear, MakeLinear, Rows, choose_linear
+from mainstem.models.gpu.linears import Linear, LinearMaker, Rows
 from mainstem.models.gpu.mlp import DenseMlp, ExpertsMlp, Mlp
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.spec import ExpertsSpec, ModelSpec, QkNorm, Residual
@@ -62,6 +62,7 @@ class GpuDecoder:
         ranks: Collectives,
     ) -> None:
         self.spec = spec  # of the rank's part
+        self.ranks = ranks
         self._vocabulary = None if ranks.shard.is_whole else VocabularyPart(spec, ranks)
         self.dtype = embedding.dtype
         self.sinks = tuple(sinks)  # [heads] of each layer that has them
@@ -163,15 +164,10 @@ def load_gpu_decoder(
     `spec` is that of the whole model, `space` is for the part."""
     if space.experts is not None and quantize is not Quantize.NONE:
         raise ConfigError(f"quantize={quantize.value}: mixtures of experts are not quantized yet")
-    if spec.quantized is not None and quantize is not Quantize.NONE:
-        raise ConfigError(
-            f"quantize={quantize.value}: the checkpoint's weights are quantized already "
-            f"({spec.quantized}); load it without --quantize"
-        )
-    make, make_head = choose_linear(quantize, is_deterministic, source.dtype)
+    linears = LinearMaker(quantize, is_deterministic, source.dtype, space.normed.device)
     reader = TensorReader(source, spec, ranks.shard)
     spec = reader.part
-    compiler = _Compiler(spec, space, make, is_deterministic, ranks)
+    compiler = _Compiler(spec, space, linears, is_deterministic, ranks)
     embedding = reader.embedding()
     pieces, sinks = [], []
     for index in range(spec.num_layers):
@@ -184,7 +180,8 @@ def load_gpu_decoder(
     layers = [
         piece.join(spec, after, ranks) for piece, after in zip(pieces, following, strict=True)
     ]
-    head = make_head(ends.head)
+    head = linears.head(ends.head)
+    linears.finish()
     return GpuDecoder(spec, embedding, pieces[0].attention, layers, head, space, sinks, ranks)
 
 
@@ -209,13 +206,13 @@ class _Pieces:
 class _Compiler:
     spec: ModelSpec
     space: Workspace
-    make: MakeLinear
+    linears: LinearMaker
     is_deterministic: bool
     ranks: Collectives
 
     def pieces(self, tensors: LayerTensors, index: int) -> _Pieces:
         spec, room = self.spec, self.space.normed
-        qkv, mlp = self.make(tensors.qkv), self._mlp(tensors, index)
+        qkv, mlp = self.linears.layer(tensors.qkv), self._mlp(tensors, index)
         norm = make_norm(tensors.attention_norm, spec)
         is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the norm of attention
         mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
@@ -223,7 +220,7 @@ class _Compiler:
             attention=Reader(norm, qkv.is_fp8, room),
             qkv=qkv,
             head_norm=self._head_norm(tensors),
-            out=self.make(tensors.out),
+            out=self.linears.layer(tensors.out),
             mlp_reads=Reader(mlp_norm, mlp.is_fp8, room),
             mlp=mlp,
             tails=(
@@ -241,12 +238,14 @@ class _Compiler:
                 found,
                 spec,
                 space.experts,
-                lambda weight, bias: self.make(Product(weight, bias)),
+                lambda weight, bias: self.linears.layer(Product(weight, bias)),
                 is_deterministic=self.is_deterministic,
             )
             return ExpertsMlp(experts, space)
         assert isinstance(found, MlpTensors)
-        return DenseMlp(self.make(found.first), spec, self.make(found.down), space)
+        return DenseMlp(
+            self.linears.layer(found.first), spec, self.linears.layer(found.down), space
+        )
 
     def _head_norm(self, tensors: LayerTensors) -> HeadNorm | None:
         if tensors.q_norm is None or tensors.k_norm is None:

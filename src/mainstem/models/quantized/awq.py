@@ -18,7 +18,9 @@ _PER_WORD = 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word column 0, 1, ... is
 
 
-class Reader:
+class AwqReader:
+    """A stored.Reader."""
+
     def has(self, files: Stored, name: str) -> bool:
         return files.shape_of(f"{name}.qweight") is not None
 

@@ -24,7 +24,9 @@ from mainstem.models.quantized.stored import Part, Stored, bits_of, reorder_colu
 _SIGN = 0x80  # int8 to uint8 with 128 added is the highest bit flipped
 
 
-class Reader:
+class CompressedReader:
+    """A stored.Reader."""
+
     def has(self, files: Stored, name: str) -> bool:
         return files.shape_of(f"{name}.weight_scale") is not None
 

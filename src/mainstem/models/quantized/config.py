@@ -59,8 +59,7 @@ def read_quantized(config: Config) -> QuantizedSpec | None:
 
 
 def _read_gptq(table: Config) -> QuantizedSpec:
-    older = "gptq_v2" if table.get("is_v2") else "gptq"
-    version = table.text("checkpoint_format", table.text("format", older))
+    version = table.text("checkpoint_format", table.text("format", "gptq"))
     if version not in ("gptq", "gptq_v2"):
         refuse("checkpoint_format", version, "gptq or gptq_v2")
     if table.get("is_marlin_format"):
@@ -106,9 +105,11 @@ def _dynamic_rules(table: Config, packing: Packing) -> Iterable[Rule]:
     for pattern, changes in found.items():
         if pattern.startswith("-:"):
             yield Rule(pattern.removeprefix("-:"), None)
-        else:
-            changed = {**usual, **(changes if isinstance(changes, dict) else {})}
-            yield Rule(pattern.removeprefix("+:"), _gptq_packing(changed))
+            continue
+        known = {*usual, "desc_act", "mse", "damp_percent", "static_groups"}
+        if not isinstance(changes, dict) or not changes.keys() <= known:
+            refuse(f"dynamic {pattern}", changes, f"an object of {', '.join(sorted(known))}")
+        yield Rule(pattern.removeprefix("+:"), _gptq_packing({**usual, **changes}))
 
 
 def _read_awq(table: Config) -> QuantizedSpec:

@@ -15,7 +15,9 @@ from mainstem.models.quantized.packing import Packing, QuantizedSpec
 from mainstem.models.quantized.stored import Part, Stored
 
 
-class Reader:
+class Fp8Reader:
+    """A stored.Reader."""
+
     def has(self, files: Stored, name: str) -> bool:
         names = (f"{name}.weight_scale_inv", f"{name}.weight_scale")
         return any(files.shape_of(each) is not None for each in names)

@@ -20,7 +20,9 @@ from mainstem.models.quantized.stored import Part, Stored, bits_of, reorder_colu
 _ONES = {4: 0x11111111, 8: 0x01010101}  # 1 in every number of a word
 
 
-class Reader:
+class GptqReader:
+    """A stored.Reader."""
+
     def has(self, files: Stored, name: str) -> bool:
         return files.shape_of(f"{name}.qweight") is not None
 

@@ -9,7 +9,9 @@ from mainstem.models.quantized.packing import Packing, QuantizedSpec
 from mainstem.models.quantized.stored import Part, Stored
 
 
-class Reader:
+class Mxfp4Reader:
+    """A stored.Reader."""
+
     def has(self, files: Stored, name: str) -> bool:
         return files.shape_of(f"{name}_blocks") is not None
 

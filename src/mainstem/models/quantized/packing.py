@@ -44,12 +44,21 @@ class Packing:
     block_rows: int | None = 1  # rows that do; None: all
     has_zeros: bool = False
 
+    @property
+    def bytes_per_param(self) -> float:
+        """Of values and scales, on average over a large weight."""
+        scale_bytes = {PackedKind.FP8: 4, PackedKind.MXFP4: 1}.get(self.kind, 2) + self.has_zeros
+        found = 1 / self.kind.columns_per_value
+        if self.group is not None and self.block_rows is not None:
+            found += scale_bytes / (self.group * self.block_rows)
+        return found
+
     def __str__(self) -> str:
         words = {
             PackedKind.INT4: "4 bits",
             PackedKind.INT8: "8 bits",
-            PackedKind.FP8: "fp8",
-            PackedKind.MXFP4: "mxfp4",
+            PackedKind.FP8: "FP8",
+            PackedKind.MXFP4: "MXFP4",
         }[self.kind]
         if self.block_rows is None:
             scales = "one scale"
@@ -92,9 +101,8 @@ class QuantizedSpec:
     ignored_endings: tuple[str, ...] = ()  # of tensors that are not needed
 
     def packing_of(self, name: str) -> Packing | None:
-        """Of a product by its name, without ".weight"; None where it is not quantized.
-
-        Files may hold a product plainly that the config does not name: readers look."""
+        """Of a product by its name, without ".weight"; None where it is not quantized, as far as
+        the config says."""
         for rule in self.rules:
             if re.match(rule.pattern, name):
                 return rule.packing
@@ -109,12 +117,14 @@ class QuantizedSpec:
     def __str__(self) -> str:
         found = [str(packing) for packing in self.packings]
         order = ", act-order" if self.has_order else ""
-        return f"{self.layout.value}, {'; '.join(found) or 'nothing quantized'}{order}"
+        layout = "" if self.layout in (Layout.FP8, Layout.MXFP4) else f"{self.layout.value}, "
+        return f"{layout}{'; '.join(found) or 'nothing quantized'}{order}"
 
 
 def rules_for(names: Iterable[str], packing: Packing | None = None) -> tuple[Rule, ...]:
-    """For modules of these names, whatever stands before and after; likewise all inside them."""
-    return tuple(Rule(rf"(.*\.)?{re.escape(name)}(\..*)?$", packing) for name in names)
+    """For modules of these names, whatever stands before, and all inside them; `*` is anything."""
+    found = (re.escape(name).replace(r"\*", ".*") for name in names)
+    return tuple(Rule(rf"(.*\.)?{name}(\..*)?$", packing) for name in found)
 
 
 def refuse(field: str, found: object, known: str) -> NoReturn:

@@ -8,16 +8,20 @@ from math import lcm
 
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.packed import PackedWeight
-from mainstem.models.quantized import awq, compressed, fp8, gptq, mxfp4
+from mainstem.models.quantized.awq import AwqReader
+from mainstem.models.quantized.compressed import CompressedReader
+from mainstem.models.quantized.fp8 import Fp8Reader
+from mainstem.models.quantized.gptq import GptqReader
+from mainstem.models.quantized.mxfp4 import Mxfp4Reader
 from mainstem.models.quantized.packing import Layout, Packing, QuantizedSpec
 from mainstem.models.quantized.stored import Part, Reader, Stored
 
 _READERS: dict[Layout, Reader] = {
-    Layout.GPTQ: gptq.Reader(),
-    Layout.AWQ: awq.Reader(),
-    Layout.COMPRESSED: compressed.Reader(),
-    Layout.FP8: fp8.Reader(),
-    Layout.MXFP4: mxfp4.Reader(),
+    Layout.GPTQ: GptqReader(),
+    Layout.AWQ: AwqReader(),
+    Layout.COMPRESSED: CompressedReader(),
+    Layout.FP8: Fp8Reader(),
+    Layout.MXFP4: Mxfp4Reader(),
 }
 _WORD = 8  # numbers of 4 bits in 32, the most of any format
 
@@ -31,7 +35,8 @@ def read_packed(
 ) -> PackedWeight | None:
     """The weight of the product `name`, of `shape` [.., out, in]; None where the files hold it
     plainly. `at` names the part wanted, a slice for each of the first axes."""
-    packing, reader = spec.packing_of(name), _READERS[spec.layout]
+    # what the config leaves out may be packed all the same: files decide
+    packing, reader = spec.packing_of(name) or spec.packing, _READERS[spec.layout]
     if packing is None or not reader.has(files, name):
         return None
     _check_groups(name, packing, shape[-1])

@@ -1,10 +1,9 @@
 """Weights -> a runner, in this process or on ranks."""
 
 import hashlib
+import logging
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -20,6 +19,8 @@ from mainstem.runner.ranks.messages import Begin, Loaded
 from mainstem.runner.ranks.process import MODULE, RankProcess, end_all
 from mainstem.runner.ranks.runner import RankedRunner
 from mainstem.runner.ranks.shared_memory import SharedMemory
+
+log = logging.getLogger("mainstem.engine")
 
 
 def load_model(origin: Origin, config: EngineConfig) -> tuple[Runner, RunnerFacts]:
@@ -40,11 +41,10 @@ def load_ranks(
     part_of(origin.spec, Shard(0, num_ranks))  # ConfigError names the numbers that are possible
     with ExitStack() as opened:
         memory = opened.enter_context(closing(SharedMemory()))
-        # the file in which the ranks find each other
-        meeting = Path(opened.enter_context(TemporaryDirectory(prefix="mainstem-"))) / "ranks"
+        meeting = opened.enter_context(closing(SharedMemory()))
         part, part_config = for_rank(origin), _per_rank(config)
         begins = [
-            Begin(Shard(rank, num_ranks), str(meeting), part, part_config, memory.fd)
+            Begin(Shard(rank, num_ranks), part, part_config, meeting.fd, memory.fd)
             for rank in range(num_ranks)
         ]
         processes: list[RankProcess] = []
@@ -61,6 +61,7 @@ def load_ranks(
         except BaseException:
             ranks.kill()
             raise
+        log.info("loaded on %d ranks, processes %s", num_ranks, ranks.pids)
         return RankedRunner(ranks, loaded[0], memory, opened.pop_all()), facts
 
 

@@ -32,9 +32,9 @@ class Begin:
     """Load a part of a model."""
 
     shard: Shard
-    meeting: str  # a file that the ranks find each other by
     origin: "Origin"
     config: EngineConfig
+    meeting_fd: int  # of the memory in which ranks find each other's addresses
     slab_fd: int  # of the memory that all ranks' parts of pages are saved to
 
 

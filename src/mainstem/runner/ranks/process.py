@@ -34,7 +34,7 @@ class RankProcess:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
                 env=rank_environment(),
-                pass_fds=[theirs.fileno(), begin.slab_fd],
+                pass_fds=[theirs.fileno(), begin.meeting_fd, begin.slab_fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # that of the engine's process may be a file of answers
                 start_new_session=True,

@@ -31,7 +31,7 @@ def load_part(begin: Begin) -> Part:
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
-        init_method=f"file://{begin.meeting}",
+        init_method=f"file:///proc/self/fd/{begin.meeting_fd}",
         rank=shard.rank,
         world_size=shard.of,
         timeout=MEET_LIMIT,

@@ -1,6 +1,8 @@
 """RankedRunner: a Step in, a StepResult out, on ranks that each have a part of the model."""
 
 from contextlib import ExitStack
+from os import getpid
+from weakref import finalize
 
 from mainstem.core.step import Step, StepResult
 from mainstem.runner.ranks.group import RankGroup
@@ -26,7 +28,8 @@ class RankedStep:
 class RankedRunner:
     """Runs each step on all ranks. Owns their processes, and the memory that pages are saved to.
 
-    A rank that is lost is the end: everything raises EngineLost, which names it.
+    A rank that is lost is the end: everything raises EngineLost, which names it. Ranks of a runner
+    that is dropped without `close` are killed, so that they do not hold their devices.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class RankedRunner:
         self.num_layers = loaded.num_layers
         self._can_overlap = loaded.can_overlap
         self._opened = opened
+        finalize(self, _end_dropped, ranks, opened, getpid())
 
     @property
     def can_overlap(self) -> bool:
@@ -61,3 +65,9 @@ class RankedRunner:
         self.drain()
         self.ranks.close()
         self._opened.close()
+
+
+def _end_dropped(ranks: RankGroup, opened: ExitStack, owner: int) -> None:
+    if getpid() == owner:  # not in a fork of the process that started them
+        ranks.kill()
+        opened.close()

@@ -1,5 +1,9 @@
-"""Memory that the engine's process and its ranks see alike: pages are saved there, each rank's part
-beside the others'. It has no name; it is gone with the last process that has it open."""
+"""Memory that the engine's process and its ranks see alike. It has no name, and is gone with the
+last process that has it open.
+
+Pages are saved to one, each rank's part beside the others'. In another one ranks find each other's
+addresses.
+"""
 
 import mmap
 import os
@@ -14,7 +18,7 @@ class SharedMemory:
     def __init__(self) -> None:
         if sys.platform != "linux":
             raise ConfigError("tensor_parallel above 1 needs Linux")
-        self.fd = os.memfd_create("mainstem-pages")
+        self.fd = os.memfd_create("mainstem-ranks")
 
     def resize(self, num_bytes: int) -> memoryview:
         """The memory; a page of it costs nothing until it is written."""

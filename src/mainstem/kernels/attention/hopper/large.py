@@ -466,14 +466,13 @@ def _large_units_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, MAIN], TILES)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, MAIN], TILES)
     q_tiles = gl.allocate_shared_memory(dtype, [2, 64, MAIN], TILES)
+    k_tails: gl.constexpr = None
+    v_tails: gl.constexpr = None
+    q_tails: gl.constexpr = None
     if TAIL > 0:
         k_tails = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, TAIL], tiles_of(TAIL))
         v_tails = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, TAIL], tiles_of(TAIL))
         q_tails = gl.allocate_shared_memory(dtype, [2, 64, TAIL], tiles_of(TAIL))
-    else:
-        k_tails: gl.constexpr = None
-        v_tails: gl.constexpr = None
-        q_tails: gl.constexpr = None
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)

@@ -30,7 +30,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mainstem.kernels.attention.hopper.rows import (
     PANEL,
     TILES,
-    as_tiles,
     await_queries,
     barrier,
     capped,
@@ -38,7 +37,6 @@ from mainstem.kernels.attention.hopper.rows import (
     find_rows,
     find_tokens,
     finished,
-    load_box,
     num_tiles_of,
     read_piece,
     release,
@@ -49,26 +47,29 @@ from mainstem.kernels.attention.hopper.rows import (
     tiles_of,
     write_rows,
 )
+from mainstem.kernels.attention.hopper.small_reads import (
+    LANES,
+    claimed_unit,
+    produce,
+    read_keys,
+    take_ticket,
+)
+from mainstem.kernels.attention.hopper.splits import finish_sums, sums_of
 from mainstem.kernels.attention.triton.layout import (
     HEADER_ENTRIES,
     HEADER_NUM_CLAIMERS,
     HEADER_NUM_ENTRIES,
     HEADER_NUM_QUEUED,
-    HEADER_PAGE_IDS,
     HEADER_QUEUE,
-    HEADER_SMALL_ORDER,
-    HEADER_SMALL_PIECES,
     NOTE_HAS_UNIT,
     NOTE_INTS,
     PIECE_ENTRY,
     PIECE_FIRST_LIMIT,
-    PIECE_FIRST_PAGE,
     PIECE_FIRST_TOKEN,
     PIECE_INTS,
     PIECE_KEY_BEGIN,
     PIECE_KEY_END,
     PIECE_KV_HEAD,
-    PIECE_PAGES_AT,
     PIECE_ROW_BEGIN,
     PIECE_ROW_END,
     PIECE_STRETCH,
@@ -79,10 +80,6 @@ from mainstem.kernels.attention.triton.layout import (
 )
 
 ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-LANES = gl.constexpr(64)  # keys x heads of a tile
-CLAIM_AHEAD = gl.constexpr(4)  # tiles that are left of a unit when the next one is claimed
-READ_AHEAD = gl.constexpr(2)  # when it is read what that is
-NOTE_AHEAD = gl.constexpr(1)  # and when the consumer is told
 NUM_WARPS = 4
 PRODUCER_REGISTERS = gl.constexpr(40)
 
@@ -90,209 +87,6 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 def max_registers(programs_per_sm: int) -> int:
     """Of a thread; a program has two groups of four warps."""
     return 256 // programs_per_sm - (programs_per_sm == 1)
-
-
-def rows_of_box(fold: int, page_size: int) -> int:
-    """Rows of K or V that are copied at once: of all heads of a unit where a page of theirs fills a
-    tile, else of one.
-    """
-    lanes: int = LANES.value
-    return lanes if fold * page_size == lanes else min(page_size, lanes // fold)
-
-
-@gluon.jit
-def _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, WARPS: gl.constexpr):
-    """Take a ticket of the work queue. Nobody waits for it before `_claimed`.
-
-    Who claims does so until there is no unit left, so the last ticket of all is known, and makes
-    the queue ready for the next launch: the count begins anew behind it. (Not `atomic_add`, which
-    makes one of what a warp adds, and waits to tell its lanes apart.)
-    """
-    lanes = gl.arange(0, WARPS * 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred asks;
-        setp.ne.s32 asks, $3, 0;
-        mov.b32 $0, -1;
-        @asks atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;
-        }""",
-        "=&r,l,r,r",
-        [
-            tickets_ptr + lanes * 0, lanes * 0 + (num_queued + num_claimers - 1),
-            ((lanes == 0) & does_claim).to(gl.int32),
-        ],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _claimed(tickets, num_queued):
-    """The unit of the queue, or -1 where none is left or nobody asked."""
-    ticket = gl.max(tickets, 0)
-    return gl.where(ticket < num_queued, ticket, -1)
-
-
-@gluon.jit
-def _read_keys(unit_ptr):
-    """What the producer needs of a unit: first page id; where page ids begin, keys."""
-    return (
-        gl.load(unit_ptr + PIECE_FIRST_PAGE), gl.load(unit_ptr + PIECE_PAGES_AT),
-        gl.load(unit_ptr + PIECE_KEY_BEGIN), gl.load(unit_ptr + PIECE_KEY_END),
-    )  # fmt: skip
-
-
-@gluon.jit
-def _bring_block(
-    desc, tail_desc, boxes, tail_boxes, arrived, stage, j, first_row,
-    PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
-    """Keys of a page, of all heads or of one after the other, to lie head by head in the tile."""
-    ACROSS: gl.constexpr = HEAD_DIM // PANEL
-    HAS_TAIL: gl.constexpr = HEAD_DIM % PANEL > 0
-    for head in gl.static_range(HEADS):
-        for panel in gl.static_range(ACROSS):
-            box = boxes.index(((stage * ACROSS + panel) * HEADS + head) * PAGES + j)
-            load_box(desc, [first_row + head * PAGE_SIZE, panel * PANEL], arrived, box)
-        if HAS_TAIL:
-            box = tail_boxes.index((stage * HEADS + head) * PAGES + j)
-            load_box(tail_desc, [first_row + head * PAGE_SIZE, ACROSS * PANEL], arrived, box)
-
-
-@gluon.jit
-def _bring(
-    k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
-    full, empty, step, count, page, pages_ptr, at, last_page, kv_head,
-    KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Some tiles of a unit, each into a stage that has been read; past the span's last page, that
-    one again. `at` counts blocks.
-    """
-    KEYS: gl.constexpr = LANES // FOLD
-    PAGES: gl.constexpr = max(KEYS // PAGE_SIZE, 1)  # of a tile
-    PARTS: gl.constexpr = max(PAGE_SIZE // KEYS, 1)  # of a page, a tile each
-    HEADS: gl.constexpr = 1 if KEYS == PAGE_SIZE else FOLD
-    for _ in range(0, count):
-        next_page = gl.load(pages_ptr + gl.minimum((at + PAGES) // PARTS, last_page))
-        stage = step % STAGES
-        arrived = full.index(stage)
-        mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
-        mbarrier.expect(arrived, 2 * LANES * HEAD_DIM * 2)
-        for j in gl.static_range(PAGES):
-            if j > 0:
-                page = gl.load(pages_ptr + gl.minimum(at + j, last_page))
-            row = (page * KV_HEADS + kv_head) * PAGE_SIZE + at % PARTS * KEYS
-            _bring_block(
-                k_desc, k_tail_desc, k_boxes, k_tail_boxes, arrived, stage, j, row,
-                PAGE_SIZE, PAGES, HEADS, HEAD_DIM,
-            )  # fmt: skip
-            _bring_block(
-                v_desc, v_tail_desc, v_boxes, v_tail_boxes, arrived, stage, j, row,
-                PAGE_SIZE, PAGES, HEADS, HEAD_DIM,
-            )  # fmt: skip
-        page = next_page
-        at += PAGES
-        step += 1
-    return step, page, at
-
-
-@gluon.jit
-def _produce(
-    k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
-    full, empty, notes, noted, plan_ptr,
-    index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
-    num_queued, num_claimers, tickets_ptr,
-    KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Bring K and V of all units of this program; claim those that follow its share, and note down
-    for the consumer what each is.
-    """
-    UNITS: gl.constexpr = KV_HEADS // FOLD  # of a piece
-    KEYS: gl.constexpr = LANES // FOLD
-    BLOCK: gl.constexpr = min(PAGE_SIZE, KEYS)  # keys of a head that are copied at once
-    ROWS: gl.constexpr = LANES if KEYS == PAGE_SIZE else BLOCK
-    NOTE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    NOTES: gl.constexpr = 2 * STAGES
-    gl.static_assert(k_desc.block_shape[0] == ROWS)
-    BOXES: gl.constexpr = STAGES * LANES // ROWS
-    TAIL: gl.constexpr = HEAD_DIM % PANEL
-    k_boxes = as_tiles(k_tiles, BOXES * (HEAD_DIM // PANEL), ROWS, PANEL)
-    v_boxes = as_tiles(v_tiles, BOXES * (HEAD_DIM // PANEL), ROWS, PANEL)
-    k_tail_boxes, v_tail_boxes = k_boxes, v_boxes
-    if TAIL > 0:
-        k_tail_boxes = as_tiles(k_tails, BOXES, ROWS, TAIL)
-        v_tail_boxes = as_tiles(v_tails, BOXES, ROWS, TAIL)
-    pieces_at = gl.load(plan_ptr + HEADER_SMALL_PIECES)
-    order_ptr = plan_ptr + gl.load(plan_ptr + HEADER_SMALL_ORDER)
-    page_ids_ptr = plan_ptr + gl.load(plan_ptr + HEADER_PAGE_IDS)
-    queue_at = gl.load(plan_ptr + HEADER_QUEUE)
-    columns = gl.arange(0, NOTE_INTS, NOTE)
-    step = 0
-    num_noted = 0
-    is_there = True
-    while is_there:
-        pages_ptr = page_ids_ptr + page_at
-        last_page = gl.maximum(key_end - 1, 0) // PAGE_SIZE
-        at = key_begin // BLOCK
-        num_tiles = num_tiles_of(key_begin, key_end, KEYS)
-        is_long = num_tiles > CLAIM_AHEAD
-        step, page, at = _bring(
-            k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
-            full, empty, step,
-            gl.where(is_long, num_tiles - CLAIM_AHEAD, 0),
-            page, pages_ptr, at, last_page, kv_head,
-            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
-        )  # fmt: skip
-        index += 1
-        does_claim = (index >= end) & (num_queued > 0)
-        tickets = _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 1)
-        step, page, at = _bring(
-            k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
-            full, empty, step,
-            gl.where(is_long, CLAIM_AHEAD - READ_AHEAD, num_tiles),
-            page, pages_ptr, at, last_page, kv_head,
-            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
-        )  # fmt: skip
-        claimed = _claimed(tickets, num_queued)
-        is_there = (index < end) | (claimed >= 0)
-        piece = next_unit // UNITS
-        next_ptr = plan_ptr + gl.where(
-            index < end,
-            pieces_at + piece * PIECE_INTS,
-            queue_at + gl.maximum(claimed, 0) * PIECE_INTS,
-        )
-        note = gl.load(next_ptr + columns, mask=columns < PIECE_INTS, other=0)
-        next_kv_head = gl.load(next_ptr + PIECE_KV_HEAD)
-        next_page, next_page_at, next_key_begin, next_key_end = _read_keys(next_ptr)
-        if index < end:
-            next_kv_head = (next_unit - piece * UNITS) * FOLD
-        next_unit = gl.load(order_ptr + gl.maximum(gl.minimum(index + 1, end - 1), 0))
-        step, page, at = _bring(
-            k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
-            full, empty, step,
-            gl.where(is_long, READ_AHEAD - NOTE_AHEAD, 0),
-            page, pages_ptr, at, last_page, kv_head,
-            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
-        )  # fmt: skip
-        note = gl.where(columns == PIECE_KV_HEAD, next_kv_head, note)
-        note = gl.where(columns == NOTE_HAS_UNIT, is_there.to(gl.int32), note)
-        slot = num_noted % NOTES
-        notes.index(slot).store(note)
-        mbarrier.arrive(noted.index(slot), count=1)
-        num_noted += 1
-        step, page, at = _bring(
-            k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
-            full, empty, step,
-            gl.where(is_long, NOTE_AHEAD, 0),
-            page, pages_ptr, at, last_page, kv_head,
-            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
-        )  # fmt: skip
-        kv_head = next_kv_head
-        page = next_page
-        page_at = next_page_at
-        key_begin = next_key_begin
-        key_end = next_key_end
 
 
 @gluon.jit
@@ -350,67 +144,6 @@ def _clear(tiles, tails, stage, num_keys, FOLD: gl.constexpr, HAS_TAIL: gl.const
         _clear_tile(tails.index(stage), num_keys, FOLD)
     fence_async_shared()  # before other keys are copied there
     barrier()
-
-
-@gluon.constexpr_function
-def sums_of(dims: int) -> gl.SwizzledSharedLayout:
-    """fp32 sums in shared memory, 8 rows of which a warp writes at once to different banks."""
-    return gl.SwizzledSharedLayout(8, 1, min(dims // 8, 8), [1, 0])
-
-
-@gluon.jit
-def _merge_splits(acc, sums, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The sum over the parts of each head's keys, by way of shared memory: [heads x rows, dims]."""
-    ROWS: gl.constexpr = acc.shape[1]
-    DIMS: gl.constexpr = acc.shape[2]
-    acc = acc.reshape([FOLD, SPLITS, ROWS, DIMS]).permute((1, 0, 2, 3)).reshape([64, DIMS])
-    reshaped(sums, [64, DIMS], sums_of(DIMS)).store(acc)
-    barrier()
-    merged = sums.index(0).load(LAYOUT)
-    for i in gl.static_range(1, SPLITS):
-        merged += sums.index(i).load(LAYOUT)
-    return merged
-
-
-@gluon.jit
-def _weigh_splits(top, total, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
-    """What to multiply sums of sections by, [sections, rows], and top and total over the parts of
-    each head's keys, [heads x rows].
-    """
-    ROWS: gl.constexpr = top.shape[1]
-    tops = top.reshape([FOLD, SPLITS, ROWS])
-    all_top = gl.max(tops, 1)
-    base = gl.where(all_top == float("-inf"), 0.0, all_top)
-    shrink = gl.exp2(tops - gl.expand_dims(base, 1))
-    all_total = gl.sum(total.reshape([FOLD, SPLITS, ROWS]) * shrink, 1)
-    return (
-        gl.convert_layout(shrink.reshape(top.shape), top.type.layout),
-        gl.convert_layout(all_top.reshape([FOLD * ROWS]), LAYOUT),
-        gl.convert_layout(all_total.reshape([FOLD * ROWS]), LAYOUT),
-    )
-
-
-@gluon.jit
-def _finish(
-    acc, tail, top, total, sums, tail_sums,
-    FOLD: gl.constexpr, SPLITS: gl.constexpr, HAS_TAIL: gl.constexpr,
-    LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """A unit's sums as rows: [rows, dims], and those of the tail, [rows]."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    if SPLITS > 1:
-        shrink, top, total = _weigh_splits(top, total, FOLD, SPLITS, ROWS)
-        acc = _merge_splits(acc * shrink[:, :, None], sums, FOLD, SPLITS, LAYOUT)
-        if HAS_TAIL:
-            tail = tail * shrink[:, :, None]
-            tail = _merge_splits(tail, tail_sums, FOLD, SPLITS, TAIL_LAYOUT)
-    else:
-        top = gl.convert_layout(top.reshape([64]), ROWS)
-        total = gl.convert_layout(total.reshape([64]), ROWS)
-        acc = gl.convert_layout(acc.reshape([64, acc.shape[2]]), LAYOUT)
-        if HAS_TAIL:
-            tail = gl.convert_layout(tail.reshape([64, tail.shape[2]]), LAYOUT)
-    return acc, tail, top, total
 
 
 @gluon.jit
@@ -562,7 +295,7 @@ def _consume(
                             next_row_end, GROUP,
                         )  # fmt: skip
         num_noted += 1
-        acc, tail, top, total = _finish(
+        acc, tail, top, total = finish_sums(
             acc, tail, top, total, sums, tail_sums, FOLD, SPLITS, TAIL > 0, O_LAYOUT, TAIL_LAYOUT
         )
         share, lse = shares_of(top, total, O_ROWS)
@@ -617,7 +350,7 @@ def _small_units_kernel(
     end = gl.load(share_ptr + SHARE_SMALL_END)
     next_unit = gl.load(share_ptr + SHARE_SECOND_SMALL)
     kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
-    page, page_at, key_begin, key_end = _read_keys(unit_ptr)
+    page, page_at, key_begin, key_end = read_keys(unit_ptr)
     num_queued = gl.load(plan_ptr + HEADER_NUM_QUEUED)
     num_claimers = gl.load(plan_ptr + HEADER_NUM_CLAIMERS)
     dtype: gl.constexpr = k_desc.dtype
@@ -626,14 +359,13 @@ def _small_units_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, MAIN], TILES)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, MAIN], TILES)
     q_rows = gl.allocate_shared_memory(dtype, [64, MAIN], TILES)
+    k_tails: gl.constexpr = None
+    v_tails: gl.constexpr = None
+    q_tail_rows: gl.constexpr = None
     if TAIL > 0:
         k_tails = gl.allocate_shared_memory(dtype, [STAGES, LANES, TAIL], tiles_of(TAIL))
         v_tails = gl.allocate_shared_memory(dtype, [STAGES, LANES, TAIL], tiles_of(TAIL))
         q_tail_rows = gl.allocate_shared_memory(dtype, [64, TAIL], tiles_of(TAIL))
-    else:
-        k_tails: gl.constexpr = None
-        v_tails: gl.constexpr = None
-        q_tail_rows: gl.constexpr = None
     sums: gl.constexpr = None
     tail_sums: gl.constexpr = None
     if SPLITS > 1:
@@ -658,13 +390,13 @@ def _small_units_kernel(
     has_units = begin < end
     if not has_units:
         does_claim = (num_claimers == gl.num_programs(0)) & (num_queued > 0)
-        tickets = _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 4)
-        claimed = _claimed(tickets, num_queued)
+        tickets = take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 4)
+        claimed = claimed_unit(tickets, num_queued)
         has_units = claimed >= 0
         queue_ptr = plan_ptr + gl.load(plan_ptr + HEADER_QUEUE)
         unit_ptr = queue_ptr + gl.maximum(claimed, 0) * PIECE_INTS
         kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
-        page, page_at, key_begin, key_end = _read_keys(unit_ptr)
+        page, page_at, key_begin, key_end = read_keys(unit_ptr)
         # Claiming takes some shared memory, where copies might come to lie, and where, unseen by
         # the compiler, the producer's arguments do next: all warps must have read what was claimed.
         fence_async_shared()
@@ -681,7 +413,7 @@ def _small_units_kernel(
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                 KV_HEADS, GROUP, FOLD, SPLITS, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
             )),
-            (_produce, (
+            (produce, (
                 k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
                 full, empty, notes, noted,
                 plan_ptr, begin, end, next_unit, kv_head, page, page_at, key_begin, key_end,

@@ -1,0 +1,62 @@
+"""A model that we quantize: what is written is what was rounded, and better than to the nearest."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.families import read_spec
+from mainstem.models.packed import PackedWeight
+from mainstem.models.weights import Checkpoint
+from mainstem_bench.quantized import round_products, write_checkpoint
+from mainstem_bench.rounding import Grid, Rounded, for_inputs, nearest
+from tests.models.checkpoints import VOCAB, make_checkpoint
+
+pytestmark = pytest.mark.torch
+GRIDS = [Grid(16, is_symmetric=False), Grid(16, is_symmetric=True)]
+
+
+def error(weight: torch.Tensor, rounded: Rounded, x: torch.Tensor) -> float:
+    """Of the answers, relative."""
+    answers = x @ weight.t()
+    return float((x @ rounded.weight.t() - answers).norm() / answers.norm())
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=["zeros", "symmetric"])
+def test_rounding_for_inputs_is_nearer_to_their_answers(grid: Grid) -> None:
+    torch.manual_seed(0)
+    weight, mixing = torch.randn(40, 64), torch.randn(64, 64)
+    x = torch.randn(500, 64) @ mixing  # columns of inputs have to do with each other
+    near, fitted = nearest(weight, grid), for_inputs(weight, x.t() @ x / len(x), grid)
+    for rounded in (near, fitted):
+        assert rounded.levels.min() >= 0
+        assert rounded.levels.max() <= 15
+        assert torch.equal(rounded.levels, rounded.levels.round())
+        assert torch.equal(rounded.scales, rounded.scales.half().float())
+    assert float((near.weight - weight).abs().max()) < 0.5
+    assert error(weight, fitted, x) < 0.7 * error(weight, near, x)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=["zeros", "symmetric"])
+@pytest.mark.parametrize("num_inputs", [0, 64])
+def test_what_is_written_is_what_was_rounded(grid: Grid, num_inputs: int, tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    ids = np.random.default_rng(0).integers(3, VOCAB, 64).astype(np.int32)
+    products = round_products(tmp_path, ids, num_inputs, grid, length=32)
+    assert len(products) == 3 * 7
+    out = tmp_path / "quantized"
+    write_checkpoint(tmp_path, out, products, grid)
+    spec = read_spec(out)
+    source = Checkpoint(out, torch.float32, names=spec.names, quantized=spec.quantized)
+    for name, rounded in products.items():
+        packed = source.take_packed(name, rounded.weight.shape)
+        assert isinstance(packed, PackedWeight)
+        assert torch.equal(packed.dense(torch.float32), rounded.weight)
+
+
+def test_other_layouts_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    with pytest.raises(UnsupportedModel, match="Qwen3ForCausalLM: only plain models in Llama's"):
+        round_products(tmp_path, np.zeros(8, np.int32), 0, GRIDS[0])

@@ -1,0 +1,39 @@
+"""Loading takes the packed weights and little more."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from mainstem.models.families import read_spec
+from mainstem.models.packed import PackedWeight
+from mainstem.models.tensors import MlpTensors, TensorReader
+from mainstem.models.weights import Checkpoint
+from tests.models.checkpoints import SMALL
+from tests.models.live_bytes import LiveBytes
+from tests.models.quantized.checkpoints import write_quantized
+from tests.models.quantized.test_engine import BY_NAME
+
+pytestmark = pytest.mark.torch
+LAYERS = 32  # what a layer takes while it is read is small beside all
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "awq", "compressed 4 bits zero points"])
+def test_loading_takes_the_packed_weights_and_little_more(name: str, tmp_path: Path) -> None:
+    config = LlamaConfig(**SMALL | {"num_hidden_layers": 1, "vocab_size": 16})
+    write_quantized(config, tmp_path, BY_NAME[name])
+    spec = read_spec(tmp_path)
+    held = []
+    with LiveBytes() as live:
+        for _ in range(LAYERS):  # the same layer again and again, from the same file
+            source = Checkpoint(tmp_path, torch.float32, names=spec.names, quantized=spec.quantized)
+            layer = TensorReader(source, spec).layer(0)
+            assert isinstance(layer.mlp, MlpTensors)
+            held += [layer.qkv, layer.out, layer.mlp.first, layer.mlp.down]
+    assert all(isinstance(product.weight, PackedWeight) for product in held)
+    packed = sum(product.weight.nbytes for product in held)
+    assert live.now <= packed, "nothing else is left"
+    assert live.most <= 1.1 * packed
+    dense = sum(product.weight.shape.numel() for product in held) * 4
+    assert packed < 0.3 * dense
