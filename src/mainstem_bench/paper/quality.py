@@ -137,8 +137,8 @@ def judge_perplexity(lines: Sequence[Line]) -> Verdict:
     is_close = kv <= CLOSE * recompute and naive > 2 * recompute
     return Verdict(
         Outcome.REPRODUCED if is_close else Outcome.NOT,
-        f"perplexity: {told}; kv is {kv / recompute - 1:.1%} above recompute, and naive is lost, as "
-        f"in the paper. The likeliest token is that of the uncut text at: {same}",
+        f"perplexity: {told}; kv is {kv / recompute - 1:.1%} above recompute, and naive is lost, "
+        f"as in the paper. The likeliest token is that of the uncut text at: {same}",
     )
 
 
