@@ -344,7 +344,7 @@ def test_a_server_that_is_not_there_is_told_once(
     for first in range(10, 14):
         answer(tiered, list(range(first, first + 40)))
         tiered.store.flush()
-    assert "is there again" in caplog.messages[-1]
+    assert "is back" in caplog.messages[-1]
     assert server.names()
     tiered.engine.close()
 
