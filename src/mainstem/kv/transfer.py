@@ -116,7 +116,8 @@ class SharedLink(Link):
 
     Bytes and busy seconds are summed, and both decay with later work. Copies that began together
     end together, so the progress of those under way, at most `most_under_way`, is estimated from
-    the rate. An overdue copy is expected to take as long again: a link that hangs looks ever slower.
+    the rate. An overdue copy is expected to take as long again: a link that hangs looks slower and
+    slower.
     """
 
     def __init__(self, bytes_per_s: float, most_under_way: float = float("inf")) -> None:

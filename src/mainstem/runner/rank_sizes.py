@@ -15,7 +15,7 @@ MOST_RANKS = 16  # that are listed
 
 @dataclass(frozen=True, slots=True)
 class RankSize:
-    """Of the rank that has most; weights without norms, biases and zero points, which are few."""
+    """Sizes of the largest rank. Norms, biases and zero points, which are small, do not count."""
 
     num_ranks: int
     weight_bytes: int
