@@ -79,7 +79,7 @@ def test_room_for_dequantized_weights_is_as_large_as_the_largest() -> None:
 
 @pytest.mark.parametrize("block", [None, 128], ids=["channels", "blocks"])
 def test_fp8_is_multiplied_as_it_is(block: int | None) -> None:
-    """Rows are rounded to fp8, by 2.6 % each number."""
+    """Rows are rounded to fp8, each number by about 2.6 %."""
     product, x = Product(some_fp8(128, 512, block)), some(5, 512)
     maker = a_maker()
     assert maker.layer(product).is_fp8 == (block is None)
@@ -95,7 +95,7 @@ def test_fp8_is_multiplied_as_it_is(block: int | None) -> None:
         (some_int4(16, 96, group=16), False, "int4 in 1 x 16"),
     ],
 )
-def test_what_has_no_product_is_dequantized_and_logged(
+def test_a_format_without_a_product_is_dequantized_and_logged(
     weight: PackedWeight,
     is_deterministic: bool,
     words: str,
@@ -108,7 +108,7 @@ def test_what_has_no_product_is_dequantized_and_logged(
     assert words in caplog.text
 
 
-def test_packed_weights_can_be_made_fp8_by_order() -> None:
+def test_packed_weights_can_be_made_fp8_on_request() -> None:
     product, x = Product(some_int4(32, 96)), some(3, 96)
     linear = a_maker(Quantize.FP8).layer(product)
     assert linear.is_fp8
