@@ -47,7 +47,7 @@ class FolderOrigin:
         return digest.digest()
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return Checkpoint(self.folder, dtype, device, self.spec.names, self.spec.quantized)
+        return _checkpoint(self.folder, self.spec, dtype, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,13 @@ class FolderPart:
         return b""
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return Checkpoint(self.folder, dtype, device, self.spec.names)
+        return _checkpoint(self.folder, self.spec, dtype, device)
+
+
+def _checkpoint(
+    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> Checkpoint:
+    return Checkpoint(folder, dtype, device, spec.names, spec.quantized)
 
 
 def for_rank(origin: Origin) -> Origin:
