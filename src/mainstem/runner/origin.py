@@ -47,7 +47,7 @@ class FolderOrigin:
         return digest.digest()
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return _checkpoint(self.folder, self.spec, dtype, device)
+        return Checkpoint(self.folder, dtype, device, self.spec.names, self.spec.quantized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,7 @@ class FolderPart:
         return b""
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return _checkpoint(self.folder, self.spec, dtype, device)
-
-
-def _checkpoint(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device
-) -> Checkpoint:
-    return Checkpoint(folder, dtype, device, spec.names, spec.quantized)
+        return Checkpoint(self.folder, dtype, device, self.spec.names, self.spec.quantized)
 
 
 def for_rank(origin: Origin) -> Origin:

@@ -20,6 +20,7 @@ from mainstem.models.families import read_spec
 from mainstem.models.shard import Shard, part_of, shards_that_divide
 from mainstem.models.tensors import TensorReader
 from mainstem.models.weights import Checkpoint
+from mainstem.runner.origin import folder_origin, for_rank
 from tests.models.checkpoints import SMALL
 from tests.models.quantized.cases import CASES
 from tests.models.quantized.checkpoints import (
@@ -148,3 +149,12 @@ def test_a_rank_never_reads_a_whole_matrix(name: str, tmp_path: Path) -> None:
         source = Counted(tmp_path, torch.float32, names=spec.names, quantized=spec.quantized)
         TensorReader(source, spec, Shard(rank, 2)).layer(0)
         assert source.largest == 0.5
+
+
+def test_a_rank_in_another_process_reads_packed_weights(tmp_path: Path) -> None:
+    write_quantized(LlamaConfig(**WIDE), tmp_path, BY_NAME["awq"])
+    source = for_rank(folder_origin(tmp_path)).open(torch.float32, torch.device("cpu"))
+    part = (slice(0, 64), slice(0, 128))
+    found = source.take_packed("model.layers.0.mlp.down_proj", (64, 256), part)
+    assert found is not None
+    assert found.shape == (64, 128)

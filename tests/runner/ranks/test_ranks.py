@@ -217,7 +217,7 @@ def test_every_family_answers_on_ranks_as_alone(name: str, num_ranks: int, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gptq act-order", "fp8 blocks", "fp8 per tensor", "mxfp4"])
+@pytest.mark.parametrize("name", ["awq", "gptq act-order", "fp8 blocks", "fp8 per tensor", "mxfp4"])
 def test_quantized_models_answer_on_ranks_as_alone(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     if name == "mxfp4":  # three groups of columns: the ranks' parts differ in size
