@@ -34,6 +34,10 @@ def quantized(config: dict[str, Any]) -> QuantizedSpec:
             gptq_config(group_size=-1, bits=8, desc_act=True),
             "GPTQ, 8 bits, a scale per channel, zero points, act-order",
         ),
+        (
+            gptq_config(dynamic={"+:.*down_proj": {"desc_act": True}}),  # of some products alone
+            "GPTQ, 4 bits, groups of 16, zero points, act-order",
+        ),
         (AWQ, "AWQ, 4 bits, groups of 16, zero points"),
         (compressed_config(ints()), "compressed-tensors, 4 bits, groups of 16"),
         (compressed_config(FLOAT8), "compressed-tensors, FP8, a scale per channel"),

@@ -76,7 +76,7 @@ def _read_gptq(table: Config) -> QuantizedSpec:
         packing=packing,
         rules=rules,
         is_zero_less_one=version == "gptq",
-        has_order=table.flag("desc_act"),
+        has_order=table.flag("desc_act") or _has_dynamic_order(table),
     )
 
 
@@ -110,6 +110,13 @@ def _dynamic_rules(table: Config, packing: Packing) -> Iterable[Rule]:
         if not isinstance(changes, dict) or not changes.keys() <= known:
             refuse(f"dynamic {pattern}", changes, f"an object of {', '.join(sorted(known))}")
         yield Rule(pattern.removeprefix("+:"), _gptq_packing({**usual, **changes}))
+
+
+def _has_dynamic_order(table: Config) -> bool:
+    """Whether some modules alone are in act-order; their rules are known to be right."""
+    found = table.get("dynamic")
+    rules = found.values() if isinstance(found, dict) else ()
+    return any(isinstance(rule, dict) and bool(rule.get("desc_act")) for rule in rules)
 
 
 def _read_awq(table: Config) -> QuantizedSpec:
