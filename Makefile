@@ -49,9 +49,12 @@ lint: setup  ## ruff, mypy, typos, plain words
 	$(BIN)/typos
 	$(BIN)/python -m tests.plain_words
 
+docs: setup  ## pages and plots of results, from benchmarks/results/
+	$(BIN)/python benchmarks/pages.py
+
 bench: setup  ## CPU benchmarks, ours and the rivals that are installed
 	$(BIN)/mainstem bench host --json
 	$(BIN)/mainstem bench attention --json
 	$(BIN)/mainstem bench cpu --json
 
-.PHONY: help setup demo test test-full test-gpu sanitize lint bench
+.PHONY: help setup demo test test-full test-gpu sanitize lint docs bench

@@ -7,7 +7,7 @@ from hashlib import blake2b
 import numpy as np
 
 from mainstem.core.request import TokenLogprobs
-from mainstem.core.step import InFlight, Int32s, Step, StepResult
+from mainstem.core.step import Float32s, InFlight, Int32s, PageWeighing, Step, StepResult
 
 
 def fake_next_token(token_ids: list[int], vocab_size: int) -> int:
@@ -30,6 +30,13 @@ def fake_logprob(token_ids: list[int], next_id: int, num_top: int) -> TokenLogpr
     likeliest = fake_next_token(token_ids, 97)
     top = ((likeliest,), (-0.5,)) if num_top else ((), ())
     return TokenLogprobs(next_id, logprob, 1 if likeliest == next_id else 2, *top)
+
+
+def fake_masses(token_ids: Int32s, num_queries: int, page_size: int) -> Float32s:
+    """What FakeRunner says some queries pay to each page of tokens: a hash of the page."""
+    pages = [token_ids[at : at + page_size] for at in range(0, len(token_ids), page_size)]
+    masses = [1 + fake_next_token(page.tolist(), 31) for page in pages]
+    return np.array(masses, np.float32) * np.float32(num_queries)
 
 
 def _allowed_by_row(step: Step, vocab_size: int) -> dict[int, Int32s]:
@@ -76,6 +83,9 @@ class FakeRunner:
     def drain(self) -> None:
         """A launched step has run."""
 
+    def check(self) -> None:
+        """Nothing can be lost."""
+
     def launch(self, step: Step) -> InFlight:
         if self.at_launch is not None:
             self.at_launch(step)
@@ -111,7 +121,8 @@ class FakeRunner:
                 strict=True,
             )
         )
-        return _Done(StepResult(self._previous, logprobs, prompt))
+        masses = tuple(self._masses(step, each) for each in step.weighings)
+        return _Done(StepResult(self._previous, logprobs, prompt, page_masses=masses))
 
     def close(self) -> None:
         self.steps.clear()
@@ -130,6 +141,20 @@ class FakeRunner:
         self._position_at[target] = self._position_at[source] + np.repeat(
             step.move_by, self._page_size
         )
+
+    def _masses(self, step: Step, weighing: PageWeighing) -> Float32s:
+        """The pages must hold the tokens up to the last of the queries, in order."""
+        last = weighing.first_row + weighing.num_rows - 1
+        assert (
+            len(np.unique(np.searchsorted(step.seq_starts, [weighing.first_row, last], "right")))
+            == 1
+        )
+        end = int(step.positions[last]) + 1
+        pages = weighing.page_ids.astype(np.int64)[:, None] * self._page_size
+        slots = (pages + np.arange(self._page_size)).ravel()[:end]
+        assert len(pages) == -(-end // self._page_size), "pages do not fit the tokens"
+        assert (self._position_at[slots] == np.arange(end)).all(), "a page of other positions"
+        return fake_masses(self._token_at[slots], weighing.num_rows, self._page_size)
 
     def _contexts(self, step: Step) -> dict[int, list[int]]:
         """For each packed token that anything is asked of: the tokens up to it, as its spans show

@@ -141,12 +141,14 @@ def test_an_llm_cannot_be_pickled(llm: LLM, attempt: Any) -> None:
 def test_arguments_of_vllm_are_taken_or_refused(
     llm: LLM, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    LLM("fake", tensor_parallel_size=1, max_num_batched_tokens=99, dtype="half").close()
+    taken: dict[str, Any] = {"max_num_batched_tokens": 99, "max_num_seqs": 8, "dtype": "half"}
+    LLM("fake", tensor_parallel_size=1, **taken).close()
     assert engines.config is not None
     assert engines.config.sched.chunk_tokens == 99
     assert engines.config.model.dtype.value == "float16"
-    with pytest.raises(ConfigError, match="max_num_seqs=8 is not supported"):
-        LLM("fake", max_num_seqs=8)
+    assert engines.config.sched.max_seqs == 8
+    with pytest.raises(ConfigError, match="enforce_eager=True is not supported"):
+        LLM("fake", enforce_eager=True)
 
 
 def test_a_form_is_kept_and_a_bad_one_is_named(llm: LLM) -> None:

@@ -45,11 +45,24 @@ def test_recompute_needs_no_session(llm: LLM, text_ids: list[int]) -> None:
     assert got.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
+def test_a_session_keeps_what_its_last_tokens_attend_to(llm: LLM, text_ids: list[int]) -> None:
+    llm.generate(text_ids[:80], GREEDY, use_tqdm=False, sessions=["b"])
+    asked = {"use_tqdm": False, "sessions": ["b"], "overflow": "important"}
+    got = llm.generate(text_ids[:110], GREEDY, **asked)[0]  # type: ignore[arg-type]
+    assert got.num_dropped_tokens == 32
+    assert got.num_cached_tokens == 48, "the sink and two moved pages"
+    assert len(got.outputs[0].token_ids) == 4
+    again = llm.generate(text_ids[:110], GREEDY, **asked)[0]  # type: ignore[arg-type]
+    assert again.outputs[0].token_ids == got.outputs[0].token_ids
+    llm.text_engine.engine.check()
+
+
 @pytest.mark.parametrize(
     ("sessions", "overflow", "field"),
     [
         (None, None, "prompt"),
         (None, "kv", "overflow"),
+        (None, "important", "overflow"),
         (["a"], "error", "prompt"),
         (["a", "b"], None, "sessions"),
         (["a"], "drop", "overflow"),
@@ -83,11 +96,18 @@ def test_the_hook_of_a_script_is_asked(smollm2_folder: Path, text_ids: list[int]
     assert got.num_dropped_tokens == (shape[0] - 1) * 16
 
 
+@pytest.mark.parametrize("policy", ["kv", "important"])
 def test_chat_says_when_it_forgets(
-    smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    policy: str,
+    smollm2_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = [f"My number {i} is {i * 37}. Say ok." for i in range(6)]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     flags = ["--model", str(smollm2_folder), "--max-model-len", "128", "--kv-tokens", "1024"]
+    flags += ["--context-overflow", policy]
     assert chat.main([*flags, "--threads", "1", "--max-tokens", "6", "--system", "Be brief."]) == 0
-    assert "out of the window" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "out of the window" in said
+    assert ("the first part" in said) is (policy == "kv")

@@ -87,6 +87,7 @@ class LoadedModel:
         kv_tokens: int | None = None,
         gpu_memory_utilization: float | None = None,
         chunk_tokens: int | None = None,
+        max_seqs: int | None = None,
         share: str = "reads",
         span_levels: int | None = None,
         max_model_len: int | None = None,
@@ -94,6 +95,8 @@ class LoadedModel:
         chat_template: str | Path | None = None,
         allow_special_tokens: bool = False,
         deterministic: bool = False,
+        tensor_parallel: int = 1,
+        ranks_on_one_gpu: bool = False,
         ignore_config_fields: str | Sequence[str] | None = None,
         seed: int = 0,
         truncation_ratio: float = 0.5,
@@ -108,6 +111,7 @@ class LoadedModel:
         remote_secrets: str | Path | None = None,
         store_ttl: float | None = None,
         store_policy: str = "lookahead",
+        store_save: str = "decoding",
         store_fetch: str = "auto",
         preload: str = "auto",
         **others: object,
@@ -312,9 +316,9 @@ class LLM(LoadedModel):
 
         Without `sampling_params`, those of `get_default_sampling_params` hold. `sessions` names the
         conversation each prompt continues. `overflow` says what happens to a prompt longer than the
-        context window: "kv" (the default in sessions), "recompute" or
-        "error". Raises InvalidRequest, which names the prompt, before anything runs if one of them
-        cannot be answered, and AnswerFailed after everything ran if steps failed repeatedly on one.
+        context window: "kv" (the default in sessions), "important", "recompute" or "error". Raises
+        InvalidRequest, which names the prompt, before anything runs if one of them cannot be
+        answered, and AnswerFailed after everything ran if steps failed repeatedly on one.
         With errors="return" it raises neither: such a prompt's result has an `error`.
         """
         listed, refusals = listed_prompts(prompts, errors)

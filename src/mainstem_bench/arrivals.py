@@ -53,6 +53,7 @@ class Arrival:
     due_s: float
     prompt_ids: Int32s
     output: int
+    expected_tokens: int | None = None  # that the engine is told of; None: it has to learn it
 
 
 def run_arrivals(
@@ -95,7 +96,11 @@ def answer_arrivals(
         while num_submitted < len(arrivals) and arrivals[num_submitted].due_s <= now_s:
             arrival = arrivals[num_submitted]
             sampling = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
-            engine.submit(Request(RequestId(str(num_submitted)), arrival.prompt_ids, sampling))
+            name = RequestId(str(num_submitted))
+            request = Request(
+                name, arrival.prompt_ids, sampling, expected_tokens=arrival.expected_tokens
+            )
+            engine.submit(request)
             num_submitted += 1
         if not engine.has_work:
             sleep(arrivals[num_submitted].due_s - now_s)

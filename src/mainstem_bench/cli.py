@@ -14,10 +14,13 @@ BENCHES = {
     "shares": ("mainstem_bench.shares", "a plan of 10M rows cut for 1,000 workers"),
     "serve": ("mainstem_bench.serve", "load on any OpenAI-compatible server"),
     "replay": ("mainstem_bench.replay", "recorded requests of a server, on the engine alone"),
+    "policies": ("mainstem_bench.policies", "the same arrivals under lookahead, LRU and FIFO"),
     "valleys": ("mainstem_bench.valleys", "tokens per step over a job, planner off and on"),
     "offline": ("mainstem_bench.offline", "a whole job on random weights against the limit"),
     "score": ("mainstem_bench.score", "choices after shared contexts, on random weights"),
+    "fewshot": ("mainstem_bench.fewshot", "few-shot questions with and without sharing"),
     "decode": ("mainstem_bench.decode", "milliseconds a decode step on random weights"),
+    "ranks": ("mainstem_bench.ranks", "one rank's part of a step, and its collectives by NVLink"),
     "soak": (
         "mainstem_bench.soak",
         "random requests, aborts, preemptions: nothing is lost",
@@ -29,6 +32,8 @@ BENCHES = {
     ),
     "quantized": ("mainstem_bench.quantized", "perplexity of a model that we quantize to 4 bits"),
     "kernel": ("mainstem_bench.kernel", "span attention on a GPU against its floor"),
+    "heads": ("mainstem_bench.heads", "span attention for many head layouts, over its floor"),
+    "paper": ("mainstem_bench.paper.command", "figures and tables of three papers, redone"),
     "cuts": ("mainstem_bench.cuts", "random steps of attention, cut in all possible ways"),
 }
 

@@ -19,7 +19,7 @@ import torch
 from mainstem.cli.flag_types import positive_count
 from mainstem.kernels.attention.cutting import Option, Shape, pick_fastest
 from mainstem.kernels.attention.plan import Launches
-from mainstem_bench.kernel import DTYPE, Bench, fingerprint, make_attention
+from mainstem_bench.kernel import DTYPE, Bench, fingerprint, make_attention, seen_spans
 from mainstem_bench.workloads import AttentionCase, Run
 
 HEADS = ((32, 8), (32, 8), (32, 8), (32, 32), (28, 4), (64, 8), (16, 2), (40, 8))
@@ -89,7 +89,7 @@ class _Ways:
 
 def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
     """Times of all ways to cut a step, and of that which the planner takes."""
-    spans = case.spans()
+    spans = seen_spans(case)
     k_pages, v_pages = bench.pages_of(case, int(spans.page_ids.max()) + 1)
     q = torch.randn(case.num_tokens, case.heads, case.head_dim, dtype=DTYPE, device="cuda")
     attention, out = make_attention(case, spans), torch.empty_like(q)

@@ -11,6 +11,7 @@ from time import perf_counter
 from mainstem.cli.flag_types import comma_list, not_negative_count, positive_count
 from mainstem.cli.flags import add_engine_flags
 from mainstem.core.errors import ConfigError
+from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
@@ -18,10 +19,12 @@ from mainstem.engine.engine import Engine
 from mainstem.models.shapes import SHAPES
 from mainstem_bench.feed import submit_all
 from mainstem_bench.machine import Machine
+from mainstem_bench.packed import add_weights_flag, chosen_shape
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.workloads import shared
 
+NAME = "decode"  # of requests
 NUM_RUNS = 2
 WARM_STEPS = 20  # that decode all sequences, before the clock starts
 LEAST_CHUNK = 128  # least prompt tokens of a step, if there are that many
@@ -30,6 +33,7 @@ LEAST_CHUNK = 128  # least prompt tokens of a step, if there are that many
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("mainstem bench decode", description=__doc__)
     made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")
+    add_weights_flag(made)
     made.add_argument(
         "--seqs", type=comma_list(positive_count), default=[1, 8, 32], metavar="N,N",
         help="sequences at once; a line each (1,8,32)",
@@ -53,21 +57,23 @@ def main(argv: list[str]) -> int:
         if seqs % (args.degree or seqs):
             raise ConfigError(f"--seqs {seqs} is not a multiple of --degree {args.degree}")
     tokens = max(
-        seqs * (args.prefix + args.own + _num_outputs(args, seqs) + 64) for seqs in args.seqs
+        seqs * (args.prefix + args.own + num_outputs(args, seqs) + 64) for seqs in args.seqs
     )
     config = random_config(args, args.model_shape, tokens)
     load, machine = load_average(), Machine.of(config)
     begin = perf_counter()
-    engine = build_random_engine(SHAPES[args.model_shape], config)
+    shape = chosen_shape(args, args.model_shape)
+    engine = build_random_engine(shape, config)
     start_s = round(perf_counter() - begin, 2)
     rows, counters = [], Counters().attach(engine.bus)
     for seqs in args.seqs:
-        runs = [_decode(engine, counters, args, seqs, seed) for seed in range(NUM_RUNS)]
+        runs = [decode(engine, counters, args, seqs, seed) for seed in range(NUM_RUNS)]
         result = min(runs, key=lambda run: run["ms_per_step"])
         rows.append([str(seqs), *(str(value) for value in result.values())])
         if args.json:
             about = {"model_shape": args.model_shape, "seqs": seqs, "prefix": args.prefix}
             about |= {"degree": args.degree or seqs, "own": args.own, "steps": args.steps}
+            about |= {} if args.weights is None else {"weights": args.weights}
             where = {"start_s": start_s, "device": machine.name, "load_before": load}
             print(line("decode", about | result | where | {"settings": settings(config)}))
     engine.close()
@@ -76,20 +82,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _num_outputs(args: argparse.Namespace, seqs: int) -> int:
+def num_outputs(args: argparse.Namespace, seqs: int) -> int:
     """Enough that the first prefilled sequence still decodes when the last step is timed."""
     num_prompt_tokens = seqs * (args.prefix + args.own)
     return int(args.steps) + 2 * WARM_STEPS + int(num_prompt_tokens) // LEAST_CHUNK
 
 
 def _submit(engine: Engine, args: argparse.Namespace, seqs: int, seed: int) -> None:
-    degree, output = args.degree or seqs, _num_outputs(args, seqs)
+    degree, output = args.degree or seqs, num_outputs(args, seqs)
     most = min(SHAPES[args.model_shape].vocab_size, 30_000)
     prompts = shared(seqs // degree, degree, args.prefix, args.own, seed, most)
-    submit_all(engine, "decode", prompts, [output] * seqs)
+    submit_all(engine, NAME, prompts, [output] * seqs)
 
 
-def _decode(
+def decode(
     engine: Engine, counters: Counters, args: argparse.Namespace, seqs: int, seed: int
 ) -> dict[str, float]:
     """Prefill, then time steps that decode all sequences."""
@@ -105,6 +111,8 @@ def _decode(
     while engine.has_work and counters.steps - before.steps < args.steps:
         engine.step()
     seconds, after = perf_counter() - begin, replace(counters)
+    for index in range(seqs):
+        engine.abort(RequestId(f"{NAME}-{index}"))
     while engine.has_work:
         engine.step()
     engine.clear_cache()

@@ -22,7 +22,7 @@ from mainstem.core.request import (
 )
 from mainstem.engine.engine import Engine
 from mainstem.plan.order import new_tokens, shared_with_next
-from mainstem.plan.planner import plan_prompts
+from mainstem.plan.planner import PlanConfig, plan_prompts
 
 
 def submit_all(engine: Engine, name: str, prompts: list[list[int]], outputs: list[int]) -> None:
@@ -51,9 +51,11 @@ class Order:
         return cls(np.arange(len(prompts)), None)
 
     @classmethod
-    def planned(cls, prompts: Prompts, outputs: Int64s) -> "Order":
+    def planned(
+        cls, prompts: Prompts, outputs: Int64s, config: PlanConfig | None = None
+    ) -> "Order":
         """`outputs` [prompts]: tokens that each will be answered with."""
-        plan = plan_prompts(prompts, max_tokens=outputs)
+        plan = plan_prompts(prompts, config, max_tokens=outputs)
         return cls(plan.members.astype(np.int64), shared_with_next(plan))
 
     def new_tokens(self, prompts: Prompts) -> Int64s:
@@ -137,6 +139,10 @@ class StepLog:
     host_s: float = 0.0
     num_steps: int = 0
     largest_step_tokens: int = 0
+    # by step: when it was committed, since the job began; its tokens, and how many of a prompt
+    ends_s: list[float] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    num_prompt_tokens: list[int] = field(default_factory=list)
 
     @classmethod
     def attach(cls, engine: Engine) -> "StepLog":
@@ -152,6 +158,9 @@ class StepLog:
 
     def _add(self, event: StepFinished) -> None:
         self.ended_s = perf_counter()
+        self.ends_s.append(self.ended_s - self.began_s)
+        self.num_tokens.append(event.num_tokens)
+        self.num_prompt_tokens.append(event.num_prompt_tokens)
         self.device_s += event.device_s
         self.host_s += event.host_s
         self.num_steps += 1
@@ -174,20 +183,21 @@ class JobRun:
 def run_job(
     engine: Engine,
     prompts: Prompts,
-    output: int,
+    output: int | Int64s,
     is_planned: bool,
     after_step: Callable[[Counters], None] = lambda _: None,
     scorings: Sequence[Scoring] | None = None,
+    plan: PlanConfig | None = None,
 ) -> JobRun:
-    """Answer every prompt with `output` tokens, greedily, or score it. Planning and submitting are
-    in the time.
+    """Answer every prompt with `output` tokens, or each with its own number of them, greedily, or
+    score it. Planning (as `plan` says) and submitting are in the time.
 
     Raises AssertionError if an answer is missing or short.
     """
     counters = Counters().attach(engine.bus)
     began_s = perf_counter()
-    outputs = np.full(len(prompts), output)
-    order = Order.planned(prompts, outputs) if is_planned else Order.as_given(prompts)
+    outputs = np.broadcast_to(np.asarray(output, np.int64), len(prompts))
+    order = Order.planned(prompts, outputs, plan) if is_planned else Order.as_given(prompts)
     feed = Feed(engine, prompts, order, outputs, scorings)
     run = JobRun(plan_s=perf_counter() - began_s, counters=counters)
     run.steps = StepLog.attach(engine)
@@ -203,5 +213,6 @@ def run_job(
         after_step(counters)
     run.seconds = perf_counter() - began_s
     assert len(run.answers) == len(prompts), "an answer is missing"
-    assert all(len(tokens) == output for tokens in run.answers.values()), "an answer is short"
+    is_whole = (len(tokens) == outputs[index] for index, tokens in run.answers.items())
+    assert all(is_whole), "an answer is short"
     return run

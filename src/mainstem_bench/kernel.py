@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,13 +21,13 @@ from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits, SpanAttention
 from mainstem.kernels.attention import reference
 from mainstem.kernels.attention.cutting import pick_fastest
-from mainstem.plan.cost import H200, relay_speedup, span_floor_s, span_flops
+from mainstem.kernels.attention.window import clip_spans
+from mainstem.plan.cost import H200, Card, Heads, span_floor_s, span_flops
 from mainstem_bench.workloads import (
     AttentionCase,
     kernel_cases,
     mixed_cases,
     prefill_cases,
-    relay_case,
 )
 
 DTYPE = torch.bfloat16
@@ -41,9 +40,6 @@ PLANS = 50  # that are timed; the first ones find a host that has slept
 FLUSH_BYTES = 512 << 20
 CHECKED_TOKENS = 4
 PREFILL_TFLOPS = 350.0  # what prompts must reach
-# FlashInfer 0.6.12, plain decode over the whole context, 32 heads of 128, batch 32, context 128:
-# microseconds by length of the system prompt.
-FLASHINFER_US = {256: 35.6, 2048: 126.6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class Bench:
 
     def measure(self, case: AttentionCase) -> Measured:
         """Check a case against the reference on some tokens, then time it."""
-        spans = case.spans()
+        spans = seen_spans(case)
         k_pages, v_pages = self.pages_of(case, int(spans.page_ids.max()) + 1)
         q = torch.randn(case.num_tokens, case.heads, case.head_dim, dtype=DTYPE, device="cuda")
         attention = make_attention(case, spans)
@@ -133,6 +129,14 @@ class Bench:
         return k_pages[:count], v_pages[:count]
 
 
+def seen_spans(case: AttentionCase) -> Spans:
+    """The case's spans, clipped to its window."""
+    spans = case.spans()
+    if case.window is None:
+        return spans
+    return clip_spans(spans, case.positions(), case.window, case.page_size)
+
+
 def make_attention(case: AttentionCase, spans: Spans) -> SpanAttention:
     """Buffers that fit the case."""
     return SpanAttention(
@@ -143,6 +147,7 @@ def make_attention(case: AttentionCase, spans: Spans) -> SpanAttention:
         dtype=DTYPE,
         device=torch.device("cuda"),
         limits=AttentionLimits(max_tokens=case.num_tokens, max_pages=len(spans.page_ids)),
+        has_window=case.window is not None,
     )
 
 
@@ -175,6 +180,7 @@ def _seen_by(spans: Spans, tokens: np.ndarray) -> Spans:
         key_tokens=(spans.key_tokens[span] - hidden).astype(np.int32),
         is_causal=np.zeros(len(entries), np.bool_),
         key_positions=spans.key_positions[span],
+        first_keys=None if spans.first_keys is None else spans.first_keys[entries],
     )
 
 
@@ -188,21 +194,44 @@ def _plan_seconds(attention: SpanAttention, spans: Spans) -> float:
     return time.perf_counter() - begin
 
 
-def _floor_us(case: AttentionCase) -> float:
-    return 1e6 * span_floor_s(
-        H200, case.spans(), heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim
-    )
+def floor_us(case: AttentionCase, card: Card = H200) -> float:
+    """Every key that some token sees read once, or the arithmetic of what each of them sees."""
+    spans, heads = seen_spans(case), Heads(case.heads, case.kv_heads, case.head_dim)
+    if spans.first_keys is None:
+        return 1e6 * span_floor_s(
+            card, spans, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim
+        )
+    hidden = int(spans.first_keys.astype(np.int64).sum())
+    flops = span_flops(spans, heads=case.heads, head_dim=case.head_dim)
+    flops -= hidden * heads.pair_flops
+    moved = _num_seen(spans, case.page_size) * heads.key_bytes
+    moved += 2 * case.num_tokens * case.heads * case.head_dim * heads.element_bytes
+    return 1e6 * max(moved / card.bytes_per_s, flops / card.flops_per_s)
+
+
+def _num_seen(spans: Spans, page_size: int) -> int:
+    """Keys that some query sees; those of pages in several spans count once."""
+    assert spans.first_keys is not None
+    pages = np.diff(spans.page_starts)
+    place = np.arange(len(spans.page_ids)) - spans.page_starts[:-1].repeat(pages)
+    low = np.minimum.reduceat(spans.first_keys, spans.query_starts[:-1]).repeat(pages)
+    end = spans.key_tokens.repeat(pages)
+    begins = np.maximum(place * page_size, low)
+    seen = np.maximum(np.minimum((place + 1) * page_size, end) - begins, 0)
+    most = np.zeros(int(spans.page_ids.max()) + 1, np.int64)
+    np.maximum.at(most, spans.page_ids, seen)
+    return int(most.sum())
 
 
 def case_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
     """One case as a JSON line."""
-    measured, floor_us = bench.measure(case), _floor_us(case)
-    bar_us = case.allowed_over_floor * floor_us + FIXED_US
+    measured, floor = bench.measure(case), floor_us(case)
+    bar_us = case.allowed_over_floor * floor + FIXED_US
     line: dict[str, object] = {
         "case": case.name,
-        "floor_us": round(floor_us, 1),
+        "floor_us": round(floor, 1),
         "us": round(measured.us, 1),
-        "over_floor": round(measured.us / floor_us, 2),
+        "over_floor": round(measured.us / floor, 2),
         "plan_us": round(measured.plan_us),
         "max_error": float(f"{measured.max_error:.2g}"),
         "bar_us": round(bar_us, 1),
@@ -228,9 +257,9 @@ def mixed_line(bench: Bench) -> dict[str, object]:
     case = mixed_cases()[0]
     return {
         "case": case.name,
-        "floor_us": round(_floor_us(case), 1),
+        "floor_us": round(floor_us(case), 1),
         "us": round(mixed.us, 1),
-        "over_floor": round(mixed.us / _floor_us(case), 2),
+        "over_floor": round(mixed.us / floor_us(case), 2),
         "plan_us": round(mixed.plan_us),
         "max_error": float(f"{mixed.max_error:.2g}"),
         "apart_us": round(prefill.us + decode.us, 1),
@@ -240,83 +269,19 @@ def mixed_line(bench: Bench) -> dict[str, object]:
 
 def prefill_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
     """A step of prompts: bound by arithmetic."""
-    measured, floor_us = bench.measure(case), _floor_us(case)
+    measured, floor = bench.measure(case), floor_us(case)
     flops = span_flops(case.spans(), heads=case.heads, head_dim=case.head_dim)
     tflops = flops / measured.us / 1e6
     return {
         "case": case.name,
-        "floor_us": round(floor_us, 1),
+        "floor_us": round(floor, 1),
         "us": round(measured.us, 1),
-        "over_floor": round(measured.us / floor_us, 2),
+        "over_floor": round(measured.us / floor, 2),
         "plan_us": round(measured.plan_us),
         "max_error": float(f"{measured.max_error:.2g}"),
         "tflops": round(tflops),
         "is_within_bar": tflops >= PREFILL_TFLOPS,
     }
-
-
-def relay_lines(bench: Bench) -> list[dict[str, object]]:
-    """RelayAttention's Fig. 1 and 6 on this card: reading once against storing once."""
-    lines: list[dict[str, object]] = []
-    for context in (128, 256):
-        for batch in (4, 8, 16, 32):
-            for system in (64, 128, 256, 512, 1024, 2048, 4096):
-                once = bench.measure(relay_case(batch, context, system, is_shared=True))
-                each = bench.measure(relay_case(batch, context, system, is_shared=False))
-                lines.append(
-                    {
-                        "case": f"relay B{batch} c{context} s{system}",
-                        "batch": batch,
-                        "context": context,
-                        "system": system,
-                        "reads_us": round(once.us, 1),
-                        "storage_us": round(each.us, 1),
-                        "speedup": round(each.us / once.us, 2),
-                        "theory": round(relay_speedup(system, context, batch), 2),
-                    }
-                )
-    return lines
-
-
-def _flashinfer_points(kernel_lines: list[dict[str, object]]) -> tuple[list[int], list[float]]:
-    """Speed-up over FlashInfer's plain decode where that is known: batch 32, context 128."""
-    us_of = {line["case"]: float(str(line["us"])) for line in kernel_lines}
-    known = [s for s in FLASHINFER_US if f"mha32 B32 1x{s}+128" in us_of]
-    return known, [FLASHINFER_US[s] / us_of[f"mha32 B32 1x{s}+128"] for s in known]
-
-
-def plot_relay(
-    lines: list[dict[str, object]], kernel_lines: list[dict[str, object]], path: Path
-) -> None:
-    """The figure: measured speed-up and Eq. 10 against the length of the system prompt."""
-    import matplotlib  # noqa: PLC0415  # an extra, and only for this flag
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for axis, context in zip(axes, (128, 256), strict=True):
-        for index, batch in enumerate((4, 8, 16, 32)):
-            points = [p for p in lines if (p["batch"], p["context"]) == (batch, context)]
-            x = [p["system"] for p in points]
-            color = f"C{index}"
-            axis.plot(x, [p["speedup"] for p in points], "o-", color=color, label=f"batch {batch}")
-            axis.plot(x, [p["theory"] for p in points], ":", color=color)
-        if context == 128 and kernel_lines:
-            label = "batch 32, 32 heads, over FlashInfer decode"
-            axis.plot(*_flashinfer_points(kernel_lines), "k*", markersize=11, label=label)
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel("system prompt, tokens")
-        axis.set_title(f"context {context}; dotted: RelayAttention Eq. 10")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("speed-up over reading it per sequence")
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-def _read_lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def fingerprint() -> dict[str, object]:
@@ -333,27 +298,12 @@ def main(args: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="mainstem bench kernel")
     parser.add_argument("--case", help="only the cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON line a case")
-    parser.add_argument("--figure", choices=["relay"], help="the data of a figure instead")
-    parser.add_argument("--plot", type=Path, help="write the figure, from measured or --from lines")
-    parser.add_argument("--from", dest="lines", type=Path, help="JSON lines measured before")
-    parser.add_argument("--beside", type=Path, help="JSON lines of the cases, for rivals' points")
     parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])
     chosen = parser.parse_args(args)
-    beside = _read_lines(chosen.beside) if chosen.beside is not None else []
-    if chosen.lines is not None and chosen.plot is not None:
-        plot_relay(_read_lines(chosen.lines), beside, chosen.plot)
-        return 0
     if not torch.cuda.is_available():
         print("mainstem bench kernel: needs a CUDA device", file=sys.stderr)
         return 2
     bench = Bench()
-    if chosen.figure == "relay":
-        lines = relay_lines(bench)
-        for line in lines:
-            print(json.dumps({**line, **fingerprint()}), flush=True)
-        if chosen.plot is not None:
-            plot_relay(lines, beside, chosen.plot)
-        return 0
     status = 0
     cases = [replace(case, page_size=chosen.page_size) for case in kernel_cases()]
     cases = [case for case in cases if chosen.case is None or chosen.case in case.name]

@@ -56,7 +56,8 @@ class ModelCost:
             num_params=shape.num_layer_params,
             num_head_params=shape.num_head_params,
             kv_bytes_per_token=shape.num_layers * heads.key_bytes,
-            bytes_per_param=element_bytes,
+            bytes_per_param=shape.bytes_per_param(element_bytes),
+            num_idle_params=shape.num_idle_params,
             elementwise_bytes_per_token=ELEMENTWISE_MOVES
             * shape.num_layers
             * shape.hidden_size

@@ -19,12 +19,15 @@ from mainstem.core.plan import Prompts
 from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
+from mainstem.models.quantized.packing import PackedKind
 from mainstem.models.shapes import SHAPES
+from mainstem.models.spec import ModelSpec
 from mainstem_bench.arrivals import run_arrivals
 from mainstem_bench.feed import JobRun, Order, run_job, submit_all
 from mainstem_bench.grouped_rate import grouped_flops_per_s
 from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.machine import Machine
+from mainstem_bench.packed import add_weights_flag, chosen_shape
 from mainstem_bench.profile import ProfileWindow
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
@@ -44,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="b2000-sd16")
     made.add_argument("--model-shape", choices=list(SHAPES), help="(the workload's own)")
+    add_weights_flag(made)
     made.add_argument("--groups", type=positive_count, metavar="N", help="(the workload's own)")
     made.add_argument("--requests", type=positive_count, metavar="N", help="only the first N")
     made.add_argument(
@@ -100,7 +104,7 @@ def chosen_job(args: argparse.Namespace) -> OfflineJob:
 def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> dict[str, object]:
     """One result: what was asked for, how fast it was, how near to the limit."""
     load, machine = load_average(), Machine.of(config)
-    shape = SHAPES[job.model_shape]
+    shape = chosen_shape(args, job.model_shape)
     given = job.prompts(shape.vocab_size)
     if args.order == "shuffled":
         given = shuffled(given)
@@ -112,6 +116,8 @@ def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> 
     warm_up(engine, job, shape.vocab_size, WARM_SEQS if machine.has_gpu else 16)
     window = None if args.profile is None else ProfileWindow(args.profile, args.profile_steps)
     about: dict[str, object] = {"workload": job.name, "model_shape": job.model_shape}
+    if args.weights is not None:
+        about["weights"] = args.weights
     if unread := shape.kv_elements_in_windows(job.prefix + job.distinct + job.output):
         about["kv_unread_in_windows"] = round(unread / shape.kv_elements_per_token, 3)
     if args.arrivals is not None:
@@ -125,7 +131,7 @@ def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> 
             is_planned=not args.no_plan,
             after_step=window.watch(total) if window else lambda _: None,
         )
-        result = _speed(run, job, prompts) | _against_limit(run, job, config)
+        result = _speed(run, job, prompts) | _against_limit(run, job, shape, config)
     if window is not None:
         window.close()
         print(window.report(), file=sys.stderr)
@@ -171,18 +177,20 @@ def _speed(run: JobRun, job: OfflineJob, prompts: Prompts) -> dict[str, object]:
     }
 
 
-def _against_limit(run: JobRun, job: OfflineJob, config: EngineConfig) -> dict[str, object]:
+def _against_limit(
+    run: JobRun, job: OfflineJob, shape: ModelSpec, config: EngineConfig
+) -> dict[str, object]:
     """The job's time over the least it can take on this card; nothing where the card is unknown."""
     machine = Machine.of(config)
     card = machine.card
     if card is None:
         return {"share_of_limit": None, "limit_requests_per_s": None}
-    spec = SHAPES[job.model_shape].at_context(job.prefix + job.distinct + job.output)
+    spec = shape.at_context(job.prefix + job.distinct + job.output)
     if any(kind.window is not None for kind in spec.attention_kinds):
         # the limit counts attention over whole contexts
         return {"share_of_limit": None, "limit_requests_per_s": None}
     grouped = grouped_flops_per_s(spec)
-    model = model_cost(config, machine.has_gpu, grouped)
+    model = model_cost(shape, config, machine.has_gpu, grouped)
     limit_s = job_floor(card, model, job, job.kv_tokens).total_s
     return {
         "grouped_tflops": None if grouped is None else round(grouped / 1e12, 1),
@@ -192,14 +200,20 @@ def _against_limit(run: JobRun, job: OfflineJob, config: EngineConfig) -> dict[s
 
 
 def model_cost(
-    config: EngineConfig, has_gpu: bool, expert_flops_per_s: float | None = None
+    shape: ModelSpec,
+    config: EngineConfig,
+    has_gpu: bool,
+    expert_flops_per_s: float | None = None,
 ) -> ModelCost:
-    """What the limit counts for a config whose `model` is the name of a shape."""
-    model = config.model
+    """What the limit counts for a shape run so. 4-bit weights are multiplied in 16 bits."""
+    model, packed = config.model, shape.quantized
+    is_fp8 = model.quantize is Quantize.FP8 or (
+        packed is not None and packed.packing is not None and packed.packing.kind is PackedKind.FP8
+    )
     is_fp32 = model.dtype is DType.FP32 or (model.dtype is DType.AUTO and not has_gpu)
-    gemm_flops_per_s = FP8_FLOPS_PER_S if model.quantize is Quantize.FP8 else None
+    gemm_flops_per_s = FP8_FLOPS_PER_S if is_fp8 else None
     element_bytes = 4 if is_fp32 else 2
-    return ModelCost.of(SHAPES[model.model], element_bytes, gemm_flops_per_s, expert_flops_per_s)
+    return ModelCost.of(shape, element_bytes, gemm_flops_per_s, expert_flops_per_s)
 
 
 def check_sharing(job: OfflineJob, config: EngineConfig) -> None:

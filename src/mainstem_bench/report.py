@@ -60,6 +60,10 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
+    """Of the archive (`git archive` fills the file in), or of the checkout."""
+    exported = Path(__file__).with_name("commit.txt").read_text().strip()
+    if not exported.startswith("$"):
+        return exported
     root = Path(__file__).resolve().parents[2]
     try:
         done = subprocess.run(

@@ -3,7 +3,10 @@
     turns      sessions return in batches; their history comes from host memory, from disk, or is
                computed again (`--tier`)
     preload    one session at a time: layers loaded before its prompt starts (the paper's Fig. 19)
+    busy       a batch of sessions returns behind a job that decodes, by the same
     saves      a decoding batch while pages of others are being saved, and while not
+    saving     jobs by when their pages are saved: while decoding, at the end, in sync (Fig. 20)
+    grain      pages saved whole, by layer, or by token and layer (GPU)
     document   a second question about a long document
 
 Random weights of a known shape. With `--conversations FILE` real ones are asked of a real model
@@ -12,9 +15,8 @@ instead, turn by turn, the last turn from disk in a process of its own.
 
 import argparse
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from random import Random
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -23,47 +25,31 @@ import numpy as np
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.core.config import EngineConfig, Fetch, StoreConfig
+from mainstem.core.config import EngineConfig, StoreConfig
 from mainstem.core.errors import ConfigError
-from mainstem.core.events import EventBus, StepFinished
-from mainstem.core.ids import RequestId
-from mainstem.core.metrics import Counters
-from mainstem.core.request import Request, SamplingParams
 from mainstem.core.tables import table
-from mainstem.engine.build import build_random_engine
-from mainstem.engine.engine import Engine
-from mainstem.models.shapes import SHAPES
-from mainstem.models.spec import ModelSpec
 from mainstem_bench.chat_sessions import ChatWork, measure_chats
+from mainstem_bench.overlap import (
+    measure_busy,
+    measure_grain,
+    measure_preload,
+    measure_saves,
+    measure_saving,
+)
 from mainstem_bench.report import line, load_average
+from mainstem_bench.session_engine import WORKLOADS, Bench, Sessions, Turn
 from mainstem_bench.settings import random_config, settings
 
 STAGING = 1 / 4  # of the host memory, where histories are to come from disk: those of a batch fit
 DISK_GB = 40.0
-SAVE_STEPS = 200  # that a batch decodes while pages of others are saved
-VISIT_EVERY = 8  # steps between two prompts of others
-Ids = list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Sessions:
-    """Which sessions come back when, and with how much."""
-
-    model_shape: str = "llama31-8b"
-    sessions: int = 72
-    history: int = 2000  # tokens of the first turn
-    new: int = 100  # that a later turn brings
-    output: int = 32
-    at_once: int = 24
-    turns: int = 3
-    device_tokens: int = 64_000
-    host_gb: float = 30.0
-
-
-WORKLOADS = {
-    "anchor": Sessions(),
-    "tiny": Sessions("tiny", 6, 100, 10, 4, 3, 3, 512, 0.1),
+OVERLAP: dict[str, Callable[[Bench], Iterator[dict[str, object]]]] = {
+    "preload": measure_preload,
+    "busy": measure_busy,
+    "saves": measure_saves,
+    "saving": measure_saving,
+    "grain": measure_grain,
 }
+PARTS = ("turns", *OVERLAP, "document")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--workload", choices=list(WORKLOADS), default="anchor")
     made.add_argument("--sessions", type=positive_count, metavar="N", help="(the workload's own)")
-    made.add_argument("--part", choices=["turns", "preload", "saves", "document"], action="append")
+    made.add_argument("--part", choices=list(PARTS), action="append")
     made.add_argument("--tier", choices=["host", "disk", "none"], action="append")
     made.add_argument("--document-tokens", type=positive_count, default=28_000, metavar="N")
     made.add_argument(
@@ -170,11 +156,9 @@ def _start(
 ) -> Iterator[dict[str, object]]:
     if part == "turns":
         return measure_turns(bench, tier)
-    if part == "preload":
-        return measure_preload(bench)
-    if part == "saves":
-        return measure_saves(bench)
-    return measure_document(bench, document_tokens)
+    if part == "document":
+        return measure_document(bench, document_tokens)
+    return OVERLAP[part](bench)
 
 
 def _safely(
@@ -222,73 +206,6 @@ class InTier:
             self._folder.cleanup()
 
 
-@dataclass(slots=True)
-class Turn:
-    """What a batch of sessions got."""
-
-    first_s: list[float]
-    answers: list[Ids]
-    cached: list[int]
-
-
-class Bench:
-    """An engine on random weights, and its clock."""
-
-    def __init__(self, work: Sessions, config: EngineConfig) -> None:
-        self.work, self.config = work, config
-        self.shape: ModelSpec = SHAPES[work.model_shape]
-        bus = EventBus()
-        self.counters = Counters().attach(bus)
-        self.engine: Engine = build_random_engine(self.shape, config, bus)
-        self._num_asked = 0
-
-    def __enter__(self) -> "Bench":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.close()
-
-    def random_ids(self, rng: Random, count: int) -> Ids:
-        return [rng.randrange(10, min(self.shape.vocab_size, 30_000)) for _ in range(count)]
-
-    def ask(self, prompts: Sequence[Ids], output: int) -> Turn:
-        """All at once; first tokens are timed from before the first is submitted."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        turn = Turn([0.0] * len(prompts), [[] for _ in prompts], [0] * len(prompts))
-        first, self._num_asked = self._num_asked, self._num_asked + len(prompts)
-        began_s = perf_counter()
-        for index, prompt in enumerate(prompts):
-            name = RequestId(str(first + index))
-            ids = np.array(prompt, np.int32)
-            self.engine.submit(Request(name, ids, sampling, expected_tokens=output))
-        while self.engine.has_work:
-            for news in self.engine.step():
-                index = int(news.request_id) - first
-                if not turn.answers[index]:
-                    turn.first_s[index] = perf_counter() - began_s
-                    turn.cached[index] = news.num_cached_tokens
-                turn.answers[index] += news.token_ids
-        return turn
-
-    def warm_up(self) -> None:
-        """Run steps like the measured ones on other prompts; then forget everything."""
-        rng, work = Random(99), self.work
-        prompts = [self.random_ids(rng, work.history) for _ in range(min(4, work.at_once))]
-        for _ in range(2):
-            turn = self.ask(prompts, work.output)
-            self.push_out()
-            prompts = [
-                [*prompt, *answer, *self.random_ids(rng, work.new)]
-                for prompt, answer in zip(prompts, turn.answers, strict=True)
-            ]
-        self.engine.clear_cache()
-
-    def push_out(self) -> None:
-        """Evict everything from the device, as other requests would: only lower tiers have it."""
-        self.engine.flush()
-        self.engine.clear_device()
-
-
 def measure_turns(bench: Bench, tier: str) -> Iterator[dict[str, object]]:
     """A line a turn."""
     work = bench.work
@@ -304,6 +221,8 @@ def measure_turns(bench: Bench, tier: str) -> Iterator[dict[str, object]]:
             turn.first_s += batch.first_s
             turn.answers += batch.answers
             turn.cached += batch.cached
+            if tier == "none":
+                bench.push_out()  # what the device still has is not to be found either
         seconds = perf_counter() - began_s
         bench.engine.flush()
         loaded = {
@@ -329,74 +248,6 @@ def _turn_result(turn: Turn, tier: str, number: int, seconds: float) -> dict[str
         "p95_ttft_ms": round(float(np.percentile(first_ms, 95)), 2),
         "cached_tokens": round(float(np.mean(turn.cached)), 1),
         "seconds": round(seconds, 3),
-    }
-
-
-def measure_preload(bench: Bench, repeats: int = 8) -> Iterator[dict[str, object]]:
-    """First token of a single returning session for each size of the read buffer."""
-    bench.warm_up()
-    work, rng = bench.work, Random(1)
-    histories = [bench.random_ids(rng, work.history) for _ in range(repeats)]
-    bench.ask(histories, 1)
-    modes = ["all", "0", "5", "10", "15", "auto"]
-    for mode in modes:
-        store = replace(bench.config.store, preload=mode, fetch=Fetch.ALWAYS)
-        bench.engine.fetch_as(store)
-        times = []
-        for history in histories:
-            bench.push_out()
-            new = bench.random_ids(rng, work.new)
-            times.append(bench.ask([[*history, *new]], 1).first_s[0])
-        yield {
-            "part": "preload",
-            "layers": mode,
-            "median_ttft_ms": round(1e3 * float(np.median(times)), 3),
-            "min_ttft_ms": round(1e3 * min(times), 3),
-            "settings": settings(bench.config),
-        }
-    bench.engine.fetch_as(bench.config.store)
-
-
-def measure_saves(bench: Bench) -> Iterator[dict[str, object]]:
-    """Decode steps of one batch; now and then a prompt comes by whose pages are saved meanwhile."""
-    bench.warm_up()
-    work, rng = bench.work, Random(2)
-    visitor_tokens = 2 * work.history
-    count = max(2, (work.device_tokens - visitor_tokens) // (work.history + 200) - 1)
-    steps: list[StepFinished] = []
-    bench.engine.bus.subscribe(StepFinished, steps.append)
-    saved_before = bench.counters.saved_pages["host"]
-
-    def submit(name: str, num_tokens: int, output: int) -> None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        ids = np.array(bench.random_ids(rng, num_tokens), np.int32)
-        bench.engine.submit(Request(RequestId(name), ids, sampling, expected_tokens=output))
-
-    for index in range(count):
-        submit(f"decodes-{index}", work.history, SAVE_STEPS)
-    saving: list[float] = []  # seconds of steps that ran while the prompt before them was saved
-    others: list[float] = []
-    while bench.engine.has_work:
-        num_seen = len(steps)
-        bench.engine.step()
-        for before, step in pairwise(steps[max(0, num_seen - 1) :]):
-            if step.num_prompt_tokens or step.num_seqs != count:
-                continue
-            (saving if before.num_prompt_tokens else others).append(step.device_s)
-            if not before.num_prompt_tokens and len(others) % VISIT_EVERY == 0:
-                submit(f"visits-{len(others)}", visitor_tokens, 1)
-    saving_s, others_s = (float(np.mean(found)) if found else 0.0 for found in (saving, others))
-    yield {
-        "part": "saves",
-        "batch": count,
-        "saved_pages": bench.counters.saved_pages["host"] - saved_before,
-        "pages_a_save": visitor_tokens // bench.config.cache.page_size,
-        "steps_saving": len(saving),
-        "step_ms_saving": round(1e3 * saving_s, 3),
-        "steps_not_saving": len(others),
-        "step_ms_not_saving": round(1e3 * others_s, 3),
-        "throughput_cost": round(1 - others_s / saving_s, 4) if saving and others else None,
-        "settings": settings(bench.config),
     }
 
 

@@ -38,6 +38,20 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
+class Questions:
+    """Documents to be asked about, and the other text of a window."""
+
+    documents: tuple[Document, ...]
+    filler_ids: Sequence[int]
+    is_document_first: bool = False
+
+    def told(self, document: Document, filler: str) -> str:
+        """What a conversation begins with."""
+        texts = (document.text, filler) if self.is_document_first else (filler, document.text)
+        return "\n\n".join(texts)
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """What one way answered."""
 
@@ -90,14 +104,8 @@ def _bare(question: str) -> str:
     return question.strip().removeprefix("Question:").removesuffix("ScoredAnswer:").strip()
 
 
-def ask(
-    folder: Path,
-    config: EngineConfig,
-    way: Way,
-    filler_ids: Sequence[int],
-    documents: Sequence[Document],
-) -> Score:
-    """Fill the window with other text and a document at its end; then ask."""
+def ask(folder: Path, config: EngineConfig, way: Way, questions: Questions) -> Score:
+    """Fill the window with a document and other text; then ask."""
     config = way_config(config, way)
     window = config.sched.max_model_len
     assert window is not None
@@ -114,12 +122,12 @@ def ask(
     one = SamplingParams(temperature=0.0, max_tokens=1)
     scores: list[ScoredAnswer] = []
     began_s = perf_counter()
-    for number, document in enumerate(documents):
+    for number, document in enumerate(questions.documents):
         num_filler = window - SPARE_TOKENS - len(tokenizer.encode_chat([_user(document.text)]))
         if num_filler < window // 2 + QUESTION_TOKENS:
             continue  # the cut would reach into the document
-        filler = tokenizer.decode(filler_ids[:num_filler])
-        told = _user(f"{filler}\n\n{document.text}")
+        filler = tokenizer.decode(questions.filler_ids[:num_filler])
+        told = _user(questions.told(document, filler))
         session = SessionId(f"document-{number}")
         _answers(engine, {session: tokenizer.encode_chat([told])}, one, session, way)
         prompts = {q: tokenizer.encode_chat([told, READ, _user(q)]) for q, _ in document.questions}

@@ -3,21 +3,28 @@
 A text is fed as one long conversation, a few tokens a turn. Whenever it fills the window, half of
 it is dropped. Perplexity is that of every token after the first cut:
 
-    recompute   the kept tokens are computed again
+    whole       nothing is dropped; only where the model's context is long enough
+    recompute   the oldest tokens go, the kept tokens are computed again
     kv          their KV is moved to the new positions; the first page is kept as sink
-    no sink     the same without the sink
+    important   as kv, but the pages go that the last 64 tokens attend to least
+    no sink     as kv, without the sink
     naive       as kv, but keys keep the rotation of their old positions
+
+Agreement is the share of these tokens at which the likeliest token is the same as with nothing
+dropped. `important` reads the last tokens before the cut, so that it predicts some of a turn that
+is cut from more context than others have: `perplexity_later` leaves such turns out, for every way.
 
 With --questions FILE, documents are read at the end of a window that other text has filled. The cut
 drops the other text, and the questions are asked: how many answers hold the wanted words? Every
-way is compared with the first, question by question.
+way is compared with the first, question by question. With --document-first the document comes
+before the other text: then only a way that chooses what it drops can keep it.
 """
 
 import argparse
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
@@ -33,13 +40,15 @@ from mainstem.core.events import EventBus
 from mainstem.core.files import read_plain_or_gzip
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
-from mainstem.core.request import Request, SamplingParams
+from mainstem.core.request import Output, Request, SamplingParams
 from mainstem.core.step import Runner
 from mainstem.core.tables import table
 from mainstem.engine.build import build_engine
+from mainstem.engine.engine import Engine
+from mainstem.runner.origin import folder_origin
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.report import line
-from mainstem_bench.truncated_questions import Score, ask, compare, read_documents
+from mainstem_bench.truncated_questions import Questions, Score, ask, compare, read_documents
 from mainstem_bench.ways import WAYS, WatchedRunner, Way, way_config
 
 MIN_CUTS = 2  # a text that is cut less often says little
@@ -51,6 +60,8 @@ class Reading:
 
     way: str
     perplexity: float
+    perplexity_later: float | None  # None: every turn is cut, or none
+    agreement: float | None  # None: the text is longer than the model's context
     scored_tokens: int
     computed_tokens: int
     moved_pages: int
@@ -58,8 +69,68 @@ class Reading:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The text read without a cut: of each token, its logprob and the likeliest one in its place.
+    The first has neither."""
+
+    logprobs: list[float]
+    likeliest: list[int]
+    seconds: float
+
+    def reading(self, window: int) -> Reading:
+        """Of the tokens that are scored where a window is cut."""
+        logprobs = self.logprobs[window + 1 :]
+        return Reading(
+            way="whole",
+            perplexity=_perplexity(logprobs),
+            perplexity_later=None,
+            agreement=1.0,
+            scored_tokens=len(logprobs),
+            computed_tokens=len(self.logprobs),
+            moved_pages=0,
+            dropped_tokens=0,
+            seconds=self.seconds,
+        )
+
+
+def read_whole(folder: Path, config: EngineConfig, text_ids: Sequence[int]) -> Whole | None:
+    """None: the text is longer than the model's context."""
+    num_tokens = len(text_ids) + 1
+    if num_tokens > folder_origin(folder).spec.max_positions:
+        return None
+    sched = replace(config.sched, max_model_len=num_tokens)
+    cache = replace(config.cache, kv_tokens=config.cache.kv_tokens or 2 * num_tokens)
+    engine = build_engine(folder, replace(config, sched=sched, cache=cache))
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    began_s = perf_counter()
+    engine.submit(Request(RequestId("text"), np.array(text_ids, np.int32), sampling))
+    found = [output.prompt_logprobs for output in _outputs(engine) if output.prompt_logprobs]
+    engine.close()
+    [(_, *records)] = found
+    tokens = [record for record in records if record is not None]
+    assert len(tokens) == len(text_ids) - 1, "a token was not scored"
+    return Whole(
+        [math.nan, *(record.logprob for record in tokens)],
+        [-1, *(record.top_ids[0] for record in tokens)],
+        round(perf_counter() - began_s, 1),
+    )
+
+
+def _outputs(engine: Engine) -> list[Output]:
+    outputs: list[Output] = []
+    while engine.has_work:
+        outputs += engine.step()
+    return outputs
+
+
 def read_on(
-    folder: Path, config: EngineConfig, way: Way, text_ids: Sequence[int], turn_tokens: int
+    folder: Path,
+    config: EngineConfig,
+    way: Way,
+    text_ids: Sequence[int],
+    turn_tokens: int,
+    whole: Whole | None = None,
 ) -> Reading:
     """Feed the text as a conversation; every turn adds `turn_tokens`."""
     ids = np.array(text_ids, np.int32)
@@ -85,7 +156,10 @@ def read_on(
     began_s = perf_counter()
     # the first turn fills the window but for a turn, so that the cut falls between turns
     ends = list(range(window - turn_tokens, len(ids), turn_tokens))
+    at_cuts: set[int] = set()  # tokens of turns that are cut anew
+    before = 0
     for turn, end in enumerate([*ends, len(ids)]):
+        num_cuts = watched[0].num_cuts
         request = Request(
             request_id=RequestId(f"turn-{turn}"),
             prompt_ids=ids[:end],
@@ -94,22 +168,36 @@ def read_on(
             overflow=way.overflow,
         )
         engine.submit(request)
-        while engine.has_work:
-            engine.step()
+        _outputs(engine)
+        if watched[0].num_cuts > num_cuts:
+            at_cuts |= set(range(before + 1, end + 1))
+        before = end
     seconds = perf_counter() - began_s
     engine.check()
     engine.close()
     logprobs = watched[0].logprobs
     assert sorted(logprobs) == list(range(window + 1, len(ids))), "a token was not scored"
+    later = [logprobs[number] for number in logprobs.keys() - at_cuts]
     return Reading(
         way=way.name,
-        perplexity=math.exp(-sum(logprobs.values()) / len(logprobs)),
+        perplexity=_perplexity(logprobs.values()),
+        perplexity_later=_perplexity(later) if later else None,
+        agreement=None if whole is None else _agreement(watched[0].likeliest, whole),
         scored_tokens=len(logprobs),
         computed_tokens=counters.computed_tokens,
         moved_pages=counters.moved_pages,
         dropped_tokens=counters.dropped_tokens,
         seconds=round(seconds, 1),
     )
+
+
+def _perplexity(logprobs: Collection[float]) -> float:
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def _agreement(likeliest: dict[int, int], whole: Whole) -> float:
+    same = sum(token == whole.likeliest[number] for number, token in likeliest.items())
+    return same / len(likeliest)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -139,6 +227,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--documents", type=positive_count, default=40, metavar="N", help="of the file (40)"
     )
+    made.add_argument(
+        "--document-first",
+        action="store_true",
+        help="the document comes before the other text, so that the oldest tokens are its own",
+    )
     made.add_argument("--json", action="store_true")
     add_engine_flags(made)
     made.set_defaults(max_model_len=512)
@@ -151,29 +244,45 @@ def main(argv: list[str]) -> int:
     folder = resolve_model(config.model.model)
     tokenizer = Tokenizer.load(folder)
     text_ids = tokenizer.encode(read_text(args.text))
-    documents = None
-    if args.questions is not None:
-        documents = [document for path in args.questions for document in read_documents(path)]
+    if args.questions is None:
+        rows = _readings(folder, config, args.ways, text_ids[: args.tokens], args.turn)
+    else:
+        found = [document for path in args.questions for document in read_documents(path)]
+        questions = Questions(tuple(found[: args.documents]), text_ids, args.document_first)
+        rows = _scores(folder, config, args.ways, questions)
+    sources = args.questions or [args.text]
+    names = " ".join(source.name if source else "demo" for source in sources)
     results: list[dict[str, object]] = []
-    first: Score | None = None  # that the others are compared with
-    for name in args.ways:
-        if documents is None:
-            ids = text_ids[: args.tokens]
-            result = asdict(read_on(folder, config, WAYS[name], ids, args.turn))
-        else:
-            score = ask(folder, config, WAYS[name], text_ids, documents[: args.documents])
-            first = first or score
-            result = _question_result(score, first)
-        sources = args.questions or [args.text]
-        names = " ".join(source.name if source else "demo" for source in sources)
-        result |= {"text": names, "window": config.sched.max_model_len}
-        results.append(result)
+    for row in rows:
+        results.append(row | {"text": names, "window": config.sched.max_model_len})
         if args.json:
-            print(line("truncation", result), flush=True)
+            print(line("truncation", results[-1]), flush=True)
     if not args.json:
         header = list(dict.fromkeys(name for row in results for name in row))
         print(table(header, [[_cell(row.get(name, "")) for name in header] for row in results]))
     return 0
+
+
+def _readings(
+    folder: Path, config: EngineConfig, ways: Sequence[str], ids: Sequence[int], turn_tokens: int
+) -> Iterator[dict[str, object]]:
+    whole = read_whole(folder, config, ids)
+    if whole is not None:
+        assert config.sched.max_model_len is not None
+        yield asdict(whole.reading(config.sched.max_model_len))
+    for name in ways:
+        yield asdict(read_on(folder, config, WAYS[name], ids, turn_tokens, whole))
+
+
+def _scores(
+    folder: Path, config: EngineConfig, ways: Sequence[str], questions: Questions
+) -> Iterator[dict[str, object]]:
+    first: Score | None = None  # that the others are compared with
+    for name in ways:
+        score = ask(folder, config, WAYS[name], questions)
+        first = first or score
+        place = "first" if questions.is_document_first else "last"
+        yield _question_result(score, first) | {"document": place}
 
 
 def _question_result(score: Score, first: Score) -> dict[str, object]:

@@ -1,15 +1,21 @@
-"""Tokens per step over a job, planner off and on: the valleys of BatchLLM's Fig. 2 and 9.
+"""Tokens per step over a job: the valleys of BatchLLM's Fig. 2 and 9.
 
 The real scheduler and store run a workload against the clock of a cost model (an H200) instead of
-a device. Off: prompts in the order they come, pages kept by LRU. On: planned. With --spread 0 all
-answers are equally long, and the result is compared with the limit of the card: what is missing
-there, the scheduler lost.
+a device. `mainstem bench paper batch-tab2` measures the same on a device.
+
+    capped     prompts in the order they come, pages kept by LRU, at most --max-seqs at once
+    as given   the same, and memory is the limit
+    grouped    prompts with equal prefixes together, groups in the order they come
+    planned    groups with much to generate first
+
+With --spread 0 all answers are equally long, and the result is compared with the limit of the card:
+what is missing there, the scheduler lost.
 """
 
 import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,39 +31,41 @@ from mainstem.core.step import Int32s, Step, StepResult
 from mainstem.kv.store import KVStore
 from mainstem.models.shapes import SHAPES
 from mainstem.plan.cost import H200, span_floor_s, worth_sharing
+from mainstem.plan.planner import PlanConfig
 from mainstem.sched.scheduler import Scheduler
 from mainstem_bench.feed import Feed, Order
 from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.report import line
+from mainstem_bench.step_trace import StepTrace
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shuffled
 
 PAGE_SIZE = 16
 ELEMENT_BYTES = 2  # bf16
+WAYS = {  # how prompts are planned; None: not
+    "capped": None,
+    "as given": None,
+    "grouped": PlanConfig(reorders=False),
+    "planned": PlanConfig(),
+}
 
 
-@dataclass(slots=True)
-class Trace:
-    """One job, step by step."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way through the job."""
 
-    name: str
-    ends_s: list[float] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    num_decodes: list[int] = field(default_factory=list)
-    saving_ratio: float = 0.0
-    preemptions: int = 0
+    way: str
+    trace: StepTrace
+    saving_ratio: float
+    preemptions: int
 
     def summary(self, num_requests: int) -> dict[str, object]:
-        seconds = self.ends_s[-1]
-        spent = np.diff(self.ends_s, prepend=0.0)
-        small = np.array(self.num_tokens) < max(self.num_tokens) / 4
         return {
-            "planner": self.name,
-            "requests_per_s": round(num_requests / seconds, 2),
-            "seconds": round(seconds, 2),
-            "steps": len(self.ends_s),
+            "way": self.way,
+            "requests_per_s": round(num_requests / self.trace.seconds, 2),
+            "seconds": round(self.trace.seconds, 2),
             "saving_ratio": round(self.saving_ratio, 4),
-            "valley_share": round(float(spent[small].sum() / seconds), 3),
             "preemptions": self.preemptions,
+            **self.trace.summary(),
         }
 
 
@@ -76,6 +84,10 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--kv-tokens", type=positive_count, metavar="N", help="(the workload's own)")
     made.add_argument("--chunk-tokens", type=int, default=4096)
+    made.add_argument(
+        "--max-seqs", type=positive_count, default=256, metavar="N", help="of `capped` (256)"
+    )
+    made.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY")
     made.add_argument("--plot", type=Path, metavar="FILE.png")
     return made
 
@@ -96,18 +108,18 @@ def main(argv: list[str]) -> int:
     rng = random.Random(2)
     low, high = 1 - args.spread, 1 + args.spread
     outputs = [round(job.output * rng.uniform(low, high)) for _ in range(len(prompts))]
-    traces = [
-        run(job, model, prompts, outputs, args.chunk_tokens, is_planned)
-        for is_planned in (False, True)
-    ]
-    for trace in traces:
-        result = {"workload": job.name, **trace.summary(len(prompts))}
+    runs = []
+    for way in args.ways:
+        max_seqs = args.max_seqs if way == "capped" else None
+        config = SchedConfig(chunk_tokens=args.chunk_tokens, max_seqs=max_seqs)
+        runs.append(run(job, model, prompts, outputs, config, way))
+        result = {"workload": job.name, **runs[-1].summary(len(prompts))}
         if args.spread == 0:
             limit_s = job_floor(H200, model, job, job.kv_tokens).total_s
-            result["share_of_limit"] = round(limit_s / trace.ends_s[-1], 4)
-        print(line("valleys", result))
+            result["share_of_limit"] = round(limit_s / runs[-1].trace.seconds, 4)
+        print(line("valleys", result), flush=True)
     if args.plot is not None:
-        plot(traces, args.plot)
+        plot(runs, args.plot)
     return 0
 
 
@@ -116,40 +128,37 @@ def run(
     model: ModelCost,
     prompts: Prompts,
     outputs: Sequence[int],
-    chunk_tokens: int,
-    is_planned: bool,
-) -> Trace:
+    config: SchedConfig,
+    way: str,
+) -> Run:
     """The whole job in virtual time."""
     bus = EventBus()
     counters = Counters().attach(bus)
     store = KVStore(job.kv_tokens // PAGE_SIZE, PAGE_SIZE, b"valleys", bus)
     scheduler = Scheduler(
-        SchedConfig(chunk_tokens=chunk_tokens),
+        config,
         store,
         SHAPES[job.model_shape].vocab_size,
         job.kv_tokens,
         bus,
         worth_sharing=partial(worth_sharing, H200, model.heads),
     )
-    lengths = np.array(outputs)
-    order = Order.planned(prompts, lengths) if is_planned else Order.as_given(prompts)
+    lengths, plan = np.array(outputs), WAYS[way]
+    order = Order.as_given(prompts) if plan is None else Order.planned(prompts, lengths, plan)
     feed = Feed(scheduler, prompts, order, lengths)
-    trace = Trace("on" if is_planned else "off")
+    trace = StepTrace()
     now_s = 0.0
     while not feed.is_empty or scheduler.has_work:
         feed.top_up()
         step = scheduler.next_step()
         assert step is not None, "nothing can run, with nothing in flight"
         now_s += virtual_s(model, step)
-        trace.ends_s.append(now_s)
-        trace.num_tokens.append(step.num_tokens)
-        trace.num_decodes.append(step.num_decodes)
+        trace.add(now_s, step.num_tokens, step.num_decodes)
         tokens: Int32s = np.full(len(step.sample_rows), 7, np.int32)
         scheduler.commit(step, StepResult(tokens, {}, ()))
         scheduler.take_outputs()
     scheduler.check()
-    trace.saving_ratio, trace.preemptions = counters.saving_ratio, counters.preemptions
-    return trace
+    return Run(way, trace, counters.saving_ratio, counters.preemptions)
 
 
 def virtual_s(model: ModelCost, step: Step) -> float:
@@ -170,27 +179,27 @@ def virtual_s(model: ModelCost, step: Step) -> float:
     return flops / H200.flops_per_s + moved / H200.bytes_per_s + attention_s
 
 
-def plot(traces: list[Trace], path: Path) -> None:
-    """Tokens per step against time, decodes below, one row a trace."""
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """Tokens per step against time, decodes below, one row a way."""
     try:
         from matplotlib import pyplot  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install mainstem[plot]") from error
-    figure, rows = pyplot.subplots(len(traces), 1, figsize=(9, 5), sharex=True, sharey=True)
-    for axes, trace in zip(rows, traces, strict=True):
+    size = (9, 1 + 1.7 * len(runs))
+    figure, rows = pyplot.subplots(
+        len(runs), 1, figsize=size, sharex=True, sharey=True, squeeze=False
+    )
+    for axes, each in zip(rows[:, 0], runs, strict=True):
+        trace = each.trace
         axes.fill_between(trace.ends_s, trace.num_tokens, step="pre", color="#9ecae1", label="all")
         axes.fill_between(
             trace.ends_s, trace.num_decodes, step="pre", color="#08519c", label="decodes"
         )
         axes.set_ylabel("tokens in a step")
-        axes.set_title(
-            f"planner {trace.name}: {trace.ends_s[-1]:.1f} s, "
-            f"{trace.saving_ratio:.0%} of prompt tokens saved",
-            loc="left",
-            fontsize=10,
-        )
-    rows[0].legend(loc="lower right", fontsize=8)
-    rows[-1].set_xlabel("seconds (cost model of an H200)")
+        title = f"{each.way}: {trace.seconds:.1f} s, {each.saving_ratio:.0%} of prompt tokens saved"
+        axes.set_title(title, loc="left", fontsize=10)
+    rows[0, 0].legend(loc="lower right", fontsize=8)
+    rows[-1, 0].set_xlabel("seconds (cost model of an H200)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

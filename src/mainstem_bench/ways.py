@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mainstem.core.config import EngineConfig
-from mainstem.core.events import EventBus, PromptTruncated, RequestSubmitted
+from mainstem.core.events import EventBus, PromptTruncated
 from mainstem.core.request import Overflow
 from mainstem.core.step import InFlight, Int32s, Runner, Step, StepResult
 
@@ -25,6 +25,7 @@ WAYS = {
     for way in (
         Way("recompute", Overflow.RECOMPUTE),
         Way("kv", Overflow.KV),
+        Way("important", Overflow.IMPORTANT),
         Way("no sink", Overflow.KV, sink_tokens=0),
         Way("naive", Overflow.KV, is_naive=True),
     )
@@ -32,7 +33,8 @@ WAYS = {
 
 
 class WatchedRunner:
-    """Runs steps as they are, and notes how likely each next token of a known text was."""
+    """Runs steps as they are, and notes how likely each next token of a known text was, and which
+    token was the likeliest."""
 
     def __init__(self, runner: Runner, text_ids: Int32s, first: int, is_naive: bool) -> None:
         """Tokens from number `first` on are scored."""
@@ -40,33 +42,46 @@ class WatchedRunner:
         self._text_ids = text_ids
         self._first = first
         self._is_naive = is_naive
-        self._shift = (0, 0)  # from this position on, the text is this many tokens further
-        self.logprobs: dict[int, float] = {}  # by token number, the first time it was predicted
+        self._start = 0  # from this position on, the text is `_distances[-1]` tokens further
+        self._distances = [0]  # after each cut so far
+        # by token number, the first time it was predicted
+        self.logprobs: dict[int, float] = {}
+        self.likeliest: dict[int, int] = {}
 
     def attach(self, bus: EventBus, sink_tokens: int) -> None:
         """Follow the cuts of the one conversation there is."""
-        bus.subscribe(RequestSubmitted, lambda _: self._move(0, 0))
-        bus.subscribe(PromptTruncated, lambda event: self._move(sink_tokens, event.dropped_tokens))
+        self._start = sink_tokens
+        bus.subscribe(PromptTruncated, self._note_cut)
 
-    def _move(self, start: int, distance: int) -> None:
-        self._shift = (start, distance)
+    def _note_cut(self, event: PromptTruncated) -> None:
+        if event.dropped_tokens != self._distances[-1]:
+            self._distances.append(event.dropped_tokens)
+
+    @property
+    def num_cuts(self) -> int:
+        """Cuts so far that were not those of an earlier turn."""
+        return len(self._distances) - 1
 
     @property
     def can_overlap(self) -> bool:
         return False
 
     def launch(self, step: Step) -> "_Watched":
-        start, distance = self._shift
-        number = step.positions + np.where(step.positions >= start, distance, 0) + 1
+        # pages are weighed before the cut is made
+        distance = self._distances[-2:][0 if step.weighings else -1]
+        place = step.positions + np.where(step.positions >= self._start, distance, 0)
+        number = place + 1
         is_asked = (number >= self._first) & (number < len(self._text_ids))
         is_asked &= [int(n) not in self.logprobs for n in number]
+        if is_asked.any():  # nor are tokens scored that are read out of their place
+            is_asked &= bool((self._text_ids[place] == step.token_ids).all())
         rows = np.flatnonzero(is_asked).astype(np.int32)
         number = number[rows]
         step = replace(
             step,
             prompt_logprob_rows=rows,
             prompt_logprob_targets=self._text_ids[number],
-            num_prompt_logprobs=np.zeros(len(rows), np.int32),
+            num_prompt_logprobs=np.ones(len(rows), np.int32),
         )
         if self._is_naive:
             step = replace(step, move_by=np.zeros_like(step.move_by))
@@ -75,6 +90,9 @@ class WatchedRunner:
     def drain(self) -> None:
         """As the runner it watches."""
         self._runner.drain()
+
+    def check(self) -> None:
+        self._runner.check()
 
     def close(self) -> None:
         self._runner.close()
@@ -90,6 +108,7 @@ class _Watched:
         result = self.handle.wait()
         for number, found in zip(self.numbers.tolist(), result.prompt_logprobs, strict=True):
             self.runner.logprobs[number] = found.logprob
+            self.runner.likeliest[number] = found.top_ids[0]
         return replace(result, prompt_logprobs=())
 
     def has_ended(self) -> bool:

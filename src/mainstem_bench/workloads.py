@@ -112,6 +112,7 @@ class AttentionCase:
     kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 16
+    window: int | None = None  # keys that a token sees, its own included
     allowed_over_floor: float = 1.25  # the bar is this times the floor and 8 us
     rival_us: float | None = None  # best of FlashInfer decode and cascade, FlashAttention-3
 
@@ -120,7 +121,7 @@ class AttentionCase:
         return 1 + max(max(run.rows) for run in self.runs)
 
     def spans(self, seed: int = 0) -> Spans:
-        """The runs with pages of their own, in random physical order."""
+        """The runs with pages of their own, in random physical order; windows not yet clipped."""
         pages = [-(-run.key_tokens // self.page_size) for run in self.runs]
         return Spans(
             query_starts=np.cumsum([0] + [len(run.rows) for run in self.runs]).astype(np.int32),
@@ -143,7 +144,7 @@ class AttentionCase:
         return positions
 
 
-def _grouped(batch: int, groups: int, prefix: int, own: int) -> tuple[Run, ...]:
+def grouped(batch: int, groups: int, prefix: int, own: int) -> tuple[Run, ...]:
     """Decoding sequences in equal groups, each with a prefix in common, and own tokens."""
     degree = batch // groups
     heads = tuple(
@@ -152,8 +153,18 @@ def _grouped(batch: int, groups: int, prefix: int, own: int) -> tuple[Run, ...]:
     return heads + tuple(Run((row,), own, is_causal=True) for row in range(batch))
 
 
-def _own(lengths: list[int]) -> tuple[Run, ...]:
+def own_runs(lengths: list[int]) -> tuple[Run, ...]:
     return tuple(Run((row,), length, is_causal=True) for row, length in enumerate(lengths))
+
+
+def unequal_groups(rng: random.Random, batch: int, own: int) -> tuple[Run, ...]:
+    """Groups of 1 to 40 sequences, each with a prefix of its own length, and own tokens."""
+    runs, first = [], 0
+    while first < batch:
+        members = min(rng.randint(1, 40), batch - first)
+        runs.append(Run(tuple(range(first, first + members)), rng.randint(200, 8000)))
+        first += members
+    return (*runs, *own_runs([own] * batch))
 
 
 def _decode_cases() -> Iterator[AttentionCase]:
@@ -169,7 +180,7 @@ def _decode_cases() -> Iterator[AttentionCase]:
         ("mha32 B32 1x256+128", 32, 1, 256, 128, 32, 35.6),
         ("mha32 B256 1x2048+128", 256, 1, 2048, 128, 32, 357.4),
     ):
-        runs = _grouped(batch, groups, prefix, own)
+        runs = grouped(batch, groups, prefix, own)
         yield AttentionCase(name, runs, kv_heads=kv_heads, rival_us=rival_us)
 
 
@@ -181,26 +192,20 @@ def _unshared_cases() -> Iterator[AttentionCase]:
         ("gqa32/8 B1 own 32768", [32768]),
         ("gqa32/8 B256 ragged 1..8192", ragged),
     ):
-        yield AttentionCase(name, _own(lengths), allowed_over_floor=1.2)
+        yield AttentionCase(name, own_runs(lengths), allowed_over_floor=1.2)
 
 
 def _tree_cases() -> Iterator[AttentionCase]:
     levels = [(1, 1024), (8, 1024), (64, 512)]
     runs: list[Run] = []
     for groups, tokens in levels:
-        runs.extend(_grouped(256, groups, tokens, 0)[:groups])
-    runs.extend(_own([256] * 256))
+        runs.extend(grouped(256, groups, tokens, 0)[:groups])
+    runs.extend(own_runs([256] * 256))
     yield AttentionCase(
         "gqa32/8 B256 tree 1x1024 8x1024 64x512 +256", tuple(runs), allowed_over_floor=1.35
     )
-    rng = random.Random(0)
-    runs, first = [], 0
-    while first < 256:
-        members = min(rng.randint(1, 40), 256 - first)
-        runs.append(Run(tuple(range(first, first + members)), rng.randint(200, 8000)))
-        first += members
-    runs.extend(_own([256] * 256))
-    yield AttentionCase("gqa32/8 B256 unequal groups +256", tuple(runs), allowed_over_floor=1.4)
+    unequal = unequal_groups(random.Random(0), 256, 256)
+    yield AttentionCase("gqa32/8 B256 unequal groups +256", unequal, allowed_over_floor=1.4)
 
 
 def prefill_runs(first_row: int) -> tuple[Run, ...]:
@@ -232,7 +237,7 @@ def prefill_cases() -> tuple[AttentionCase, ...]:
 
 def mixed_cases() -> tuple[AttentionCase, AttentionCase, AttentionCase]:
     """A mixed step, and its two halves as steps of their own."""
-    decodes = _grouped(256, 16, 2000, 250)
+    decodes = grouped(256, 16, 2000, 250)
     return (
         AttentionCase("gqa32/8 mixed 7x512 over 2000, 256 decodes", decodes + prefill_runs(256)),
         AttentionCase("gqa32/8 prefill 7x512 over 2000", prefill_runs(0)),
@@ -251,5 +256,5 @@ def relay_case(batch: int, context: int, system: int, is_shared: bool) -> Attent
     Not shared means stored once and read by every sequence (vLLM-PS in the paper).
     """
     name = f"mha52 B{batch} 1x{system}+{context} {'reads' if is_shared else 'storage'}"
-    once, each = _grouped(batch, 1, system, context), _own([system + context] * batch)
+    once, each = grouped(batch, 1, system, context), own_runs([system + context] * batch)
     return AttentionCase(name, once if is_shared else each, heads=52, kv_heads=52)

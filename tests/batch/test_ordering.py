@@ -118,6 +118,9 @@ def test_what_one_window_taught_orders_the_next() -> None:
             estimate.observe(template, 1 if prompts[index][0] == 5 else 8)
     (second,) = planner.plan(a_window(prompts)).stretches(estimate)
     assert second.row_indices.tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
+    kept = WindowPlanner(PlanConfig(reorders=False), has_dedupe=False)
+    (third,) = kept.plan(a_window(prompts)).stretches(estimate)
+    assert third.row_indices.tolist() == list(range(8))
 
 
 def test_templates_keep_their_number_from_window_to_window() -> None:

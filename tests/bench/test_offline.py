@@ -77,7 +77,7 @@ def test_a_plan_saves_where_memory_is_short() -> None:
         engine = an_engine(num_pages=24, config=SchedConfig(chunk_tokens=64))
         saved[is_planned] = run_job(engine, prompts, 4, is_planned).counters.saving_ratio
     assert saved[True] == pytest.approx(3 / 4 * 24 / 29, abs=0.02)
-    assert saved[False] < 0.5 * saved[True]
+    assert saved[False] < 0.6 * saved[True]  # eviction looks ahead over the queue by itself
 
 
 @pytest.mark.parametrize("is_planned", [True, False])

@@ -8,6 +8,7 @@ import pytest
 
 from mainstem.core.errors import ConfigError
 from mainstem_bench import sessions, settings
+from mainstem_bench.session_engine import Bench
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, object]]:
@@ -33,7 +34,7 @@ def test_a_line_a_turn_and_later_turns_find_their_history(
 def test_a_part_that_fails_is_told_and_the_others_go_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(bench: sessions.Bench) -> Iterator[dict[str, object]]:
+    def broken(bench: Bench) -> Iterator[dict[str, object]]:
         yield {"part": "preload", "layers": "all"}
         raise RuntimeError("no such layer")
 
@@ -55,9 +56,13 @@ def test_parts_that_would_begin_too_late_are_left_out(capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_the_other_parts_give_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--part", "preload", "--part", "saves", "--part", "document"]
+    parts = ["preload", "saves", "document", "busy", "saving", "grain"]
+    argv = [word for part in parts for word in ("--part", part)]
     lines = run(capsys, *argv, "--document-tokens", "200")
-    assert [line["part"] for line in lines] == [*["preload"] * 6, "saves", "document"]
+    found = [line["part"] for line in lines]
+    assert found[:8] == [*["preload"] * 6, "saves", "document"]
+    assert found[8:] == [*["busy"] * 6, *["saving"] * 9]  # grain needs a GPU
+    assert all(line["saved_pages"] > 0 for line in lines[14:])  # type: ignore[operator]
     assert [line["layers"] for line in lines[:6]] == ["all", "0", "5", "10", "15", "auto"]
     assert lines[6]["steps_saving"] > 0  # type: ignore[operator]
 

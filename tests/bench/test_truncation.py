@@ -16,7 +16,13 @@ from mainstem.core.request import Overflow
 from mainstem.sched.truncation import TruncationRules, Truncator
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.chat_sessions import Chats, ChatWork
-from mainstem_bench.truncated_questions import ScoredAnswer, ask, compare, read_documents
+from mainstem_bench.truncated_questions import (
+    Questions,
+    ScoredAnswer,
+    ask,
+    compare,
+    read_documents,
+)
 from mainstem_bench.truncation import main, read_on
 from mainstem_bench.ways import WAYS
 from tests.builders import a_request
@@ -96,8 +102,9 @@ def test_a_text_that_is_hardly_cut_is_refused(smollm2_folder: Path, text_ids: li
         read_on(smollm2_folder, CONFIG, WAYS["kv"], text_ids[:100], TURN)
 
 
+@pytest.mark.parametrize("way", ["kv", "important"])
 def test_questions_are_asked_after_the_cut(
-    smollm2_folder: Path, text_ids: list[int], tmp_path: Path
+    way: str, smollm2_folder: Path, text_ids: list[int], tmp_path: Path
 ) -> None:
     path = tmp_path / "questions.jsonl"
     question = "\n\nQuestion: What is the name of the cat?\nAnswer:"
@@ -106,7 +113,8 @@ def test_questions_are_asked_after_the_cut(
     path.write_text(json.dumps(row) + "\n")
     config = EngineConfig(model=ModelConfig(threads=1), sched=SchedConfig(max_model_len=256))
     filler = [*text_ids, *text_ids]
-    score = ask(smollm2_folder, config, WAYS["kv"], filler, read_documents(path))
+    questions = Questions(tuple(read_documents(path)), filler)
+    score = ask(smollm2_folder, config, WAYS[way], questions)
     assert score.questions == 2
     assert score.moved_pages > 0
     assert score.accuracy == 100.0
@@ -148,7 +156,9 @@ def test_the_command_prints_a_line_a_way(
         main([*flags, "--turn", "16", "--tokens", "140", "--ways", "kv", "no sink", "--json"]) == 0
     )
     rows = [json.loads(row) for row in capsys.readouterr().out.splitlines()]
-    assert [row["way"] for row in rows] == ["kv", "no sink"]
+    assert [row["way"] for row in rows] == ["whole", "kv", "no sink"]
+    assert rows[0]["agreement"] == 1.0
+    assert all(0.2 < row["agreement"] < 1.0 for row in rows[1:])
     assert all(row["perplexity"] > 1 for row in rows)
 
 
@@ -156,6 +166,6 @@ def test_chats_go_through_the_template_that_is_named(smollm2_folder: Path, tmp_p
     model = ModelConfig(threads=1, chat_template=str(tmp_path / "none.jinja"))
     config = EngineConfig(model=model, sched=SchedConfig(max_model_len=256))
     with pytest.raises(ModelNotFound, match=r"none\.jinja"):
-        ask(smollm2_folder, config, WAYS["kv"], [], [])
+        ask(smollm2_folder, config, WAYS["kv"], Questions((), []))
     with pytest.raises(ModelNotFound, match=r"none\.jinja"):
         Chats(ChatWork((), 1, 1, 1, 1, ()), config)

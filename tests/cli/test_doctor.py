@@ -13,6 +13,7 @@ from mainstem.cli import doctor, models
 from mainstem.core.config import DType, StoreConfig
 from mainstem.models.weights import compute_dtype
 from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_cpu
+from mainstem.runner.rank_sizes import RankSize
 
 CPU = DeviceFacts("cpu", "Neoverse-N1", 2, 24 << 30, 20 << 30, ("asimddp",), has_fast_bf16=False)
 GPU = DeviceFacts("cuda", "H200", 132, 140 << 30, 139 << 30, ("sm_90",), has_fast_bf16=True)
@@ -150,11 +151,22 @@ def test_a_model_tells_what_its_keys_and_values_take(
     told = capsys.readouterr().out
     assert "256 bytes a token in bfloat16" in told
     assert "75% of that has left the windows" in told
+    assert "  ranks     2: " in told
+    assert "128 bytes of KV a token each" in told
     assert "weights   bfloat16" in told
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert doctor.main(["--model", str(tmp_path)]) == 0
     assert "weights   AWQ, 4 bits, groups of 32, zero points" in capsys.readouterr().out
+
+
+def test_ranks_that_fit_are_told_from_those_that_do_not() -> None:
+    """A card of 140 GiB: 0.9 of it, less 2 GiB of buffers, less the weights."""
+    gib = 1 << 30
+    large, half = RankSize(1, 130 * gib, 1 << 20), RankSize(2, 65 * gib, 1 << 19)
+    assert doctor.fitting_tokens(large, GPU) == 0
+    assert doctor.fitting_tokens(half, GPU) == (126 - 2 - 65) * gib // (1 << 19)
+    assert doctor.fitting_tokens(half, CPU) is None
 
 
 def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,8 +42,9 @@ def test_only_programs_set_how_often_threads_take_turns() -> None:
     finally:
         sys.setswitchinterval(before)
     package = Path(mainstem.__file__).parent
-    who = [path for path in package.rglob("*.py") if "setswitchinterval(" in path.read_text()]
-    assert sorted(who) == [package / "cli/main.py", package / "server/engine_process.py"]
+    found = [path for path in package.rglob("*.py") if "setswitchinterval(" in path.read_text()]
+    programs = ("cli/main.py", "runner/ranks/rank.py", "server/engine_process.py")
+    assert sorted(found) == [package / program for program in programs]
 
 
 def test_a_terminal_without_a_character_gets_a_question_mark(

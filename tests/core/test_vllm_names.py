@@ -25,7 +25,7 @@ GIVEN: dict[str, object] = {row.argument: row.default for row in SETTINGS} | {"d
         ({"max_num_batched_tokens": 512}, "chunk_tokens", 512),
         ({"max_num_batched_tokens": None}, "chunk_tokens", None),
         ({"block_size": 32}, "page_size", 32),
-        ({"tensor_parallel_size": 1, "trust_remote_code": False}, "page_size", 16),
+        ({"tensor_parallel_size": 2, "trust_remote_code": False}, "tensor_parallel", 2),
         ({"tokenizer": "smollm2"}, "model", "smollm2"),
     ],
 )
@@ -44,9 +44,8 @@ def test_vllms_names_of_dtypes_are_taken(dtype: str, own: str) -> None:
 @pytest.mark.parametrize(
     ("others", "complaint"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported: one GPU"),
-        ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
-        ({"max_num_seqs": 256}, "max_num_seqs=256 is not supported: requests are not counted"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+        ({"data_parallel_size": True}, "data_parallel_size=True"),
         ({"enforce_eager": True}, "CUDA graphs"),
         ({"trust_remote_code": True}, "is never run"),
         ({"quantization": "awq"}, "use quantize='int8'"),

@@ -3,17 +3,22 @@
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mainstem.cli import cache
 from mainstem.core.config import CacheConfig, EngineConfig, ModelConfig, StoreConfig
-from mainstem.core.errors import UnsupportedModel
+from mainstem.core.errors import ConfigError, UnsupportedModel
+from mainstem.core.step import Runner
+from mainstem.engine import build
 from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
 from mainstem.models.weights import checkpoint_digest
-from mainstem.runner.origin import folder_origin
+from mainstem.runner.facts import RunnerFacts
+from mainstem.runner.origin import Origin, folder_origin
+from mainstem.runner.ranks.load import load_model
 from tests.builders import a_request, run_all
 from tests.models.checkpoints import make_checkpoint
 
@@ -54,6 +59,27 @@ def test_what_is_ignored_is_part_of_what_pages_are_named_after(folder: Path) -> 
     assert plain.digest() == folder_origin(folder, ["scale_depth"]).digest()
     assert plain.spec.ignored_fields == ()
     assert checkpoint_digest(folder) == plain.weights.wait()
+
+
+def test_a_runner_is_closed_where_the_rest_cannot_be_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes would go on."""
+    made: list[Runner] = []
+    closed: list[Runner] = []
+
+    def load(origin: Origin, config: EngineConfig) -> tuple[Runner, RunnerFacts]:
+        runner, facts = load_model(origin, config)
+        made.append(runner)
+        monkeypatch.setattr(runner, "close", lambda: closed.append(runner))
+        return runner, facts
+
+    monkeypatch.setattr(build, "load_model", load)
+    config = replace(a_config("scale_depth"), store=StoreConfig(host_gb=1e6))
+    with pytest.raises(ConfigError, match="host_gb=1e"):
+        build_engine(folder, config)
+    assert closed == made
+    assert len(made) == 1
 
 
 def with_disk(folder: Path, disk: Path) -> Engine:

@@ -73,6 +73,7 @@ class _Asked:
     request: Request
     max_tokens: int
     is_cut_short: bool = False
+    weighed: Request | None = None  # as it was given, if its cut depends on attention
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: list[tuple[TokenLogprobs | None, ...]] = field(default_factory=list)
@@ -234,6 +235,8 @@ class _Stress:
         self.engine.submit(request)
         room, wanted = window - len(kept.prompt_ids), request.sampling.max_tokens
         asked = _Asked(kept, room if wanted is None else min(room, wanted))
+        if request.overflow is Overflow.IMPORTANT:
+            asked.weighed = request
         self.asked[request.request_id] = asked
         if request.session is not None:
             said = [*request.prompt_ids.tolist(), *asked.alone(rng.randint(1, 3))[0]]
@@ -268,7 +271,7 @@ class _Stress:
         )
         if session is None:
             return request
-        overflow = rng.choice([None, Overflow.KV, Overflow.RECOMPUTE])
+        overflow = rng.choice([None, Overflow.KV, Overflow.IMPORTANT, Overflow.RECOMPUTE])
         return replace(request, session=SessionId(session), overflow=overflow)
 
     def _sampling(self, has_form: bool) -> SamplingParams:
@@ -304,7 +307,10 @@ class _Stress:
             self.step()
         assert not self.engine.has_work, "the engine did not come to rest"
         self.engine.check()
+        truncator = self.engine._scheduler._intake._truncator  # it knows what was chosen
         for asked in self.asked.values():
+            if asked.weighed is not None:
+                asked.request, _ = truncator.fit(asked.weighed)
             asked.compare()
         self.engine.clear_cache()
         self.engine.flush()

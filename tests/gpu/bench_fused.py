@@ -214,13 +214,13 @@ def check_fp8_rows() -> None:
 def check_fp8_linear() -> None:
     for num_out, num_in in ((6144, 4096), (1000, 584), (2880, 4096), (5120, 2880), (7680, 2560)):
         weight, bias = some(num_out, num_in), some(num_out, seed=1)
-        linear = Fp8Linear(weight, bias)
-        emulated = Fp8Linear(weight.cpu(), bias.cpu())
+        linear = Fp8Linear.quantize(weight, bias)
+        emulated = Fp8Linear.quantize(weight.cpu(), bias.cpu())
         for tokens in (1, 17, 200):
             x = some(tokens, num_in, seed=tokens)
             assert off_by(linear(x).cpu(), emulated(x.cpu())) < 5e-3
             assert torch.equal(linear(quantize_rows(x)), linear(x))
-    half = Fp8Linear(weight.half(), bias.half(), torch.float16)
+    half = Fp8Linear.quantize(weight.half(), bias.half(), torch.float16)
     assert half(x.half()).dtype == torch.float16
     assert off_by(half(x.half()), linear(x)) < 5e-3
 
@@ -462,7 +462,7 @@ def time_sampling(report: Report) -> None:
 def time_products(report: Report) -> None:
     for name, (num_out, num_in) in LINEARS.items():
         weights = [some(num_out, num_in, seed=seed) for seed in range(3)]
-        linears = [Fp8Linear(weight) for weight in weights]
+        linears = [Fp8Linear.quantize(weight) for weight in weights]
         for tokens in TOKENS:
             x = some(tokens, num_in)
             rows = quantize_rows(x)

@@ -1,23 +1,25 @@
 """Compiles every kernel for a target, without its card.
 
-`python -m tests.kernels.aot_compile TARGET`
+`python -m tests.kernels.aot_compile TARGET`, or `layouts` for Hopper's kernels with more layouts of
+heads.
 
 Prints one line per kernel. A process of its own, since the other kernel tests need the interpreter.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from mainstem.kernels.attention.cutting import Shape
 from mainstem.kernels.attention.hopper import large as hopper_large
 from mainstem.kernels.attention.hopper import small as hopper_small
-from mainstem.kernels.attention.hopper.rows import PANELS
+from mainstem.kernels.attention.hopper.rows import tail_of, tiles_of
+from mainstem.kernels.attention.hopper.small_reads import rows_of_box
 from mainstem.kernels.attention.merge import _merge_kernel
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
@@ -26,19 +28,28 @@ from mainstem.kernels.attention.tuning import (
     FALLBACK,
     FALLBACK_WIDE_HEADS,
     HOPPER,
-    HOPPER_SPLIT,
     HOPPER_WIDE_HEADS,
-    SPLIT_HEAD_DIMS,
+    SPLIT_TILES,
     Tiles,
 )
 from mainstem.kernels.dense.activations import Act, _activation_kernel
-from mainstem.kernels.dense.head_norms import _head_norm_kernel, _joint_norm_kernel
+from mainstem.kernels.dense.fp8_blocks import _quantize_groups_kernel
+from mainstem.kernels.dense.head_norms import (
+    _head_norm_kernel,
+    _joint_norm_kernel,
+    _joint_squares_kernel,
+)
+from mainstem.kernels.dense.int4 import TILES as INT4_TILES
+from mainstem.kernels.dense.int4 import _dequantize_kernel, _product_kernel
 from mainstem.kernels.dense.invariant import _matmul_kernel
 from mainstem.kernels.dense.logits import _scale_logits_kernel
 from mainstem.kernels.dense.norms import _norm_kernel
 from mainstem.kernels.dense.rows import _quantize_kernel
 from mainstem.kernels.experts.activate import _gated_rows_kernel
 from mainstem.kernels.experts.combine import _combine_kernel
+from mainstem.kernels.experts.packed import FEW as PACKED_FEW
+from mainstem.kernels.experts.packed import MANY as PACKED_MANY
+from mainstem.kernels.experts.packed import _packed_down_kernel, _packed_gate_up_kernel
 from mainstem.kernels.experts.products import FEW, MANY, _down_kernel, _gate_up_kernel
 from mainstem.kernels.experts.products import Tiles as ExpertTiles
 from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router_kernel
@@ -60,11 +71,13 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+LAYOUTS = "layouts"
+TARGETS[LAYOUTS] = TARGETS["sm_90"]
 INT_POINTERS = (
     "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr", "tickets_ptr",
     "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr", "ids_ptr", "counts_ptr",
     "sorted_ptr", "sorted_experts_ptr", "ends_ptr", "tile_experts_ptr", "tile_starts_ptr",
-    "experts_ptr",
+    "experts_ptr", "factors_ptr",
 )  # fmt: skip
 LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")
 FLOAT_POINTERS = (
@@ -113,31 +126,87 @@ def _span_constants(tiles: Tiles, head_dim: int = 128) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _hopper_jobs() -> Iterator[Job]:
-    tiles = HOPPER_SPLIT
-    for head_dim, page_size, fold in ((128, 16, 4), (64, 32, 2), (128, 64, 4), (128, 16, 2)):
-        constants = {
-            "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size, "HAS_LSE": True
+@dataclass(frozen=True)
+class HopperShape:
+    """What Hopper's kernels are compiled for."""
+
+    head_dim: int = 128
+    page_size: int = 16
+    group: int = 4
+    kv_heads: int = 8
+    has_window: bool = False
+    softcap: float = 0.0
+
+
+HOPPER_SHAPES = (
+    HopperShape(),
+    HopperShape(64, 32, 32),
+    HopperShape(80, 32, 13, 1, has_window=True),
+    HopperShape(96, 64),
+    HopperShape(256, 16, 2, has_window=True, softcap=50.0),
+)
+MORE_SHAPES = (
+    HopperShape(128, 64, has_window=True),
+    HopperShape(128, 16, 8, 2),
+    HopperShape(128, 16, 8, 1, has_window=True, softcap=50.0),
+    HopperShape(64, 16, 71, 1),
+    HopperShape(80, 16, 1, 32),
+    HopperShape(256, 64, 12, 1),
+    HopperShape(256, 16, 8, 2, has_window=True, softcap=50.0),
+)
+
+
+def _hopper_jobs(shapes: Sequence[HopperShape]) -> Iterator[Job]:
+    for shape in shapes:
+        tiles = SPLIT_TILES[shape.head_dim]
+        cut = Shape(shape.group, shape.kv_heads, shape.page_size, 264, tiles)
+        constants: dict[str, object] = {
+            "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim,
+            "PAGE_SIZE": shape.page_size, "HAS_LSE": True, "HAS_WINDOW": shape.has_window,
+            "SOFTCAP": shape.softcap,
         }  # fmt: skip
-        own = {"TILE_K": tiles.large_k, "STAGES": tiles.large_stages}
-        yield _gluon_job(hopper_large._large_units_kernel, constants | own, page_size, hopper_large)
-        for is_first in (False, True):
-            own = {"FOLD": fold, "STAGES": tiles.small_stages, "IS_FIRST": is_first}
-            rows = hopper_small.rows_of_box(fold, page_size)
-            yield _gluon_job(hopper_small._small_units_kernel, constants | own, rows, hopper_small)
-    for head_dim in SPLIT_HEAD_DIMS:
-        merge = {"HEADS": 32, "HEAD_DIM": head_dim, "DIM": head_dim, "IS_ORDERED": False,
-                 "HAS_LSE": True, "IS_PACKED": True, "OVERLAPS": True}  # fmt: skip
+        own: dict[str, object] = {"TILE_K": tiles.large_k, "STAGES": tiles.large_stages}
+        options = {"num_warps": hopper_large.NUM_WARPS, "maxnreg": hopper_large.MAX_REGISTERS}
+        yield _gluon_job(
+            hopper_large._large_units_kernel, constants | own, shape.page_size, options, 227 << 10
+        )
+        options = {
+            "num_warps": hopper_small.NUM_WARPS,
+            "maxnreg": hopper_small.max_registers(tiles.programs_per_sm),
+        }
+        for is_first in (False, True) if shape == HopperShape() else (False,):
+            own = {"FOLD": cut.fold, "SPLITS": cut.splits, "STAGES": tiles.small_stages,
+                   "IS_FIRST": is_first}  # fmt: skip
+            yield _gluon_job(
+                hopper_small._small_units_kernel,
+                constants | own,
+                rows_of_box(cut.fold, shape.page_size),
+                options,
+                (228 << 10) // tiles.programs_per_sm - 1024,
+            )
+    for head_dim in {shape.head_dim for shape in shapes}:
+        merge = {"HEADS": 32, "HEAD_DIM": head_dim, "DIM": 1 << (head_dim - 1).bit_length(),
+                 "IS_ORDERED": False, "HAS_LSE": True, "IS_PACKED": True,
+                 "OVERLAPS": True}  # fmt: skip
         yield Job(_merge_partials_kernel, merge, {"partial_ptr": "*fp16"})
 
 
 def _gluon_job(
-    kernel: triton.JITFunction, constants: Mapping[str, object], rows: int, module: ModuleType
+    kernel: triton.JITFunction,
+    constants: Mapping[str, object],
+    rows: int,
+    options: dict[str, int],
+    most_shared: int,
 ) -> Job:
-    box = f"tensordesc<bf16[{rows}, 64],{PANELS!r}>"
-    options = {"num_warps": module.NUM_WARPS, "maxnreg": module.MAX_REGISTERS}
+    tail = tail_of(int(str(constants["HEAD_DIM"])))
+    box = f"tensordesc<bf16[{rows}, 64],{tiles_of(64)!r}>"
     types = {"k_desc": box, "v_desc": box, "partial_ptr": "*fp16"}
-    return Job(kernel, constants, types, options, GluonASTSource)
+    if tail:
+        box = f"tensordesc<bf16[{rows}, {tail}],{tiles_of(tail)!r}>"
+        types |= {"k_tail_desc": box, "v_tail_desc": box}
+    else:
+        constants = {**constants, "k_tail_desc": None, "v_tail_desc": None}
+    return Job(kernel, constants, types, options, GluonASTSource, most_shared)
 
 
 def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
@@ -181,8 +250,11 @@ def _norm_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:
     for is_stablelm in (False, True):
         kind = {"IS_LAYER": is_stablelm, "HAS_OWN_GAINS": is_stablelm}
         yield Job(_head_norm_kernel, {**heads, **kind})
-    joint = {"Q_SIZE": 4096, "Q_BLOCK": 4096, "K_SIZE": 1024, "K_BLOCK": 1024, "IS_LAYER": False}
-    yield Job(_joint_norm_kernel, {**joint, **overlaps})
+    joint = {"Q_SIZE": 4096, "Q_BLOCK": 4096, "K_SIZE": 1024, "K_BLOCK": 1024, **overlaps}
+    yield Job(_joint_norm_kernel, {**joint, "IS_LAYER": False, "squares_ptr": None})
+    of_ranks = {"squares_ptr": "*fp32"}
+    yield Job(_joint_norm_kernel, {**joint, "IS_LAYER": False}, of_ranks)
+    yield Job(_joint_squares_kernel, joint, of_ranks)
     if has_fp8:
         yield Job(_norm_kernel, llama, {"out_ptr": "*fp8e4nv"})
         yield Job(_quantize_kernel, row, {"out_ptr": "*fp8e4nv"})
@@ -266,22 +338,64 @@ def _grouped_jobs(tiles: ExpertTiles, target: str, overlaps: dict[str, bool]) ->
         yield Job(kernel, constants, types, {"num_warps": tile.warps, "num_stages": stages})
 
 
+def _packed_jobs(target: str) -> Iterator[Job]:
+    """4-bit weights, and rows for fp8 in blocks."""
+    common = {"OVERLAPS": target == "sm_90", "IS_PTX": target != "gfx942"}
+    int4 = {"GROUP": 128, "IS_MXFP4": False, "IS_EVEN": True, **common}
+    mxfp4 = {"GROUP": 32, "IS_MXFP4": True, "IS_EVEN": False, **common}
+    words = {"words_ptr": "*i16"}
+    yield Job(_dequantize_kernel, {**int4, "GROUP": 32, "TILE_OUT": 64}, words)
+    is_hopper = target == "sm_90"
+    for tile in (INT4_TILES[0], INT4_TILES[-1]) if is_hopper else (INT4_TILES[0],):
+        sizes = {"TILE_OUT": tile.outs, "TILE_TOKENS": tile.tokens, "STEP": tile.blocks}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages if is_hopper else 2}
+        yield Job(
+            _product_kernel,
+            {**int4, **sizes, "IS_SPLIT": tile is INT4_TILES[0], "HAS_BIAS": True, "UPCAST": False},
+            words,
+            options,
+            most_shared=SHARED_BYTES[is_hopper],
+        )
+    for tiles in (PACKED_FEW, PACKED_MANY) if is_hopper else (PACKED_FEW,):
+        gated = {"ACTIVATION": "clamped", "HAS_BIAS": True}
+        for kernel, part, own in (
+            (_packed_gate_up_kernel, tiles.gate_up, gated),
+            (_packed_down_kernel, tiles.down, {}),
+        ):
+            sizes = {"TILE_ROWS": part.rows, "TILE_COLUMNS": part.columns, "GROUP_ROWS": 8}
+            yield Job(
+                kernel,
+                {**mxfp4, **sizes, **own, "UPCAST": False},
+                words,
+                {"num_warps": part.warps, "num_stages": part.stages if is_hopper else 2},
+                most_shared=SHARED_BYTES[is_hopper],
+            )
+    if is_hopper:
+        groups = {"GROUPS": 112, "LANES": 128, "SIZE": 128, "OVERLAPS": True}
+        yield Job(_quantize_groups_kernel, groups, {"out_ptr": "*fp8e4nv"}, {"num_warps": 16})
+
+
 def _copy_jobs() -> Iterator[Job]:
     types = {"layers_ptr": "*i32", "pages_ptr": "*i32", "buffer_ptr": "*i32"}
     yield Job(_spread_kernel, {"TILE": 2048}, types)
     yield Job(_move_kernel, {"BLOCK": 1024})
 
 
+def _jobs(target: str) -> Iterator[Job]:
+    if target == LAYOUTS:
+        yield from _hopper_jobs(MORE_SHAPES)
+        return
+    yield from _attention_jobs(HOPPER if target == "sm_90" else FALLBACK)
+    if target == "sm_90":
+        yield from _hopper_jobs(HOPPER_SHAPES)
+    yield from _copy_jobs()
+    yield from _other_jobs(target)
+    yield from _expert_jobs(target)
+    yield from _packed_jobs(target)
+
+
 def compile_all(target: str) -> None:
-    tiles = HOPPER if target == "sm_90" else FALLBACK
-    hopper_jobs = _hopper_jobs() if target == "sm_90" else ()
-    for job in (
-        *_attention_jobs(tiles),
-        *hopper_jobs,
-        *_copy_jobs(),
-        *_other_jobs(target),
-        *_expert_jobs(target),
-    ):
+    for job in _jobs(target):
         names = job.kernel.arg_names
         signature = {n: "constexpr" if n in job.constants else _type_of(n) for n in names}
         source = job.source(

@@ -13,7 +13,10 @@ import pytest
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 @pytest.mark.parametrize(
     "target",
-    ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "gfx942"))],
+    [
+        "sm_90",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "gfx942", "layouts")),
+    ],
 )
 def test_every_kernel_compiles_for(target: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -40,7 +40,7 @@ def test_a_token_is_quantized_by_its_own_peak() -> None:
 @pytest.mark.parametrize(("num_out", "num_in"), [(48, 64), (50, 72), (1, 80), (33, 40)])
 def test_the_linear_multiplies_the_rounded_numbers(num_out: int, num_in: int) -> None:
     weight, bias, x = some(num_out, num_in), some(num_out, seed=1), some(5, num_in, seed=2)
-    linear = Fp8Linear(weight, bias, out_dtype=torch.float32)
+    linear = Fp8Linear.quantize(weight, bias, out_dtype=torch.float32)
     w_values, w_scale = quantize_weight(weight)
     x_values, x_scales = quantize_rows(x)
     right = (x_values.double() * x_scales) @ (w_values.double() * w_scale[:, None]).t() + bias
@@ -51,12 +51,12 @@ def test_the_linear_multiplies_the_rounded_numbers(num_out: int, num_in: int) ->
 
 
 def test_the_answer_has_the_dtype_asked_for() -> None:
-    assert Fp8Linear(some(16, 32))(some(2, 32)).dtype == torch.bfloat16
+    assert Fp8Linear.quantize(some(16, 32))(some(2, 32)).dtype == torch.bfloat16
 
 
 def test_a_wrong_width_is_named() -> None:
     with pytest.raises(ValueError, match="takes 32 columns, got 16"):
-        Fp8Linear(some(16, 32))(some(2, 16))
+        Fp8Linear.quantize(some(16, 32))(some(2, 16))
 
 
 def test_an_old_card_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

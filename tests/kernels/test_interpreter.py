@@ -13,7 +13,8 @@ MODULES = [
     "test_span.py", "test_span_kinds.py", "test_merge.py", "test_merge_partials.py",
     "test_append.py", "test_rotate.py", "test_norms.py", "test_activations.py", "test_sample.py",
     "test_invariant.py",
-    "test_transfer.py", "test_upload.py", "test_experts.py",
+    "test_transfer.py", "test_upload.py", "test_experts.py", "test_int4.py",
+    "test_packed_experts.py",
 ]  # fmt: skip
 
 
@@ -26,6 +27,8 @@ def test_kernels_pass_their_tests_under_the_interpreter(which: str) -> None:
         *(f"tests/kernels/{name}" for name in MODULES),
         "tests/runner/test_gpu.py",
         "tests/runner/test_gpu_recipes.py",
+        "tests/runner/test_gpu_packed.py",
+        "tests/runner/test_gpu_linears.py",
     ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-m", which, *paths],

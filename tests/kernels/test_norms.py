@@ -13,7 +13,7 @@ from torch import Tensor  # noqa: E402
 
 from mainstem.kernels import LayoutError  # noqa: E402
 from mainstem.kernels.dense import reference  # noqa: E402
-from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_  # noqa: E402
+from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_, joint_squares  # noqa: E402
 from mainstem.kernels.dense.norms import (  # noqa: E402
     Delta,
     Norm,
@@ -181,6 +181,34 @@ def test_norms_of_queries_and_keys_leave_the_values(
     check(head_norm_, [(dim,), (dim,)], dim)
     check(head_norm_, [(heads, dim), (kv_heads, dim)], dim)
     check(joint_norm_, [(heads * dim,), (kv_heads * dim,)], 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["rms", "rms, fp32 gain"])
+def test_joint_norms_of_heads_in_parts(kind: str, dtype: torch.dtype) -> None:
+    """Two parts of 3 query heads and a key head each, as two ranks have them."""
+    heads, kv_heads, dim = 6, 2, 24
+    qkv = some(3, (heads + 2 * kv_heads) * dim, dtype) + 1
+    q_norm, k_norm = a_norm(kind, heads * dim, dtype), a_norm(kind, kv_heads * dim, dtype, seed=1)
+    whole = qkv.clone()
+    joint_norm_(whole, q_norm, k_norm, heads, kv_heads, dim)
+
+    def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
+        """Of rows or gains of queries, keys and values."""
+        sizes = [n * dim for n in (heads, kv_heads, kv_heads)]
+        thirds = [third.chunk(2, dim=-1) for third in torch.split(x, sizes, dim=-1)]
+        return [torch.cat(pair, dim=-1) for pair in zip(*thirds, strict=True)]
+
+    parts = parts_of(qkv)
+    squares = torch.zeros(3, 2)
+    for part in parts:
+        squares += joint_squares(part, 3, 1, dim, 2, torch.empty(3, 2))
+    for index, (part, right) in enumerate(zip(parts, parts_of(whole), strict=True)):
+        norms = [Norm(n.gain.chunk(2)[index].contiguous(), EPS) for n in (q_norm, k_norm)]
+        joint_norm_(part, norms[0], norms[1], 3, 1, dim, squares)
+        assert_close(part, right)
+    with pytest.raises(LayoutError, match="squares must be"):
+        joint_norm_(parts[0], norms[0], norms[1], 3, 1, dim, squares[:2])
 
 
 def test_no_tokens_is_no_work() -> None:

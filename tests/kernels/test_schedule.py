@@ -17,11 +17,27 @@ from mainstem.kernels import AttentionLimits
 from mainstem.kernels.attention import layout
 from mainstem.kernels.attention import plan as plans
 from mainstem.kernels.attention.cutting import Option, Pick, Shape, pick_fastest
-from mainstem.kernels.attention.tuning import HOPPER, HOPPER_SPLIT, Tiles, choose_tiles
+from mainstem.kernels.attention.ops import HEAD_DIMS
+from mainstem.kernels.attention.tuning import (
+    HOPPER,
+    HOPPER_SPLIT,
+    HOPPER_WIDE_HEADS,
+    SPLIT_TILES,
+    Tiles,
+    choose_tiles,
+)
 from mainstem.kernels.attention.unshare import unshare
 from mainstem.kernels.attention.window import clip_spans
 from mainstem_bench.cuts import random_step
-from mainstem_bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases
+from mainstem_bench.heads import random_shapes
+from mainstem_bench.kernel import seen_spans
+from mainstem_bench.workloads import (
+    AttentionCase,
+    Run,
+    kernel_cases,
+    mixed_cases,
+    unequal_groups,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -487,12 +503,13 @@ def test_hoppers_own_kernels_are_chosen_for_what_they_have(
     monkeypatch.setattr(torch.version, "hip", None)
     card, half = torch.device("cuda"), torch.bfloat16
     assert choose_tiles(card, half, 128, can_split=True) is HOPPER_SPLIT
+    for head_dim in HEAD_DIMS:
+        assert choose_tiles(card, half, head_dim, can_split=True) is SPLIT_TILES[head_dim]
+        for can_split in (False, True):
+            assert not choose_tiles(card, torch.float32, head_dim, can_split=can_split).is_split
     for head_dim in (64, 80, 96, 128):
         assert choose_tiles(card, half, head_dim, can_split=False) is HOPPER
-    for can_split in (False, True):
-        assert not choose_tiles(card, half, 80, can_split=can_split).is_split
-        assert not choose_tiles(card, half, 256, can_split=can_split).is_split
-        assert not choose_tiles(card, torch.float32, 128, can_split=can_split).is_split
+    assert choose_tiles(card, half, 256, can_split=False) is HOPPER_WIDE_HEADS
 
 
 def test_a_way_with_room_for_the_last_units_is_one_round() -> None:
@@ -508,3 +525,46 @@ def test_a_short_unit_lies_beside_another_one() -> None:
     case = AttentionCase("few short", (*own, Run((2, 3), 1500), Run((4, 5), 500)), 32, 32)
     _, small = _loads(case)
     assert small.max() < 1.3 * small.mean()
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_every_pair_of_other_head_layouts_is_computed_once(index: int) -> None:
+    case = list(random_shapes(5, 8))[index]
+    tiles, spans = SPLIT_TILES[case.head_dim], seen_spans(case)
+    shape = replace(
+        shape_of(case, tiles), num_programs=132 * tiles.programs_per_sm, has_windows=True
+    )
+    check_plan(plans.make_plan(spans, shape), spans, shape)
+
+
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "fold", "splits", "rows"),
+    [
+        (4, 8, 4, 1, 16),
+        (16, 4, 4, 1, 16),
+        (8, 2, 2, 2, 16),
+        (13, 1, 1, 4, 16),
+        (20, 2, 2, 1, 32),
+        (20, 1, 1, 2, 32),
+        (40, 1, 1, 1, 64),
+        (71, 1, 1, 1, 64),
+        (2, 3, 1, 4, 16),
+    ],
+)
+def test_warps_that_heads_do_not_need_take_parts_of_their_keys(
+    group: int, kv_heads: int, fold: int, splits: int, rows: int
+) -> None:
+    shape = Shape(group, kv_heads, 16, num_programs=264, tiles=HOPPER_SPLIT)
+    assert (shape.fold, shape.splits, shape.most_small_rows) == (fold, splits, rows)
+    assert Shape(group, kv_heads, 16, num_programs=264, tiles=HOPPER).splits == 1
+
+
+def test_rests_of_unequal_spans_fill_what_equal_parts_leave() -> None:
+    """Prefixes of 200 to 8,000 keys. Where each is cut into equal parts, the longest load is nearly
+    twice the mean; cut at one length, with a rest each, loads are even.
+    """
+    runs = unequal_groups(random.Random(2), 200, 128)
+    large, _ = _loads(AttentionCase("unequal", runs, 32, 4))
+    busy = large[large > 0]
+    assert len(busy) > 64
+    assert busy.max() < 1.15 * busy.mean()

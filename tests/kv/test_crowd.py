@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 
+from mainstem.kv.ranking import PolicyKind
 from tests.kv.virtual import PAGE_SIZE, VirtualClock, a_virtual_card
 
 SESSIONS, AT_ONCE = 48, 16
@@ -43,3 +44,34 @@ def test_disk_and_device_together_beat_the_device(
     loaded = turn_means(clock, HOST_PAGES, disk_gb_per_s * 1e9)
     for computed_s, loaded_s in zip(computed, loaded, strict=True):
         assert loaded_s < most * computed_s
+
+
+def arrivals(num_sessions: int, num_turns: int, rate: float) -> list[tuple[float, list[int]]]:
+    """Turns of conversations, each round in another order."""
+    rng, now_s = Random(0), 0.0
+    histories = [[rng.randrange(97) for _ in range(HISTORY)] for _ in range(num_sessions)]
+    found: list[tuple[float, list[int]]] = []
+    for _ in range(num_turns):
+        for session in rng.sample(range(num_sessions), num_sessions):
+            now_s += rng.expovariate(rate)
+            found.append((now_s, list(histories[session])))
+            histories[session] += [rng.randrange(97) for _ in range(OUTPUT + NEW)]
+    return found
+
+
+def test_look_ahead_beats_blind_policies_on_the_same_arrivals(clock: VirtualClock) -> None:
+    """24 conversations come faster than they are answered; the device holds 4 of them, host memory
+    8, the disk all."""
+    session_pages = (HISTORY + 3 * (OUTPUT + NEW)) // PAGE_SIZE
+    coming = arrivals(24, 3, rate=60.0)
+    mean_s, from_host, hits = {}, {}, {}
+    for policy in (PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO):
+        card = a_virtual_card(clock, 4 * session_pages * PAGE_SIZE, 8 * session_pages, 3e9, policy)
+        mean_s[policy] = sum(card.replay(coming, OUTPUT)) / len(coming)
+        from_host[policy] = card.counters.loaded_pages["host"]
+        hits[policy] = card.counters.saving_ratio
+        card.engine.check()
+    for policy in (PolicyKind.LRU, PolicyKind.FIFO):
+        assert mean_s[PolicyKind.LOOKAHEAD] < 0.9 * mean_s[policy]
+        assert from_host[PolicyKind.LOOKAHEAD] > 1.5 * from_host[policy]
+        assert hits[PolicyKind.LOOKAHEAD] > 1.5 * hits[policy]

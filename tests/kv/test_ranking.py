@@ -3,11 +3,18 @@
 import numpy as np
 import pytest
 
+from mainstem.core.config import SchedConfig, StoreConfig, StorePolicy
 from mainstem.core.events import EventBus
+from mainstem.core.ids import PageKey
+from mainstem.engine.engine import Engine
 from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, root_key
 from mainstem.kv.pool import PagePool
-from mainstem.kv.ranking import RANKINGS, Fifo, Lru, PolicyKind, Ranking
+from mainstem.kv.ranking import RANKINGS, Fifo, Lookahead, Lru, PolicyKind, Ranking
+from mainstem.kv.store import KVStore
+from mainstem.sched.scheduler import Scheduler
+from tests.builders import VOCAB, a_request, run_all
+from tests.fakes import FakeRunner
 
 
 @pytest.mark.parametrize("kind", PolicyKind)
@@ -37,3 +44,49 @@ def test_the_device_gives_up_pages_by_rank(ranking: Ranking, left: str) -> None:
     assert (chains[0].keys[0] in index) == (left == "first")
     assert (chains[1].keys[0] in index) == (left == "second")
     index.check()
+
+
+def test_the_device_gives_up_the_tail_of_the_queue_last_of_all() -> None:
+    """Of four chains of two pages the two used longest ago are waited for, the first one sooner."""
+    pool = PagePool(8)
+    index = PrefixIndex(pool, 4, EventBus(), Lookahead())
+    root = root_key(b"model", 4, b"")
+    chains = [PageChain.of(root, 4, np.arange(n, n + 8, dtype=np.int32)) for n in range(0, 80, 20)]
+    for chain in chains:
+        pages = pool.take(2)
+        index.reserve(chain, 0, pages)
+        index.commit(pages)
+        index.touch(pages)
+        pool.give_back(pages)
+    awaited = [chains[0].keys, chains[1].keys, (*chains[0].keys[:1], *chains[1].keys[1:])]
+    order: list[PageKey] = []
+    for _ in range(8):
+        before = set(index.ready_keys())
+        index.evict(1, awaited)
+        order += before - set(index.ready_keys())
+        index.check()
+    unwaited = [*reversed(chains[2].keys), *reversed(chains[3].keys)]
+    assert order == [*unwaited, *reversed(chains[1].keys), *reversed(chains[0].keys)]
+
+
+def cached_by_policy(policy: StorePolicy) -> list[int]:
+    """Cached tokens of four conversations that wait behind a newcomer, who takes 8 of 24 pages; the
+    one that is asked first was used longest ago."""
+    bus = EventBus()
+    store = KVStore(24, 4, b"fake", bus, config=StoreConfig(policy=policy))
+    scheduler = Scheduler(SchedConfig(), store, VOCAB, 10_000, bus)
+    engine = Engine(scheduler, FakeRunner(24, 4, VOCAB, can_overlap=False), bus)
+    chats = [list(range(first, first + 20)) for first in range(0, 80, 20)]
+    for chat in chats:
+        run_all(engine, [a_request(chat, 1)])
+    turns = [a_request([*chat, 1, 2], 1, name=f"turn-{i}") for i, chat in enumerate(chats)]
+    got = run_all(engine, [a_request(list(range(96, 64, -1)), 1), *turns])
+    cached = {str(output.request_id): output.num_cached_tokens for output in got.outputs}
+    return [cached[str(turn.request_id)] for turn in turns]
+
+
+def test_the_policy_of_the_store_reaches_the_device() -> None:
+    assert sum(cached_by_policy(StorePolicy.LRU)) <= 4  # each pushes the next one out
+    ahead = cached_by_policy(StorePolicy.LOOKAHEAD)
+    assert ahead[:2] == [20, 20]
+    assert ahead[2] >= 16

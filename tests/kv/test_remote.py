@@ -6,9 +6,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from threading import Event
 from time import monotonic, sleep
 from typing import Any
 
@@ -21,7 +23,7 @@ from mainstem.core.ids import PageKey
 from mainstem.engine.tiers import make_remote
 from mainstem.kv.bytes import line as line_module
 from mainstem.kv.bytes import remote as remote_module
-from mainstem.kv.bytes.line import Address, Line, Overdue, Refusal, check_url
+from mainstem.kv.bytes.line import Address, Line, LineError, Overdue, Refusal, check_url
 from mainstem.kv.bytes.remote import RemoteTier
 from mainstem.kv.tier import Answer, Read, ReadJob, WriteJob, Written
 from mainstem.kv.transfer import DistantLink
@@ -438,6 +440,33 @@ def test_a_line_that_is_cut_while_it_connects_sends_nothing(
         list(line.call([("SET", "name", "value")], 0.0))
     monkeypatch.undo()
     assert list(line.call([("EXISTS", "name")], 10.0)) == [0]
+    line.close()
+
+
+def test_looking_up_a_name_is_not_waited_for_long(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, look_up = Event(), socket.getaddrinfo
+
+    def slow(host: str, *more: Any, **others: Any) -> Any:
+        answered.wait(30)
+        return look_up("127.0.0.1", *more, **others)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    monkeypatch.setattr(line_module, "OPEN_S", 0.1)
+    line = Line(Address(f"redis://kv.internal:{server.port}"))
+    began_s = monotonic()
+    for words in ("no connection after 0.1 s", "still connecting"):
+        with pytest.raises(LineError, match=words):
+            list(line.call([("PING",)], 1.0))
+    assert monotonic() - began_s < 5
+    answered.set()
+    monkeypatch.setattr(line_module, "OPEN_S", 10.0)
+    while True:  # the late one ends, and gives its connection up
+        with suppress(LineError):
+            assert list(line.call([("PING",)], 10.0)) == [b"PONG"]
+            break
+        sleep(0.01)
     line.close()
 
 

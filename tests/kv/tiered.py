@@ -8,7 +8,7 @@ from threading import Lock
 
 import numpy as np
 
-from mainstem.core.config import Fetch, SchedConfig, StoreConfig
+from mainstem.core.config import Fetch, Saving, SchedConfig, StoreConfig, StorePolicy
 from mainstem.core.events import EventBus
 from mainstem.core.step import InFlight, Int32s, Step
 from mainstem.engine.engine import Engine
@@ -193,6 +193,7 @@ def a_tiered_engine(  # noqa: PLR0917
     remote: Address | None = None,
     remote_settings: RemoteSettings = REMOTE,
     fetch: Fetch = Fetch.ALWAYS,
+    save: Saving = Saving.DECODING,
 ) -> Tiered:
     bus = bus or EventBus()
     runner = TieredRunner(num_pages, page_size, can_overlap)
@@ -206,8 +207,9 @@ def a_tiered_engine(  # noqa: PLR0917
     if remote is not None:
         below.append(RemoteTier(remote, copier.page_bytes, remote_settings))
     tiers = LowerTiers(copier, policy, ttl_s, below, bus)
-    store = KVStore(num_pages, page_size, b"fake", bus, tiers)
-    config = StoreConfig(host_gb=1.0, fetch=fetch, preload=preload)
+    kind = StorePolicy(policy.value)
+    config = StoreConfig(host_gb=1.0, fetch=fetch, preload=preload, policy=kind, save=save)
+    store = KVStore(num_pages, page_size, b"fake", bus, tiers, config)
     fetching = Fetching(config, tiers, page_size, StepTimes(token_s=1e-3))
     sched = SchedConfig(chunk_tokens=chunk_tokens)
     scheduler = Scheduler(sched, store, VOCAB, max_model_len, bus, fetching=fetching)

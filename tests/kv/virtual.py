@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from mainstem.core.config import SchedConfig, StoreConfig
+from mainstem.core.config import SchedConfig, StoreConfig, StorePolicy
 from mainstem.core.events import EventBus
 from mainstem.core.ids import PageKey
 from mainstem.core.metrics import Counters
@@ -264,6 +264,9 @@ class VirtualRunner:
     def drain(self) -> None:
         self.clock.wait_until(self.free_s)
 
+    def check(self) -> None:
+        """Nothing here can be lost."""
+
     def close(self) -> None:
         pass
 
@@ -291,9 +294,35 @@ class VirtualCard:
                 first_s.setdefault(str(news.request_id), self.clock.now_s - began_s)
         return [first_s[name] for name in names]
 
+    def replay(self, arrivals: Sequence[tuple[float, list[int]]], output: int) -> list[float]:
+        """Prompts that come when they are due; returns the seconds to the first token of each."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        began_s, first_s, num_asked = self.clock.now_s, dict[int, float](), 0
+        while num_asked < len(arrivals) or self.engine.has_work:
+            for due_s, prompt in arrivals[num_asked:]:
+                if due_s > self.clock.now_s - began_s:
+                    break
+                name = str(num_asked)
+                self.engine.submit(
+                    a_request(prompt, name=name, sampling=sampling, expected_tokens=output)
+                )
+                num_asked += 1
+            if not self.engine.has_work:
+                self.clock.wait_until(began_s + arrivals[num_asked][0] + 1e-6)
+                continue
+            for news in self.engine.step():
+                number = int(news.request_id)
+                first_s.setdefault(number, self.clock.now_s - began_s - arrivals[number][0])
+        return [first_s[number] for number in range(len(arrivals))]
+
 
 def a_virtual_card(
-    clock: VirtualClock, device_tokens: int, host_pages: int, disk_bytes_per_s: float
+    clock: VirtualClock,
+    device_tokens: int,
+    host_pages: int,
+    disk_bytes_per_s: float,
+    policy: PolicyKind = PolicyKind.LOOKAHEAD,
+    disk_pages: int = 50_000,
 ) -> VirtualCard:
     """Steps of 2,048 tokens; without `host_pages` there is nothing below the device."""
     bus = EventBus()
@@ -302,10 +331,11 @@ def a_virtual_card(
     copier = tiers = fetching = None
     if host_pages:
         copier = VirtualCopier(clock, host_pages)
-        disk = VirtualDisk(clock, 50_000, disk_bytes_per_s)
-        tiers = LowerTiers(copier, PolicyKind.LOOKAHEAD, None, [disk], bus)
+        disk = VirtualDisk(clock, disk_pages, disk_bytes_per_s)
+        tiers = LowerTiers(copier, policy, None, [disk], bus)
         fetching = Fetching(StoreConfig(host_gb=1.0), tiers, PAGE_SIZE, StepTimes(25e-6, 3.5e-3))
-    store = KVStore(device_tokens // PAGE_SIZE, PAGE_SIZE, b"virtual", bus, tiers)
+    settings = StoreConfig(policy=StorePolicy(policy.value))
+    store = KVStore(device_tokens // PAGE_SIZE, PAGE_SIZE, b"virtual", bus, tiers, settings)
     config = SchedConfig(chunk_tokens=2048)
     scheduler = Scheduler(config, store, 97, 10_000, bus, fetching=fetching)
     card.engine = Engine(scheduler, VirtualRunner(clock, copier), bus)

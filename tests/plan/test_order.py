@@ -50,6 +50,16 @@ def test_constant_outputs_give_equation_4() -> None:
     assert [group_of(plan, i).prefix_tokens for i in range(3)] == [10, 20, 40]
 
 
+def test_groups_keep_the_order_of_their_first_prompts_where_nothing_is_reordered() -> None:
+    heads = {1: 40, 2: 10, 3: 20}
+    rows = [(token, i) for i in range(3) for token in heads]
+    prompts = Prompts.from_lists([[token] * heads[token] + [token + 10 + i] for token, i in rows])
+    config = PlanConfig(worth_span=LongRuns(1), reorders=False)
+    plan = plan_prompts(prompts, config, np.arange(1, 10))
+    assert [group_of(plan, i).prefix_tokens for i in range(3)] == [40, 10, 20]
+    assert plan.members.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+
+
 def test_groups_of_one_trunk_stay_together() -> None:
     """The documents below prefix 1 have ratios of 1/11 and 1/92, and the trunk has 2/143. A group
     of 1/82 lies between the documents, one of 1/52 before the trunk; neither comes in between."""

@@ -34,8 +34,8 @@ def test_apps_go_to_their_replicas(tmp_path: Path) -> None:
         ({"replicas": 0}, ">= 1"),
         ({"router": "sticky"}, "sticky"),
         ({"engine": {"mode1": "x"}}, "Did you mean model?"),
-        ({"apps": {"shop": {"file": "x", "replicas": [1]}}}, "there are replicas 0 to 0"),
-        ({"apps": {"shop": {"file": "x", "replicas": []}}}, "there are replicas 0 to 0"),
+        ({"apps": {"shop": {"file": "x", "replicas": [1]}}}, "numbers from 0 to 0"),
+        ({"apps": {"shop": {"file": "x", "replicas": []}}}, "numbers from 0 to 0"),
     ],
 )
 def test_what_is_wrong_is_named(args: dict[str, Any], said: str) -> None:

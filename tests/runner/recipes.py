@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -75,18 +76,15 @@ RECIPES: dict[str, ModelSpec] = {name: _spec(name) for name in _CONFIGS}
 
 
 class _Weights(RandomWeights):
-    """Gains around one, all else larger than a model's, so that an error shows in the answers."""
+    """Gains around one, all else larger than a model's, so that an error shows in the answers. A
+    tensor follows from its name: the same for every device, and for every rank that has a part."""
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
-        tensor = super().take(name, shape, at)
+        generator = torch.Generator().manual_seed(crc32(name.encode()))
+        noise = torch.empty(tuple(shape)).normal_(generator=generator)[at]
         is_gain = "norm" in name and name.endswith(".weight")
-        noise = torch.empty(tensor.shape).normal_(generator=self._noise)
-        noise = noise.to(tensor.device, tensor.dtype)
-        return 1.0 + 0.2 * noise if is_gain else 0.15 * noise
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype, device, 0)
-        self._noise = torch.Generator().manual_seed(1)  # the same numbers for every device
+        tensor = 1.0 + 0.2 * noise if is_gain else 0.15 * noise
+        return tensor.contiguous().to(self._device, self._dtype)
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class RecipeOrigin:
         return b"recipe"
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return _Weights(dtype, device)
+        return _Weights(dtype, device, 0)
 
 
 def a_config(dtype: DType = DType.FP32) -> EngineConfig:

@@ -36,8 +36,9 @@ class Recorder:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     @contextmanager
-    def _graph(self, graph: Recording, pool: str | None) -> Iterator[None]:
+    def _graph(self, graph: Recording, pool: str | None, capture_error_mode: str) -> Iterator[None]:
         assert self._current is None, "one capture at a time"
+        assert capture_error_mode == "thread_local", "other threads may call CUDA meanwhile"
         self._current = graph
         yield
         self._current = None

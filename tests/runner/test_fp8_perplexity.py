@@ -74,7 +74,7 @@ def _dense(linear: Linear) -> DenseLinear:
 
 def _in_fp8(linear: Linear) -> Linear:
     dense = _dense(linear)
-    fp8: Linear = Fp8Linear(dense.weight, dense.bias, out_dtype=torch.float32)
+    fp8: Linear = Fp8Linear.quantize(dense.weight, dense.bias, out_dtype=torch.float32)
     return fp8
 
 

@@ -12,7 +12,7 @@ from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, 
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
-from mainstem.core.request import Request, SamplingParams, Scoring
+from mainstem.core.request import Overflow, Request, SamplingParams, Scoring
 from mainstem.core.step import Runner
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
@@ -21,6 +21,7 @@ from mainstem.models.shapes import llama_shape
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import RandomOrigin
+from tests.runner.conversations import check_conversation
 from tests.runner.recorded_graphs import Piece, Recorder
 from tests.runner.steps import Seq, Work, a_step, run
 
@@ -192,8 +193,8 @@ def test_page_sizes_the_kernel_does_not_have_are_refused() -> None:
 @interpreted
 def test_more_span_levels_than_the_buffers_hold_are_refused() -> None:
     config = a_config()
-    with pytest.raises(ConfigError, match="span_levels on a GPU must be at most 4, got 5"):
-        on_gpu(replace(config, sched=replace(config.sched, span_levels=5)))
+    with pytest.raises(ConfigError, match="span_levels on a GPU must be at most 8, got 9"):
+        on_gpu(replace(config, sched=replace(config.sched, span_levels=9)))
 
 
 def test_a_gpu_that_is_not_there_is_named() -> None:
@@ -219,3 +220,13 @@ def test_fp8_is_not_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(ModelConfig(quantize=Quantize.FP8)).type == "cuda"
     with pytest.raises(ConfigError, match="deterministic does not go with quantize=fp8"):
         choose_device(ModelConfig(quantize=Quantize.FP8, deterministic=True))
+
+
+@interpreted
+@pytest.mark.slow
+def test_a_conversation_longer_than_the_window_is_cut_by_attention() -> None:
+    config = a_config()
+    config = replace(config, sched=replace(config.sched, max_model_len=80))
+    engine = on_gpu(config)
+    vocab = SHAPE.vocab_size
+    assert check_conversation(engine, Overflow.IMPORTANT, vocab, turns=2, turn_tokens=44) == 1

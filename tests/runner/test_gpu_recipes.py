@@ -1,18 +1,27 @@
 """Every kind of block gives the GPU runner, under Triton's interpreter, the CPU's tokens."""
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
 
+from mainstem.core.config import EngineConfig, Quantize
 from mainstem.core.events import EventBus
 from mainstem.core.request import SamplingParams
 from mainstem.engine.build import join
+from mainstem.engine.engine import Engine
+from mainstem.models.spec import ModelSpec
 from mainstem.runner.cpu_load import load_cpu_runner
+from tests.builders import a_request, run_all
+from tests.models.ranks import Thread, run_ranks
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
 from tests.runner.test_gpu import answers
 
+T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 QUICK = ("PhiForCausalLM", "Qwen2MoeForCausalLM")  # LayerNorm, parallel; experts
 
@@ -24,10 +33,13 @@ def prompts() -> list[list[int]]:
     return [head + rng.integers(3, 96, count).tolist() for count in (3, 6)]
 
 
-@pytest.mark.skipif(
+interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs TRITON_INTERPRET=1; see test_interpreter.py",
 )
+
+
+@interpreted
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES],
@@ -40,3 +52,81 @@ def test_same_tokens_as_on_the_cpu(name: str) -> None:
     found = answers(join(runner, facts, config, EventBus()), prompts(), GREEDY)
     cpu_runner, facts = load_cpu_runner(origin, config)
     assert found == answers(join(cpu_runner, facts, config, EventBus()), prompts(), GREEDY)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_ranks_have_the_tokens_of_one_cpu(name: str) -> None:
+    check_two_ranks(RECIPES[name], prompts())
+
+
+@interpreted
+def test_two_ranks_norm_over_the_heads_of_both() -> None:
+    """What OLMo 2 does, and the norm behind attention, in one layer."""
+    spec = RECIPES["Olmo2ForCausalLM"]
+    check_two_ranks(replace(spec, layers=spec.layers[:1]), [prompts()[0][:5]])
+
+
+def check_two_ranks(spec: ModelSpec, given: list[list[int]]) -> None:
+    found = on_ranks(a_config(), spec, lambda engine: answers(engine, given, GREEDY))
+    cpu_runner, facts = load_cpu_runner(RecipeOrigin(spec), a_config())
+    assert found == answers(join(cpu_runner, facts, a_config(), EventBus()), given, GREEDY)
+
+
+def on_ranks(config: EngineConfig, spec: ModelSpec, ask: Callable[[Engine], T]) -> T:
+    """What both of two ranks answer."""
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    def run(ranks: Thread) -> T:
+        runner, facts = load_gpu_runner(RecipeOrigin(spec), config, torch.device("cpu"), ranks)
+        return ask(join(runner, facts, config, EventBus()))
+
+    first, second = run_ranks(2, run)
+    assert first == second
+    return first
+
+
+def prompt_logprobs(engine: Engine) -> list[float]:
+    sampling = replace(GREEDY, max_tokens=1, prompt_logprobs=1)
+    (output,) = run_all(engine, [a_request(prompts()[0], sampling=sampling)]).outputs
+    return [record.logprob for record in output.prompt_logprobs or () if record is not None]
+
+
+@interpreted
+@pytest.mark.slow
+def test_ranks_quantize_their_parts_to_fp8() -> None:
+    """As near to fp32 as fp8 is on one device."""
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    spec, exact = RECIPES["GraniteForCausalLM"], a_config()
+    config = replace(exact, model=replace(exact.model, quantize=Quantize.FP8))
+    cpu_runner, facts = load_cpu_runner(RecipeOrigin(spec), exact)
+    right = prompt_logprobs(join(cpu_runner, facts, exact, EventBus()))
+    runner, facts = load_gpu_runner(RecipeOrigin(spec), config, torch.device("cpu"))
+    whole = prompt_logprobs(join(runner, facts, config, EventBus()))
+    found = on_ranks(config, spec, prompt_logprobs)
+    off, usual = (float(np.abs(np.subtract(x, right)).mean()) for x in (found, whole))
+    assert 0 < off < 2 * usual
+
+
+@interpreted
+@pytest.mark.slow
+def test_deterministic_ranks_answer_alone_as_in_a_batch() -> None:
+    spec, config = RECIPES["Olmo2ForCausalLM"], a_config()
+    config = replace(config, model=replace(config.model, deterministic=True))
+    sampling = replace(GREEDY, logprobs=1)
+
+    def logprobs(given: list[list[int]]) -> list[float]:
+        """Of what is sampled, to the bit."""
+
+        def ask(engine: Engine) -> list[float]:
+            requests = [
+                a_request(ids, name=str(n), sampling=sampling) for n, ids in enumerate(given)
+            ]
+            outputs = sorted(run_all(engine, requests).outputs, key=lambda each: each.request_id)
+            return [record.logprob for each in outputs for record in each.logprobs]
+
+        return on_ranks(config, spec, ask)
+
+    assert logprobs(prompts()) == [each for ids in prompts() for each in logprobs([ids])]

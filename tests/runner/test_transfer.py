@@ -1,5 +1,6 @@
 """Pages through host memory and disk: the same bits come back, and layers wait for their loads."""
 
+from contextlib import closing
 from pathlib import Path
 from threading import Event, Thread
 from time import sleep
@@ -17,9 +18,12 @@ from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.kv.transfer import LoadId
 from mainstem.models.shapes import SHAPES
+from mainstem.models.shard import Shard
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.origin import RandomOrigin
 from mainstem.runner.pages import DevicePages
+from mainstem.runner.ranks.shared_memory import SharedMemory
+from mainstem.runner.slab import SlabPart, count_slots, slot_bytes
 from mainstem.runner.transfer import CpuCopier, CpuGate, CpuTransfer
 
 PROMPTS = np.random.default_rng(0).integers(0, 500, (4, 70)).astype(np.int32)
@@ -104,6 +108,32 @@ def test_a_drained_copier_is_at_rest() -> None:
     copier.drain()
     assert {copy.num_layers_done() for copy in copies} == {pages.num_layers}
     copier.close()
+
+
+def test_parts_of_ranks_lie_side_by_side_in_a_slot() -> None:
+    with closing(SharedMemory()) as memory:
+        copiers, parts = [], []
+        for rank in range(2):
+            pages = DevicePages(tiny_spec(), 4, 4, torch.float32)
+            for layer in range(pages.num_layers):
+                pages.joint(layer).normal_()
+            whole_bytes = 2 * pages.page_bytes
+            slots = memory.resize(count_slots(1 << 18, whole_bytes) * slot_bytes(whole_bytes))
+            copiers.append(CpuCopier(pages, 1 << 18, SlabPart(Shard(rank, 2), memory.fd)))
+            layers = [pages.joint(layer)[:, 3].contiguous() for layer in range(pages.num_layers)]
+            parts.append(b"".join(layer.numpy().tobytes() for layer in layers))
+        three, five = np.array([3], np.int32), np.array([5], np.int32)
+        for copier in copiers:
+            copier.save(three, five).wait()
+        first = 5 * slot_bytes(whole_bytes)
+        assert bytes(slots[first : first + whole_bytes]) == b"".join(parts)
+        assert [bytes(copier.slot(5)) for copier in copiers] == parts
+        for copier in copiers:
+            copier.load(LoadId(1), five, np.array([0], np.int32)).wait()
+            copier.save(np.array([0], np.int32), np.array([6], np.int32)).wait()
+        assert [bytes(copier.slot(6)) for copier in copiers] == parts
+        for copier in copiers:
+            copier.close()
 
 
 def test_slots_lie_where_files_want_them() -> None:

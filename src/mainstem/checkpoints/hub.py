@@ -28,7 +28,7 @@ from mainstem.core.errors import ModelNotFound
 CONFIG_FILE = "config.json"
 HUB_ID = re.compile(r"(?![.~])[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # what git leaves where LFS is not set up
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # a file cloned without Git LFS
 HUB_SKIPPED = ["*/*", "consolidated*"]  # other formats in subfolders; a second copy of the weights
 
 
@@ -50,10 +50,10 @@ class ModelRecord:
 
 
 def resolve_model(name: str, progress: Progress = unseen, check: Check = Check.SIZES) -> Path:
-    """The folder of a model, fetched and converted first if need be.
+    """The folder of a model, fetched and converted first if necessary.
 
     Works without network once the model is cached. Raises ModelNotFound, whose message says what
-    to do, when the name leads nowhere. `check` applies to the embedded model only.
+    to do, if there is no such model. `check` applies to the embedded model only.
     """
     if name == SMOLLM2.name:
         return embedded_folder(SMOLLM2, cache_dir() / "models", progress=progress, check=check)
@@ -83,9 +83,9 @@ def resolve_model(name: str, progress: Progress = unseen, check: Check = Check.S
 
 @contextmanager
 def config_folder(name: str) -> Iterator[Path]:
-    """A folder with the config.json of a model, whose weights need not be there.
+    """A folder with the config.json of a model; its weights may be missing.
 
-    Of a hub id that is not cached this one file is fetched, and dropped afterwards.
+    If a hub id is not cached, only this file is fetched, and deleted afterwards.
     """
     folder = Path(name).expanduser() if name.startswith("~/") else Path(name)
     if folder.is_dir() and (folder / CONFIG_FILE).is_file():
@@ -157,7 +157,7 @@ def _hub_folder(name: str, progress: Progress) -> Path:
 
 @contextmanager
 def _hub_errors(name: str) -> Iterator[None]:
-    """Errors of the hub client as ModelNotFound, which says what to do."""
+    """Turns errors of the hub client into ModelNotFound, whose message says what to do."""
     try:
         yield
     except huggingface_hub.errors.GatedRepoError as error:
@@ -168,7 +168,7 @@ def _hub_errors(name: str) -> Iterator[None]:
         raise ModelNotFound(
             f"{name}: the hub has no such model, or it is private (`hf auth login`)"
         ) from error
-    except Exception as error:  # also whatever the hub client's own transport raises
+    except Exception as error:  # including errors of the hub client's transport
         raise ModelNotFound(
             f"{name} is not in the local cache and the hub could not be reached "
             f"({type(error).__name__}). Without network: use a local folder or {SMOLLM2.name}, or "

@@ -7,15 +7,15 @@ from typing import NoReturn
 from tqdm import tqdm
 
 Progress = Callable[[str, float], None]
-"""Told a stage ("wait", "download", "check", "convert", "publish") and how much is done, 0 to 1."""
+"""Called with a stage (wait, download, check, convert or publish) and its progress, 0 to 1."""
 
 
 def unseen(stage: str, done: float) -> None:
-    """The progress of a caller who does not look."""
+    """Ignores the progress."""
 
 
 class StageBar:
-    """A bar per stage on standard error; nothing is shown for a stage that is done at once."""
+    """A bar per stage on standard error; a stage that ends immediately shows none."""
 
     def __init__(self) -> None:
         self._stage: str | None = None

@@ -85,6 +85,12 @@ def parser() -> argparse.ArgumentParser:
     existing.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_app_flag(made)
     made.add_argument("--no-plan", action="store_true", help="keep the input's order")
+    made.add_argument(
+        "--no-reorder",
+        action="store_true",
+        help="bring prompts with equal prefixes together, but keep these groups in the input's "
+        "order, instead of those with much to generate first",
+    )
     made.add_argument("--no-dedupe", action="store_true", help="answer each of equal greedy rows")
     made.add_argument(
         "--levels", type=int, default=PlanConfig().levels, metavar="N",
@@ -141,7 +147,7 @@ def main(
     defaults = _defaults(args)
     CallParser(defaults)  # raises if they are not valid
     find_app = apps_by_name(args.app)
-    plan_config = PlanConfig(levels=args.levels)
+    plan_config = PlanConfig(levels=args.levels, reorders=not args.no_reorder)
     planner = WindowPlanner(None if args.no_plan else plan_config, not args.no_dedupe)
     window_bytes = _window_bytes(args.window_mib)
     if args.summary_json is not None:

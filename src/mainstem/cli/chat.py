@@ -14,7 +14,7 @@ from mainstem.cli.stop_signals import StopSignals
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.interrupts import guarded_interrupts
-from mainstem.core.request import Request, SamplingParams
+from mainstem.core.request import Overflow, Request, SamplingParams
 from mainstem.llm import LLM
 from mainstem.text.tokenizer import Tokenizer
 
@@ -25,6 +25,14 @@ SESSION = SessionId("chat")
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("mainstem chat", usage="%(prog)s [flags]", description=__doc__)
     made.add_argument("--system", metavar="TEXT", help="system prompt")
+    made.add_argument(
+        "--context-overflow",
+        choices=[policy.value for policy in Overflow],
+        default=Overflow.KV.value,
+        help="what goes when the conversation outgrows the window: the oldest tokens, with the KV "
+        "of the others kept (kv) or computed again (recompute); the pages that the last tokens "
+        "attend to least (important); nothing, and the turn is refused (error) (%(default)s)",
+    )
     made.add_argument("--stats", action="store_true", help="show timing after each answer")
     add_sampling_flags(made, max_tokens=512)
     add_engine_flags(made)
@@ -65,7 +73,9 @@ def main(argv: list[str]) -> int:
             continue
         messages.append({"role": "user", "content": line})
         try:
-            answer = stream_answer(llm, messages, num_fixed, sampling, args.stats)
+            answer = stream_answer(
+                llm, messages, num_fixed, sampling, args.stats, Overflow(args.context_overflow)
+            )
         except InvalidRequest as error:
             print(f"({error}; /reset starts a new conversation)")
             messages.pop()
@@ -88,6 +98,7 @@ def stream_answer(
     num_fixed: int,
     sampling: SamplingParams,
     shows_stats: bool,
+    overflow: Overflow = Overflow.KV,
 ) -> str:
     """Stream one answer. Ctrl-C keeps the text so far; it waits for the running step, since an
     engine that is interrupted during a step loses its cache. A second Ctrl-C does not wait."""
@@ -97,7 +108,12 @@ def stream_answer(
     began_s, first_s = perf_counter(), 0.0
     engine.submit(
         Request(
-            RequestId("chat"), np.asarray(ids), sampling, session=SESSION, keep_tokens=num_fixed
+            RequestId("chat"),
+            np.asarray(ids),
+            sampling,
+            session=SESSION,
+            overflow=overflow,
+            keep_tokens=num_fixed,
         )
     )
     text: list[str] = []
@@ -120,7 +136,8 @@ def stream_answer(
     print()
     llm.keep_turn(SESSION, prompt, ids, token_ids)
     if num_dropped:
-        print(f"(the first part of this conversation, {num_dropped} tokens, is out of the window)")
+        part = "a part" if overflow is Overflow.IMPORTANT else "the first part"
+        print(f"({part} of this conversation, {num_dropped} tokens, is out of the window)")
     if shows_stats:
         seconds = perf_counter() - began_s
         rate = (len(token_ids) - 1) / max(seconds - first_s, 1e-9)

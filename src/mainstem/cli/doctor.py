@@ -13,11 +13,14 @@ from mainstem.core.config import Device, StoreConfig, cache_dir
 from mainstem.core.tables import gigabytes
 from mainstem.runner.kv_size import kv_size
 from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_devices, describe_torch
+from mainstem.runner.rank_sizes import RankSize, rank_sizes
 
 Section = dict[str, object]
 
 HOPPER = "sm_90"
 CONVERSION_BYTES = 1_000_000_000  # free disk that fetching and converting the default needs
+GPU_SHARE = 0.9  # of a card, for weights and pages, where --gpu-memory-utilization is left open
+GPU_RESERVE = 2 << 30  # of that, about, for buffers of steps and graphs
 
 
 def report() -> dict[str, object]:
@@ -109,20 +112,34 @@ def find_warnings(cpu: DeviceFacts, default: ModelRecord, free_disk_bytes: int) 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("mainstem doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--model", help="also: what this model's keys and values take")
+    parser.add_argument(
+        "--model", help="also: what this model's weights, keys and values take, on how many ranks"
+    )
     args = parser.parse_args(argv)
     found = report()
     if args.model is not None:
-        found["model"] = describe_model(args.model)
+        found["model"] = describe_model(args.model, describe_devices()[0])
     print(json.dumps(found, indent=2) if args.json else as_text(found))
     return 0
 
 
-def describe_model(name: str) -> Section:
-    """Sizes from a model's config.json; raises UnsupportedModel for one that cannot be run."""
+def describe_model(name: str, device: DeviceFacts) -> Section:
+    """Sizes from a model's config.json, and what fits on such devices; raises UnsupportedModel for
+    a model that cannot be run."""
     with config_folder(name) as folder:
-        size = kv_size(folder)
-    return {"name": name} | asdict(size) | {"dtype": size.dtype.value}
+        size, ranks = kv_size(folder), rank_sizes(folder)
+    found = {"name": name} | asdict(size) | {"dtype": size.dtype.value}
+    rows = [asdict(each) | {"kv_tokens": fitting_tokens(each, device)} for each in ranks]
+    return found | {"ranks": rows}
+
+
+def fitting_tokens(size: RankSize, device: DeviceFacts) -> int | None:
+    """Tokens of KV that a card has room for beside a rank's weights, about; None: on a CPU, whose
+    memory all ranks share."""
+    if device.kind == "cpu":
+        return None
+    room = int(device.memory_bytes * GPU_SHARE) - GPU_RESERVE - size.weight_bytes
+    return max(0, room // size.kv_bytes_per_token)
 
 
 def _model_lines(model: Section) -> list[tuple[str, str]]:
@@ -140,7 +157,19 @@ def _model_lines(model: Section) -> list[tuple[str, str]]:
             "longest context, and is kept all the same: pages hold all layers"
         )
         lines.append(("  windows", words))
-    return lines
+    ranks = model["ranks"]
+    assert isinstance(ranks, list)
+    return lines + [("  ranks", _rank_words(row)) for row in ranks]
+
+
+def _rank_words(row: Section) -> str:
+    """A number of ranks that divides the model (--tensor-parallel)."""
+    weights, kv, tokens = row["weight_bytes"], row["kv_bytes_per_token"], row["kv_tokens"]
+    assert isinstance(weights, int)
+    words = f"{row['num_ranks']}: {gigabytes(weights)} of weights, {kv:,} bytes of KV a token each"
+    if tokens is None:
+        return words
+    return f"{words}; {f'{tokens:,} tokens fit' if tokens else 'does not fit'} on this GPU"
 
 
 def as_text(found: dict[str, object]) -> str:

@@ -61,6 +61,13 @@ def parser() -> argparse.ArgumentParser:
     store.add_argument("--host-gb", type=sizes, required=True, metavar="GB", help="host memory")
     store.add_argument("--disk-gb", type=sizes, default=[0.0], metavar="GB", help="disk (0)")
     store.add_argument(
+        "--device-gb",
+        type=sizes,
+        default=[0.0],
+        metavar="GB",
+        help="the device's own memory for pages (0: what is used comes from host memory)",
+    )
+    store.add_argument(
         "--lookahead",
         type=not_negative_count,
         metavar="N",
@@ -130,12 +137,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def configs(args: argparse.Namespace, kv_bytes: float) -> list[SimulationConfig]:
-    """One simulation for every pair of sizes and every policy."""
-    hosts, disks = args.host_gb, args.disk_gb
-    num_sizes = max(len(hosts), len(disks))
-    if not {len(hosts), len(disks)} <= {1, num_sizes}:
-        raise ConfigError(f"{len(hosts)} values of --host-gb and {len(disks)} of --disk-gb")
-    pairs = zip(hosts * (num_sizes // len(hosts)), disks * (num_sizes // len(disks)), strict=True)
+    """One simulation for every combination of sizes and every policy."""
+    sizes = {"--host-gb": args.host_gb, "--disk-gb": args.disk_gb, "--device-gb": args.device_gb}
+    num_sizes = max(map(len, sizes.values()))
+    if not {len(given) for given in sizes.values()} <= {1, num_sizes}:
+        counted = ", ".join(f"{len(given)} of {flag}" for flag, given in sizes.items())
+        raise ConfigError(f"lists of sizes must be of one length, or have one value: {counted}")
+    rows = zip(*(given * (num_sizes // len(given)) for given in sizes.values()), strict=True)
     rates = ServiceRates(
         args.prefill_tokens_per_s,
         args.decode_tokens_per_s,
@@ -147,6 +155,7 @@ def configs(args: argparse.Namespace, kv_bytes: float) -> list[SimulationConfig]
             kv_bytes_per_token=kv_bytes,
             host_gb=host_gb,
             disk_gb=disk_gb,
+            device_gb=device_gb,
             policy=policy,
             lookahead=args.lookahead,
             queue=Queue(args.queue),
@@ -156,7 +165,7 @@ def configs(args: argparse.Namespace, kv_bytes: float) -> list[SimulationConfig]
             rates=rates,
             prices=Prices(args.gpu_price, args.dram_price, args.disk_price, args.gpus),
         )
-        for host_gb, disk_gb in pairs
+        for host_gb, disk_gb, device_gb in rows
         for policy in args.policy
     ]
 
@@ -171,16 +180,19 @@ def as_json(report: Report, trace: Trace) -> dict[str, object]:
 
 def as_table(reports: Sequence[Report]) -> str:
     header = (
-        "policy", "known", "host GB", "disk GB", "hit rate", "DRAM", "disk", "unbounded",
+        "policy", "known", "device GB", "host GB", "disk GB", "hit rate", "device", "DRAM", "disk",
+        "unbounded",
         "TTFT s", "prefill tokens", "device s", "cost $", "seconds",
     )  # fmt: skip
     rows = [
         (
             report.policy,
             f"{report.lookahead:,}",
+            f"{report.device_gb:g}",
             f"{report.host_gb:g}",
             f"{report.disk_gb:g}",
             f"{report.hit_rate:.4f}",
+            f"{report.hit_rate_device:.4f}",
             f"{report.hit_rate_dram:.4f}",
             f"{report.hit_rate_disk:.4f}",
             f"{report.hit_rate_unbounded:.4f}",

@@ -10,7 +10,7 @@ from mainstem.cli.flag_types import not_negative, positive, positive_count
 from mainstem.core.config import DType
 from mainstem.runner.kv_size import kv_size
 from mainstem.simulate.service import Prices, ServiceRates
-from mainstem.simulate.trace_records import ReadOptions, Trace, TraceFormat
+from mainstem.simulate.trace_records import Outgrown, ReadOptions, Trace, TraceFormat
 
 
 def add_trace_flags(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +59,14 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_count,
         metavar="N",
         help="leave out what is longer, and the rest of its session (no limit)",
+    )
+    group.add_argument(
+        "--overflow",
+        choices=[member.value for member in Outgrown],
+        default=Outgrown.LEFT_OUT.value,
+        help="sessions, chitchat: what becomes of a session beyond --context-tokens. keep: its "
+        "first half is dropped and the KV of the rest stays valid; invalidate: the rest is "
+        "computed again (leave-out)",
     )
     group.add_argument("--limit", type=positive_count, metavar="N", help="read N requests (all)")
     for flag, what in (("--prompt-tokens", "prompt"), ("--answer-tokens", "answer")):
@@ -131,6 +139,7 @@ def read_options(args: argparse.Namespace) -> ReadOptions:
         page_tokens=args.page_tokens,
         rate=args.rate,
         context_tokens=args.context_tokens,
+        outgrown=Outgrown(args.overflow),
         limit=args.limit,
         seed=args.seed,
         think_times=args.think_times,

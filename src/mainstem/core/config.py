@@ -7,6 +7,7 @@ The only place that reads the environment:
     MAINSTEM_REMOTE_USERNAME, _PASSWORD, _KEY   secrets of a remote store, see RemoteSecrets
 and writes to it, or hands it on (child_environment):
     MIMALLOC_PURGE_DELAY   unless set, see keep_freed_memory
+    GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   unless set, see rank_environment
 """
 
 import os
@@ -67,6 +68,13 @@ def child_environment() -> dict[str, str]:
     if "OMP_WAIT_POLICY" not in os.environ:
         own["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "1000")
     return os.environ | own
+
+
+def rank_environment() -> dict[str, str]:
+    """The environment of a rank: ranks of one machine talk over its loopback, unless the user has
+    set another interface."""
+    own = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+    return own | child_environment()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +181,17 @@ class ModelConfig:
         default=False,
         metadata=about("answers equal to the bit, whatever else runs; GPU, up to 2x slower"),
     )
+    tensor_parallel: int = field(
+        default=1,
+        metadata=about(
+            "ranks that share the model, one GPU each; on a CPU, processes that share its cores",
+            range=at_least(1),
+        ),
+    )
+    ranks_on_one_gpu: bool = field(
+        default=False,
+        metadata=about("put all ranks on one GPU: to check answers, not for speed"),
+    )
     ignore_config_fields: tuple[str, ...] | None = field(
         default=None,
         metadata=about(
@@ -184,6 +203,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.ranks_on_one_gpu and self.tensor_parallel == 1:
+            raise ConfigError("ranks_on_one_gpu needs tensor_parallel above 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +254,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedConfig:
-    """What goes into a step. Memory and tokens are the only limits; requests are not counted."""
+    """What goes into a step. Memory and tokens are the limits, unless requests are counted."""
 
     # S_chunk of BatchLLM
     chunk_tokens: int | None = field(
@@ -242,6 +263,12 @@ class SchedConfig:
             "most tokens of a step: fewer make decodes smoother, more make prompts faster",
             unset="by device",
             range=at_least(1),
+        ),
+    )
+    max_seqs: int | None = field(
+        default=None,
+        metadata=about(
+            "most answers in progress at once", unset="memory is the limit", range=at_least(1)
         ),
     )
     share: Share = field(
@@ -261,8 +288,8 @@ class SchedConfig:
     span_levels: int | None = field(
         default=None,
         metadata=about(
-            "how deep shared reads may be nested, at most 4 on a GPU",
-            unset="no limit on a CPU, 4 on a GPU",
+            "how deep shared reads may be nested, at most 8 on a GPU",
+            unset="no limit on a CPU, 8 on a GPU",
             range=at_least(1),
         ),
     )
@@ -287,11 +314,19 @@ class SchedConfig:
 
 
 class StorePolicy(Enum):
-    """Which pages leave host memory and disk first."""
+    """Which pages leave the device, host memory and disk first."""
 
     LOOKAHEAD = "lookahead"  # what the waiting queue will not need (AttentionStore 3.3)
     LRU = "lru"
     FIFO = "fifo"
+
+
+class Saving(Enum):
+    """When filled pages go from the device to host memory and on (AttentionStore 3.2.2)."""
+
+    DECODING = "decoding"  # as they fill, prompts and answers, beside the steps that follow
+    END = "end"  # those of prompts as they fill, those of answers when their sequence ends
+    SYNC = "sync"  # all when their sequence ends, and the next step waits: the paper's baseline
 
 
 class Fetch(Enum):
@@ -369,7 +404,15 @@ class StoreConfig:
     )
     policy: StorePolicy = field(
         default=StorePolicy.LOOKAHEAD,
-        metadata=about("which pages leave first", argument="store_policy"),
+        metadata=about("which pages leave first, in every tier", argument="store_policy"),
+    )
+    save: Saving = field(
+        default=Saving.DECODING,
+        metadata=about(
+            "save pages of answers as they fill, when a sequence ends, or then with the next step "
+            "waiting for it",
+            argument="store_save",
+        ),
     )
     fetch: Fetch = field(
         default=Fetch.AUTO,

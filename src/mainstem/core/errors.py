@@ -11,7 +11,7 @@ MainstemError
   StoreError       a folder of saved pages that cannot be used: in use, or of another format
   OutOfDeviceMemory  a step did not fit the device: the engine retries with smaller ones
   AnswerFailed     steps failed on a request whenever it was tried; others are answered
-  EngineLost       every step fails: nothing can be answered any more
+  EngineLost       every step fails, or a rank is gone: nothing can be answered any more
   ForkedProcess    an engine was called in a child of the process that loaded it
 """
 
@@ -77,7 +77,8 @@ class AnswerFailed(MainstemError):
 
 
 class EngineLost(MainstemError):
-    """Every step fails; its cause is the last failure."""
+    """Nothing can be answered any more: every step fails, its cause is the last failure, or a rank
+    of a model that is split over several is gone."""
 
 
 class ForkedProcess(MainstemError):

@@ -83,6 +83,13 @@ class Counters:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
+    def dram_share(self) -> float:
+        """Of the pages that were loaded from lower tiers, the share that host memory had when the
+        load began; 0.0 where none was loaded."""
+        loaded = sum(self.loaded_pages.values())
+        return self.loaded_pages["host"] / loaded if loaded else 0.0
+
+    @property
     def read_ratio(self) -> float:
         """Keys read over keys seen: 1.0 when nothing is shared within a step."""
         return self.key_tokens_read / self.key_tokens_seen if self.key_tokens_seen else 1.0

@@ -237,8 +237,14 @@ class Overflow(Enum):
     """What happens when a conversation outgrows the context window."""
 
     KV = "kv"  # drops the oldest tokens; the KV of the others moves to its new positions
+    IMPORTANT = "important"  # likewise, but drops the pages that the last tokens attend to least
     RECOMPUTE = "recompute"  # drops the oldest tokens; the others are computed again
     ERROR = "error"
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether what stays keeps its KV, which then belongs to the session."""
+        return self in (Overflow.KV, Overflow.IMPORTANT)
 
 
 # From the pages [pages, page_size] of token ids that a truncation is about to drop, the numbers of
@@ -329,8 +335,10 @@ class Request:
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
         _check_int("public_tokens", self.public_tokens, 0, len(ids))
         _check_int("keep_tokens", self.keep_tokens, 0, 2**31 - 1)
-        if self.overflow is Overflow.KV and self.session is None:
-            raise InvalidRequest("overflow", "kv needs a session; recompute does not")
+        if self.overflow is not None and self.overflow.moves_kv and self.session is None:
+            raise InvalidRequest(
+                "overflow", f"{self.overflow.value} needs a session; recompute does not"
+            )
         if self.scoring is not None:
             self._check_scoring(self.scoring, len(ids))
 

@@ -102,6 +102,15 @@ class StartedSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class PageWeighing:
+    """Of some tokens of a step, how much attention they pay to each page of their sequence."""
+
+    first_row: int  # packed tokens [first_row, first_row + num_rows), neighbours in one sequence
+    num_rows: int
+    page_ids: Int32s  # of the sequence, from its first token up to these
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """The work of one forward pass."""
 
@@ -135,6 +144,7 @@ class Step:
     move_from: Int32s = field(default_factory=_no_rows)
     move_to: Int32s = field(default_factory=_no_rows)
     move_by: Int32s = field(default_factory=_no_rows)
+    weighings: tuple[PageWeighing, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -164,6 +174,9 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs]  # by sample row, where wanted
     prompt_logprobs: tuple[TokenLogprobs, ...]  # by prompt_logprob row
     device_s: float | None = None  # how long the device ran it, if known
+    # by weighing: of each page, the attention weights summed over its keys, the rows, all heads
+    # and all layers
+    page_masses: tuple[Float32s, ...] = ()
 
 
 class InFlight(Protocol):
@@ -193,6 +206,10 @@ class Runner(Protocol):
 
     def drain(self) -> None:
         """Return when no launched step runs any more, whether it failed or not; never raises."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineLost if nothing can be launched any more."""
         ...
 
     def close(self) -> None:

@@ -24,22 +24,21 @@ class OnlyAt:
         return any(type(value) is type(each) and value == each for each in self.values)
 
 
-_ONE_GPU = "one GPU per engine so far; leave it out"
+_ONE_ENGINE = "an engine is split by tensor_parallel only; leave it out"
 _FIXED_MEMORY = "pages and weights share one budget: gpu_memory_utilization or kv_tokens sets it"
 
 # vLLM's name of an argument of LLM -> ours, which means the same
-SAME_MEANING = {"max_num_batched_tokens": "chunk_tokens", "block_size": "page_size"}
+SAME_MEANING = {
+    "max_num_batched_tokens": "chunk_tokens",
+    "block_size": "page_size",
+    "max_num_seqs": "max_seqs",
+    "tensor_parallel_size": "tensor_parallel",
+}
 
 LLM_ARGUMENTS: dict[str, OnlyAt] = {
-    "tensor_parallel_size": OnlyAt((1, None), _ONE_GPU),
-    "pipeline_parallel_size": OnlyAt((1, None), _ONE_GPU),
-    "data_parallel_size": OnlyAt((1, None), _ONE_GPU),
-    "distributed_executor_backend": OnlyAt((None,), _ONE_GPU),
-    "max_num_seqs": OnlyAt(
-        (None,),
-        "requests are not counted, memory (kv_tokens) and chunk_tokens are the limits; leave it "
-        "out",
-    ),
+    "pipeline_parallel_size": OnlyAt((1, None), _ONE_ENGINE),
+    "data_parallel_size": OnlyAt((1, None), _ONE_ENGINE),
+    "distributed_executor_backend": OnlyAt((None, "mp"), "ranks are processes; leave it out"),
     "enforce_eager": OnlyAt(
         (False, None), "small steps always run as CUDA graphs, which change no answer; leave it out"
     ),

@@ -1,7 +1,8 @@
 """Config -> Engine: the only place where parts are chosen and joined."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ from mainstem.kv.store import KVStore
 from mainstem.models.spec import ModelSpec
 from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
 from mainstem.runner.facts import RunnerFacts
-from mainstem.runner.load import CPU, device_name, load_runner
+from mainstem.runner.load import CPU, device_name
 from mainstem.runner.origin import RandomOrigin, folder_origin
+from mainstem.runner.ranks.load import load_model
 from mainstem.sched.scheduler import Scheduler
 from mainstem.sched.truncation import TruncationRules
 
@@ -41,8 +43,8 @@ def build_engine(
     steps. Raises UnsupportedModel for a checkpoint we cannot run, ConfigError for impossible
     settings.
     """
-    config = with_chunk(config)
     origin = folder_origin(folder, config.model.ignore_config_fields or ())
+    config = with_chunk(config, origin.spec)
     if ignored := origin.spec.ignored_fields:
         log.warning(
             "config.json of %s: ignored %s, as ignore_config_fields wants it; answers are wrong if "
@@ -52,27 +54,39 @@ def build_engine(
         )
     if dropped := origin.spec.dropped:
         log.warning("%s is loaded without %s", config.model.model, ", ".join(dropped))
-    runner, facts = load_runner(origin, config)
-    return join(runner, facts, config, bus or EventBus(), choose_kept, around)
+    runner, facts = load_model(origin, config)
+    with closed_on_error(runner):
+        return join(runner, facts, config, bus or EventBus(), choose_kept, around)
 
 
 def build_random_engine(
     shape: ModelSpec, config: EngineConfig, bus: EventBus | None = None, seed: int = 0
 ) -> Engine:
     """An engine around random weights of a known shape, for measuring speed."""
-    config = with_chunk(config)
-    runner, facts = load_runner(RandomOrigin(shape, seed), config)
+    config = with_chunk(config, shape)
+    runner, facts = load_model(RandomOrigin(shape, seed), config)
     name = f"random weights, {config.model.model or shape.architecture}"
     named = replace(config, model=replace(config.model, model=name))
-    return join(runner, facts, named, bus or EventBus())
+    with closed_on_error(runner):
+        return join(runner, facts, named, bus or EventBus())
 
 
-def with_chunk(config: EngineConfig) -> EngineConfig:
+@contextmanager
+def closed_on_error(runner: Runner) -> Iterator[None]:
+    """A runner has processes and device memory that nobody else would give back."""
+    try:
+        yield
+    except BaseException:
+        runner.close()
+        raise
+
+
+def with_chunk(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     """With a step size from the cost model, where the config has none and the device is a GPU."""
     name = device_name(config.model)
     if config.sched.chunk_tokens is not None or name == CPU:
         return config
-    tokens = full_speed_tokens(card_for(name))
+    tokens = full_speed_tokens(card_for(name), spec.moved_bytes_per_param)
     if config.model.deterministic:
         tokens = min(tokens, DETERMINISTIC_CHUNK_TOKENS)
     return replace(config, sched=replace(config.sched, chunk_tokens=tokens))
@@ -90,7 +104,7 @@ def join(
     runner that `around` returns."""
     StoreLog(bus)
     tiers = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
-    store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers)
+    store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers, config.store)
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)
     card = card_for(facts.device_name)

@@ -103,8 +103,9 @@ class Engine:
 
         After a failed step its sequences restart and the cache is cleared. Sequences that fail
         again are tried alone; a request that fails alone, while others do not, ends with the error
-        in its last Output. Raises EngineLost when step after step fails, whatever is in it. An
-        interrupt is passed on: all sequences wait again, and outputs come with the next step.
+        in its last Output. Raises EngineLost when step after step fails, whatever is in it, or when
+        a process that the model is split over is gone. An interrupt is passed on: all sequences
+        wait again, and outputs come with the next step.
         """
         self.check_process()
         if self._is_torn:  # another interrupt came before recovery was complete
@@ -127,6 +128,7 @@ class Engine:
         if self._in_flight is None and not self._runner.can_overlap:
             self._in_flight, launched = launched, None
         if self._in_flight is None and launched is None:
+            self._runner.check()
             self._scheduler.rest()
         done, self._in_flight = self._in_flight, launched
         if done is not None:
@@ -183,6 +185,8 @@ class Engine:
     def _fail(self, error: Exception, step: Step | None) -> None:
         """A step failed, or could not be made (None): drop it, and go on with everything else."""
         self._drop_steps()
+        if isinstance(error, EngineLost):
+            raise error
         if isinstance(error, OutOfDeviceMemory) and self._scheduler.shrink_steps():
             self._scheduler.recover()
             return
@@ -209,9 +213,9 @@ class Engine:
         """End what `pin` began; takes what it returned."""
         self._scheduler.unpin(keys)
 
-    def fetch_as(self, config: StoreConfig) -> None:
-        """Change how stored pages are fetched: `fetch` and `preload` of the config."""
-        self._scheduler.fetch_as(config)
+    def change_store(self, config: StoreConfig) -> None:
+        """Use other settings of the store from now on: `fetch`, `preload` and `save`."""
+        self._scheduler.change_store(config)
 
     def flush(self) -> None:
         """Return when every page that must be saved is saved."""

@@ -66,7 +66,13 @@ def store_folder(root: Path, identity: bytes) -> Path:
 def make_fetching(card: Card, facts: RunnerFacts, config: StoreConfig, store: KVStore) -> Fetching:
     """Decides between loading and computing."""
     assert store.tiers is not None
-    size = ModelSize(facts.num_params, 0.0, 0.0, num_idle_params=facts.num_idle_params)
+    size = ModelSize(
+        facts.num_params,
+        0.0,
+        0.0,
+        bytes_per_param=facts.bytes_per_param,
+        num_idle_params=facts.num_idle_params,
+    )
     token_s = step_s(card, size, PROMPT_TOKENS, 0, 0) / PROMPT_TOKENS
     steps = StepTimes(token_s, floor_s=step_s(card, size, 0, 0, 0))
     return Fetching(config, store.tiers, store.page_size, steps)

@@ -27,6 +27,21 @@ def wait_for_ahead(OVERLAPS: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def wait_alone(OVERLAPS: tl.constexpr):
+    """Wait for the kernel ahead; `let_in` is called later. For kernels whose programs are counted
+    to fill the device once: those of the kernel behind would take places among them."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_in(OVERLAPS: tl.constexpr):
+    """Let the kernel behind be launched, once all programs have come here."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 def can_overlap(device: torch.device) -> bool:
     """Whether a kernel may begin before the one ahead of it has ended (from Hopper on)."""
     if device.type == "cpu" or torch.version.hip is not None:

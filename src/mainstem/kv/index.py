@@ -11,7 +11,7 @@ from mainstem.core.events import EventBus, PagesRemoved, PagesStored
 from mainstem.core.ids import PageKey
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Bools, Int32s
-from mainstem.kv.keys import PageChain
+from mainstem.kv.keys import PageChain, PageName
 from mainstem.kv.page_logprobs import PageLogprobs
 from mainstem.kv.pool import PagePool
 from mainstem.kv.ranking import Lru, Ranking
@@ -19,7 +19,8 @@ from mainstem.kv.ranking import Lru, Ranking
 MAX_FOLLOWERS_TRIED = 256
 NO_PAGE = NO_TOKEN = -1
 MAX_DEPTH = 1 << 22  # pages in one chain: 64 million tokens
-PINNED = 1 << 62  # beyond the worth of what is not pinned: 10^12 uses
+PINNED = 1 << 62  # beyond the worth of what is not pinned
+AWAITED = 1 << 61  # beyond the worth of what nobody waits for: 5 x 10^11 uses
 
 
 class PrefixIndex:
@@ -171,6 +172,30 @@ class PrefixIndex:
         depths = np.arange(first, first + len(keys))[is_kept]
         self._enter(pages[is_kept], full[depths], depths)
 
+    def name(self, pages: Int32s, names: Sequence[PageName], tokens: Int32s) -> None:
+        """Pages of any chains are filled with `tokens`, [pages, page_size]: READY.
+
+        A page without a READY one before it gets no name, since nobody would find it; nor does one
+        whose name another page has.
+        """
+        firsts = tokens[:, 0].tolist()
+        kept: list[int] = []
+        fresh: set[PageKey | None] = {None}
+        for index, (name, page) in enumerate(zip(names, pages.tolist(), strict=True)):
+            key, parent, previous, _ = name
+            is_found = previous in fresh or (previous is not None and self.is_ready(previous))
+            if is_found and self._file(key, parent, previous, firsts[index], page):
+                fresh.add(key)
+                kept.append(index)
+        if kept:
+            self._enter(pages[kept], tokens[kept], np.array([names[i].depth for i in kept]))
+            self.commit(pages[kept])
+
+    def is_ready(self, key: PageKey) -> bool:
+        """Whether a page is there, and filled."""
+        page = self._page_of.get(key)
+        return page is not None and bool(self._is_ready[page])
+
     def reserve_tail(self, chain: PageChain, page: int) -> None:
         """Name the page that the chain's last tokens, too few for a whole one, are about to go to:
         `best_follower` finds it. Nothing may be written behind them."""
@@ -245,15 +270,25 @@ class PrefixIndex:
         """Pages nobody is going to ask for: they go first when room is needed."""
         self._rank[pages] = 0
 
-    def evict(self, count: int) -> int:
+    @property
+    def sees_queue(self) -> bool:
+        """Whether `evict` wants to know what queued requests wait for."""
+        return self._ranking.sees_queue
+
+    def evict(self, count: int, awaited: Sequence[Sequence[PageKey]] = ()) -> int:
         """Free up to `count` idle pages, the smallest rank first; returns how many.
 
         A chain is always touched as a whole, so of equals the deepest goes first and a prefix never
-        goes before what follows it. Pinned pages go after all others.
+        goes before what follows it. Pages of `awaited` chains, the soonest first, go after those
+        that nobody waits for, the last chain's first. Pinned pages go after all others.
         """
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):
-            worth = self._rank[idle] * MAX_DEPTH - self._depth[idle]
+            worth = self._rank * MAX_DEPTH - self._depth
+            for place, keys in enumerate(reversed(awaited)):  # a page counts for the soonest
+                pages, _ = self.match(keys)
+                worth[pages] = np.int64(AWAITED + place * MAX_DEPTH) - self._depth[pages]
+            worth = worth[idle]
             worth[np.isin(idle, list(self._pins))] += PINNED
             idle = np.sort(idle[np.argpartition(worth, count)[:count]])
         self._remove(idle.astype(np.int32))

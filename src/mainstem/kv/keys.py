@@ -10,6 +10,7 @@ than their tokens and position say (they outlived a truncation) get names of the
 
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from typing import NamedTuple
 
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
@@ -25,6 +26,15 @@ def root_key(identity: bytes, page_size: int, salt: bytes) -> PageKey:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return PageKey(digest.digest())
+
+
+class PageName(NamedTuple):
+    """A page's key and its place in a chain."""
+
+    key: PageKey
+    parent: PageKey  # what the key was made from, with the page's tokens
+    previous: PageKey | None  # the page before it; None: it is the first
+    depth: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,28 @@ class PageChain:
     def parent_unbranched(self, depth: int) -> PageKey:
         """The key before page number `depth` of a chain that does not branch there."""
         return self.keys[depth - 1] if depth else self.root
+
+    def names(self) -> list[PageName]:
+        """The names of all its pages."""
+        previous = [None, *self.keys]
+        return [
+            PageName(key, self.parent(depth), previous[depth], depth)
+            for depth, key in enumerate(self.keys)
+        ]
+
+    def next_names(self, last: PageName | None, token_ids: Int32s) -> list[PageName]:
+        """The names of pages that follow `last`, or its own full ones, and hold `token_ids`."""
+        depth = len(self.keys) if last is None else last.depth + 1
+        if last is None:
+            parent, previous = self.parent(depth), self.keys[-1] if self.keys else None
+        else:
+            parent, previous = last.key, last.key
+        names: list[PageName] = []
+        for key in page_keys(parent, token_ids, self.page_size):
+            names.append(PageName(key, parent, previous, depth))
+            parent = previous = key
+            depth += 1
+        return names
 
     def tail_key(self) -> PageKey | None:
         """The name of what comes after the last full page; None: nothing does."""

@@ -1,26 +1,29 @@
 """KVStore: the one door to pages, on the device and in the tiers below it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
 
+from mainstem.core.config import Saving, StoreConfig
 from mainstem.core.errors import OutOfPages
 from mainstem.core.events import EventBus, PagesCleared, PagesEvicted
 from mainstem.core.ids import PageKey
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Int32s, StepId
 from mainstem.kv.index import PrefixIndex
-from mainstem.kv.keys import PageChain, root_key
+from mainstem.kv.keys import PageChain, PageName, root_key
 from mainstem.kv.page_logprobs import MAX_TOP
 from mainstem.kv.pool import PagePool
+from mainstem.kv.ranking import RANKINGS, PolicyKind
 from mainstem.kv.stored import NOTHING_STORED, Stored
 from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers
 from mainstem.kv.traffic import Traffic
 
 EVICT_SHARE = 64  # of all pages one in so many is given up at a time
+DEFAULT_CONFIG = StoreConfig()
 
 
 class Lookup(Enum):
@@ -73,16 +76,19 @@ class KVStore:
         identity: bytes,
         bus: EventBus,
         tiers: LowerTiers | None = None,
+        config: StoreConfig = DEFAULT_CONFIG,
     ) -> None:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
-        self._index = PrefixIndex(self._pool, page_size, bus)
+        ranking = RANKINGS[PolicyKind(config.policy.value)]
+        self._index = PrefixIndex(self._pool, page_size, bus, ranking)
+        self._awaited: Callable[[int], Sequence[Sequence[PageKey]]] = lambda _: ()
         self._identity = identity
         self._last_chain: PageChain | None = None  # prompts that share much come together
         self._bus = bus
         self._traffic: Traffic | None = None
         if tiers is not None:
-            self._traffic = Traffic(self._pool, self._index, tiers, bus)
+            self._traffic = Traffic(self._pool, self._index, tiers, bus, config.save)
 
     @property
     def num_pages(self) -> int:
@@ -104,6 +110,11 @@ class KVStore:
         """Pages that sequences hold."""
         only_copied = 0 if self._traffic is None else self._traffic.num_only_copied()
         return self.num_pages - self.num_takeable() - only_copied
+
+    def watch_queue(self, awaited: Callable[[int], Sequence[Sequence[PageKey]]]) -> None:
+        """`awaited` says which chains queued requests wait for, the soonest first, and up to a
+        number of pages. It is called when the device must give up pages: these go last."""
+        self._awaited = awaited
 
     def chain(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> PageChain:
         """The names of the pages of `token_ids`.
@@ -171,6 +182,10 @@ class KVStore:
         """Whether a page is there or on its way."""
         return key in self._index
 
+    def is_ready(self, key: PageKey) -> bool:
+        """Whether a page is there, and filled."""
+        return self._index.is_ready(key)
+
     def find(self, keys: Sequence[PageKey]) -> Match:
         """How many of these pages, the leading ones, are there; they need not follow each other."""
         pages, num_ready = self._index.match(keys)
@@ -191,7 +206,8 @@ class KVStore:
                 raise OutOfPages(wanted=count, free=self._pool.num_free + idle)
             # some more than needed: finding the oldest costs the same for one page and for many
             spare = min(self.num_pages // EVICT_SHARE, idle - self._index.num_idle_pinned())
-            gone = self._index.evict(max(short, spare))
+            awaited = self._awaited(self.num_pages) if self._index.sees_queue else ()
+            gone = self._index.evict(max(short, spare), awaited)
             self._bus.publish(PagesEvicted(num_pages=gone, reason="room"))
         return self._pool.take(count)
 
@@ -256,10 +272,12 @@ class KVStore:
             self._traffic.commit(pages)
         return self._index.commit(pages)
 
-    def name(self, chain: PageChain, first: int, pages: Int32s) -> None:
-        """Pages that are filled already hold the chain's full pages from number `first` on."""
-        self._index.reserve(chain, first, pages)
-        self._index.commit(pages)
+    def name(self, pages: Int32s, names: Sequence[PageName], tokens: Int32s) -> None:
+        """Pages that steps have filled with `tokens`, [pages, page_size], get their names, where
+        what comes before them is READY, and are saved."""
+        self._index.name(pages, names, tokens)
+        if self._traffic is not None:
+            self._traffic.note_filled(pages)
 
     def abort(self, pages: Int32s) -> list[PageKey]:
         """Whatever of `pages` was reserved and not filled loses its name; returns these keys."""
@@ -280,6 +298,11 @@ class KVStore:
     def is_reading(self) -> bool:
         """Whether a load waits for a tier below host memory."""
         return self._traffic is not None and self._traffic.tiers.is_reading
+
+    def save_as(self, saving: Saving) -> None:
+        """Save pages at other moments from now on."""
+        if self._traffic is not None:
+            self._traffic.saving = saving
 
     def stored(self, keys: Sequence[PageKey]) -> Stored:
         """How many of these pages, the leading ones, lower tiers have."""

@@ -267,6 +267,10 @@ class LowerTiers:
         self._back_up()
         return copied
 
+    def finish_saves(self) -> None:
+        """Return when copies from the device are done, or have failed; `poll` says which."""
+        self._host.flush()
+
     def _give_up_save(self, entries: Sequence[Entry]) -> None:
         self._bus.publish(SavesSkipped(len(entries), "host", "copy failed"))
         self._policy.drop([entry.key for entry in entries])

@@ -1,6 +1,7 @@
 """Device pages on their way down or up: what is to be saved, what is being loaded.
 
     commit --launched(step)--> filling --settle(step)--> save ---> copied: the hold ends
+    note_filled: pages of answers, whose steps have run -^
     load: pages taken, named, LOADING ---> copied: READY        or lost: the names go
 
 A page under a copy has a holder of its own, so it is neither lent nor given up meanwhile.
@@ -12,6 +13,7 @@ from itertools import count
 
 import numpy as np
 
+from mainstem.core.config import Saving
 from mainstem.core.events import EventBus, SavesSkipped
 from mainstem.core.ids import PageKey
 from mainstem.core.interrupts import held_interrupts
@@ -32,9 +34,15 @@ class Traffic:
     """Copies between the device and the tiers below it; owned by the store."""
 
     def __init__(
-        self, pool: PagePool, index: PrefixIndex, tiers: LowerTiers, bus: EventBus
+        self,
+        pool: PagePool,
+        index: PrefixIndex,
+        tiers: LowerTiers,
+        bus: EventBus,
+        saving: Saving = Saving.DECODING,
     ) -> None:
         self._pool = pool
+        self.saving = saving
         self._index = index
         self.tiers = tiers
         self._bus = bus
@@ -82,6 +90,12 @@ class Traffic:
         for filled in [step for step in self._filling if step <= step_id]:
             pages = np.concatenate(self._filling.pop(filled))
             self._is_filling[pages] = False
+            if self.saving is not Saving.SYNC:
+                self.save(pages)
+
+    def note_filled(self, pages: Int32s) -> None:
+        """Steps that have run filled these pages of answers."""
+        if self.saving is Saving.DECODING:
             self.save(pages)
 
     @contextmanager
@@ -130,6 +144,14 @@ class Traffic:
         """A sequence ends with these pages, in chain order: what is not stored yet is saved."""
         self.tiers.note_use(list(self._index.named(pages)))
         self.save(pages)
+        if self.saving is Saving.SYNC:
+            self._finish_saves()
+
+    def _finish_saves(self) -> None:
+        """Return when no save is under way; what host memory has no room for is put off."""
+        while self.tiers.num_pages_saving:
+            self.tiers.finish_saves()
+            self._news = self.poll()  # it may start some that were put off
 
     # --- up -------------------------------------------------------------------------------------
 

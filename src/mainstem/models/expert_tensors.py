@@ -2,7 +2,8 @@
 
 A layer of experts is most of a model's memory, so it is made once where it is used and filled
 expert by expert: loading holds the layer and one expert, never two copies of the layer. Quantized
-experts stay packed; the shared one is a product like others.
+experts stay packed; the shared one is a product like others. A rank has some columns of every
+expert (models/shard.py); `size` is the number of those.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mainstem.models.names import ExpertLayout, Names
 from mainstem.models.packed import PackedStack, PackedWeight, Weight, on_top
+from mainstem.models.shard import Cut, length
 from mainstem.models.spec import ExpertsSpec
 from mainstem.models.weights import WeightSource, take_weight
 
@@ -26,37 +28,57 @@ class ExpertTensors:
     gate_up: Weight  # [experts, 2 * size, hidden]
     gate_up_bias: Tensor | None  # [experts, 2 * size]
     down: Weight  # [experts, hidden, size]
-    down_bias: Tensor | None  # [experts, hidden]
+    down_bias: Tensor | None  # [experts, hidden]; of ranks the first has it
     shared_gate_up: Weight | None = None  # [2 * shared_size, hidden]
     shared_down: Weight | None = None  # [hidden, shared_size]
     shared_gate: Tensor | None = None  # [1, hidden]
     is_unpacked: bool = False  # quantized in the checkpoint, but not in a way that can be stacked
 
 
+_WHOLE = Cut()
+
+
 def read_experts(
-    source: WeightSource, spec: ExpertsSpec, hidden_size: int, prefix: str, names: Names
+    source: WeightSource,
+    spec: ExpertsSpec,
+    hidden_size: int,
+    prefix: str,
+    names: Names,
+    cut: Cut = _WHOLE,
 ) -> ExpertTensors:
-    """Take a layer's experts from `source`; `prefix` is the layer's, with its dot."""
-    return _Reader(source, spec, hidden_size, prefix, names).read()
+    """Take a layer's experts from `source`; `prefix` is the layer's, with its dot. `spec` is that
+    of the whole model, `cut` says what of it is wanted."""
+    return _Reader(source, spec, hidden_size, prefix, names, cut).read()
 
 
 class _Reader:
     def __init__(
-        self, source: WeightSource, spec: ExpertsSpec, hidden_size: int, prefix: str, names: Names
+        self,
+        source: WeightSource,
+        spec: ExpertsSpec,
+        hidden_size: int,
+        prefix: str,
+        names: Names,
+        cut: Cut,
     ) -> None:
         self._source = source
         self._spec = spec
         self._hidden = hidden_size
         self._prefix = prefix
         self._names = names
+        self._cut = cut
+        self._columns = cut.columns(spec.size)
         self._is_unpacked = False
 
     def read(self) -> ExpertTensors:
         spec, names = self._spec, self._names
-        experts, size, hidden = spec.num_experts, spec.size, self._hidden
+        experts, hidden = spec.num_experts, self._hidden
         router = self._dense(names.router, experts, hidden)
-        gate_up_bias = router.new_empty(experts, 2 * size) if spec.has_bias else None
-        down_bias = router.new_empty(experts, hidden) if spec.has_bias else None
+        gate_up_bias = down_bias = None
+        if spec.has_bias:
+            gate_up_bias = router.new_empty(experts, 2 * length(self._columns))
+            if self._cut.shard.rank == 0:
+                down_bias = router.new_empty(experts, hidden)
         if names.expert_layout is ExpertLayout.SEPARATE:
             gate_up, down = self._read_separate()
             self._fill_separate_biases(gate_up_bias, down_bias)
@@ -79,8 +101,13 @@ class _Reader:
     def _take(self, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Tensor:
         return self._source.take(self._prefix + name, shape, at)
 
-    def _weight(self, name: str, *shape: int) -> Weight:
-        return take_weight(self._source, self._prefix + name, *shape)
+    def _weight(self, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Weight:
+        return take_weight(self._source, self._prefix + name, *shape, at=at)
+
+    def _down(self, name: str, size: int) -> Weight:
+        """The rank's columns of a product [hidden, size]."""
+        at = (slice(0, self._hidden), self._cut.columns(size))
+        return self._weight(name, self._hidden, size, at=() if at[1] == slice(0, size) else at)
 
     def _dense(self, name: str, *shape: int) -> Tensor:
         weight = self._weight(name, *shape)
@@ -112,47 +139,63 @@ class _Reader:
                 name.format(expert)
                 for name in (names.expert_gate, names.expert_up, names.expert_down)
             )
-            gate_up.put(
-                expert,
-                self._stackable(self._weight(gate, size, hidden), self._weight(up, size, hidden)),
-            )
-            down.put(expert, self._stackable(self._weight(out, hidden, size)))
+            both = (self._weight(name, size, hidden, at=(self._columns,)) for name in (gate, up))
+            gate_up.put(expert, self._stackable(*both))
+            down.put(expert, self._stackable(self._down(out, size)))
         return gate_up.whole, down.whole
 
     def _stack(self) -> PackedStack:
         return PackedStack(self._spec.num_experts, self._source.dtype)
 
     def _fill_separate_biases(self, gate_up: Tensor | None, down: Tensor | None) -> None:
-        names, size, hidden = self._names, self._spec.size, self._hidden
-        if gate_up is None or down is None:
+        names, size = self._names, self._spec.size
+        if gate_up is None:
             return
         for expert in range(self._spec.num_experts):
-            gate_up[expert, :size] = self._take(f"{names.expert_gate.format(expert)}.bias", size)
-            gate_up[expert, size:] = self._take(f"{names.expert_up.format(expert)}.bias", size)
-            down[expert] = self._take(f"{names.expert_down.format(expert)}.bias", hidden)
+            both = (names.expert_gate, names.expert_up)
+            for name, part in zip(both, gate_up[expert].chunk(2), strict=True):
+                part.copy_(self._take(f"{name.format(expert)}.bias", size, at=(self._columns,)))
+            target = None if down is None else down[expert]
+            self._fill_down_bias(f"{names.expert_down.format(expert)}.bias", target)
+
+    def _fill_down_bias(self, name: str, target: Tensor | None) -> None:
+        if target is None:
+            self._source.drop(self._prefix + name)
+        else:
+            target.copy_(self._take(name, *target.shape))
 
     def _read_interleaved(self) -> tuple[Weight, Weight]:
         """Packed ones lie as [experts, out, in], others as [experts, in, out]."""
         names, size, hidden = self._names, self._spec.size, self._hidden
-        experts = self._spec.num_experts
+        experts, count = self._spec.num_experts, length(self._columns)
         gate_up, down = self._stack(), self._stack()
-        gates_first = torch.cat((torch.arange(0, 2 * size, 2), torch.arange(1, 2 * size, 2)))
+        gates_first = torch.cat((torch.arange(0, 2 * count, 2), torch.arange(1, 2 * count, 2)))
+        both, all_hidden = self._in_turns, slice(0, hidden)
         for expert in range(experts):
-            at = (slice(expert, expert + 1),)
-            in_turns = self._one_packed(names.expert_gate, experts, 2 * size, hidden, at)
+            one = slice(expert, expert + 1)
+            in_turns = self._one_packed(names.expert_gate, experts, 2 * size, hidden, (one, both))
             if in_turns is not None:
                 gate_up.put(expert, in_turns.rows_at(gates_first.to(in_turns.device)))
             else:
+                at = (one, all_hidden, both)
                 found = self._take(names.expert_gate, experts, hidden, 2 * size, at=at)[0]
                 gate_up.put(expert, torch.cat((found[:, 0::2].t(), found[:, 1::2].t())))
                 del found  # before the next part is read
+            at = (one, all_hidden, self._columns)
             out = self._one_packed(names.expert_down, experts, hidden, size, at)
             if out is not None:
                 down.put(expert, out)
             else:
-                plain = self._take(names.expert_down, experts, size, hidden, at=at)
+                plain = self._take(
+                    names.expert_down, experts, size, hidden, at=(one, self._columns)
+                )
                 down.put(expert, plain[0].t())
         return gate_up.whole, down.whole
+
+    @property
+    def _in_turns(self) -> slice:
+        """The rank's columns where gate and up take turns."""
+        return slice(2 * self._columns.start, 2 * self._columns.stop)
 
     def _one_packed(
         self, name: str, experts: int, out: int, width: int, at: tuple[slice, ...]
@@ -161,24 +204,23 @@ class _Reader:
         return None if found is None else found.expert(0)
 
     def _fill_interleaved_biases(self, gate_up: Tensor | None, down: Tensor | None) -> None:
-        if gate_up is None or down is None:
+        if gate_up is None:
             return
-        names, (experts, both) = self._names, gate_up.shape
-        biases = self._take(f"{names.expert_gate}_bias", experts, both)
-        gate_up[:, : both // 2] = biases[:, 0::2]
-        gate_up[:, both // 2 :] = biases[:, 1::2]
-        down.copy_(self._take(f"{names.expert_down}_bias", experts, self._hidden))
+        names, experts = self._names, self._spec.num_experts
+        at = (slice(0, experts), self._in_turns)
+        biases = self._take(f"{names.expert_gate}_bias", experts, 2 * self._spec.size, at=at)
+        gate, up = gate_up.chunk(2, dim=1)
+        gate.copy_(biases[:, 0::2])
+        up.copy_(biases[:, 1::2])
+        self._fill_down_bias(f"{names.expert_down}_bias", down)
 
     def _shared_gate_up(self) -> Weight | None:
         size = self._spec.shared_size
         if size is None:
             return None
-        names = self._names.shared_gate_up
-        rows = 2 * size // len(names)
-        return self._joined(*(self._weight(name, rows, self._hidden) for name in names))
+        names, at = self._names.shared_gate_up, (self._cut.columns(size),)
+        return self._joined(*(self._weight(name, size, self._hidden, at=at) for name in names))
 
     def _shared_down(self) -> Weight | None:
         size = self._spec.shared_size
-        if size is None:
-            return None
-        return self._weight(self._names.shared_down, self._hidden, size)
+        return None if size is None else self._down(self._names.shared_down, size)

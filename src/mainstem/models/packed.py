@@ -19,13 +19,26 @@ from torch import Tensor
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.quantized.packing import PackedKind
 
-__all__ = ["PackedKind", "PackedStack", "PackedWeight", "Weight", "as_tensor", "joined", "on_top"]
+__all__ = [
+    "OrderedColumns",
+    "PackedKind",
+    "PackedStack",
+    "PackedWeight",
+    "Weight",
+    "as_tensor",
+    "joined",
+    "on_top",
+]
 
 MXFP4_GROUP = 32
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4_BIAS = 127
 _DENSE_ROWS = 1024  # that are dequantized at once: what lies between is small beside the answer
 _SCALE_DTYPES = {PackedKind.FP8: torch.float32, PackedKind.MXFP4: torch.uint8}
+
+
+class OrderedColumns(UnsupportedModel):
+    """A part was asked for that a packed weight in act-order cannot have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,12 +135,12 @@ class PackedWeight:
     def columns(self, part: slice) -> "PackedWeight":
         """These of the columns; cuts inside a group make groups smaller.
 
-        Raises UnsupportedModel where the columns are not in the order of x: a part of x is then no
-        whole groups."""
+        Raises OrderedColumns where they are not in the order of x: a part of x is then no whole
+        groups."""
         first, end, step = part.indices(self.shape[-1])
         assert step == 1
         if self.order is not None:
-            raise UnsupportedModel("a weight in act-order (desc_act) cannot be cut by columns")
+            raise OrderedColumns("a weight in act-order (desc_act) cannot be cut by columns")
         if self.group >= self.shape[-1]:
             return replace(self, values=self._values_at(first, end), group=end - first)
         cut = gcd(self.group, first, end if end != self.shape[-1] else self.group)

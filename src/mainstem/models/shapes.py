@@ -46,10 +46,13 @@ _GEMMA3 = {
 }  # fmt: skip
 _CONFIGS: dict[str, dict[str, object]] = {
     "llama31-8b": _llama(4096, 14336, 32, 32, 8, 128, 128_256, 500_000.0),
+    "llama31-70b": _llama(8192, 28672, 80, 64, 8, 128, 128_256, 500_000.0),
     "llama32-1b": _llama(2048, 8192, 16, 32, 8, 64, 128_256, 500_000.0),
     "llama2-7b": _llama(4096, 11008, 32, 32, 32, 128, 32_000, 10_000.0),
     "llama2-13b": _llama(5120, 13824, 40, 40, 40, 128, 32_000, 10_000.0),
     "llama-30b": _llama(6656, 17920, 60, 52, 52, 128, 32_000, 10_000.0),
+    "llama-65b": _llama(8192, 22016, 80, 64, 64, 128, 32_000, 10_000.0),
+    "llama2-70b": _llama(8192, 28672, 80, 64, 8, 128, 32_000, 10_000.0),
     "mistral-7b": _like(
         _llama(4096, 14336, 32, 32, 8, 128, 32_000, 10_000.0),
         "MistralForCausalLM",
@@ -92,6 +95,12 @@ _CONFIGS: dict[str, dict[str, object]] = {
         "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 51_200,
         "max_position_embeddings": 4096, "partial_rotary_factor": 0.4, "layer_norm_eps": 1e-5,
         "hidden_act": "gelu_new", "dtype": "bfloat16",
+    },
+    "falcon-40b": {  # likewise
+        "architectures": ["FalconForCausalLM"], "hidden_size": 8192, "num_hidden_layers": 60,
+        "num_attention_heads": 128, "num_kv_heads": 8, "vocab_size": 65_024, "alibi": False,
+        "max_position_embeddings": 4096, "new_decoder_architecture": True, "bias": False,
+        "parallel_attn": True, "layer_norm_epsilon": 1e-5, "dtype": "bfloat16",
     },
     "tiny": _llama(128, 256, 2, 4, 2, 64, 512, 10_000.0) | {"max_position_embeddings": 4096},
 }  # fmt: skip

@@ -181,6 +181,7 @@ class ModelSpec:
     quantized: QuantizedSpec | None = None  # weights that the checkpoint has packed
     ignored_fields: tuple[str, ...] = ()  # of the file: not known, and ignored by order
     dropped: tuple[str, ...] = ()  # parts of the checkpoint that are left out, in words
+    vocab_rows: int | None = None  # of embedding and head, on a rank that has a part; None: all
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -246,7 +247,7 @@ class ModelSpec:
     @property
     def num_head_params(self) -> int:
         """Weights of the product behind the layers."""
-        return self.hidden_size * self.vocab_size
+        return self.hidden_size * (self.vocab_rows or self.vocab_size)
 
     @property
     def num_expert_params(self) -> int:
@@ -266,6 +267,28 @@ class ModelSpec:
             for layer in self.layers
             if isinstance(layer.mlp, ExpertsSpec)
         )
+
+    def bytes_per_param(self, element_bytes: int) -> float:
+        """Of the layers' products, experts included, computed in elements of `element_bytes`."""
+        if self.quantized is None:
+            return float(element_bytes)
+        names, prefix = self.names, self.names.layer.format(0) + "."
+        experts = self.num_expert_params + self.num_idle_params
+        others = self.num_layer_params - self.num_expert_params
+        expert = self.quantized.packing_of(prefix + names.expert_gate.format(0))
+        other = self.quantized.packing_of(prefix + names.out)
+        moved = experts * (element_bytes if expert is None else expert.bytes_per_param)
+        moved += others * (element_bytes if other is None else other.bytes_per_param)
+        return moved / (experts + others)
+
+    @property
+    def moved_bytes_per_param(self) -> float:
+        """What a large step moves of a layer's products: 4-bit weights are read, written in 16 bits
+        and read again. Those of experts are read as they are."""
+        packing = None if self.quantized is None else self.quantized.packing
+        if packing is None or packing.kind.columns_per_value == 1:
+            return 2.0
+        return packing.bytes_per_param + 4.0
 
     @property
     def num_weights(self) -> int:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mainstem.models.expert_tensors import ExpertTensors, read_experts
-from mainstem.models.names import QkvOrder
 from mainstem.models.packed import PackedWeight, Weight, as_tensor, on_top
+from mainstem.models.rows import Rows, first_rows, qkv_rows, times
+from mainstem.models.shard import WHOLE, Cut, Shard, part_of
 from mainstem.models.spec import (
     ExpertsSpec,
     MlpSpec,
@@ -92,18 +94,23 @@ class EndTensors:
 
 
 class TensorReader:
-    """Reads a model from `source`: `embedding`, then `layer` for each index, then `ends`."""
+    """Reads a model from `source`: `embedding`, then `layer` for each index, then `ends`.
 
-    def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
+    With a shard: what that rank has of it. A tensor is never read whole then, but for small ones
+    that all ranks have. `part` is the recipe of what is read.
+    """
+
+    def __init__(self, source: WeightSource, spec: ModelSpec, shard: Shard = WHOLE) -> None:
         self._source = source
         self._spec = spec
+        self._cut = Cut.of(spec, shard)
         self._names = spec.names
-        self._unpacked: list[str] = []  # products whose parts could not be joined as they are
+        self._unpacked: list[str] = []  # products that could not stay as they are
+        self.part = part_of(spec, shard)
 
     def embedding(self) -> Tensor:
-        """[vocab, hidden]"""
-        spec = self._spec
-        return self._take(f"{self._names.embedding}.weight", spec.vocab_size, spec.hidden_size)
+        """[vocab, hidden], of a rank its tokens, and zeros below up to `vocab_rows`."""
+        return self._vocabulary(f"{self._names.embedding}.weight", self._spec.hidden_size)
 
     def layer(self, index: int) -> LayerTensors:
         spec, names = self._spec, self._names
@@ -116,16 +123,17 @@ class TensorReader:
         q_norm, k_norm = self._qk_norms(prefix)
         sinks = None
         if spec.layers[index].attention.has_sinks:
-            sinks = self._take(prefix + names.sinks, spec.num_heads).float()
+            heads = self._cut.heads(spec.num_heads)
+            sinks = self._take(prefix + names.sinks, spec.num_heads, at=(heads,)).float()
         return LayerTensors(
             attention_norm=self._norm(prefix + names.attention_norm) if has_before else None,
             qkv=self._qkv(prefix, spec.layers[index].attention.rope),
             q_norm=q_norm,
             k_norm=k_norm,
-            out=self._product(
-                [prefix + names.out],
-                [spec.hidden_size],
+            out=self._summed(
+                prefix + names.out,
                 spec.num_heads * spec.head_dim,
+                times(self._cut.heads(spec.num_heads), spec.head_dim),
                 spec.has_out_bias,
             ),
             sinks=sinks,
@@ -144,11 +152,10 @@ class TensorReader:
         norm = self._norm(names.final_norm)
         if spec.has_tied_embeddings:
             source.drop(f"{names.head}.weight")
-            bias = self._take(f"{names.head}.bias", spec.vocab_size) if spec.has_head_bias else None
-            head = Product(embedding, bias)
+            weight: Weight = embedding
         else:
-            rows = [spec.vocab_size]
-            head = self._product([names.head], rows, spec.hidden_size, spec.has_head_bias)
+            weight = self._head()
+        bias = self._vocabulary(f"{names.head}.bias") if spec.has_head_bias else None
         source.finish()
         if self._unpacked:
             log.warning(
@@ -157,18 +164,38 @@ class TensorReader:
                 len(self._unpacked),
                 ", ".join(self._unpacked[:3]) + (" ..." if len(self._unpacked) > 3 else ""),
             )
-        return EndTensors(norm, head)
+        return EndTensors(norm, Product(weight, bias))
 
-    def _take(self, name: str, *shape: int) -> Tensor:
-        return self._source.take(name, shape)
+    def _take(self, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Tensor:
+        return self._source.take(name, shape, at)
+
+    def _vocabulary(self, name: str, *width: int) -> Tensor:
+        """The rank's rows of embedding or head; zeros for tokens that there are none of."""
+        size = self._spec.vocab_size
+        tokens = self._cut.vocabulary(size)
+        return self._padded(self._take(name, size, *width, at=(tokens,)))
+
+    def _head(self) -> Weight:
+        size, name = self._spec.vocab_size, self._names.head
+        tokens = self._cut.vocabulary(size)
+        found = take_weight(self._source, name, size, self._spec.hidden_size, at=(tokens,))
+        if isinstance(found, Tensor):
+            return self._padded(found)
+        has_all = len(found.values) == (self.part.vocab_rows or size)
+        return found if has_all else self._padded(found.dense(self._source.dtype))
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        missing = (self.part.vocab_rows or self._spec.vocab_size) - len(rows)
+        return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
     def _norm(self, name: str) -> NormTensors:
         norm, size = self._spec.norm, self._spec.hidden_size
         gain = self._gain(f"{name}.weight", size)
         return NormTensors(gain, self._take(f"{name}.bias", size) if norm.has_bias else None)
 
-    def _gain(self, name: str, size: int) -> Tensor:
-        gain, norm = self._take(name, size), self._spec.norm
+    def _gain(self, name: str, size: int, part: slice | None = None) -> Tensor:
+        gain = self._take(name, size, at=() if part is None else (part,))
+        norm = self._spec.norm
         if norm.gain_offset or norm.is_rounded_once:
             return gain.float() + norm.gain_offset
         return gain
@@ -177,58 +204,63 @@ class TensorReader:
         spec, names = self._spec, self._names
         if spec.qk_norm is QkNorm.NONE:
             return None, None
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        if spec.qk_norm is QkNorm.HEADS:
-            heads = kv_heads = 1
-        return (
-            self._gain(f"{prefix}{names.q_norm}.weight", heads * spec.head_dim),
-            self._gain(f"{prefix}{names.k_norm}.weight", kv_heads * spec.head_dim),
-        )
+        gains = []
+        for name, count in ((names.q_norm, spec.num_heads), (names.k_norm, spec.num_kv_heads)):
+            if spec.qk_norm is QkNorm.HEADS:
+                gains.append(self._gain(f"{prefix}{name}.weight", spec.head_dim))
+            else:
+                part = times(self._cut.heads(count), spec.head_dim)
+                gains.append(self._gain(f"{prefix}{name}.weight", count * spec.head_dim, part))
+        return gains[0], gains[1]
 
-    def _product(
-        self, names: Sequence[str], rows: Sequence[int], width: int, has_bias: bool
-    ) -> Product:
-        """The tensors of these names on top of each other."""
-        weights = [take_weight(self._source, n, r, width) for n, r in zip(names, rows, strict=True)]
+    def _product(self, rows: Sequence[Rows], width: int, has_bias: bool) -> Product:
+        """These rows on top of each other."""
+        weights = [take_weight(self._source, r.name, r.whole, width, at=(r.part,)) for r in rows]
+        weight = on_top(weights, self._source.dtype)
+        if isinstance(weight, Tensor) and not all(isinstance(part, Tensor) for part in weights):
+            self._unpacked.append(" + ".join(r.name for r in rows))
         bias = None
         if has_bias:
-            biases = [self._take(f"{n}.bias", r) for n, r in zip(names, rows, strict=True)]
+            biases = [self._take(f"{r.name}.bias", r.whole, at=(r.part,)) for r in rows]
             bias = biases[0] if len(biases) == 1 else torch.cat(biases)
-        return Product(self._joined(names, weights), bias)
+        return Product(weight, bias)
 
-    def _joined(self, names: Sequence[str], weights: list[Weight]) -> Weight:
-        whole = on_top(weights, self._source.dtype)
-        if isinstance(whole, Tensor) and not all(isinstance(part, Tensor) for part in weights):
-            self._unpacked.append(" + ".join(names))
-        return whole
+    def _summed(self, name: str, width: int, columns: slice, has_bias: bool) -> Product:
+        """Some columns of a product, whose answer is summed over ranks: the first has the bias."""
+        hidden, quantized = self._spec.hidden_size, self._spec.quantized
+        at = (slice(0, hidden), columns) if columns != slice(0, width) else ()
+        weight, bias = take_weight(self._source, name, hidden, width, at=at), None
+        packing = (
+            None if quantized is None or not quantized.has_order else quantized.packing_of(name)
+        )
+        if at and packing is not None and isinstance(weight, Tensor):  # columns in act-order
+            self._unpacked.append(name)
+        if has_bias and self._cut.shard.rank == 0:
+            bias = self._take(f"{name}.bias", hidden)
+        elif has_bias:
+            self._source.drop(f"{name}.bias")
+        return Product(weight, bias)
 
     def _qkv(self, prefix: str, rope: RopeSpec | None) -> Product:
-        spec, names = self._spec, self._names
-        dim, kv_rows = spec.head_dim, spec.num_kv_heads * spec.head_dim
-        rows = [spec.num_heads * dim, kv_rows, kv_rows]
-        if len(names.qkv) == 1:
-            rows = [sum(rows)]
-        found = [prefix + name for name in names.qkv]
-        product = self._product(found, rows, spec.hidden_size, spec.has_qkv_bias)
-        if names.qkv_order is QkvOrder.GROUPS:
-            product = product.rows_at(_parts_of_groups(spec))
-        if rope is None or rope.score_factor == 1.0 or rope.rotary_dim == dim:
+        spec = self._spec
+        names = [prefix + name for name in self._names.qkv]
+        rows = qkv_rows(spec, self._cut, names)
+        product = self._product(rows, spec.hidden_size, spec.has_qkv_bias)
+        if rope is None or rope.score_factor == 1.0 or rope.rotary_dim == spec.head_dim:
             return product
-        return _scaled(product, _unrotated_factors(spec, rope).to(product.weight.device))
+        return _scaled(product, _unrotated_factors(self.part, rope).to(product.weight.device))
 
     def _mlp(self, prefix: str, mlp: MlpSpec) -> MlpTensors:
-        names, hidden = self._names, self._spec.hidden_size
-        rows = [mlp.size, mlp.size] if mlp.is_gated else [mlp.size]
-        if len(names.gate_up) == 1:
-            rows = [sum(rows)]
-        found = [prefix + name for name in names.gate_up]
+        columns = self._cut.columns(mlp.size)
+        rows = first_rows(mlp, columns, [prefix + name for name in self._names.gate_up])
         return MlpTensors(
-            self._product(found, rows, hidden, mlp.has_bias),
-            self._product([prefix + names.down], [hidden], mlp.size, mlp.has_bias),
+            self._product(rows, self._spec.hidden_size, mlp.has_bias),
+            self._summed(prefix + self._names.down, mlp.size, columns, mlp.has_bias),
         )
 
     def _experts(self, prefix: str, spec: ExpertsSpec) -> ExpertTensors:
-        experts = read_experts(self._source, spec, self._spec.hidden_size, prefix, self._names)
+        hidden = self._spec.hidden_size
+        experts = read_experts(self._source, spec, hidden, prefix, self._names, self._cut)
         if experts.is_unpacked:
             self._unpacked.append(f"the experts of {prefix[:-1]}")
         return experts
@@ -250,11 +282,3 @@ def _unrotated_factors(spec: ModelSpec, rope: RopeSpec) -> Tensor:
     heads = torch.ones(spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     heads[: spec.num_heads, rope.rotary_dim :] = rope.score_factor**-2
     return heads.reshape(-1)
-
-
-def _parts_of_groups(spec: ModelSpec) -> Tensor:
-    """Where the rows of all queries, keys and values lie if each KV head's are together."""
-    group = spec.num_heads // spec.num_kv_heads
-    heads = torch.arange(spec.num_heads + 2 * spec.num_kv_heads).view(spec.num_kv_heads, group + 2)
-    order = torch.cat((heads[:, :group].reshape(-1), heads[:, group], heads[:, group + 1]))
-    return (order[:, None] * spec.head_dim + torch.arange(spec.head_dim)).reshape(-1)

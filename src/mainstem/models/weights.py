@@ -21,7 +21,7 @@ from mainstem.models.config_file import CONFIG_FILE
 from mainstem.models.cpu.layers import has_onednn
 from mainstem.models.file_hashes import Stamp, file_sha256
 from mainstem.models.names import Names
-from mainstem.models.packed import PackedWeight, Weight
+from mainstem.models.packed import OrderedColumns, PackedWeight, Weight
 from mainstem.models.quantized.packing import QuantizedSpec
 from mainstem.models.quantized.random import random_packed
 from mainstem.models.quantized.read import read_packed
@@ -111,15 +111,22 @@ class WeightSource(Protocol):
         ...
 
 
-def take_weight(source: WeightSource, name: str, *shape: int) -> Weight:
-    """The weight [out, in] of a product, however it is stored."""
-    packed = source.take_packed(name, shape)
-    return source.take(f"{name}.weight", shape) if packed is None else packed
+def take_weight(source: WeightSource, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Weight:
+    """The weight [out, in] of a product, or a part of it, however it is stored. Some columns of a
+    weight in act-order are dequantized."""
+    try:
+        packed = source.take_packed(name, shape, at)
+    except OrderedColumns:
+        *rows, columns = at
+        whole = source.take_packed(name, shape, tuple(rows))
+        assert whole is not None
+        return whole.dense(source.dtype)[..., columns].contiguous()
+    return source.take(f"{name}.weight", shape, at) if packed is None else packed
 
 
 class Checkpoint:
-    """The tensors of a folder, each taken once, whole or in parts; `finish` reports what was left
-    or lacking."""
+    """The tensors of a folder, taken whole or in parts; `finish` reports what was left or
+    lacking."""
 
     def __init__(
         self,
@@ -135,7 +142,7 @@ class Checkpoint:
         self._quantized = quantized
         ignored = () if quantized is None else quantized.ignored_endings
         self._missing: set[str] = set()
-        self._in_parts: set[str] = set()
+        self._taken: set[str] = set()
         self._maybe_biases: set[str] = set()  # of packed products; some tools add zeros
         self._open = {}  # by the name that is asked for: file, and the name in it
         for file in weight_files(folder):
@@ -192,11 +199,10 @@ class Checkpoint:
             raise UnsupportedModel(
                 f"tensor {its_name} has shape {list(found.get_shape())}, expected {list(shape)}"
             )
-        if at:
-            self._in_parts.add(name)
+        self._taken.add(name)
+        if part_shape(shape, at) != shape:
             tensor: Tensor = found[at]
         else:
-            del self._open[name]
             tensor = handle.get_tensor(its_name)  # type: ignore[no-untyped-call]
         return tensor.to(self._device)
 
@@ -206,19 +212,21 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Raise UnsupportedModel naming what is missing or was not expected."""
-        for name in self._maybe_biases & self._open.keys():
+        for name in (self._maybe_biases & self._open.keys()) - self._taken:
             if not self.take(name, self.shape_of(name) or ()).any():
                 continue
             raise UnsupportedModel(f"the checkpoint holds a bias that is not expected, {name}")
         endings = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")
-        if self._quantized is None and any(name.endswith(endings) for name in self._open):
+        if self._quantized is None and any(
+            name.endswith(endings) for name in self._open.keys() - self._taken
+        ):
             raise UnsupportedModel(
                 "the weights are quantized, and config.json has no quantization_config that says "
                 "how; old GPTQ folders have it in quantize_config.json, to be copied there"
             )
         if self._missing:
             raise UnsupportedModel(f"the checkpoint lacks {_shorten(self._missing)}")
-        if rest := self._open.keys() - self._in_parts:
+        if rest := self._open.keys() - self._taken:
             raise UnsupportedModel(f"the checkpoint holds unexpected tensors {_shorten(rest)}")
 
 

@@ -245,9 +245,9 @@ def token_costs(card: Card = H200, model: ModelSize = LLAMA_8B, batch: int = 256
     )
 
 
-def full_speed_tokens(card: Card) -> int:
-    """S_chunk: the step size, a power of two, from which reading the weights is at most a twentieth
+def full_speed_tokens(card: Card, bytes_per_param: float = 2.0) -> int:
+    """S_chunk: the step size, a power of two, from which moving the weights is at most a twentieth
     of what the products take. In fp8 both halve, so it holds there too.
     """
-    tokens_per_read = card.flops_per_s / card.bytes_per_s  # 2 FLOPs and 2 bytes per weight
+    tokens_per_read = card.flops_per_s / card.bytes_per_s * bytes_per_param / 2  # 2 FLOPs a weight
     return 1 << (int(20 * tokens_per_read) - 1).bit_length()

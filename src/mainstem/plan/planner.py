@@ -13,11 +13,14 @@ from mainstem.plan.prefix_tree import PrefixTree, build_tree
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """How prompts are grouped."""
+    """How prompts are grouped, and whether groups are put in another order."""
 
     levels: int = 4  # spans on one path; 1: the paper's single level by Algorithm 1
     group_tokens: int = 65_536  # different tokens of a group; larger ones are split where possible
     worth_span: SpanChoice = field(default_factory=LongRuns)
+    reorders: bool = (
+        True  # by R_group (plan/order.py); False: a group goes where its first prompt is
+    )
 
     def __post_init__(self) -> None:
         if self.levels < 1:
@@ -50,6 +53,8 @@ def plan_tree(
     config = config or PlanConfig()
     limits = np.ones(len(tree.order), dtype=np.int64) if max_tokens is None else max_tokens
     expected = (estimate or OutputEstimate()).expect(templates_of(tree), limits)
+    if not config.reorders:
+        expected = np.zeros(len(limits))  # equal ratios keep their order
     if config.levels == 1:
         draft = first_level_enlarged(tree)
     else:

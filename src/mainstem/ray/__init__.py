@@ -1,4 +1,4 @@
-"""Many engines by way of Ray, an extra: pip install 'mainstem[ray]' (docs/scale.md).
+"""Many engines on Ray, an extra: pip install 'mainstem[ray]' (docs/scale.md).
 
 workers.py  actors that answer a batch job's rows: `mainstem batch --ray`
 data.py     Generate and plan, for Ray Data
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Generate", "plan"]
 
-# imported when first asked for, so that one extra does not need the other's packages
+# imported on first use, so that one extra does not need the packages of the other
 _LAZY = {"Generate": "mainstem.ray.data", "plan": "mainstem.ray.data"}
 
 
 def __getattr__(name: str) -> object:
-    """What is imported when first asked for."""
+    """Lazy imports."""
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Ray Data: Generate answers the rows of a Dataset, plan puts them into bundles that share most.
+"""Ray Data: `Generate` answers the rows of a Dataset; `plan` groups rows that share prefixes.
 
 rows = ray.data.read_parquet("questions.parquet")
 rows = plan(rows, "smollm2", num_workers=8)
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 BUNDLES_PER_WORKER = 4
-EXPECTED_TOKENS = 256  # of an answer, where nothing is said
+EXPECTED_TOKENS = 256  # of an answer, by default
 
 Batch = dict[str, Any]  # columns
 
 
 class Generate:
-    """A class for `Dataset.map_batches`: adds to each row an answer and what it cost.
+    """A class for `Dataset.map_batches`: adds an answer and its cost to each row.
 
-    `prompt` names the column that has texts, lists of token ids or conversations (lists of
-    messages), `answer` the new one. Beside it come `finish_reason`, `prompt_tokens`,
-    `cached_tokens`, `output_tokens` and `error`, which is why a row has no answer, or None.
+    `prompt` names the column with texts, lists of token ids or conversations (lists of messages),
+    `answer` the new column. Further new columns are `finish_reason`, `prompt_tokens`,
+    `cached_tokens`, `output_tokens` and `error`: why a row has no answer, or None.
     `settings` are those of LLM, `sampling` are fields of SamplingParams.
     """
 
@@ -92,10 +92,10 @@ def plan(
     prompt: str = "prompt",
     expected_tokens: int = EXPECTED_TOKENS,
 ) -> "Dataset":
-    """The same rows, sorted into bundles: one block each, for `map_batches(batch_size=None)`.
+    """The same rows, sorted into bundles of one block each, for `map_batches(batch_size=None)`.
 
-    Rows that share a prefix are neighbours in one bundle; bundles take about the same time, and
-    there are a few for each worker. The whole Dataset passes through the memory of the caller.
+    Rows that share a prefix are neighbours in one bundle. Bundles take about the same time, and
+    there are a few per worker. The whole Dataset is held in the caller's memory.
     """
     import pyarrow as pa  # noqa: PLC0415  # comes with the extra
     import ray  # noqa: PLC0415  # an extra
@@ -119,7 +119,7 @@ def plan(
 
 
 def _tokenized(tokenizer: Tokenizer, prompts: Sequence[object]) -> Prompts:
-    """Ids of each prompt; what is none counts as empty, and its row will say so."""
+    """Token ids of each prompt. An invalid prompt counts as empty; its row gets an `error`."""
     found: list[list[int]] = []
     for given in prompts:
         try:
@@ -140,7 +140,7 @@ def _column(batch: Batch, name: str) -> Any:
 
 
 def _plain(item: Any) -> Any:
-    """Arrays as lists, all the way down."""
+    """Arrays as lists, recursively."""
     if isinstance(item, np.ndarray):
         return [_plain(part) for part in item]
     return item.item() if isinstance(item, np.generic) else item
@@ -151,7 +151,7 @@ def _answer_of(result: Any) -> Any:
 
 
 def _array(values: list[object]) -> np.ndarray[Any, Any]:
-    """A column; objects where there are texts, so that None can stand among them."""
+    """A column: integers, or objects, which can be None."""
     if all(isinstance(value, int) for value in values):
         return np.array(values, dtype=np.int64)
     column = np.empty(len(values), dtype=object)

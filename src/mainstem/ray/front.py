@@ -4,13 +4,13 @@
                                           |  `------------------------> Replica 1 ...
                                           `-- status(), every second --> all of them
 
-A reply begins when its first piece is there. Until then a replica that dies, does not accept, or
-says that it cannot answer (503) costs nothing but time: the request goes to another one. After
-that, nobody can take over: the stream ends with an error event. A reply that is no stream is passed
-on when it is whole. What goes on from a stored response is asked where that is, and nowhere else:
-as long as that replica cannot answer, the reply is 503.
+A reply begins with its first piece. If a replica dies before that, does not accept the request, or
+replies 503, the request is retried on another replica. After that it cannot be retried: the stream
+ends with an error event. A reply that is not a stream is passed on when it is complete. A request
+that continues a stored response goes to the replica that has the response, and to no other; while
+that replica cannot answer, the reply is 503.
 
-The router learns from requests that were answered (2xx) alone: replicas check keys, the front none.
+The router learns from answered requests (2xx) only: replicas check keys, the front does not.
 """
 
 import asyncio
@@ -46,19 +46,19 @@ from mainstem.server.error_shapes import error_response, is_messages_path, messa
 from mainstem.server.faults import ApiError, unavailable
 from mainstem.server.limits import ServerLimits
 
-LOOK_S = 1.0  # between two looks at a replica
-STATUS_S = 5.0  # for its answer: slower is down
-ACCEPT_S = 15.0  # for a replica to take a request: it does so at once
+LOOK_S = 1.0  # between two status calls to a replica
+STATUS_S = 5.0  # timeout of a status call; then the replica counts as down
+ACCEPT_S = 15.0  # timeout for a replica to accept a request, which it does immediately
 UNAVAILABLE = 503
 NOT_FOUND = 404
 OK = 200
-NOT_ANSWERED = 300  # and above: refused, failed or sent elsewhere
-REPLICA_HEADER = "x-mainstem-replica"  # who has answered
+NOT_ANSWERED = 300  # and above: refused, failed or redirected
+REPLICA_HEADER = "x-mainstem-replica"  # number of the replica that answered
 STREAM_TYPE = b"text/event-stream"
 MAX_DEPTH = ServerLimits().max_depth
 NOT_OVER_REPLICAS = ("/v1/files", "/v1/batches")
 OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
-UNKNOWN_ID = b'"previous_response_not_found"'  # here; another replica may have it
+UNKNOWN_ID = b'"previous_response_not_found"'  # another replica may have it
 EVENT = b"data: "
 FAULT = "server_error"
 FIRST_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,128})"')
@@ -68,25 +68,26 @@ log = logging.getLogger("mainstem.server")
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """How requests are spread."""
+    """How requests are distributed."""
 
     kind: RouterKind = RouterKind.AFFINE
-    apps: tuple[tuple[str, tuple[int, ...]], ...] = ()  # those on some replicas only
+    apps: tuple[tuple[str, tuple[int, ...]], ...] = ()  # apps on some replicas only
     max_body_bytes: int = ServerLimits().body_bytes
 
 
 class ReplicaLost(MainstemError):
-    """A replica has gone, or takes nothing; the message says how."""
+    """A replica is gone, or accepts no requests; the message says why."""
 
 
 class ReplicaFailed(MainstemError):
-    """A replica is there and could not answer this request: no other one would."""
+    """A replica is up and failed on this request, so another replica would fail, too."""
 
 
 class Front:
     """Routes HTTP requests to replicas; a Ray Serve deployment is made of it.
 
-    One of it runs: the router's memory is here. What it knows is lost with it, and learned again.
+    There is one instance, since it holds the router's state. After a restart the state is learned
+    again.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
@@ -166,7 +167,7 @@ class Front:
                 if not is_refused and not (is_lost and UNKNOWN_ID in reply.first):
                     return self._passed_on(reply, ticket, call)
                 self._router.finish(ticket, None)
-                if is_refused or refusal is None:  # one that refuses may have what others have not
+                if is_refused or refusal is None:  # a replica that refuses may have the response
                     refusal = reply.whole()
             failed.add(ticket.replica)
             self._num_retries += 1
@@ -195,7 +196,8 @@ class Front:
             self._router.settle(session, ticket.replica)
 
     def _end(self, ticket: Ticket, found: int | ReplicaLost | None) -> None:
-        """A stream has ended: its events, how its replica was lost, or None: otherwise."""
+        """A stream has ended. `found`: its number of events, or how its replica was lost; None: it
+        ended in another way."""
         if isinstance(found, ReplicaLost):
             self._lose(ticket, found)
         else:
@@ -204,7 +206,8 @@ class Front:
     # --- several replicas -----------------------------------------------------------------------
 
     async def _ask_home(self, call: HttpCall) -> Response:
-        """What is kept under an id: of the replica that has it, or of the first that knows it."""
+        """Ask for what is stored under an id: the replica that has it, or each one until it is
+        found."""
         kind, name = call.path.removeprefix("/v1/").split("/")[:2]
         field = "session_id" if kind == "sessions" else PREVIOUS
         home = self._router.home(session_of(field, name, _key(call)))
@@ -223,7 +226,7 @@ class Front:
         return reply or self._nobody()
 
     async def _ask_all(self, call: HttpCall, places: Sequence[int]) -> Response:
-        """A change of all replicas; the first refusal is the reply, if there is one."""
+        """Apply a change to all replicas; the reply is the first refusal, or the last success."""
         reply: Response | None = None
         for place in places:
             try:
@@ -236,7 +239,7 @@ class Front:
         return reply or self._nobody()
 
     async def _list_sessions(self, call: HttpCall) -> Response:
-        """Those of all replicas, the latest used first."""
+        """The sessions of all replicas, the most recently used first."""
         found: list[dict[str, Any]] = []
         for place in self._up():
             with suppress(ReplicaLost):
@@ -251,12 +254,12 @@ class Front:
         """The whole reply of one replica; raises ReplicaLost."""
         reply = _Reply(self._replicas[replica], call)
         await reply.begin()
-        if reply.is_stream:  # a stored response that is told again
+        if reply.is_stream:  # a stored response, streamed again
             return _Stream(reply, call.path, lambda _: None)
         return reply.whole()
 
     def _places(self, path: str) -> list[int]:
-        """The replicas that a change concerns: for an app, those that it is on."""
+        """The replicas that a change applies to: for an app, those that have it."""
         name = path.removeprefix("/admin/apps/")
         chosen = dict(self._settings.apps).get(name)
         return [place for place in self._up() if chosen is None or place in chosen]
@@ -268,7 +271,7 @@ class Front:
     def _nobody(self) -> Response:
         raise unavailable("no replica is up")
 
-    # --- how they are ---------------------------------------------------------------------------
+    # --- health ---------------------------------------------------------------------------------
 
     async def _watch(self, replica: int) -> None:
         while True:
@@ -341,7 +344,7 @@ class Front:
 
     async def _read(self, request: Request) -> HttpCall:
         most = self._settings.max_body_bytes
-        too_large = ApiError(413, f"the body may have {most} bytes", code="too_large")
+        too_large = ApiError(413, f"the body may have at most {most} bytes", code="too_large")
         body = bytearray()
         async for piece in request.stream():
             body += piece
@@ -360,7 +363,7 @@ class Front:
 
 
 class _Reply:
-    """The reply of one replica to one call, as it comes."""
+    """The reply of one replica to one call, piece by piece."""
 
     def __init__(self, replica: Any, call: HttpCall) -> None:
         self._pieces = replica.options(stream=True).serve.remote(call)
@@ -373,7 +376,7 @@ class _Reply:
         return kind.startswith(STREAM_TYPE)
 
     async def begin(self) -> None:
-        """Wait for the first piece, or for all of it where it is no stream; raises ReplicaLost."""
+        """Wait for the first piece of a stream, or for a whole reply; raises ReplicaLost."""
         try:
             accepted = await asyncio.wait_for(self._next(), ACCEPT_S)
             assert accepted == ACCEPTED, "a replica begins with ACCEPTED"
@@ -387,7 +390,7 @@ class _Reply:
                 self.first = b"".join([piece async for piece in self.rest()])
         except TimeoutError:
             self.cancel()
-            raise ReplicaLost(f"it accepted nothing for {ACCEPT_S:.0f} s") from None
+            raise ReplicaLost(f"it accepted no request for {ACCEPT_S:.0f} s") from None
         except BaseException:
             self.cancel()
             raise
@@ -399,13 +402,13 @@ class _Reply:
                 yield piece
 
     def whole(self) -> Response:
-        """The reply, where it is no stream."""
+        """The reply, if it is not a stream."""
         response = Response(self.first, self.head.status)
         response.raw_headers = list(self.head.headers)
         return response
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """The reply is no longer needed."""
         with suppress(Exception):
             self._pieces.cancel()
 
@@ -425,7 +428,7 @@ class _Reply:
 
 
 class _Stream(Response):
-    """The stream of a replica, passed on. `on_end` is told how it ended, in any case."""
+    """Passes on the stream of a replica. `on_end` is always called, with how the stream ended."""
 
     def __init__(
         self, reply: _Reply, path: str, on_end: Callable[[int | ReplicaLost | None], None]
@@ -452,7 +455,7 @@ class _Stream(Response):
             self._on_end(found)
 
     async def _pass_on(self, send: Send) -> int:
-        """The number of events: about that of tokens."""
+        """Returns the number of events, which is about the number of tokens."""
         num_events = self._reply.first.count(EVENT)
         await _send(send, self._reply.first)
         async for piece in self._reply.rest():
@@ -466,8 +469,8 @@ async def _send(send: Send, data: bytes) -> None:
 
 
 def _routed(call: HttpCall) -> RouteRequest:
-    """What the router is told of a call; nothing of one that has no prompt, or a broken one: the
-    replica says what is wrong with it."""
+    """What the router needs to know of a call. A call without a prompt, or with a body that cannot
+    be read, has nothing to route by; the replica then reports what is wrong."""
     if call.method == "POST" and call.body:
         with suppress(ApiError):
             return read_request(parse_json(call.body, MAX_DEPTH), _key(call))
@@ -475,24 +478,24 @@ def _routed(call: HttpCall) -> RouteRequest:
 
 
 def _path(request: Request) -> str:
-    """Without the prefix that the application may have."""
+    """The path without the application's prefix."""
     path: str = request.scope["path"]
     return path.removeprefix(request.scope.get("root_path", "").rstrip("/"))
 
 
 def _key(call: HttpCall) -> bytes:
-    """Tells callers apart; the key itself is not kept."""
+    """Identifies the caller; the key itself is not stored."""
     return sha256(shown_key(list(call.headers))).digest()
 
 
 def _output_tokens(body: bytes) -> int | None:
-    """Of a whole reply, if it says so."""
+    """Output tokens of a whole reply; None: it does not say."""
     found = OUTPUT_TOKENS.search(body)
     return None if found is None else int(found[1])
 
 
 def _last_words(path: str, reason: ReplicaLost | ReplicaFailed) -> bytes:
-    """The event that ends a stream which nobody can go on with."""
+    """The event that ends a stream after its replica failed."""
     error = unavailable(f"the replica was lost while it answered: {reason}")
     if is_messages_path(path):
         body = messages_error(error, uuid4().hex)

@@ -1,9 +1,9 @@
 """What a router reads of a request: its session, its app, and hashes of its prompt's pages.
 
-A prompt is hashed as the text that the client sent, not as tokens: no tokenizer is needed, and what
-two requests share as text they share as tokens, but for a few at the end. What comes first in the
-rendered prompt is hashed first (tools, system, messages in turn), so that the next turn of a
-conversation begins with the same pages.
+A prompt is hashed as the text that the client sent, not as tokens. So no tokenizer is needed, and
+two requests that share text share tokens, except for a few at the end. Parts are hashed in the
+order of the rendered prompt (tools, system, messages), so that the next turn of a conversation
+begins with the same pages.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from mainstem.route.router import RouteRequest
 PAGE_BYTES = 2048
 BYTES_PER_TOKEN = 4
 PAGE_TOKENS = PAGE_BYTES // BYTES_PER_TOKEN
-MAX_PAGES = 4096  # of a prompt; what follows is not looked at
+MAX_PAGES = 4096  # of a prompt; the rest is ignored
 FIRST_FIELDS = ("tools", "system", "instructions")  # of a body, in the order of the prompt
 PROMPT_FIELDS = ("messages", "input", "prompt", "query", "text_1")
 HASH_BYTES = 8
@@ -27,10 +27,10 @@ Body = Mapping[str, object]
 
 
 def read_request(body: Body, key: bytes) -> RouteRequest:
-    """What a router may know of a body; `key` tells whose it is: tenants share no pages."""
+    """What a router needs of a body. `key` identifies the tenant: tenants share no pages."""
     app = app_of(body)
     session = None
-    for name in ("session_id", PREVIOUS):  # what a response goes on from is at its replica only
+    for name in ("session_id", PREVIOUS):  # a stored response is on one replica only
         if isinstance(body.get(name), str):
             session = session_of(name, str(body[name]), key)
     root = blake2b(msgspec.json.encode([key.hex(), app, _text(body.get("cache_salt"))]))
@@ -52,8 +52,8 @@ def read_request(body: Body, key: bytes) -> RouteRequest:
 
 
 def session_of(kind: str, name: str, key: bytes) -> tuple[str, bytes]:
-    """The name of a session or of a stored response, for the router: of one size, however long the
-    client's is. `key` has at most 64 bytes."""
+    """The router's name of a session or of a stored response. It has a fixed size, whatever the
+    length of the client's name. `key` has at most 64 bytes."""
     text = name.encode(errors="surrogatepass")
     return kind, blake2b(text, digest_size=NAME_BYTES, key=key).digest()
 
@@ -67,7 +67,7 @@ def app_of(body: Body) -> str | None:
 
 
 def _pieces(body: Body) -> Iterator[bytes]:
-    """The prompt as bytes, in order; of several prompts the first."""
+    """The prompt as bytes, in order; of several prompts, the first one."""
     for name in FIRST_FIELDS:
         if body.get(name):
             yield msgspec.json.encode(body[name])
@@ -85,7 +85,7 @@ def _pieces(body: Body) -> Iterator[bytes]:
 
 
 def _id_bytes(token_id: object) -> bytes:
-    """A token id as many bytes as a token has on average."""
+    """A token id, encoded in the average number of bytes of a token's text."""
     number = token_id if isinstance(token_id, int) else 0
     return (number & 0xFFFF_FFFF).to_bytes(BYTES_PER_TOKEN, "little")
 

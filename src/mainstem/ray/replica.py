@@ -1,9 +1,9 @@
-"""A replica under Ray Serve: a whole server in an actor, reached by Ray instead of by a socket.
+"""A replica under Ray Serve: a whole server in an actor, called through Ray instead of a socket.
 
     front --serve(call)--> Replica: ASGI application --> engine's process
           <-- ACCEPTED, Head, bytes, bytes, ... --
 
-The application is that of `mainstem serve`: keys, limits and sites are checked here.
+The application is the same as in `mainstem serve`; it checks keys, limits and origins.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ from mainstem.server.routes import make_app
 from mainstem.text.encoding import App
 from mainstem.text.tokenizer import Tokenizer
 
-UNSENT = 64  # pieces of an answer that wait for a slow reader; beyond it the engine's text waits
-LEAVE_S = 30.0  # for the application to end when the client has left
+UNSENT = 64  # pieces of an answer buffered for a slow reader; then the application blocks
+LEAVE_S = 30.0  # timeout for the application to end after the client disconnected
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """What a replica is made from; the same for all of them, but for the apps."""
+    """Settings of a replica; only the apps may differ between replicas."""
 
     engine: Mapping[str, object]  # settings as LLM has them
-    names: tuple[str, ...] = ()  # what clients call the model
+    names: tuple[str, ...] = ()  # of the model, for clients
     apps: Mapping[str, str] = field(default_factory=dict)  # name -> prompt
     api_key_file: str | None = None
     admin_key_file: str | None = None
@@ -56,7 +56,7 @@ class ReplicaSettings:
 
 @dataclass(frozen=True, slots=True)
 class HttpCall:
-    """A request as it came, its body whole."""
+    """An HTTP request with its whole body."""
 
     method: str
     path: str
@@ -69,7 +69,7 @@ class HttpCall:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The beginning of a reply."""
+    """Status and headers of a reply."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -77,11 +77,11 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """How a replica is."""
+    """The state of a replica."""
 
-    boot: str  # another one: it or its engine has been started again and holds nothing
+    boot: str  # changes when the replica or its engine was restarted, which empties its cache
     is_ready: bool
-    kv_tokens: int  # that it can hold, in all tiers
+    kv_tokens: int  # capacity of all tiers
 
 
 ACCEPTED = "accepted"
@@ -103,7 +103,7 @@ class Replica:
         await self._gateway.start()
 
     async def serve(self, call: HttpCall) -> AsyncGenerator[Piece, None]:
-        """ACCEPTED at once, then the reply's head and its body as it comes."""
+        """Yields ACCEPTED immediately, then the reply's head, then its body in pieces."""
         yield ACCEPTED
         pieces: asyncio.Queue[Head | bytes | None] = asyncio.Queue(UNSENT)
         has_left = asyncio.Event()
@@ -140,7 +140,7 @@ class Replica:
                 await self._end(answering, pieces)
 
     async def _end(self, answering: "asyncio.Task[None]", pieces: asyncio.Queue[Any]) -> None:
-        """The client has left: let the application clean up."""
+        """The client disconnected: let the application clean up."""
 
         async def drain() -> None:
             while await pieces.get() is not None:
@@ -150,7 +150,7 @@ class Replica:
             await asyncio.wait_for(asyncio.gather(drain(), answering), LEAVE_S)
 
     def status(self) -> ReplicaStatus:
-        """For the front, every second or so."""
+        """The front calls this every second."""
         gateway = self._gateway
         is_running = gateway.engine.state is EngineState.RUNNING
         snapshot, store = gateway.engine.snapshot, self._config.store
@@ -162,12 +162,12 @@ class Replica:
         return ReplicaStatus(boot, is_running, num_pages * snapshot.page_size)
 
     def check_health(self) -> None:
-        """Ray Serve starts a replica again if this raises."""
+        """Ray Serve restarts a replica if this raises."""
         if self._gateway.engine.state is EngineState.FAILED:
             raise RuntimeError("the engine failed")
 
     async def __del__(self) -> None:
-        """Ray Serve awaits it when the replica has answered what it had."""
+        """Ray Serve awaits this after the replica's last reply."""
         gateway = getattr(self, "_gateway", None)
         if gateway is not None:
             await gateway.close()
@@ -215,7 +215,7 @@ def _keys(path: str | None) -> KeyRing | None:
 
 
 def _sampling(tokenizer: Tokenizer) -> Mapping[str, object]:
-    """What the model's makers advise."""
+    """Default sampling parameters of the model's generation config."""
     try:
         SamplingParams(**tokenizer.sampling_defaults)  # type: ignore[arg-type]  # it checks them
     except MainstemError as error:

@@ -3,9 +3,9 @@
     serve run mainstem.ray.serve_app:app replicas=2
     serve deploy serve.yaml               # import_path: mainstem.ray.serve_app:app, args: {...}
 
-Each replica is a deployment of its own with one actor, so that the router, not Ray Serve, decides
-who answers. Ray Serve starts what has died again, on any machine with room. docs/scale.md has the
-arguments and a picture; Ray is an extra: pip install 'mainstem[ray]'.
+Each replica is a deployment of its own with one actor, so that the router, not Ray Serve, chooses
+the replica. Ray Serve restarts actors that died, on any machine with free resources. docs/scale.md
+has the arguments and a picture. Ray is an extra: pip install 'mainstem[ray]'.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ from mainstem.route.router import RouterKind
 from mainstem.server.limits import ServerLimits
 from mainstem.text.encoding import App
 
-MAX_OPEN = 100_000  # requests that Ray Serve lets through; the servers' own limits are below
-HEALTH_S = 5.0  # between two looks of Ray Serve at a replica
+MAX_OPEN = 100_000  # requests that Ray Serve admits; the servers have lower limits of their own
+HEALTH_S = 5.0  # between two health checks of a replica by Ray Serve
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -37,20 +37,20 @@ class AppArguments(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Arguments(Struct, forbid_unknown_fields=True, frozen=True):
-    """What the application can be told; unknown names are refused."""
+    """Arguments of the application; unknown names are refused."""
 
     replicas: Count = 1
     engine: dict[str, object] = {}  # settings as LLM has them: model, kv_tokens, host_gb ...
     router: Literal["affine", "random", "round-robin"] = "affine"
     served_model_name: list[str] = []
     apps: dict[str, AppArguments] = {}
-    api_key_file: str | None = None  # a path that every machine has
+    api_key_file: str | None = None  # a path that exists on every machine
     admin_key_file: str | None = None
     max_queue: Count = ServerLimits().open_answers
     max_body_bytes: Count = ServerLimits().body_bytes
     allowed_origins: list[str] = []
     allowed_hosts: list[str] = []
-    num_gpus: Annotated[float, Meta(ge=0)] = 0.0  # of each replica
+    num_gpus: Annotated[float, Meta(ge=0)] = 0.0  # per replica
     num_cpus: Annotated[float, Meta(ge=0)] = 1.0
     shutdown_s: Annotated[float, Meta(ge=0)] = 30.0  # for a replica to finish its answers
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -61,7 +61,7 @@ def app(args: Mapping[str, Any]) -> Any:
     try:
         from ray import serve  # noqa: PLC0415  # an extra
     except ImportError:
-        raise ConfigError("Ray Serve is needed: pip install 'mainstem[ray]'") from None
+        raise ConfigError("serve_app needs Ray Serve: pip install 'mainstem[ray]'") from None
     given = read_arguments(args)
     common = {
         "num_replicas": 1,
@@ -81,7 +81,7 @@ def app(args: Mapping[str, Any]) -> Any:
 
 
 def read_arguments(args: Mapping[str, Any]) -> Arguments:
-    """Arguments that fit each other; raises ConfigError. On a command line all of them are text."""
+    """Read and check the arguments; raises ConfigError. From a command line, all are text."""
     try:
         given = msgspec.convert(dict(args), Arguments, strict=False)
     except msgspec.ValidationError as error:
@@ -91,12 +91,14 @@ def read_arguments(args: Mapping[str, Any]) -> Arguments:
         if placed.replicas is not None:
             wrong = [place for place in placed.replicas if place >= given.replicas]
             if wrong or not placed.replicas:
-                raise ConfigError(f"app {name}: there are replicas 0 to {given.replicas - 1}")
+                raise ConfigError(
+                    f"app {name}: replicas must be a list of numbers from 0 to {given.replicas - 1}"
+                )
     return given
 
 
 def replica_settings(given: Arguments, place: int) -> ReplicaSettings:
-    """What one replica is made from."""
+    """The settings of one replica."""
     mine = {
         name: _prompt(name, placed.file)
         for name, placed in given.apps.items()

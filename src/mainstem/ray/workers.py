@@ -3,8 +3,8 @@
     driver: RayWorker --take(lines)--> EngineActor: queue -> windows -> Job -> queue
                       <--finished()---                                         rows
 
-An actor runs one Job for as long as it lives. It takes the next bundle while the last one's rows
-are still running, so that its engine never waits.
+An actor runs one Job for its whole life. It takes the next bundle while rows of the last one are
+still running, so that its engine never idles.
 """
 
 import asyncio
@@ -37,19 +37,19 @@ from mainstem.wire.calls import Call, CallParser
 from mainstem.wire.errors import WireError
 
 LOCAL = "local"
-WAIT_S = 0.2  # for rows to be finished
+WAIT_S = 0.2  # longest wait for finished rows
 RETRY_S = 0.5
-PATIENCE_S = 600.0  # for an actor that is started again: it loads its model
+PATIENCE_S = 600.0  # for an actor to restart, which includes loading its model
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ActorSettings:
-    """What an actor is made from; goes over the wire."""
+    """Settings of an actor; they are pickled."""
 
     config: EngineConfig
-    defaults: Mapping[str, object]  # of rows that do not say
+    defaults: Mapping[str, object]  # for fields that a row leaves out
     seed: int
     find_app: Callable[[Call], App | None]
     open_engine: Callable[[EngineConfig], TextEngine]
@@ -57,7 +57,7 @@ class ActorSettings:
 
 
 class _Lines:
-    """The lines of a bundle as an input."""
+    """The lines of a bundle, in the form of an input file."""
 
     progress = None
 
@@ -95,7 +95,7 @@ class EngineActor:
         self._asked.put(lines)
 
     def finished(self, wait_s: float) -> tuple[list[Mapping[str, object]], bool]:
-        """Rows of the output that are known by now, and whether more lines are wanted."""
+        """Rows that were finished since the last call, and whether the actor wants more lines."""
         rows: list[Mapping[str, object]] = []
         try:
             rows.append(self._answered.get(timeout=wait_s))
@@ -107,13 +107,13 @@ class EngineActor:
         return rows, self._asked.empty()
 
     def append(self, row: Mapping[str, object]) -> None:
-        """A row of the output, from the job."""
+        """Called by the job with a finished row."""
         self._answered.put(row)
 
     def _run(self, job: Job) -> None:
         try:
             job.run(Ahead(self._windows()))
-        except BaseException as error:  # for `finished` to tell
+        except BaseException as error:  # `finished` reports it
             self._fault = error
 
     def _windows(self) -> Iterator[PlannedWindow]:
@@ -150,7 +150,7 @@ class RayWorker:
                 except (exceptions.RayActorError, exceptions.RayTaskError) as error:
                     desk.lose(self._leave(), _last_line(error))
                     if monotonic() - last_s > PATIENCE_S:
-                        raise WorkerLost(f"not there for {PATIENCE_S:.0f} s") from None
+                        raise WorkerLost(f"no answer for {PATIENCE_S:.0f} s") from None
                     if isinstance(error, exceptions.RayTaskError):
                         self._restart()
                     await asyncio.sleep(RETRY_S)
@@ -160,7 +160,7 @@ class RayWorker:
     async def _step(self, desk: Desk) -> None:
         rows, wants_more = await self._actor.finished.remote(WAIT_S if self._open else 0.0)
         for row in rows:
-            self._hear(desk, row)
+            self._settle(desk, row)
         if not wants_more:
             return
         tasks = desk.take(not self._open)
@@ -170,10 +170,10 @@ class RayWorker:
         elif not self._open:
             await asyncio.sleep(POLL_S)
 
-    def _hear(self, desk: Desk, row: Json) -> None:
+    def _settle(self, desk: Desk, row: Json) -> None:
         task = self._open.pop(row["custom_id"], None)
         if task is None:
-            return  # given back while it was on its way
+            return  # it was given back before its answer arrived
         if row["error"] is None:
             desk.answer(task, row["response"]["body"])
             return
@@ -203,9 +203,9 @@ def _last_line(error: Exception) -> str:
 def ray_workers(
     address: str, num_workers: int | None, settings: ActorSettings
 ) -> Iterator[Sequence[RayWorker]]:
-    """Actors in the cluster of an address, or in one of this machine that lasts as long as they.
+    """Actors in the cluster at `address`, or in a cluster on this machine that ends with them.
 
-    Without `num_workers` there is one for each GPU of the cluster, or one.
+    Without `num_workers`, as many actors as the cluster has GPUs for, and at least one.
     """
     try:
         import ray  # noqa: PLC0415  # an extra
@@ -215,13 +215,14 @@ def ray_workers(
     try:
         ray.init(address=address, log_to_driver=False, logging_level="warning", **here)
     except (ConnectionError, ValueError) as error:
-        raise ConfigError(f"--ray: {address} cannot be reached ({error})") from None
+        raise ConfigError(f"--ray: cannot connect to {address} ({error})") from None
     try:
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
         if settings.config.model.device is Device.CPU:
             num_gpus = 0
-        count = num_workers or max(1, num_gpus)
-        resources = {"num_gpus": 1} if num_gpus else {"num_cpus": 1}
+        num_ranks = settings.config.model.tensor_parallel
+        count = num_workers or max(1, num_gpus // num_ranks)
+        resources = {"num_gpus" if num_gpus else "num_cpus": num_ranks}
         actor = ray.remote(EngineActor).options(max_restarts=-1, max_concurrency=2, **resources)
         yield [RayWorker(actor.remote(settings), f"actor {place}") for place in range(count)]
     finally:

@@ -14,6 +14,7 @@ from mainstem.runner.inputs import make_inputs, make_token_ids
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.sampler import Sampler, start_logprobs
 from mainstem.runner.single import SingleTokenPass
+from mainstem.runner.weighing import WeighingAttention
 
 LAYOUT = b"cpu:1:adjacent-pairs"  # of K and V in a page; part of the model's identity
 _LOGPROB_ROWS = 64  # prompt rows whose full logits are held at once
@@ -67,6 +68,9 @@ class CpuRunner:
     def drain(self) -> None:
         """A launched step has run."""
 
+    def check(self) -> None:
+        """There is no other process to lose."""
+
     def close(self) -> None:
         """Drop the references; memory goes with the last one."""
         self._previous = torch.empty(0, dtype=torch.long)
@@ -74,7 +78,7 @@ class CpuRunner:
     def _run(self, step: Step) -> StepResult:
         for started in step.started:
             self.sampler.start(started)
-        hidden = self._forward(step)
+        hidden, masses = self._forward(step)
         num_rows = len(step.sample_rows)
         logprobs: dict[int, TokenLogprobs] = {}
         token_ids = torch.empty(0, dtype=torch.long)
@@ -85,16 +89,25 @@ class CpuRunner:
             token_ids=token_ids.numpy().astype(np.int32),
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs(hidden, step),
+            page_masses=tuple(mass.numpy() for mass in masses),
         )
 
-    def _forward(self, step: Step) -> Tensor:
-        """Hidden states of the sampled rows, then of the rows whose prompt logprobs are wanted."""
+    def _forward(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states of the sampled rows, then of the rows whose prompt logprobs are wanted; and
+        the masses of pages that the step weighs."""
         gate = self._gate_for(step)
         if self._single is not None and self._single.can_run(step):
-            return self._single.run(step, make_token_ids(step, self._previous), gate)
+            return self._single.run(step, make_token_ids(step, self._previous), gate), []
         inputs = make_inputs(step, self._previous)
-        attention = self._attention.plan(inputs, step.spans)
-        return self._decoder.forward(inputs.token_ids, inputs.hidden_rows, attention, gate)
+        planned = self._attention.plan(inputs, step.spans)
+        token_ids, rows, decoder = inputs.token_ids, inputs.hidden_rows, self._decoder
+        if not step.weighings:
+            return decoder.forward(token_ids, rows, planned, gate), []
+        attention = WeighingAttention(
+            planned, decoder.spec, self._pages, decoder.sinks, step, torch.device("cpu")
+        )
+        hidden = decoder.forward(token_ids, rows, attention, gate)
+        return hidden, attention.masses(decoder.ranks)
 
     def _gate_for(self, step: Step) -> Gate:
         if len(step.load_ids) == 0:

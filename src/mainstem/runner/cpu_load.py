@@ -4,6 +4,7 @@ import torch
 
 from mainstem.core.config import CacheConfig, DType, EngineConfig, Quantize
 from mainstem.core.errors import ConfigError
+from mainstem.models.collectives import ALONE, Collectives, smallest
 from mainstem.models.cpu.decoder import make_decoder, pack
 from mainstem.models.cpu.quantize import check_quantizable, quantize_decoder
 from mainstem.models.weights import compute_dtype
@@ -18,8 +19,10 @@ _KV_SHARE = 0.4  # of the memory the weights leave, at most
 _PACKED_SHARE = 0.15  # likewise, for the second copy of the weights
 
 
-def load_cpu_runner(origin: Origin, config: EngineConfig) -> tuple[CpuRunner, RunnerFacts]:
-    """Load weights and allocate pages.
+def load_cpu_runner(
+    origin: Origin, config: EngineConfig, ranks: Collectives = ALONE
+) -> tuple[CpuRunner, RunnerFacts]:
+    """Load weights and allocate pages, as many as the rank with the least memory can have.
 
     Without `cache.kv_tokens` weights and pages take `cache.memory_share` of the memory that is
     available; without that either, pages take 40 % of what the weights leave, and no more than
@@ -37,17 +40,19 @@ def load_cpu_runner(origin: Origin, config: EngineConfig) -> tuple[CpuRunner, Ru
             raise ConfigError("quantize=int8 computes in float32; set dtype to auto or float32")
         check_quantizable(spec)
         dtype = torch.float32
-    decoder = make_decoder(origin.open(dtype, torch.device("cpu")), spec)
+    decoder = make_decoder(origin.open(dtype, torch.device("cpu")), spec, ranks)
     if model.quantize is Quantize.INT8:
         decoder = quantize_decoder(decoder)
     else:
         pack(decoder, int(available_bytes() * _PACKED_SHARE))
-    kv_bytes = spec.kv_elements_per_token * dtype.itemsize
-    budget = _page_budget(cache, available, kv_bytes)
+    part = decoder.spec
+    kv_bytes = part.kv_elements_per_token * dtype.itemsize
+    budget = _page_budget(cache, available, kv_bytes) // ranks.shard.of  # they share the memory
     num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
+    num_pages = smallest(num_pages, ranks, torch.device("cpu"))
     cache.check_fits(num_pages * kv_bytes * cache.page_size, available_bytes())
-    facts = make_facts(origin, config, dtype, context, num_pages, LAYOUT)
-    return CpuRunner(decoder, DevicePages(spec, num_pages, cache.page_size, dtype), context), facts
+    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
+    return CpuRunner(decoder, DevicePages(part, num_pages, cache.page_size, dtype), context), facts
 
 
 def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int) -> int:

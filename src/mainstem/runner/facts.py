@@ -20,6 +20,7 @@ class RunnerFacts:
     head_dim: int
     dtype: DType  # computed in
     num_idle_params: int = 0  # in experts that a token does not go through
+    bytes_per_param: float = 2.0  # of both
     device_name: str = "cpu"
     max_step_tokens: int | None = None  # what the buffers hold; None: any number
     max_span_levels: int | None = None  # shared spans above one another that fit the buffers

@@ -30,8 +30,9 @@ from mainstem.runner.gpu_attention import GpuAttention
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import StepGraphs
-from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs
+from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs, to_host
 from mainstem.runner.uploads import Uploads
+from mainstem.runner.weighing import WeighingAttention
 
 _LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
 _PROMPT_LOGPROB_ROWS = 64  # likewise for prompt logprobs, which need fp32
@@ -141,6 +142,9 @@ class GpuRunner:
             with suppress(RuntimeError):  # what a failed step left behind comes up here once more
                 torch.cuda.synchronize(self._device)
 
+    def check(self) -> None:
+        """A step says so if the device is lost."""
+
     def close(self) -> None:
         """Wait for what runs and drop the references."""
         self.drain()
@@ -159,7 +163,7 @@ class GpuRunner:
         launches = self._attention.plan(step.spans, step.positions)
         begin = self._mark()  # behind the planning, which a device that has nothing to do waits for
         inputs = self._inputs.send(step, self._previous, size or self._padded(step.num_tokens))
-        hidden = self._forward(inputs, size, launches, gate)
+        hidden, masses = self._forward(step, inputs, size, launches, gate)
         ids, logprobs = self._sample_hidden(hidden, step)
         prompt_logprobs = self._prompt_logprobs(hidden, step)
         self._previous = ids
@@ -183,6 +187,7 @@ class GpuRunner:
                 logprobs=records,
                 prompt_logprobs=tuple(r for rows in prompt_logprobs for r in rows.resolve()),
                 device_s=device_s,
+                page_masses=tuple(mass.numpy() for mass in masses),
             )
 
         return GpuStep(finish, end)
@@ -195,20 +200,28 @@ class GpuRunner:
         return event
 
     def _forward(
-        self, inputs: GpuInputs, size: int | None, launches: Launches, gate: Gate
-    ) -> Tensor:
-        """Rows of the last layer that somebody wants, and perhaps some more."""
+        self, step: Step, inputs: GpuInputs, size: int | None, launches: Launches, gate: Gate
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Rows of the last layer that are needed, and perhaps some more; and the masses of pages
+        that the step weighs, on their way to the host."""
+        decoder = self._decoder
         if size is None:
             self._attention.bind(inputs, launches)
-            return self._decoder.forward(
-                inputs.token_ids, inputs.hidden_rows, self._attention, gate
+            token_ids, rows = inputs.token_ids, inputs.hidden_rows
+            if not step.weighings:
+                return decoder.forward(token_ids, rows, self._attention, gate), []
+            attention = WeighingAttention(
+                self._attention, decoder.spec, self._pages, decoder.sinks, step, self._device
             )
+            hidden = decoder.forward(token_ids, rows, attention, gate)
+            masses = attention.masses(decoder.ranks)
+            return hidden, [to_host(mass[None])[0] for mass in masses]
         assert self._graphs is not None
         if inputs.copies is not None:
             copy_slots(self._pages.all.flatten(0, 1), *inputs.copies)
         self._graphs.replay(size, launches, gate)
-        hidden = self._decoder.hidden(self._padded(size))
-        return hidden if inputs.hidden_rows is None else hidden[inputs.hidden_rows]
+        hidden = decoder.hidden(self._padded(size))
+        return hidden if inputs.hidden_rows is None else hidden[inputs.hidden_rows], []
 
     def _pieces(self, size: int, launches: Launches) -> list[Callable[[], None]]:
         """What graphs of `size` tokens hold: everything from the ids to the last norm."""

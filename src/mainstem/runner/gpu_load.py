@@ -5,8 +5,10 @@ import torch
 from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.kernels.attention.ops import PAGE_SIZES, AttentionLimits
+from mainstem.models.collectives import ALONE, Collectives, smallest
 from mainstem.models.gpu.decoder import load_gpu_decoder
 from mainstem.models.gpu.workspace import Workspace
+from mainstem.models.shard import part_of
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.gpu import GpuRunner
@@ -21,15 +23,19 @@ DETERMINISTIC_KEYS = 512  # between the cuts of a span, the same for every batch
 _MEMORY_SHARE = 0.9  # of the card, for weights and pages
 _RESERVE = 1 << 30  # graphs, library workspaces
 _SAMPLING_ROWS = 1024  # whose logits may be held in fp32, with copies
-_MAX_SPAN_LEVELS = 4  # each costs a token a Partial, 8 or 16 KB with 32 heads of 128
+# Each level costs a token a Partial, 8 or 16 KB with 32 heads of 128. There is room for all levels
+# of decodes, and for fewer of a step full of prompts, which gain less by sharing.
+_MAX_SPAN_LEVELS = 8
+_PROMPT_LEVELS = 4
+_DEEP_TOKENS = 2048
 _SPAN_PAGES = 1 << 22  # page ids over all spans of a step
 
 
 def load_gpu_runner(
-    origin: Origin, config: EngineConfig, device: torch.device
+    origin: Origin, config: EngineConfig, device: torch.device, ranks: Collectives = ALONE
 ) -> tuple[GpuRunner, RunnerFacts]:
     """Load weights and allocate pages; without `cache.kv_tokens` weights and pages together take
-    `cache.memory_share` of the card (0.9).
+    `cache.memory_share` of the card (0.9). Ranks have as many pages as the one with the least room.
 
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
     model, cache = config.model, config.cache
@@ -38,30 +44,33 @@ def load_gpu_runner(
         torch.set_num_threads(model.threads)
     context = context_of(origin.spec, config.sched.max_model_len)
     spec = origin.spec.at_context(context)
+    part = part_of(spec, ranks.shard)
     dtype = _dtype(model, spec)
     max_tokens = config.sched.chunk_tokens or DEFAULT_TOKENS
-    space = Workspace.make(spec, max_tokens, dtype, device)
+    space = Workspace.make(part, max_tokens, dtype, device)
     decoder = load_gpu_decoder(
         origin.open(dtype, device),
         spec,
         space,
         quantize=model.quantize,
         is_deterministic=model.deterministic,
+        ranks=ranks,
     )
     deterministic_keys = DETERMINISTIC_KEYS if model.deterministic else None
     limits = _limits(max_tokens, context if model.deterministic else None)
     settings = SpanSettings(cache.page_size, dtype, device, limits, deterministic_keys)
-    spans = LayerSpans(spec, settings)
-    page_bytes = spec.kv_elements_per_token * dtype.itemsize * cache.page_size
+    spans = LayerSpans(part, settings)
+    page_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
-    num_pages = cache.num_pages(free_bytes, page_bytes)
+    num_pages = smallest(cache.num_pages(free_bytes, page_bytes), ranks, device)
     if device.type == "cuda":
         cache.check_fits(num_pages * page_bytes, torch.cuda.mem_get_info(device)[0])
-    pages = GpuPages(spec, num_pages, cache.page_size, dtype, device)
-    attention = GpuAttention(spec, pages, spans, space, decoder.sinks)
+    pages = GpuPages(part, num_pages, cache.page_size, dtype, device)
+    attention = GpuAttention(part, pages, spans, space, decoder.sinks)
     runner = GpuRunner(decoder, pages, attention, max_tokens, device)
-    runner.warm_up(tuple(size for size in GRAPH_SIZES if size <= max_tokens))
-    facts = make_facts(origin, config, dtype, context, num_pages, LAYOUT)
+    sizes = GRAPH_SIZES if ranks.is_capturable else ()
+    runner.warm_up(tuple(size for size in sizes if size <= max_tokens))
+    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
     return runner, facts.on_device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
         max_step_tokens=max_tokens,
@@ -72,14 +81,15 @@ def load_gpu_runner(
 
 def _limits(max_tokens: int, deterministic_context: int | None) -> AttentionLimits:
     """Of attention in steps of `max_tokens`; deterministic, a token has Partials by its context."""
-    partials = _MAX_SPAN_LEVELS + 1
+    deep = (_MAX_SPAN_LEVELS + 1) * min(max_tokens, _DEEP_TOKENS)
+    partials = max((_PROMPT_LEVELS + 1) * max_tokens, deep)
     if deterministic_context is not None:
-        partials = -(-deterministic_context // DETERMINISTIC_KEYS)
+        partials = -(-deterministic_context // DETERMINISTIC_KEYS) * max_tokens
     return AttentionLimits(
         max_tokens=max_tokens,
         max_pages=_SPAN_PAGES,
         max_entries=(_MAX_SPAN_LEVELS + 1) * max_tokens,
-        max_partials=partials * max_tokens,
+        max_partials=partials,
     )
 
 

@@ -30,6 +30,10 @@ class GpuPages:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def page_bytes(self) -> int:
+        return self.all.nbytes // self.num_pages
+
     def joint(self, layer: int) -> Tensor:
         """[2, pages, kv_heads, page_size, head_dim], K first."""
         return self._layers[layer]

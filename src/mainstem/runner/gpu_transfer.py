@@ -28,7 +28,7 @@ from mainstem.models.block import Gate
 from mainstem.runner.copy_engine import MAX_PITCH, Rows
 from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem.runner.gpu_pages import GpuPages
-from mainstem.runner.slab import HostSlab, slot_bytes
+from mainstem.runner.slab import WHOLE, HostSlab, SlabPart
 
 STAGING_BYTES = 128 << 20  # of one buffer; there are two. 4,000 tokens of Llama 8B, 8 layers
 
@@ -97,16 +97,14 @@ class _Staging:
 class GpuCopier:
     """PageCopier over the page tensors of a GPU."""
 
-    def __init__(self, pages: GpuPages, host_bytes: int) -> None:
+    def __init__(self, pages: GpuPages, host_bytes: int, part: SlabPart = WHOLE) -> None:
         num_layers, _, _, *half_shape = pages.all.shape
         shape = (num_layers, 2, *half_shape)
         self._half_bytes = pages.all[0, 0, 0].nbytes
         self._layer_bytes = 2 * self._half_bytes
-        page_bytes = self._layer_bytes * num_layers
-        num_slots = max(2, host_bytes // slot_bytes(page_bytes))
         self._pages = pages
         self._num_layers = num_layers
-        self._slab = HostSlab(num_slots, shape, pages.all.dtype, is_pinned=True)
+        self._slab = HostSlab(host_bytes, shape, pages.all.dtype, is_pinned=True, part=part)
         self._staging = _Staging(
             self._layer_bytes * min(LAYERS_AT_ONCE, num_layers), pages.all.device
         )

@@ -52,7 +52,8 @@ class StepGraphs:
         graphs = []
         for piece in pieces:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # thread_local: NCCL's watchdog may ask for its events meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 piece()
             self._pool = graph.pool()
             graphs.append(graph)
@@ -61,7 +62,9 @@ class StepGraphs:
     def size_for(self, step: Step) -> int | None:
         """The size to replay, None where the step is too large or does what no graph holds.
         Copies may come before the pass unless they read what the step itself brings."""
-        if len(step.move_to) or (len(step.copy_to) and _reads_its_own(step)):
+        if len(step.move_to) or step.weighings:
+            return None
+        if len(step.copy_to) and _reads_its_own(step):
             return None
         if not self._sizes or step.num_tokens > self._sizes[-1]:
             return None

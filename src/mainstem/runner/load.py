@@ -5,6 +5,7 @@ import torch
 from mainstem.core.config import Device, EngineConfig, ModelConfig, Quantize
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Runner
+from mainstem.models.collectives import ALONE, Collectives
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.origin import Origin
@@ -12,14 +13,17 @@ from mainstem.runner.origin import Origin
 CPU = "cpu"
 
 
-def load_runner(origin: Origin, config: EngineConfig) -> tuple[Runner, RunnerFacts]:
-    """Load weights and allocate pages on the device that the config names."""
+def load_runner(
+    origin: Origin, config: EngineConfig, ranks: Collectives = ALONE
+) -> tuple[Runner, RunnerFacts]:
+    """Load weights and allocate pages on the device that the config names: the part of the model
+    that `ranks.shard` says. All ranks load at the same time, and have the same number of pages."""
     device = choose_device(config.model)
     if device.type == "cuda":
         from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # brings Triton
 
-        return load_gpu_runner(origin, config, device)
-    return load_cpu_runner(origin, config)
+        return load_gpu_runner(origin, config, device, ranks)
+    return load_cpu_runner(origin, config, ranks)
 
 
 def choose_device(model: ModelConfig) -> torch.device:

@@ -11,6 +11,7 @@ import torch
 from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.models.families import read_spec
+from mainstem.models.shard import Shard, part_of
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, RandomWeights, WeightDigest, WeightSource
 from mainstem.runner.facts import RunnerFacts
@@ -63,6 +64,27 @@ class RandomOrigin:
         return RandomWeights(dtype, device, self.seed, self.spec.quantized)
 
 
+@dataclass(frozen=True, slots=True)
+class FolderPart:
+    """A checkpoint whose hash another process knows."""
+
+    folder: Path
+    spec: ModelSpec
+
+    def digest(self) -> bytes:
+        return b""
+
+    def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
+        return Checkpoint(self.folder, dtype, device, self.spec.names, self.spec.quantized)
+
+
+def for_rank(origin: Origin) -> Origin:
+    """The origin as a rank gets it, in another process."""
+    if isinstance(origin, FolderOrigin):
+        return FolderPart(origin.folder.absolute(), origin.spec)
+    return origin
+
+
 def folder_origin(folder: Path, ignored: Collection[str] = ()) -> FolderOrigin:
     """Raises UnsupportedModel for mathematics we do not have. Fields of config.json that nobody
     here knows are in the way, unless they are `ignored`. Begins to hash the weights."""
@@ -72,13 +94,17 @@ def folder_origin(folder: Path, ignored: Collection[str] = ()) -> FolderOrigin:
 def make_facts(
     origin: Origin,
     config: EngineConfig,
+    shard: Shard,
     dtype: torch.dtype,
     context: int,
     num_pages: int,
     layout: bytes,
 ) -> RunnerFacts:
-    """What the control plane must know of a model that was loaded so."""
-    spec = origin.spec
+    """What the control plane must know of a model that was loaded so. Sizes are those of the
+    rank's part: that is what a step costs, and what a page holds."""
+    spec = part_of(origin.spec, shard)
+    if not shard.is_whole:
+        layout += f":rank {shard.rank} of {shard.of}".encode()
     return RunnerFacts(
         num_pages=num_pages,
         page_size=config.cache.page_size,
@@ -87,6 +113,7 @@ def make_facts(
         identity=_identity(origin, context, dtype, config.model, layout),
         num_params=spec.num_layer_params,
         num_idle_params=spec.num_idle_params,
+        bytes_per_param=spec.bytes_per_param(dtype.itemsize),
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

@@ -28,6 +28,10 @@ class DevicePages:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def page_bytes(self) -> int:
+        return self.all_slots.nbytes // self.num_pages
+
     def slots(self, layer: int) -> Tensor:
         """[2, kv_heads, pages * page_size, head_dim] as it lies in memory, K first."""
         return self._layers[layer]

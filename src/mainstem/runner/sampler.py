@@ -264,7 +264,7 @@ def start_logprobs(logits: Tensor, token_ids: Tensor, counts: Int32s) -> Logprob
     rows = [slice(first, first + _LOGPROB_ROWS) for first in starts]
     parts = [_logprobs(logits[part], token_ids[part], num_top) for part in rows]
     values, ints = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return LogprobRows(_to_host(values), _to_host(ints), counts)
+    return LogprobRows(to_host(values), to_host(ints), counts)
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
@@ -277,7 +277,7 @@ def _logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, 
     return values, torch.cat((token_ids[:, None], ranks, top.indices), dim=1)
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     """A copy that is complete when the device has come this far."""
     if tensor.device.type == "cpu":
         return tensor

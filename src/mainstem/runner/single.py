@@ -9,8 +9,9 @@ product, a residual is what a product is added to) over buffers that never move:
 Dot products, the write of K and V and attention over few keys go through numpy views of the same
 memory, which costs half of torch's call; many keys go through torch's fused kernel, which uses all
 cores. Neighbouring pages are read where they are, and the views of all layers are made in one go;
-other pages are gathered layer by layer. Everything else goes through Decoder.forward, of which this
-is the same mathematics.
+other pages are gathered layer by layer. On a rank of several (models/shard.py) a product is summed
+over ranks before it is added to x. Everything else goes through Decoder.forward, of which this is
+the same mathematics.
 """
 
 import math
@@ -25,8 +26,9 @@ from torch.nn import functional as F
 
 from mainstem.core.step import Step
 from mainstem.models.block import Gate
-from mainstem.models.cpu.decoder import Decoder, Layer, finish_serial
-from mainstem.models.cpu.layers import DenseLinear, Mlp, RmsNorm
+from mainstem.models.collectives import Collectives
+from mainstem.models.cpu.decoder import Decoder, Layer, finish_serial, finish_serial_with_tails
+from mainstem.models.cpu.layers import DenseLinear, Identity, Mlp, Norm, RmsNorm, Summed
 from mainstem.models.spec import Activation, MlpSpec, RopeSpec
 from mainstem.runner.pages import DevicePages
 
@@ -35,6 +37,7 @@ _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.de
 _MIN_FUSED_KEYS = 160  # below, three small calls cost less than the fused one (docs/log/cpu.md)
 _THREADED_ELEMENTS = 460_800  # OpenBLAS runs a smaller matrix times a vector on one core
 
+AddProduct = Callable[[Tensor, Tensor, Tensor], Tensor]  # x += matrix @ vector, of all ranks
 ReadLayer = Callable[[int], Tensor]  # a layer's K and V, [2, kv_heads, keys, dim]
 
 
@@ -77,6 +80,10 @@ class SingleTokenPass:
         # rows that `_threaded` adds to a matrix add nothing to what lies behind x
         self._padded_x = torch.zeros(max(max(len(w.out), len(w.down)) for w in layers))
         self._x = self._padded_x[: spec.hidden_size].view(1, -1)
+        ranks = decoder.ranks
+        self._add: AddProduct = (
+            Tensor.addmv_ if ranks.shard.is_whole else _adder(ranks, spec.hidden_size)
+        )
         self._gathered = torch.empty(0)
         self._written = pages.all_slots.numpy()
 
@@ -110,6 +117,7 @@ class SingleTokenPass:
             and len(step.copy_to) == 0
             and len(step.move_to) == 0
             and len(step.prompt_logprob_rows) == 0
+            and not step.weighings
         )
 
     def run(self, step: Step, token_id: Tensor, gate: Gate) -> Tensor:
@@ -132,12 +140,12 @@ class SingleTokenPass:
             gate.before(index)
             targets[index][:] = self._new_kv
             mixed = attend(index)
-            x_of_out.addmv_(layer.out, mixed)
+            self._add(x_of_out, layer.out, mixed)
             factor = self._norm_factor(x_array)
             torch.addmv(self._gate_up, layer.gate_up, x, beta=0, alpha=factor, out=self._gate_up)
             F.silu(self._gate, inplace=True)
             self._gate.mul_(self._up)
-            x_of_down.addmv_(layer.down, self._gate)
+            self._add(x_of_down, layer.down, self._gate)
         return self._decoder.norm(self._x)
 
     def _norm_factor(self, x: NDArray[np.float32]) -> float:
@@ -201,7 +209,9 @@ class SingleTokenPass:
 def _weights(layer: Layer) -> _Weights | None:
     """None for a layer that SingleTokenPass cannot run."""
     norms = (layer.attention_norm, layer.mlp_norm)
-    if layer.finish is not finish_serial or layer.head_norm is not None:
+    if layer.finish not in (finish_serial, finish_serial_with_tails) or layer.head_norm is not None:
+        return None
+    if not all(_only_sums(tail) for tail in layer.tails):
         return None
     if not all(isinstance(norm, RmsNorm) and not norm.has_scale for norm in norms):
         return None
@@ -218,6 +228,19 @@ def _weights(layer: Layer) -> _Weights | None:
         gate_up=dense[2].weight,
         down=_threaded(dense[3].weight),
     )
+
+
+def _only_sums(tail: Norm) -> bool:
+    """Whether what a layer answers is added as it is, or summed over ranks and then added."""
+    return isinstance(tail.then if isinstance(tail, Summed) else tail, Identity)
+
+
+def _adder(ranks: Collectives, hidden_size: int) -> AddProduct:
+    def add(x: Tensor, weight: Tensor, vector: Tensor) -> Tensor:
+        answer = torch.mv(weight, vector)[:hidden_size]  # ranks differ in the rows below
+        return x[:hidden_size].add_(ranks.sum_(answer))
+
+    return add
 
 
 def _threaded(weight: Tensor) -> Tensor:

@@ -3,18 +3,32 @@
     slot  [layers][K or V][kv_heads, page_size, head_dim]  + nothing, up to the next 4 KiB
 
 The order does not depend on how a device keeps its pages, so a page saved by one can be loaded by
-another that computes the same.
+another that computes the same. Under tensor parallelism a slot is the parts of all ranks, one after
+the other, in memory that they share; each sees its own.
 """
 
 import mmap
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mainstem.core.errors import ConfigError
+from mainstem.models.shard import Shard
 
 ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SlabPart:
+    """Which part of every slot a rank has, and the memory that all ranks share."""
+
+    shard: Shard
+    fd: int
+
+
+WHOLE = SlabPart(Shard(), -1)  # all of it, in memory of this process
 
 
 class HostSlab:
@@ -24,30 +38,39 @@ class HostSlab:
     """
 
     def __init__(
-        self, num_slots: int, page_shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool
+        self,
+        host_bytes: int,
+        page_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        is_pinned: bool,
+        part: SlabPart = WHOLE,
     ) -> None:
-        """`page_shape` is [layers, 2, kv_heads, page_size, head_dim]."""
-        self.num_slots = num_slots
+        """`page_shape` is [layers, 2, kv_heads, page_size, head_dim], of this part."""
         num_elements = 1
         for size in page_shape:
             num_elements *= size
         self.page_bytes = num_elements * dtype.itemsize
-        self.slot_bytes = slot_bytes(self.page_bytes)
-        memory = mmap.mmap(-1, num_slots * self.slot_bytes)  # costs nothing until it is written
+        whole_bytes = part.shard.of * self.page_bytes
+        self.num_slots = num_slots = count_slots(host_bytes, whole_bytes)
+        self.slot_bytes = slot_bytes(whole_bytes)  # from one to the next
+        # costs nothing until it is written
+        memory = mmap.mmap(part.fd, num_slots * self.slot_bytes)
         with suppress(AttributeError, OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = memoryview(memory)
         words = torch.frombuffer(memory, dtype=torch.uint8)
-        self.address = words.data_ptr()
+        self._start = words.data_ptr()
+        self._first = part.shard.rank * self.page_bytes  # byte of each slot
+        self.address = self._start + self._first
         self._is_pinned = is_pinned
         if is_pinned:  # torch's own pinned memory comes in powers of two
-            _check(torch.cuda.cudart().cudaHostRegister(self.address, len(words), 0))  # type: ignore[no-untyped-call]
-        used = words.view(num_slots, -1)[:, : self.page_bytes].view(dtype)
+            _check(torch.cuda.cudart().cudaHostRegister(self._start, len(words), 0))  # type: ignore[no-untyped-call]
+        used = words.view(num_slots, -1).narrow(1, self._first, self.page_bytes).view(dtype)
         self.pages: Tensor = used.view(num_slots, *page_shape)
 
     def slot(self, slot: int) -> memoryview:
         """The bytes of a page in a slot."""
-        first = slot * self.slot_bytes
+        first = slot * self.slot_bytes + self._first
         return self._bytes[first : first + self.page_bytes]
 
     def layer(self, layer: int) -> Tensor:
@@ -57,7 +80,7 @@ class HostSlab:
     def close(self) -> None:
         """Unpin; nothing may be copied any more."""
         if self._is_pinned:
-            _check(torch.cuda.cudart().cudaHostUnregister(self.address))  # type: ignore[no-untyped-call]
+            _check(torch.cuda.cudart().cudaHostUnregister(self._start))  # type: ignore[no-untyped-call]
             self._is_pinned = False
 
 
@@ -69,3 +92,8 @@ def _check(result: object) -> None:
 def slot_bytes(page_bytes: int) -> int:
     """What a page takes in a slab."""
     return -(-page_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def count_slots(host_bytes: int, page_bytes: int) -> int:
+    """Slots of a slab of `host_bytes`: at least two."""
+    return max(2, host_bytes // slot_bytes(page_bytes))

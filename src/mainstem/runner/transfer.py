@@ -17,9 +17,12 @@ from mainstem.core.step import Int32s, Runner
 from mainstem.kv.transfer import LoadId, PageCopier
 from mainstem.models.block import Gate
 from mainstem.runner.cpu import CpuRunner
+from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.pages import DevicePages
-from mainstem.runner.slab import HostSlab, slot_bytes
+from mainstem.runner.ranks.copier import RankedCopier
+from mainstem.runner.ranks.runner import RankedRunner
+from mainstem.runner.slab import WHOLE, HostSlab, SlabPart
 
 
 class CpuTransfer:
@@ -80,14 +83,12 @@ class CpuGate:
 class CpuCopier:
     """PageCopier over the page tensors of a CPU."""
 
-    def __init__(self, pages: DevicePages, host_bytes: int) -> None:
+    def __init__(self, pages: DevicePages, host_bytes: int, part: SlabPart = WHOLE) -> None:
         """A slab of `host_bytes`, at least two slots of it."""
         self._layers = [pages.joint(layer) for layer in range(pages.num_layers)]
         _, _, kv_heads, page_size, dim = self._layers[0].shape
         shape = (len(self._layers), 2, kv_heads, page_size, dim)
-        page_bytes = self._layers[0][:, 0].nbytes * len(self._layers)
-        num_slots = max(2, host_bytes // slot_bytes(page_bytes))
-        self._slab = HostSlab(num_slots, shape, self._layers[0].dtype, is_pinned=False)
+        self._slab = HostSlab(host_bytes, shape, self._layers[0].dtype, is_pinned=False, part=part)
         self._loads: dict[LoadId, CpuTransfer] = {}
         self._load_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-load")
         self._save_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
@@ -154,15 +155,32 @@ def connect(runner: Runner, host_bytes: int) -> PageCopier:
         raise ConfigError(
             f"host_gb={host_bytes / 1e9:g} is more than the {available / 1e9:.1f} GB of memory left"
         )
+    if isinstance(runner, RankedRunner):
+        return RankedCopier(runner, host_bytes)
+    return attach_copier(runner, host_bytes)
+
+
+def pages_of(runner: Runner) -> DevicePages | GpuPages:
+    """The pages that a runner has in this process."""
     if isinstance(runner, CpuRunner):
-        copier = CpuCopier(runner.pages, host_bytes)
+        return runner.pages
+    from mainstem.runner.gpu import GpuRunner  # noqa: PLC0415  # brings Triton
+
+    assert isinstance(runner, GpuRunner)
+    return runner.pages
+
+
+def attach_copier(runner: Runner, host_bytes: int, part: SlabPart = WHOLE) -> PageCopier:
+    """A copier between the pages that a runner has in this process and its part of a slab."""
+    if isinstance(runner, CpuRunner):
+        copier = CpuCopier(runner.pages, host_bytes, part)
         runner.attach(copier)
         return copier
     from mainstem.runner.gpu import GpuRunner  # noqa: PLC0415  # brings Triton
     from mainstem.runner.gpu_transfer import GpuCopier  # noqa: PLC0415
 
     assert isinstance(runner, GpuRunner)
-    gpu_copier = GpuCopier(runner.pages, host_bytes)
+    gpu_copier = GpuCopier(runner.pages, host_bytes, part)
     runner.attach(gpu_copier)
     return gpu_copier
 

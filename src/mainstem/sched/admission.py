@@ -1,4 +1,4 @@
-"""May this sequence start now? Pages and tokens decide; requests are not counted."""
+"""May this sequence start now? Pages decide."""
 
 from dataclasses import dataclass
 from typing import TypeVar

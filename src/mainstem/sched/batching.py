@@ -1,12 +1,13 @@
 """Join the arrays of one Step from what each sequence does in it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from mainstem.core.ids import SeqSlot
 from mainstem.core.ragged import ragged_arange, starts_of
-from mainstem.core.step import Int32s, Int64s, StartedSequence, Step, StepId
+from mainstem.core.step import Int32s, Int64s, PageWeighing, StartedSequence, Step, StepId
 from mainstem.sched.sharing import SharingTree
 from mainstem.sched.spans import SpanBuilder
 from mainstem.sched.table import SeqTable
@@ -104,6 +105,7 @@ def build_step(
         move_to=moves[1],
         move_by=moves[2],
         load_ids=batch.load_ids,
+        weighings=tuple(_weighings(batch, table, seq_starts[len(decodes) :], spans.page_size)),
     )
     table.move_on(step_id, slots, counts, sample_slots)
     return step
@@ -148,6 +150,20 @@ def _move_rows(moves: list[PageMove]) -> Int32s:
         return NO_MOVES
     places = [(move.source, move.target, move.distance) for move in moves]
     return np.ascontiguousarray(np.array(places, np.int32).T)
+
+
+def _weighings(
+    batch: StepWork, table: SeqTable, chunk_starts: Int32s, page_size: int
+) -> Iterator[PageWeighing]:
+    """Of chunks with tokens whose attention is wanted, in the order of the chunks."""
+    for chunk, start in zip(batch.chunks, chunk_starts.tolist(), strict=False):
+        weighing = table.sequence(chunk.slot).weighing
+        num_before, end = chunk.num_before, chunk.num_before + len(chunk.token_ids)
+        if weighing is None or end <= weighing.num_reused:
+            continue
+        first = max(num_before, weighing.num_reused)
+        pages = table.page_table[chunk.slot, : -(-end // page_size)].copy()
+        yield PageWeighing(start + first - num_before, end - first, pages)
 
 
 def _prompt_logprob_rows(

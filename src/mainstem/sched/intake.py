@@ -8,23 +8,25 @@ import numpy as np
 
 from mainstem.core.config import SchedConfig, Share
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.request import Overflow, Request
+from mainstem.core.request import Request
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import KVStore
+from mainstem.sched.important import Weighing
 from mainstem.sched.masks import form_fault
 from mainstem.sched.origins import Origins, truncated_chain
 from mainstem.sched.random import mix
-from mainstem.sched.sequence import Sequence
+from mainstem.sched.sequence import READER, Sequence
 from mainstem.sched.truncation import Truncation, TruncationRules, Truncator
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A request as it will run: what is left of its prompt, and one sequence per answer."""
+    """A request as it will run: what is left of its prompt, and one sequence per answer. Where
+    the cut must be found first, the sequence that does comes before them."""
 
     request: Request
     truncation: Truncation | None
-    answers: list[Sequence]
+    sequences: list[Sequence]
 
 
 class Intake:
@@ -55,7 +57,11 @@ class Intake:
         if given.scoring is not None:
             self._check_ids("scoring", given.scoring.next_ids)
         request, truncation = self._truncator.fit(given)
-        chain, origins = self._names(given, request, truncation)
+        weighing = None if truncation is None else truncation.weighing
+        reader = [] if weighing is None else [self._reader(weighing)]
+        chain, origins = None, None
+        if weighing is None:
+            chain, origins = self._names(given, request, truncation)
         room = self._window - len(request.prompt_ids)
         wanted = request.sampling.max_tokens
         answers = [
@@ -68,12 +74,36 @@ class Intake:
                 chain,
                 origins,
                 0 if truncation is None else truncation.num_dropped,
+                weighing,
             )
             for index in range(request.sampling.n)
         ]
         for answer in answers:
             self._check_form(answer)
-        return Taken(request, truncation, answers)
+        return Taken(request, truncation, [*reader, *answers])
+
+    def settle(self, weighing: Weighing, answers: Iterable[Sequence]) -> None:
+        """Pages are weighed: give the answers that wait for it their cut."""
+        self._truncator.settle(weighing)
+        request, truncation = self._truncator.fit(weighing.given)
+        chain, origins = self._names(weighing.given, request, truncation)
+        for answer in answers:
+            answer.request, answer.chain, answer.origins = request, chain, origins
+            answer.awaited_cut = None
+
+    def _reader(self, weighing: Weighing) -> Sequence:
+        """The sequence that reads what is left of a conversation, to weigh its pages."""
+        given, request, before = weighing.given, weighing.request(), weighing.before
+        chain, origins = None, None
+        if self._is_sharing and before.is_whole:
+            chain = self._store.chain(request.prompt_ids, request.salt, request.public_tokens)
+        elif self._is_sharing:
+            whole = self._store.chain(given.prompt_ids, given.salt, given.public_tokens)
+            chain = truncated_chain(whole, given, before, request.prompt_ids)
+            left = Truncation(given.overflow_policy, before, weighing.earlier, 0)
+            origins = Origins(whole, given, left)
+        seed, arrival = self._arrive(request, READER)
+        return Sequence(request, READER, seed, arrival, 1, 1, chain, origins, weighing=weighing)
 
     def _check_form(self, answer: Sequence) -> None:
         """The model must have a token that the form begins with."""
@@ -96,7 +126,7 @@ class Intake:
         """Names of a prompt's pages, and where pages kept through its truncation may be found."""
         if not self._is_sharing:
             return None, None
-        if truncation is None or truncation.policy is Overflow.RECOMPUTE:
+        if truncation is None or not truncation.policy.moves_kv:
             return self._store.chain(request.prompt_ids, request.salt, request.public_tokens), None
         whole = self._store.chain(given.prompt_ids, given.salt, given.public_tokens)
         chain = truncated_chain(whole, given, truncation.cut)

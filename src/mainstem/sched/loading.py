@@ -35,6 +35,11 @@ class Candidate:
     match: Match
     logprobs: Collection[TokenLogprobs | None] = ()  # of its first tokens, where they are wanted
 
+    def pages_to_find(self, page_size: int) -> range:
+        """Pages after the cached ones that may come from elsewhere, by number."""
+        end = self.sequence.num_reusable(self.num_known) // page_size
+        return range(len(self.match.pages), end)
+
     @property
     def may_fetch(self) -> bool:
         """False if pages loaded for it were evicted again, since others want the room: computing
@@ -73,6 +78,9 @@ class Loader:
     def look_up(self, sequence: Sequence) -> Candidate:
         """The cached pages of a waiting sequence."""
         known = sequence.known_ids()
+        if sequence.awaited_cut is not None:
+            match = Match(np.empty(0, np.int32), Lookup.LOADING, sequence.awaited_cut.key)
+            return Candidate(sequence, len(known), None, match)
         chain = sequence.chain
         if chain is not None and len(known) > len(chain.token_ids):
             chain = chain.extended(known)
@@ -80,8 +88,8 @@ class Loader:
             match = Match(np.empty(0, np.int32), Lookup.MISS)
         elif sequence.prompt_logprobs is not None:
             return self._look_up_logprobs(sequence, len(known), chain)
-        else:  # the last token is always computed, for its logits
-            match = self._store.lookup(chain, len(known) - 1)
+        else:
+            match = self._store.lookup(chain, sequence.num_reusable(len(known)))
         return Candidate(sequence, len(known), chain, match)
 
     def _look_up_logprobs(self, sequence: Sequence, num_known: int, chain: PageChain) -> Candidate:
@@ -160,9 +168,12 @@ class Loader:
                     pages_ahead -= match.stored.num_pages
                     available = self._store.num_available()
                     sequence.num_to_compute = num_tokens
+                    sequence.num_loaded_pages = match.stored.num_pages
                     self._queue.move_up(sequence)
                 elif not (is_asking or (found.may_fetch and self.fetching.is_open(match.stored))):
                     sequence.num_to_compute = num_tokens
+            elif sequence.has_fetched:  # what was loaded for it is available, and must stay
+                pages_ahead += sequence.num_loaded_pages - (-num_tokens // self._page_size)
             tokens_ahead += num_tokens
 
     def _ask(self, found: Candidate) -> PageKey | None:
@@ -173,8 +184,8 @@ class Loader:
             return None
         if not sequence.has_asked:
             sequence.has_asked = True
-            end = (found.num_known - 1) // self._page_size
-            sequence.asked = self._store.ask(chain.keys[len(found.match.pages) : end])
+            wanted = found.pages_to_find(self._page_size)
+            sequence.asked = self._store.ask(chain.keys[wanted.start : wanted.stop])
         if sequence.asked is not None and not self._store.is_asked(sequence.asked):
             sequence.asked = None
         return sequence.asked
@@ -239,7 +250,7 @@ class Loader:
             return None
         runs, kept = [StoredRun(chain, len(match.pages), match.stored.num_pages)], match.pages
         if sequence.origins is not None:
-            wanted = range(len(match.pages), (found.num_known - 1) // self._page_size)
+            wanted = found.pages_to_find(self._page_size)
             runs, sources = sequence.origins.find_stored(self._store, chain, wanted)
             kept = np.union1d(kept, sources).astype(np.int32)
         stored = self._store.stored([key for run in runs for key in run.keys])

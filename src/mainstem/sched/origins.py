@@ -15,7 +15,8 @@ from mainstem.core.request import Request
 from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import KVStore, Lookup, StoredRun
-from mainstem.sched.truncation import WHOLE, Cut, Truncation
+from mainstem.sched.cut import WHOLE, Cut
+from mainstem.sched.truncation import Truncation
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,11 @@ def _add_page(runs: list[StoredRun], chain: PageChain, place: int) -> None:
         runs.append(StoredRun(chain, place, 1))
 
 
-def truncated_chain(whole: PageChain, request: Request, cut: Cut) -> PageChain:
-    """The sink keeps its usual names; pages after it are named by the session and this cut."""
+def truncated_chain(
+    whole: PageChain, request: Request, cut: Cut, token_ids: Int32s | None = None
+) -> PageChain:
+    """The sink keeps its usual names; pages after it are named by the session and this cut. The
+    tokens are what the cut leaves, or `token_ids` that begin like it."""
     digest = sha256(b"truncated")
     parts = (
         str(request.session).encode(),
@@ -138,4 +142,6 @@ def truncated_chain(whole: PageChain, request: Request, cut: Cut) -> PageChain:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     branch = whole.branched(cut.sink_pages, digest.digest())
-    return branch.extended(cut.token_ids(whole.token_ids, whole.page_size))
+    if token_ids is None:
+        token_ids = cut.token_ids(whole.token_ids, whole.page_size)
+    return branch.extended(token_ids)

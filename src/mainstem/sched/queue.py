@@ -8,6 +8,7 @@ from mainstem.core.ids import PageKey
 from mainstem.sched.sequence import SeqState, Sequence, urgency
 
 OVERTAKEN = 64  # a sequence that arrived this many places earlier is not overtaken
+LOOK_AHEAD = 64  # waiting sequences whose pages the device gives up last
 LIGHT = 4  # a loaded prompt overtakes only if at most 1/4 of its tokens are computed
 
 _Entry = tuple[int, int, int, int, Sequence]  # rank, priority, turn, arrival
@@ -80,6 +81,21 @@ class WaitingQueue:
         near = sorted(self._heap[: 2 * count])[:count]
         found = [entry[-1] for entry in near]
         return [seq for seq in found if seq.state is not SeqState.DONE and not seq.is_at_fault]
+
+    def awaited(self, most_pages: int) -> list[tuple[PageKey, ...]]:
+        """The pages of prompts that wait, about `most_pages` at most, in about the order they
+        start; parked ones, whose pages are on their way, first."""
+        parked = [seq for waiting in self._parked.values() for seq in waiting]
+        parked = [seq for seq in parked if seq.state is not SeqState.DONE]
+        coming = sorted(parked, key=urgency)[:LOOK_AHEAD] + self.first(LOOK_AHEAD)
+        found: list[tuple[PageKey, ...]] = []
+        for seq in coming:
+            if most_pages <= 0:
+                break
+            if seq.chain is not None:
+                found.append(seq.chain.keys)
+                most_pages -= len(seq.chain.keys)
+        return found
 
     def pop(self) -> Sequence:
         return heapq.heappop(self._heap)[-1]

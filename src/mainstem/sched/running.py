@@ -5,6 +5,7 @@ import numpy as np
 from mainstem.core.ids import SeqSlot
 from mainstem.core.snapshot import PromptView
 from mainstem.core.step import Int32s, StepId
+from mainstem.kv.keys import PageName
 from mainstem.kv.store import KVStore
 from mainstem.sched.admission import Outlook
 from mainstem.sched.lookahead import PlannedOrder
@@ -87,6 +88,42 @@ class RunningSet:
         """The last step that used any slot."""
         return StepId(int(self.table.last_step.max()))
 
+    def name_filled(self, slots: Int32s) -> None:
+        """Tokens of these slots were read back: answers that have filled a page by that name it,
+        so that others find it and lower tiers get it. Of the last token only the id is known, K and
+        V are not computed."""
+        table, page_size = self.table, self.page_size
+        num_filled = table.total[slots] - table.pending[slots] - 1
+        is_due = (num_filled % page_size == 0) & (num_filled > table.prompt_len[slots])
+        if not is_due.any():
+            return
+        names: list[PageName] = []
+        pages: list[Int32s] = []
+        rows: list[Int32s] = []
+        num_pages = num_filled[is_due] // page_size
+        for slot, end in zip(slots[is_due].tolist(), num_pages.tolist(), strict=True):
+            sequence = table.sequence(slot)
+            if (chain := sequence.chain) is None:
+                continue
+            last = sequence.last_name
+            before = chain.keys[-1:] if last is None else (last.key,)
+            if before and not self.store.is_ready(before[0]):
+                # another page had that name, and is gone or was never filled: name all again
+                names += chain.names()
+                rows.append(chain.token_ids[: len(chain.keys) * page_size])
+                pages.append(table.page_table[slot, : len(chain.keys)])
+                last = None
+            first = len(chain.keys) if last is None else last.depth + 1
+            tokens = table.tokens(slot, first * page_size, end * page_size)
+            added = chain.next_names(last, tokens)
+            names += added
+            rows.append(tokens)
+            pages.append(table.page_table[slot, first:end])
+            sequence.last_name = added[-1]
+        if names:
+            tokens = np.concatenate(rows).reshape(-1, page_size)
+            self.store.name(np.concatenate(pages), names, tokens)
+
     def victim(self) -> SeqSlot:
         """The running sequence to preempt: the least urgent, of equals the last to arrive."""
         priority = self.table.priority[self.slots]
@@ -130,24 +167,15 @@ class RunningSet:
 
     def _release(self, slot: SeqSlot) -> None:
         """Free slot and pages; full pages of known tokens stay as cache."""
-        table, store, page_size = self.table, self.store, self.page_size
+        table, store = self.table, self.store
         sequence = table.sequence(slot)
         pages = table.pages(slot)
-        chain = sequence.chain
-        if chain is not None:
+        if sequence.chain is not None:
             self._queue.unpark(store.abort(pages))
-            output_ids = table.output_ids(slot)
-            # of the last token only the id is known, K and V are not computed
-            num_known = len(chain.token_ids) + len(output_ids)
-            num_full = min(int(table.computed[slot]), num_known - 1) // page_size
-            first = len(chain.keys)
-            if num_full > first:
-                known = np.concatenate([chain.token_ids, output_ids])
-                store.name(chain.extended(known), first, pages[first:num_full])
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
             num_tokens = self._order.tokens_wanted(sequence.request.plan_place)
-            num_wanted = None if num_tokens is None else num_tokens // page_size
+            num_wanted = None if num_tokens is None else num_tokens // self.page_size
         store.give_back(pages, num_wanted)
         self.tree.detach(slot)
         table.leave(slot)

@@ -83,13 +83,20 @@ class Scheduler:
         self.max_model_len = min(max_model_len, store.num_pages * store.page_size)
         self._intake = Intake(config, store, vocab_size, self.max_model_len, truncation)
         self._queue = WaitingQueue()
+        store.watch_queue(self._queue.awaited)
         self._order = PlannedOrder()
         self._lengths = OutputLengths()
         self._running = RunningSet(store, self._queue, self._order, vocab_size)
         self._table = self._running.table
         self._loader = Loader(self._running, self._queue, self._lengths, fetching)
         self._starter = Starter(
-            self._running, self._queue, self._lengths, self._order, self._loader, bus
+            self._running,
+            self._queue,
+            self._lengths,
+            self._order,
+            self._loader,
+            bus,
+            config.max_seqs,
         )
         self._output_maker = OutputMaker(self._table)
         policy = worth_sharing if config.share is Share.READS else share_none
@@ -113,8 +120,8 @@ class Scheduler:
         if request.plan_place is not None and not 0 <= request.plan_place < len(self._order):
             raise InvalidRequest("plan_place", f"{request.plan_place} was not announced")
         taken = self._intake.take(request)
-        self._sequences[request.request_id] = taken.answers
-        for sequence in taken.answers:
+        self._sequences[request.request_id] = taken.sequences
+        for sequence in taken.sequences:
             self._wait(sequence)
         num_prompt, truncation = len(taken.request.prompt_ids), taken.truncation
         self._bus.publish(RequestSubmitted(request.request_id, num_prompt))
@@ -215,7 +222,9 @@ class Scheduler:
             assert sequence.prompt_logprobs is not None
             if sequence.chain is not None:
                 self._store.keep_logprobs(sequence.chain, sequence.prompt_logprobs)
+        self._take_masses(step, result)
         table.append_samples(slots, token_ids)
+        self._running.name_filled(slots)
         is_done, ends = self._ends(slots)
         is_streaming = table.is_streaming[slots] & ~is_done
         self._outputs += self._output_maker.stream(slots[is_streaming], token_ids[is_streaming])
@@ -340,8 +349,10 @@ class Scheduler:
             prompts=self._running.prompts(),
         )
 
-    def fetch_as(self, config: StoreConfig) -> None:
-        """Use other settings from now on for what is loaded, and when a prompt starts on it."""
+    def change_store(self, config: StoreConfig) -> None:
+        """Use other settings from now on for what is loaded, when a prompt starts on it, and when
+        pages are saved."""
+        self._store.save_as(config.save)
         if self._loader.fetching is not None:
             self._loader.fetching = replace(self._loader.fetching, config=config)
 
@@ -430,6 +441,9 @@ class Scheduler:
     def _tell_end(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> None:
         table = self._table
         sequence = table.sequence(slot)
+        if sequence.weighing is not None:
+            self._end_reader(sequence, reason)
+            return
         self._outputs.append(self._output_maker.deliver(slot, reason, fault))
         num_output = len(table.output_ids(slot))
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -443,15 +457,46 @@ class Scheduler:
             assert sequence.slot is not None
             self._finish(sequence.slot, reason, fault)
         elif sequence.state is SeqState.WAITING:
-            undelivered = sequence.output_ids[sequence.num_delivered :]
-            self._outputs.append(make_output(sequence, undelivered, reason, fault))
-            self._close(sequence, reason, len(sequence.output_ids))
+            if sequence.weighing is not None:
+                self._end_reader(sequence, reason)
+            else:
+                undelivered = sequence.output_ids[sequence.num_delivered :]
+                self._outputs.append(make_output(sequence, undelivered, reason, fault))
+                self._close(sequence, reason, len(sequence.output_ids))
             self._queue.forget(sequence)
             self._store.dismiss(sequence.queue_place)
 
     def _end_with_fault(self, request_id: RequestId, fault: str) -> None:
         for sequence in list(self._sequences.get(request_id, ())):
             self._end_early(sequence, FinishReason.ERROR, fault)
+
+    def _take_masses(self, step: Step, result: StepResult) -> None:
+        """Attention to pages that sequences of a step have asked for."""
+        for weighed, masses in zip(step.weighings, result.page_masses, strict=True):
+            number = int(np.searchsorted(step.seq_starts, weighed.first_row, side="right")) - 1
+            slot = SeqSlot(int(step.seq_slots[number]))
+            weighing = self._table.sequence(slot).weighing if self._table.is_alive[slot] else None
+            if weighing is not None:
+                weighing.add(masses)
+
+    def _end_reader(self, reader: Sequence, reason: FinishReason) -> None:
+        """A sequence that weighed pages is done: the answers that wait for it can start. If it
+        did not come to its end, neither do they."""
+        request_id, weighing = reader.request.request_id, reader.weighing
+        assert weighing is not None
+        reader.state = SeqState.DONE
+        answers = self._sequences[request_id]
+        answers.remove(reader)
+        self._retry.forget(reader)
+        if not answers:
+            del self._sequences[request_id]
+            self._untold.add(request_id)
+        elif reason is FinishReason.LENGTH:
+            self._intake.settle(weighing, answers)
+            for answer in answers:
+                if answer.chain is not None:
+                    self._store.expect(answer.queue_place, answer.chain)
+            self._queue.unpark([weighing.key])
 
     def _close(self, sequence: Sequence, reason: FinishReason, num_output: int) -> None:
         sequence.state = SeqState.DONE

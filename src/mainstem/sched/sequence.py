@@ -9,11 +9,13 @@ import numpy as np
 from mainstem.core.ids import PageKey, SeqSlot
 from mainstem.core.request import Request, TokenLogprobs, TokenMask
 from mainstem.core.step import Int32s
-from mainstem.kv.keys import PageChain
+from mainstem.kv.keys import PageChain, PageName
+from mainstem.sched.important import Weighing
 from mainstem.sched.origins import Origins
 
 SUSPECT_FAULTS = 2  # one failure may have been chance
 MAX_ARRIVALS = 1 << 40
+READER = -1  # index of a sequence that weighs pages
 
 
 class SeqState(Enum):
@@ -29,7 +31,7 @@ class Sequence:
     """What is known of a sequence apart from its running counters."""
 
     request: Request
-    index: int  # which of the request's n answers
+    index: int  # which of the request's n answers; READER: none
     seed: int
     arrival: int  # order of submission; ties in priority are broken by it
     max_output: int  # tokens it may produce at most
@@ -37,10 +39,14 @@ class Sequence:
     chain: PageChain | None  # names of the prompt's pages; None: nothing is shared
     origins: Origins | None = None  # where pages kept through a truncation are
     num_dropped_tokens: int = 0  # of the prompt, by truncation
+    awaited_cut: Weighing | None = None  # until it is made, it cannot start; its length is known
+    weighing: Weighing | None = None  # it reads to find this cut, and answers nothing
     has_fetched: bool = False  # pages are brought up for it from lower tiers
+    num_loaded_pages: int = 0  # that were brought up ahead of its turn when that was last done
     num_pages_then: int = -1  # that it had on the device when that was last done; -1: never
     has_asked: bool = False  # other processes, by way of a tier that they fill, for its pages
     asked: PageKey | None = None  # what the answer goes by, while it is to come
+    last_name: PageName | None = None  # of the last full page after the chain's; None: none yet
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting
@@ -105,6 +111,11 @@ class Sequence:
         """Its unique place in the queue for the look-ahead of lower tiers, in the order of
         `urgency`."""
         return self.request.priority * MAX_ARRIVALS + self.arrival
+
+    def num_reusable(self, num_known: int) -> int:
+        """Leading tokens whose KV may come from a cache. The last token is always computed, for
+        its logits, and those whose attention is wanted are, too."""
+        return num_known - 1 if self.weighing is None else self.weighing.num_reused
 
     def known_ids(self) -> Int32s:
         """Prompt and output so far, for a sequence that is not running."""

@@ -33,7 +33,10 @@ class Starter:
         order: PlannedOrder,
         loader: Loader,
         bus: EventBus,
+        max_seqs: int | None,
     ) -> None:
+        """`max_seqs`: most sequences that run at once; None: as many as memory holds."""
+        self._max_seqs = max_seqs
         self._running = running
         self._queue = queue
         self._lengths = lengths
@@ -59,7 +62,7 @@ class Starter:
         while work.has_room and (sequence := self._queue.head()) is not None:
             if before is not None and sequence.request.priority >= before:
                 return
-            if not self._may_join(sequence):
+            if len(self._running) == self._max_seqs or not self._may_join(sequence):
                 return
             slot = self._try_start(sequence, work)
             if slot is None:
@@ -103,7 +106,7 @@ class Starter:
         awaited = self._loader.awaited_answer(found) or self._loader.load(found, tokens_ahead)
         movable = NOTHING_MOVABLE
         if awaited is None and found.sequence.origins is not None:
-            wanted = range(len(found.match.pages), (found.num_known - 1) // self._page_size)
+            wanted = found.pages_to_find(self._page_size)
             movable = found.sequence.origins.find(self._store, wanted, work.filled_pages)
             awaited = movable.awaited
         if awaited is not None:
@@ -184,21 +187,19 @@ class Starter:
         table, page_size = self._running.table, self._page_size
         num_before = int(table.computed[slot])
         length = min(budget, int(table.prefill_end[slot]) - num_before)
-        prompt_ids = table.sequence(slot).request.prompt_ids
         end = num_before + length
-        token_ids = prompt_ids[num_before:end]
-        if end > len(prompt_ids):  # back from preemption: output tokens are computed again
-            output = table.outputs[
-                slot, max(0, num_before - len(prompt_ids)) : end - len(prompt_ids)
-            ]
-            token_ids = np.concatenate([token_ids, output])
+        token_ids = table.tokens(slot, num_before, end)  # output, too, after a preemption
         filled = table.page_table[slot, num_before // page_size : end // page_size]
         self._queue.unpark(self._store.commit(filled))
-        if end % page_size and table.sequence(slot).has_named_tail and end == len(prompt_ids):
+        is_prompt_end = end == table.prompt_len[slot]
+        if end % page_size and is_prompt_end and table.sequence(slot).has_named_tail:
             self._store.commit_tail(int(table.page_table[slot, end // page_size]))
         return Chunk(slot, num_before, token_ids)
 
     def _announce(self, sequence: Sequence, num_cached: int) -> None:
+        if sequence.weighing is not None:
+            sequence.weighing.restart()
+            return
         request_id, index = sequence.request.request_id, sequence.index
         num_known = len(sequence.request.prompt_ids) + len(sequence.output_ids)
         if sequence.num_cached_tokens is None:

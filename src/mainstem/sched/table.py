@@ -161,6 +161,16 @@ class SeqTable:
         """The tokens sampled and read back so far."""
         return self.outputs[slot, : self.num_read_back(slot)].copy()
 
+    def tokens(self, slot: int, begin: int, end: int) -> Int32s:
+        """Known tokens of a sequence, prompt and output, from place `begin` on."""
+        num_prompt = int(self.prompt_len[slot])
+        if begin >= num_prompt:
+            return self.outputs[slot, begin - num_prompt : end - num_prompt].copy()
+        prompt_ids = self.sequence(slot).request.prompt_ids
+        if end <= num_prompt:
+            return prompt_ids[begin:end]
+        return np.concatenate([prompt_ids[begin:], self.outputs[slot, : end - num_prompt]])
+
     @overload
     def num_read_back(self, slots: int) -> int: ...
     @overload

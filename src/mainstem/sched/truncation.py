@@ -9,17 +9,18 @@ outgrown the window by one more step, and finds the pages of the turn before.
 
 Under `recompute` the kept tokens are a prompt like any other. Under `kv` their keys are rotated by
 the distance they move (AttentionStore 3.4). Such pages still depend on tokens that are gone, so
-their names include the session and what was dropped: no other request uses them.
+their names include the session and what was dropped: no other request uses them. Under `important`
+the pages that go are not the oldest ones, but chosen by attention (sched/important.py).
 """
 
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.request import ChooseKept, Overflow, Request
 from mainstem.core.step import Int32s
+from mainstem.sched.cut import Cut, sink_only
+from mainstem.sched.important import Choices, Weighing, cut_names, weigh
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,43 +37,15 @@ CHOSEN_SHARE = 8  # at most 1/8 of the window's pages may be chosen
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """The pages of a prompt that are kept: some at its head, and all from `rest` on."""
-
-    head: tuple[int, ...]  # page numbers in the prompt: the sink, then the chosen ones
-    sink_pages: int  # how many of them keep their place
-    rest: int
-
-    def token_ids(self, prompt_ids: Int32s, page_size: int) -> Int32s:
-        """The prompt without what is dropped."""
-        pages = prompt_ids[: self.rest * page_size].reshape(-1, page_size)
-        head = pages[list(self.head)].reshape(-1)
-        return np.concatenate([head, prompt_ids[self.rest * page_size :]])
-
-    def place_before(self, number: int) -> int:
-        """Where in the prompt the kept page `number` was."""
-        if number < len(self.head):
-            return self.head[number]
-        return number - len(self.head) + self.rest
-
-    def place_after(self, number: int) -> int | None:
-        """Where the prompt's page `number` is among the kept ones; None: dropped."""
-        if number >= self.rest:
-            return number - self.rest + len(self.head)
-        return self.head.index(number) if number in self.head else None
-
-
-WHOLE = Cut(head=(), sink_pages=0, rest=0)
-
-
-@dataclass(frozen=True, slots=True)
 class Truncation:
     """How a prompt was cut, and how the prompts of earlier turns were."""
 
-    policy: Overflow  # KV or RECOMPUTE
+    policy: Overflow  # KV, IMPORTANT or RECOMPUTE
     cut: Cut
     cuts_before: tuple[Cut, ...]
     num_dropped: int
+    # how the cut is found; until then `cut` is only as large as it will be
+    weighing: Weighing | None = None
 
 
 class Truncator:
@@ -92,10 +65,12 @@ class Truncator:
         self._sink_tokens = page_size if config.sink_tokens is None else config.sink_tokens
         is_choosing = rules.choose_kept is not None
         self._max_chosen = window // page_size // CHOSEN_SHARE if is_choosing else 0
+        self._choices = Choices()
 
     def fit(self, request: Request) -> tuple[Request, Truncation | None]:
         """The request with its prompt cut to the window, and the cut (None: it fits uncut).
-        InvalidRequest if its policy, or the pages it wants kept, do not allow a cut.
+        InvalidRequest if its policy, or the pages it wants kept, do not allow a cut. Where pages
+        must be weighed first, give the Weighing to `settle`, and fit the request once more.
 
         Room is left for the answer, too: for max_tokens, but at most half of what a cut leaves
         besides the sink.
@@ -121,19 +96,57 @@ class Truncator:
             )
         excess = num_prompt + room + self._max_chosen * self._page_size - window
         num_steps = -(-excess // (step * self._page_size))
-        cut = self._cut(request.prompt_ids, sink_pages, num_steps * step)
+        if request.overflow_policy is Overflow.IMPORTANT:
+            cuts, weighing = self._chosen_cuts(request, sink_pages, step, num_steps)
+        else:
+            cuts, weighing = self._plain_cuts(request, sink_pages, step, num_steps), None
+        cut = cuts[-1]
         kept_ids = cut.token_ids(request.prompt_ids, self._page_size)
         # pages of an earlier turn have moved by at most a window since
-        first = max(1, num_steps - window // (step * self._page_size) - 1)
-        before = (
-            self._cut(request.prompt_ids, sink_pages, number * step)
-            for number in range(first, num_steps)
-        )
+        num_before = window // (step * self._page_size) + 1
+        before = cuts[:-1][-num_before:]
         public = min(request.public_tokens, sink_pages * self._page_size)
         kept = replace(request, prompt_ids=kept_ids, public_tokens=public)
         return kept, Truncation(
-            request.overflow_policy, cut, tuple(before), num_prompt - len(kept_ids)
+            request.overflow_policy, cut, before, num_prompt - len(kept_ids), weighing
         )
+
+    def settle(self, weighing: Weighing) -> None:
+        """The pages are weighed: choose, and remember the choice. If another turn has made it
+        meanwhile, that one holds."""
+        num_pages = len(weighing.given.prompt_ids) // self._page_size
+        if self._choices.find(weighing.name, num_pages) is None:
+            self._choices.keep(weighing.name, weighing.choose())
+
+    def _plain_cuts(
+        self, request: Request, sink_pages: int, step: int, num_steps: int
+    ) -> tuple[Cut, ...]:
+        """The cut after each step, the last ones only."""
+        first = max(1, num_steps - self._window // (step * self._page_size) - 1)
+        numbers = range(first, num_steps + 1)
+        return tuple(self._cut(request.prompt_ids, sink_pages, each * step) for each in numbers)
+
+    def _chosen_cuts(
+        self, request: Request, sink_pages: int, step: int, num_steps: int
+    ) -> tuple[tuple[Cut, ...], Weighing | None]:
+        """The cut after each step, as it was chosen, and how to choose the last one if it was not.
+        Earlier ones that are not known drop the oldest pages."""
+        if self._rules.choose_kept is not None:
+            raise InvalidRequest("overflow", "important cannot be combined with choose_kept")
+        num_pages = len(request.prompt_ids) // self._page_size
+        cuts: tuple[Cut, ...] = (sink_only(sink_pages),)
+        weighing: Weighing | None = None
+        names = cut_names(request, sink_pages, step, self._page_size)
+        for number, name in zip(range(num_steps), names, strict=False):
+            cut = self._choices.find(name, num_pages)
+            if cut is None:
+                cut = cuts[-1].without_oldest(step)
+                if number == num_steps - 1:
+                    weighing = weigh(name, request, cuts, step, self._window, self._page_size)
+                    if weighing is None:
+                        self._choices.keep(name, cut)  # later turns must not choose anew
+            cuts = (*cuts, cut)
+        return cuts[1:], weighing
 
     def _cut(self, prompt_ids: Int32s, sink_pages: int, dropped: int) -> Cut:
         rest = sink_pages + dropped

@@ -1,8 +1,8 @@
 """When the turns of a conversation arrive, where the data has lengths only.
 
-Sessions start as a Poisson process (AttentionStore 4.1: one a second). A user answers after the
-time that people really took in a chat: the shipped table has 1,000 think times of equal probability
-(`think_times.json`, from ChitChat), and a file in that data set's own format can take its place.
+Sessions start as a Poisson process (AttentionStore 4.1: one per second). Think times are those of
+people in a chat: the shipped table has 1,000 of equal probability (`think_times.json`, from
+ChitChat). A file in the format of that data set can replace it.
 """
 
 import json
@@ -18,7 +18,7 @@ ANSWER_S_PER_TOKEN = 0.02  # a user cannot write while the answer is still being
 
 
 class ArrivalProcess:
-    """Draws session starts and think times; the same seed draws the same."""
+    """Draws session starts and think times; a seed always gives the same ones."""
 
     def __init__(self, rate: float, seed: int, think_times: Path | None) -> None:
         self._rate = rate
@@ -33,7 +33,7 @@ class ArrivalProcess:
         return self._now_s
 
     def think_s(self) -> float:
-        """From the end of an answer to the next prompt."""
+        """Seconds from the end of an answer to the next prompt."""
         return self._thinks.choice(self._think_s)
 
     def answer_s(self, output_tokens: int) -> float:

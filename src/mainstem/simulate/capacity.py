@@ -1,16 +1,16 @@
 """The storage that a hit rate needs (AttentionStore 4.3.5); `mainstem capacity` prints it.
 
-    DSpUT   most distinct sessions in a time of TTL
-    CCpS    what one session takes, in bytes of K and V
-    CCpUT   DSpUT * CCpS: enough for everything that does not expire, whatever the sessions do
+    DSpUT   most distinct sessions within one TTL
+    CCpS    bytes of K and V of one session
+    CCpUT   DSpUT * CCpS: enough for everything that has not expired, in the worst case
 
-The paper's CCpS is the context window, which --context-tokens names. A window of 131,072 tokens
-makes it absurd for sessions of 2,000; without the flag sessions count with their own lengths: CCpUT
-is the most that those of one TTL hold together, CCpS its share for each.
+The paper's CCpS is the context window, set with --context-tokens. With a window of 131,072 tokens
+that is far too much for sessions of 2,000. Without the flag, sessions count with their own lengths:
+CCpUT is the most that the sessions of one TTL hold together, and CCpS is CCpUT / DSpUT.
 
-Sessions die at different times, so a share of CCpUT is enough. How much, is searched for by
-replaying the trace through the engine's policy. Time is the trace's own here. The hit rate is that
-of `mainstem simulate`: prompt tokens saved of all prompt tokens.
+Sessions expire at different times, so a part of CCpUT is enough. The smallest part is found by
+replaying the trace through the engine's policy, at the times of the trace. The hit rate is that of
+`mainstem simulate`: the share of prompt tokens that are saved.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class CapacityReport:
-    """What a workload could ask of a store by the paper's formula, and what it needs."""
+    """The storage that a workload needs: by the paper's formula, and by replaying it."""
 
     format: str
     policy: str
@@ -58,17 +58,17 @@ class CapacityReport:
 
 
 class Replay:
-    """Hit rates of one trace at any capacity; the clock is the trace's own."""
+    """Hit rates of one trace at any capacity, at the times of the trace."""
 
     def __init__(self, trace: Trace, config: PolicyConfig, lookahead: int | None) -> None:
         self._trace = trace
-        self._config = config  # its capacity is replaced by the one tried
+        self._config = config  # its capacity is replaced in each run
         self._lookahead = lookahead
         self.all_pages = len({key for request in trace.requests for key in request.kept})
         self.prompt_tokens = sum(request.input_tokens for request in trace.requests)
 
     def hit_rate(self, num_pages: int) -> float:
-        """Prompt tokens saved by a store of `num_pages`, of all."""
+        """The share of prompt tokens that a store of `num_pages` saves."""
         config = replace(self._config, tier_pages=(num_pages,))
         window = self._lookahead
         if window is None:
@@ -89,7 +89,8 @@ class Replay:
         return hits / max(1, self.prompt_tokens)
 
     def least_pages(self, target: float, progress: Progress) -> int:
-        """The least capacity, to PRECISION, with a hit rate of `target`, which all pages reach."""
+        """The smallest capacity, up to PRECISION, with a hit rate of `target`. With room for all
+        pages the target must be reached."""
         high = self.all_pages
         low = max(1, high // 1024)
         if self.hit_rate(low) >= target:
@@ -108,7 +109,7 @@ class Replay:
 
 
 def most_sessions(requests: Sequence[TraceRequest], ttl_s: float) -> int:
-    """DSpUT: the most distinct sessions that came within a time of `ttl_s`."""
+    """DSpUT: the most distinct sessions within any period of `ttl_s`."""
     active: Counter[int] = Counter()
     most = first = 0
     for request in requests:
@@ -124,7 +125,7 @@ def most_sessions(requests: Sequence[TraceRequest], ttl_s: float) -> int:
 
 
 def most_tokens(requests: Sequence[TraceRequest], ttl_s: float) -> int:
-    """The most tokens that the sessions of a time of `ttl_s` hold, each at its longest."""
+    """The most tokens that the sessions of any period of `ttl_s` hold, each at its longest."""
     longest: dict[int, int] = {}
     for request in requests:
         tokens = request.input_tokens + request.output_tokens
@@ -147,7 +148,7 @@ def most_tokens(requests: Sequence[TraceRequest], ttl_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CapacityQuestion:
-    """Which hit rate is wanted, under which policy, for a model with K and V of this size."""
+    """The wanted hit rate, the policy, and the size of the model's K and V."""
 
     target_hit_rate: float
     policy: PolicyKind

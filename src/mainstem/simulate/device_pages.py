@@ -1,4 +1,4 @@
-"""Pages of a trace as arrays, and a memory of them that is fast enough for hundreds of replicas."""
+"""Pages of a trace as arrays, and a cache of them that is fast enough for hundreds of replicas."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class PagedTrace:
 
     @classmethod
     def of(cls, trace: Trace) -> "PagedTrace":
-        """A key stands for all that comes before it, so that every n-th one is enough."""
+        """A key identifies its whole prefix, so that every n-th key is enough."""
         step = max(1, LEAST_PAGE_TOKENS // trace.page_tokens)
         chains = [np.array(r.kept[step - 1 :: step], np.int64) for r in trace.requests]
         known, numbers = np.unique(np.concatenate(chains), return_inverse=True)
@@ -47,7 +47,7 @@ class PagedTrace:
 
 
 class DevicePages:
-    """The `capacity` pages that were used last; of a chain the tail goes first."""
+    """An LRU cache of `capacity` pages; the tail of a chain is evicted before its head."""
 
     def __init__(self, capacity: int, num_pages: int) -> None:
         self._capacity = capacity
@@ -62,13 +62,13 @@ class DevicePages:
         return self._capacity
 
     def num_leading(self, pages: Int64s) -> int:
-        """How many of the first pages of a chain are here."""
+        """How many leading pages of a chain are cached."""
         is_here = self._is_here[pages]
         first = int(is_here.argmin()) if len(pages) else 0
         return first if len(pages) and not is_here[first] else len(pages)
 
     def use(self, pages: Int64s) -> None:
-        """Keep a chain; what was used least recently goes."""
+        """Cache a chain, and evict the least recently used pages."""
         if not self._capacity or not len(pages):
             return
         self._num_uses += 1
@@ -80,7 +80,7 @@ class DevicePages:
             self._drop_oldest(self._num_here - self._capacity)
 
     def _drop_oldest(self, most: int) -> None:
-        """Drop pages of the oldest use, its tail first, that were not used since."""
+        """Evict pages of the oldest use that were not used since, its tail first."""
         number, pages = self._uses[0]
         left = pages[self._is_here[pages] & (self._last_use[pages] == number)]
         if len(left) <= most:

@@ -1,4 +1,4 @@
-"""Pictures of many replicas: hit rate, tail and balance against their number."""
+"""Plots of many replicas: hit rate, tail latency and balance against their number."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Traces that name the pages of prompts: Mooncake, Qwen-Bailian and WEKA's agent sessions.
 
-Equal ids mean equal prefixes up to and including that page. Answers are not named: they come back
-under names of their own when the next prompt holds them.
+Equal ids mean equal prefixes up to and including that page. Answers have no ids; they get ids when
+they are part of the next prompt.
 """
 
 from array import array
@@ -24,9 +24,9 @@ Row = Mapping[str, object]
 
 
 class _PageFit:
-    """Whether every request has as many ids as its tokens make pages; if not, which size fits.
+    """Checks that every request has one id per page; if not, finds the page size that fits.
 
-    The last page may be partial: some traces name it, others do not. Both are right.
+    The last page may be partial: some traces have an id for it, others do not. Both are accepted.
     """
 
     def __init__(self, lines: Lines, page_tokens: int) -> None:
@@ -37,7 +37,7 @@ class _PageFit:
         self._down = _SizeRange()  # where it has none
 
     def check(self, field: str, num_ids: int, input_tokens: int) -> None:
-        """Note a request; `finish` complains."""
+        """Check a request; `finish` raises."""
         self._up.add_rounded_up(num_ids, input_tokens)
         self._down.add_rounded_down(num_ids, input_tokens)
         full = input_tokens // self._page_tokens
@@ -48,7 +48,7 @@ class _PageFit:
             self._misfit = self._lines.error(reason)
 
     def finish(self) -> None:
-        """Raise InvalidRequest over the first request that did not fit, with the size to say."""
+        """Raise InvalidRequest for the first request that did not fit, with the size to use."""
         if self._misfit is None:
             return
         size = self._up.choose() or self._down.choose()
@@ -82,7 +82,7 @@ class _SizeRange:
             self._most = min(self._most, input_tokens // num_ids)
 
     def choose(self) -> int | None:
-        """The least power of two among them, else the least; None where none is left."""
+        """The smallest power of two among them, else the smallest size; None: no size fits."""
         if self._least > self._most:
             return None
         power = 1 << (self._least - 1).bit_length()
@@ -144,10 +144,10 @@ def read_qwen(lines: Lines, page_tokens: int, options: ReadOptions) -> list[Trac
 
 
 def _with_sessions(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Guess sessions where the trace names none.
+    """Guess the sessions of a trace that does not have them.
 
-    A request continues the session of the request that brought in its deepest known page, if that
-    page was one of the last two there: then the prompt goes on where the other ended.
+    A request continues the session of the request in which its deepest known page first occurred,
+    if that page was one of the last two there: then this prompt continues where that one ended.
     """
     brought: dict[int, tuple[int, int]] = {}  # page -> session, pages after it in that prompt
     found, num_sessions = [], 0
@@ -172,7 +172,7 @@ def _with_sessions(requests: list[TraceRequest]) -> list[TraceRequest]:
 def read_weka(lines: Lines, page_tokens: int, options: ReadOptions) -> list[TraceRequest]:
     """Agent sessions: times within a session are recorded, session starts are drawn.
 
-    Ids are local to a session, so what sessions have in common is not counted.
+    Ids are local to a session, so prefixes that sessions share are not counted.
     """
     process = ArrivalProcess(options.rate or 1.0, options.seed, options.think_times)
     fit = _PageFit(lines, page_tokens)
@@ -226,7 +226,7 @@ def _weka_request(lines: Lines, item: Row, fit: _PageFit, first_key: int) -> Tra
 
 
 def _expanded(lines: Lines, runs: object, first_key: int) -> Sequence[int]:
-    """Ids from runs of [start, count]; not a list, since prompts are long and many."""
+    """Ids from runs of [start, count]; an array, to save memory."""
     if not isinstance(runs, list) or not all(map(_is_run, runs)):
         raise lines.error("hash_runs must be a list of [start, count]")
     ranges = [range(first_key + start, first_key + start + count) for start, count in runs]

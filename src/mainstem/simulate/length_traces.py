@@ -1,4 +1,4 @@
-"""Traces that say when requests come but not what is in them: nothing can be shared."""
+"""Traces with arrival times and lengths, but without contents: nothing can be shared."""
 
 import csv
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def _names(header: list[str]) -> list[str]:
 
 
 def azure_columns(header: list[str]) -> list[int] | None:
-    """Where timestamp, prompt and answer lengths are; None if this is no such header."""
+    """The columns of timestamp, prompt and answer lengths; None: not such a header."""
     names = _names(header)
     places = [next((names.index(n) for n in known if n in names), None) for known in AZURE_COLUMNS]
     return None if None in places else [place for place in places if place is not None]
@@ -112,7 +112,7 @@ def read_servegen(lines: Lines, page_tokens: int, options: ReadOptions) -> list[
     Inter-arrival times of the law's shape are scaled so that a window's requests fill it.
     """
     if options.prompt_tokens is None or options.answer_tokens is None:
-        reason = "the trace has rates and no lengths; say --prompt-tokens N and --answer-tokens N"
+        reason = "the trace has rates but no lengths: set --prompt-tokens N and --answer-tokens N"
         raise lines.error(reason)
     windows = sorted(_client_windows(lines), key=lambda window: (window.begin_s, window.client))
     if not windows:

@@ -1,4 +1,4 @@
-"""Pictures of simulations, in the manner of the paper's figures 21 and 23."""
+"""Plots of simulations, like AttentionStore's figures 21 and 23."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,23 +27,28 @@ class CapacityPoint:
 
 
 def plot_reports(reports: Sequence[Report], path: Path) -> None:
-    """Fig. 21: hit rate by policy and storage, split into DRAM and disk, and the device time."""
+    """Fig. 21, 22 and 24: hit rate by policy and storage, split into device, DRAM and disk, and the
+    device time."""
     figure = new_figure(11, 4)
     hits, times = figure.subplots(1, 2)
-    sizes = list(dict.fromkeys((report.host_gb, report.disk_gb) for report in reports))
+    sizes = list(dict.fromkeys(map(_sizes, reports)))
     policies = list(dict.fromkeys(report.policy for report in reports))
     width = 0.8 / len(policies)
     for report in reports:
-        place = sizes.index((report.host_gb, report.disk_gb))
+        place = sizes.index(_sizes(report))
         x = place + (policies.index(report.policy) - (len(policies) - 1) / 2) * width
         colour = COLOURS[report.policy]
         is_first = place == 0
+        above = report.hit_rate_device
         hits.bar(
-            x, report.hit_rate_dram, 0.92 * width, color=colour,
+            x, above, 0.92 * width, color=colour, alpha=0.7, hatch="..", edgecolor="white",
+        )  # fmt: skip
+        hits.bar(
+            x, report.hit_rate_dram, 0.92 * width, bottom=above, color=colour,
             label=f"{report.policy}, from DRAM" if is_first else None,
         )  # fmt: skip
         hits.bar(
-            x, report.hit_rate_disk, 0.92 * width, bottom=report.hit_rate_dram,
+            x, report.hit_rate_disk, 0.92 * width, bottom=above + report.hit_rate_dram,
             color=colour, alpha=0.4, hatch="//", edgecolor="white",
         )  # fmt: skip
         times.bar(
@@ -54,15 +59,24 @@ def plot_reports(reports: Sequence[Report], path: Path) -> None:
     hits.axhline(unbounded, color="black", linewidth=0.8, linestyle=":")
     hits.text(-0.45, unbounded, "unbounded", va="bottom", fontsize=8)
     hits.set_ylim(0, max(unbounded * 1.35, 0.01))
-    names = [f"{host:g} / {disk:g}" for host, disk in sizes]
-    for axes, title in ((hits, "hit rate (hatched: from disk)"), (times, "device time, hours")):
+    has_device = any(report.device_gb for report in reports)
+    names = [" / ".join(f"{size:g}" for size in row[0 if has_device else 1 :]) for row in sizes]
+    dotted = ", dotted: on the device" if has_device else ""
+    for axes, title in (
+        (hits, f"hit rate (hatched: from disk{dotted})"),
+        (times, "device time, hours"),
+    ):
         axes.set_xticks(range(len(sizes)), names)
-        axes.set_xlabel("host / disk, GB")
+        axes.set_xlabel("device / host / disk, GB" if has_device else "host / disk, GB")
         axes.set_title(title)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, ncols=2, loc="upper left", frameon=False)
     times.set_ylim(0, times.get_ylim()[1] * 1.25)
     save_figure(figure, path)
+
+
+def _sizes(report: Report) -> tuple[float, float, float]:
+    return report.device_gb, report.host_gb, report.disk_gb
 
 
 def plot_capacity(
@@ -108,20 +122,20 @@ def _log_ticks(axes: "Axes", points: Sequence[CapacityPoint]) -> None:
 
 
 def require_matplotlib() -> None:
-    """Complain before the work is done, not after it."""
+    """Raise before the simulation, not after it."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'mainstem[plot]'")
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty picture, inches."""
+    """An empty figure; sizes in inches."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write it in the format that the name ends in; raises InvalidRequest."""
+    """Write the figure in the format of the file's suffix; raises InvalidRequest."""
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

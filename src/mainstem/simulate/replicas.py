@@ -1,15 +1,15 @@
 """Replays a trace over many replicas behind a router, in virtual time.
 
-    arrive   the router chooses a replica; what a shared tier has of the prompt begins to load
-    ready    the loads are there; the request waits for the device
-    done     the device has answered it; its pages stay, and are copied to the shared tier
+    arrive   the router chooses a replica; pages that the shared tier has begin to load
+    ready    the pages are loaded; the request waits for the device
+    done     the device has answered; its pages stay cached and are copied to the shared tier
 
 Each replica is a device that serves one request after another (service.py), first come first
-served, and holds the pages that it used last. The router is the one that serves: it guesses what
-replicas hold and does not see it here either.
+served, with an LRU cache of pages. The router is the one that serves real requests: as there, it
+only estimates what replicas hold.
 
-Times of the trace are multiplied by one number, so that the devices would be `busy` if they had one
-memory together. That is the reference, too, for how much of the sharing a router keeps.
+Times of the trace are multiplied by one number, chosen so that devices with one common cache would
+be `busy`. Such devices are also the reference for the hit rate that a router keeps.
 """
 
 from collections import deque
@@ -61,8 +61,8 @@ class FleetConfig:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The same devices with one memory, always the idlest chosen; and the pace that makes them
-    busy as wanted."""
+    """The same devices with one common cache, and the least loaded one always chosen; and the pace
+    at which they are as busy as wanted."""
 
     pace: float  # times of the trace are multiplied by it
     hit_rate: float
@@ -99,8 +99,8 @@ class FleetReport:
 
 
 def find_reference(trace: PagedTrace, config: FleetConfig, pace: float = 1.0) -> Reference:
-    """Devices with one memory, at the pace that makes them busy as `config` says; `pace` is where
-    the search begins."""
+    """Devices with one common cache, at the pace at which they are as busy as `config` says. The
+    search starts at `pace`."""
     total = config.num_replicas * config.device_tokens
     memory = replace(config, device_tokens=total, shared_gb=0.0)
     last_busy = 0.0
@@ -115,7 +115,7 @@ def find_reference(trace: PagedTrace, config: FleetConfig, pace: float = 1.0) ->
 
 
 def simulate_fleet(trace: PagedTrace, config: FleetConfig, reference: Reference) -> FleetReport:
-    """Serve the whole trace; `seconds` of the report is what that took here."""
+    """Serve the whole trace; `seconds` of the report is the run time of the simulation."""
     report = _Fleet(trace, config, reference.pace).run()
     report.hit_rate_reference = reference.hit_rate
     report.p99_ttft_reference_s = reference.p99_ttft_s
@@ -228,8 +228,8 @@ class _Fleet:
         self._at(self._load(visit), self._queue, visit)
 
     def _load(self, visit: _Visit) -> float:
-        """When what the shared tier has is there; at once where it would be computed sooner. The
-        device has other work first, which the load does not delay."""
+        """When the shared tier's pages are loaded; now, if computing them is faster. The load does
+        not delay the work that the device has before this request."""
         if not self._shared.capacity:
             return self._now
         device, keys = visit.device, self._trace.prompts[visit.index]
@@ -315,8 +315,8 @@ class _Fleet:
 
 
 def _busy(served: Sequence[tuple[float, float]], num_devices: int) -> float:
-    """The share of the time that devices work, from the first to the last tenth of the requests:
-    when a trace ends, few sessions go on for long."""
+    """The share of time in which devices work, between the first and the last tenth of requests:
+    at the end of a trace few sessions are left."""
     begin_s, end_s = (served[int(share * (len(served) - 1))][0] for share in (0.1, 0.9))
     work_s = sum(
         max(0.0, min(start_s + took_s, end_s) - max(start_s, begin_s)) for start_s, took_s in served

@@ -1,8 +1,8 @@
-"""How long things take and what they cost, in the simulator's virtual time.
+"""Times and prices in the simulator's virtual time.
 
-One device serves one request after another: it prefills what is not stored, while the stored pages
-load layer by layer beside it (AttentionStore 3.2.1), then decodes. Decoding is counted at the
-throughput of a full batch, so a request's share of the device is what is added up.
+One device serves one request after another: it prefills what is not stored while the stored pages
+load layer by layer (AttentionStore 3.2.1), then decodes. Decoding counts at the throughput of a
+full batch: a request adds its share of the device's time.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceRates:
-    """Speeds of the device and of the ways to it; the defaults are an 8B model on an H200."""
+    """Speeds of the device and of its links; the defaults are for an 8B model on an H200."""
 
     prefill_tokens_per_s: float = 30_000.0
     decode_tokens_per_s: float = 6_000.0
@@ -42,7 +42,7 @@ class ServiceRates:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """US dollars an hour; the defaults are the paper's (4.2): A100 GPUs, DRAM and SSD in AWS."""
+    """US dollars per hour; the defaults are the paper's (4.2): A100 GPUs, DRAM and SSD at AWS."""
 
     gpu: float = 5.0  # one GPU
     dram_gb: float = 0.0088

@@ -1,4 +1,4 @@
-"""Shapes of conversations: lengths of turns, and in ChitChat's their times."""
+"""Traces of conversations: lengths of turns, and for ChitChat also their times."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,6 +6,7 @@ from mainstem.simulate.arrivals import ArrivalProcess
 from mainstem.simulate.trace_records import (
     MAX_TOKENS,
     Lines,
+    Outgrown,
     ReadOptions,
     TraceRequest,
     sorted_sessions,
@@ -22,20 +23,27 @@ class _Chains:
 
     def __init__(self, page_tokens: int, options: ReadOptions) -> None:
         self._page_tokens = page_tokens
-        self._context_tokens = options.context_tokens
+        self._window = options.context_tokens
+        self._outgrown = options.outgrown
         self._next_key = 0
         self._num_sessions = 0
         self.requests: list[TraceRequest] = []
 
     def add(self, start_s: float, turns: Sequence[tuple[int, int]], timing: Timing) -> None:
-        """A conversation of (user tokens, answer tokens), until it outgrows the context window."""
+        """A conversation of (user tokens, answer tokens)."""
         arrival_s, history = start_s, 0
         first_key, previous = self._next_key, None
         for index, (user, answer) in enumerate(turns):
+            num_dropped = self._num_dropped(history, user + answer)
+            if num_dropped is None:
+                break
+            history -= num_dropped * self._page_tokens
+            if num_dropped and self._outgrown is Outgrown.INVALID:
+                first_key = self._next_key  # what is left is at other positions: new pages
+            else:
+                first_key += num_dropped
             prompt = history + user
             history = prompt + answer
-            if self._context_tokens is not None and history > self._context_tokens:
-                break
             answer_s, think_s = timing(index) if index else (0.0, 0.0)
             arrival_s += answer_s + think_s
             self._next_key = first_key + history // self._page_tokens
@@ -53,6 +61,21 @@ class _Chains:
             )
             previous = len(self.requests) - 1
         self._num_sessions += 1
+
+    def _num_dropped(self, history: int, new: int) -> int | None:
+        """Pages at the head of a history that go, so that a turn of `new` tokens fits the window:
+        half a window's at a time, or all; None: the session ends."""
+        window = self._window
+        if window is None or history + new <= window:
+            return 0
+        if self._outgrown is Outgrown.LEFT_OUT or new > window:
+            return None
+        half, num_dropped = max(1, window // 2 // self._page_tokens), 0
+        num_pages = history // self._page_tokens
+        while num_dropped < num_pages and history - num_dropped * self._page_tokens + new > window:
+            num_dropped = min(num_dropped + half, num_pages)
+        left = history - num_dropped * self._page_tokens
+        return num_dropped if left + new <= window else None
 
 
 def read_sessions(lines: Lines, page_tokens: int, options: ReadOptions) -> list[TraceRequest]:
@@ -72,10 +95,10 @@ def read_sessions(lines: Lines, page_tokens: int, options: ReadOptions) -> list[
 
 
 def read_chitchat(lines: Lines, page_tokens: int, options: ReadOptions) -> list[TraceRequest]:
-    """People who chat in turn: the first of them is taken for the user, the other for the model.
+    """Chats between two people: the first one counts as the user, the other as the model.
 
-    Session starts are drawn; within a session a prompt comes when its last message came. A last
-    turn without an answer is left out.
+    Session starts are drawn. Within a session, a prompt arrives when its last message was sent. A
+    last turn without an answer is left out.
     """
     process = ArrivalProcess(options.rate or 1.0, options.seed, options.think_times)
     chains = _Chains(page_tokens, options)

@@ -1,13 +1,14 @@
 """Replays a trace through the engine's own tier policy, in virtual time.
 
-    queue   who is served next, and what the policy may know of it
+    queue   which request is served next, and what the policy knows of the queue
               saturated: always full; the next N requests of the trace wait (N: the look-ahead)
               arrivals:  requests come when the trace says, a turn not before its answer
     serve   look up, load, prefill, decode; pages are admitted when the request is done
+    device  a cache of its own above host memory, in the same order of leaving; all it has is below
     links   the disk reads one page after another; a page in the host may still be on its way
 
-Hits are prompt tokens that need no prefill. A hit counts for the DRAM if its page was in host
-memory when the request started, else for the disk.
+Hits are prompt tokens that need no prefill. A hit counts for the device if its page was there when
+the request started, for the DRAM if it was in host memory, else for the disk.
 """
 
 import gc
@@ -35,7 +36,7 @@ class Queue(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """One simulation: a policy, two tiers, and what the world around them is like."""
+    """One simulation: a policy, the tiers, and what the world around them is like."""
 
     kv_bytes_per_token: float
     host_gb: float
@@ -48,21 +49,25 @@ class SimulationConfig:
     headroom: float = HEADROOM
     rates: ServiceRates = field(default_factory=ServiceRates)
     prices: Prices = field(default_factory=Prices)
+    device_gb: float = 0.0  # of the device's memory, beyond what running requests need
 
     def __post_init__(self) -> None:
         if not self.kv_bytes_per_token > 0:
             raise ConfigError(f"kv_bytes_per_token must be above 0, got {self.kv_bytes_per_token}")
-        if self.host_gb < 0 or self.disk_gb < 0:
-            raise ConfigError(f"sizes must not be negative: {self.host_gb}, {self.disk_gb} GB")
+        sizes = (self.device_gb, self.host_gb, self.disk_gb)
+        if min(sizes) < 0:
+            raise ConfigError(f"sizes must not be negative: {sizes} GB")
         if self.lookahead is not None and self.lookahead < 0:
             raise ConfigError(f"lookahead must not be negative, got {self.lookahead}")
         if self.warmup < 0:
             raise ConfigError(f"warmup must not be negative, got {self.warmup}")
 
+    def num_pages(self, size_gb: float, page_tokens: int) -> int:
+        return int(size_gb / (page_tokens * self.kv_bytes_per_token / GB))
+
     def policy_config(self, page_tokens: int) -> PolicyConfig:
-        page_gb = page_tokens * self.kv_bytes_per_token / GB
         return PolicyConfig(
-            tuple(int(tier_gb / page_gb) for tier_gb in (self.host_gb, self.disk_gb)),
+            tuple(self.num_pages(size, page_tokens) for size in (self.host_gb, self.disk_gb)),
             kind=self.policy,
             headroom=self.headroom,
             ttl_s=self.ttl_s,
@@ -74,7 +79,9 @@ class SimulationConfig:
             return self.lookahead
         if self.policy is PolicyKind.BELADY:
             return len(trace.requests)
-        return self.policy_config(trace.page_tokens).window_length(trace.mean_chain_pages)
+        sizes = self.policy_config(trace.page_tokens).tier_pages
+        device = self.num_pages(self.device_gb, trace.page_tokens)
+        return PolicyConfig((device, *sizes)).window_length(trace.mean_chain_pages)
 
 
 @dataclass(slots=True)
@@ -85,14 +92,17 @@ class Report:
     lookahead: int
     host_gb: float
     disk_gb: float
+    device_gb: float
     host_pages: int
     disk_pages: int
+    device_pages: int
     page_tokens: int
     warmup: int
     requests: int = 0
     prompt_tokens: int = 0
     prefill_tokens: int = 0
     hit_rate: float = 0.0
+    hit_rate_device: float = 0.0
     hit_rate_dram: float = 0.0
     hit_rate_disk: float = 0.0
     hit_rate_unbounded: float = 0.0
@@ -110,14 +120,15 @@ class Report:
 
 
 def simulate(trace: Trace, config: SimulationConfig) -> Report:
-    """Serve the whole trace; `seconds` of the report is what that took here."""
+    """Serve the whole trace; `seconds` of the report is the run time of the simulation."""
     with without_garbage_collection():
         return _Simulation(trace, config).run()
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Millions of small objects without cycles: looking for some would take a third of the time."""
+    """There are millions of small objects without cycles; collection would take a third of the
+    time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -128,12 +139,12 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 class _DiskLink:
-    """The disk's way to host memory: one page after another, in the order they were asked for."""
+    """The link from disk to host memory: one page at a time, in the order of the requests."""
 
     def __init__(self, page_s: float) -> None:
         self._page_s = page_s
         self._free_s = 0.0
-        self._ready_s: dict[int, float] = {}  # pages on their way, and when they are there
+        self._ready_s: dict[int, float] = {}  # pages being read -> when they are ready
 
     def room(self, now: float) -> int:
         """Pages that may be asked for without queueing far ahead."""
@@ -152,11 +163,11 @@ class _DiskLink:
         self._free_s = free_s
 
     def wait_s(self, key: int, now: float) -> float:
-        """How long until a page in the host is really there."""
+        """Seconds until a page of host memory has been read."""
         return max(0.0, self._ready_s.get(key, now) - now)
 
     def read_now(self, num_pages: int, now: float) -> float:
-        """Read for a request that cannot wait: it goes before the prefetches. Seconds it takes."""
+        """Read for a request, before all prefetches; returns the seconds that it takes."""
         self._free_s = max(self._free_s, now) + num_pages * self._page_s
         return num_pages * self._page_s
 
@@ -169,13 +180,18 @@ class _Simulation:
         self._config = config
         policy_config = config.policy_config(trace.page_tokens)
         self._policy: TierPolicy[int] = TierPolicy(policy_config)
+        device_pages = config.num_pages(config.device_gb, trace.page_tokens)
+        self._device: TierPolicy[int] | None = None
+        if device_pages:
+            config_here = PolicyConfig((device_pages,), config.policy, ttl_s=config.ttl_s)
+            self._device = TierPolicy(config_here)
         self._window = config.window(trace)
         self._page_bytes = trace.page_tokens * config.kv_bytes_per_token
         self._disk = _DiskLink(config.rates.disk_read_s(self._page_bytes))
         self._now = 0.0
         self._seen: set[int] = set()
         self._num_served = 0
-        self._hits = [0, 0]  # tokens from DRAM, from disk
+        self._hits = [0, 0, 0]  # tokens on the device, from DRAM, from disk
         self._hits_unbounded = 0
         self._ttfts: list[float] = []
         self._pages_read = 0
@@ -186,8 +202,10 @@ class _Simulation:
             lookahead=self._window,
             host_gb=config.host_gb,
             disk_gb=config.disk_gb,
+            device_gb=config.device_gb,
             host_pages=policy_config.tier_pages[HOST],
             disk_pages=policy_config.tier_pages[1],
+            device_pages=device_pages,
             page_tokens=trace.page_tokens,
             warmup=config.warmup,
         )
@@ -201,7 +219,7 @@ class _Simulation:
         self._policy.check()
         return self._finish(perf_counter() - started)
 
-    # -- who is next ---------------------------------------------------------------------------
+    # -- the queue -----------------------------------------------------------------------------
 
     def _run_saturated(self) -> None:
         """Requests in the order of the trace, back to back; the next `window` are known."""
@@ -209,7 +227,7 @@ class _Simulation:
         for index, request in enumerate(requests):
             known_to = min(index + 1 + self._window, len(requests))
             for ahead in range(num_known, known_to):
-                self._policy.expect(ahead, requests[ahead].keys)
+                self._expect(ahead)
             num_known = max(num_known, known_to)
             self._serve(index, request, waited_s=0.0)
 
@@ -227,16 +245,23 @@ class _Simulation:
                 arrived_s, index = heappop(coming)
                 queue.append((arrived_s, index))
                 if len(queue) <= self._window + 1:
-                    self._policy.expect(index, requests[index].keys)
+                    self._expect(index)
                     self._prefetch(arrived_s)
             arrived_s, index = queue.popleft()
             if len(queue) > self._window:
                 ahead = queue[self._window][1]
-                self._policy.expect(ahead, requests[ahead].keys)
+                self._expect(ahead)
             self._serve(index, requests[index], waited_s=self._now - arrived_s)
             follower = followers.get(index)
             if follower is not None:
                 heappush(coming, (self._now + requests[follower].think_s, follower))
+
+    def _expect(self, index: int) -> None:
+        """A request is known to come."""
+        keys = self._trace.requests[index].keys
+        self._policy.expect(index, keys)
+        if self._device is not None:
+            self._device.expect(index, keys)
 
     # -- one request ---------------------------------------------------------------------------
 
@@ -245,15 +270,20 @@ class _Simulation:
         start = self._now
         if self._config.ttl_s is not None:
             policy.expire(start)
+            if self._device is not None:
+                self._device.expire(start)
         self._prefetch(start)
-        from_host, from_disk, wait_s = self._look_up(request, start)
+        here = 0 if self._device is None else self._device.match(request.keys)
+        from_host, from_disk, wait_s = self._look_up(request.keys[here:], start)
         if self._num_served == self._config.warmup:
             self._counted_from_s = start
-        hit_tokens = self._count_hits(request, from_host, from_disk)
+        hit_tokens = self._count_hits(request, here, from_host, from_disk)
         new_tokens = request.input_tokens - hit_tokens
         host_s = rates.host_load_s((from_host + from_disk) * self._page_bytes)
         first_token_s = max(rates.prefill_s(new_tokens), host_s, wait_s)
         self._now = start + first_token_s + rates.decode_s(request.output_tokens)
+        if self._device is not None:
+            self._device.finish(ticket, request.kept, self._now)
         moves = policy.finish(ticket, request.kept, self._now)
         spilled = policy.make_headroom()
         if self._num_served >= self._config.warmup:
@@ -267,14 +297,14 @@ class _Simulation:
             self._pages_written += len(moves.write) + len(spilled.write)
         self._num_served += 1
 
-    def _look_up(self, request: TraceRequest, now: float) -> tuple[int, int, float]:
+    def _look_up(self, keys: Sequence[int], now: float) -> tuple[int, int, float]:
         """Hit pages in host memory, hit pages on disk, and the wait for the latter."""
-        disk, tiers = self._disk, self._policy.find(request.keys)
+        disk, tiers = self._disk, self._policy.find(keys)
         num_hits = len(tiers)
         from_host = tiers.count(HOST)
         to_read, wait_s = num_hits - from_host, 0.0
         if from_host and disk.is_busy(now):  # some of them may still be on their way
-            waits = [disk.wait_s(key, now) for key in request.keys[:num_hits]]
+            waits = [disk.wait_s(key, now) for key in keys[:num_hits]]
             late = [wait for wait, tier in zip(waits, tiers, strict=True) if tier == HOST and wait]
             from_host -= len(late)
             wait_s = max(late, default=0.0)
@@ -283,15 +313,17 @@ class _Simulation:
             self._pages_read += to_read if self._num_served >= self._config.warmup else 0
         return from_host, num_hits - from_host, wait_s
 
-    def _count_hits(self, request: TraceRequest, from_host: int, from_disk: int) -> int:
+    def _count_hits(self, request: TraceRequest, here: int, from_host: int, from_disk: int) -> int:
         """Prompt tokens that need no prefill; the last token is always computed."""
         most = max(0, request.input_tokens - 1)
         page_tokens = self._trace.page_tokens
-        hit_tokens = min((from_host + from_disk) * page_tokens, most)
+        hit_tokens = min((here + from_host + from_disk) * page_tokens, most)
         if self._num_served >= self._config.warmup:
             disk_tokens = min(from_disk * page_tokens, hit_tokens)
-            self._hits[0] += hit_tokens - disk_tokens
-            self._hits[1] += disk_tokens
+            device_tokens = min(here * page_tokens, hit_tokens - disk_tokens)
+            self._hits[0] += device_tokens
+            self._hits[1] += hit_tokens - disk_tokens - device_tokens
+            self._hits[2] += disk_tokens
             known = _known_prefix(request.keys, self._seen)
             self._hits_unbounded += min(known * page_tokens, most)
         self._seen.update(request.kept)
@@ -314,7 +346,8 @@ class _Simulation:
         report, prices = self._report, self._config.prices
         report.requests = len(self._ttfts)
         tokens = max(1, report.prompt_tokens)
-        report.hit_rate_dram, report.hit_rate_disk = (hits / tokens for hits in self._hits)
+        shares = [hits / tokens for hits in self._hits]
+        report.hit_rate_device, report.hit_rate_dram, report.hit_rate_disk = shares
         report.hit_rate = sum(self._hits) / tokens
         report.hit_rate_unbounded = self._hits_unbounded / tokens
         if self._ttfts:

@@ -1,4 +1,4 @@
-"""What a trace is to the simulator, and the lines of a file that readers make one of."""
+"""Traces as the simulator uses them, and the lines of files that they are read from."""
 
 import json
 import math
@@ -22,6 +22,14 @@ class TraceFormat(Enum):
     SERVEGEN = "servegen"
     SESSIONS = "sessions"
     CHITCHAT = "chitchat"
+
+
+class Outgrown(Enum):
+    """What becomes of a session that outgrows the context window."""
+
+    LEFT_OUT = "leave-out"  # it ends there
+    KEPT = "keep"  # its first half is dropped, and the pages of the rest stay valid
+    INVALID = "invalidate"  # its first half is dropped, and the rest has to be computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ class Trace:
 
     @property
     def mean_chain_pages(self) -> float:
-        """S_kv of the paper: pages that a request leaves behind, on average."""
+        """S_kv of the paper: the average number of pages that a request stores."""
         return sum(len(request.kept) for request in self.requests) / len(self.requests)
 
     @property
@@ -63,7 +71,8 @@ class ReadOptions:
     format: TraceFormat | None = None
     page_tokens: int | None = None
     rate: float | None = None  # requests a second, or session starts a second
-    context_tokens: int | None = None  # what is longer is left out, with the rest of its session
+    context_tokens: int | None = None  # what is longer is left out, or cut as `outgrown` says
+    outgrown: Outgrown = Outgrown.LEFT_OUT
     limit: int | None = None  # requests to read, in order of arrival
     seed: int = 0
     think_times: Path | None = None

@@ -22,7 +22,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from mainstem.core.errors import InvalidRequest
+from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.files import open_plain_or_gzip
 from mainstem.simulate.hash_traces import read_mooncake, read_qwen, read_weka
 from mainstem.simulate.length_traces import (
@@ -32,7 +32,14 @@ from mainstem.simulate.length_traces import (
     read_servegen,
 )
 from mainstem.simulate.session_traces import read_chitchat, read_sessions
-from mainstem.simulate.trace_records import Lines, ReadOptions, Trace, TraceFormat, TraceRequest
+from mainstem.simulate.trace_records import (
+    Lines,
+    Outgrown,
+    ReadOptions,
+    Trace,
+    TraceFormat,
+    TraceRequest,
+)
 
 PAGE_TOKENS = {
     TraceFormat.MOONCAKE: 512,
@@ -64,6 +71,7 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
             first = next(iter(Lines(path, stream)), "")
         trace_format = options.format or detect(first, path)
         page_tokens = options.page_tokens or PAGE_TOKENS[trace_format]
+        _check_outgrown(trace_format, options)
         with open_plain_or_gzip(path) as stream:
             requests = READERS[trace_format](Lines(path, stream), page_tokens, options)
     except OSError as error:
@@ -73,6 +81,19 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
     if options.limit is not None:
         requests = requests[: options.limit]
     return Trace(trace_format, page_tokens, requests)
+
+
+def _check_outgrown(trace_format: TraceFormat, options: ReadOptions) -> None:
+    """Where a trace names its pages, those of a cut prompt are not known."""
+    if options.outgrown is Outgrown.LEFT_OUT:
+        return
+    if trace_format not in (TraceFormat.SESSIONS, TraceFormat.CHITCHAT):
+        raise ConfigError(
+            f"--overflow {options.outgrown.value} needs a trace of session lengths (sessions, "
+            f"chitchat), and this one is {trace_format.value}: leave --overflow out"
+        )
+    if options.context_tokens is None:
+        raise ConfigError(f"--overflow {options.outgrown.value} needs --context-tokens")
 
 
 def detect(first_line: str, path: Path) -> TraceFormat:

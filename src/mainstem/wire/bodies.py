@@ -175,7 +175,7 @@ class AnswerBody(Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     priority: Annotated[int, Meta(description="lower goes first")] | None = None
     session_id: Annotated[str, Meta(pattern=SESSION_ID)] | None = None
-    context_overflow: Literal["error", "recompute", "kv"] | None = None
+    context_overflow: Literal["error", "recompute", "kv", "important"] | None = None
 
 
 class ChatBody(AnswerBody, frozen=True, kw_only=True):

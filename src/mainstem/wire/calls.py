@@ -476,8 +476,10 @@ def _in_session(call: Call, body: AnswerBody) -> Call:
         raise InvalidRequest("truncate_prompt_tokens", reason)
     default = Overflow.ERROR if body.session_id is None else Overflow.KV
     overflow = default if body.context_overflow is None else Overflow(body.context_overflow)
-    if overflow is Overflow.KV and body.session_id is None:
-        raise InvalidRequest("context_overflow", "kv needs a session_id; recompute does not")
+    if overflow.moves_kv and body.session_id is None:
+        raise InvalidRequest(
+            "context_overflow", f"{overflow.value} needs a session_id; recompute does not"
+        )
     return replace(call, session_id=body.session_id, overflow=overflow)
 
 

@@ -27,6 +27,12 @@ Bools = NDArray[np.bool_]
 LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
 # Shares of a little less: else a span of whole shares would be cut into one unit less by rounding.
 ROUNDING = 0.97
+# Where equal parts of large spans would end so much later than equal shares of all, they are also
+# cut into stretches of one length, and a rest each, for some numbers of multiprocessors; stretches
+# are so much longer than a share.
+UNEVEN_PARTS = 1.08
+RESTS_ON = np.array([64, 80, 96, 112, 132]) / 132
+OVER_SHARE = np.array([1.02, 1.06, 1.12, 1.2, 1.3])
 # Large units that end late cost more than such that begin on more multiprocessors than needed.
 INDIFFERENT = 1.015
 ROUNDS = np.arange(4.0)  # of large units on a multiprocessor that are looked at one by one
@@ -56,6 +62,9 @@ class Shape:
     # KV heads of a small unit: as many as make a tile of `small_k` keys x heads from a page, or
     # from the fewest keys that a matrix instruction takes.
     fold: int = field(init=False)
+    # Parts of a KV head's keys in a small tile that are attended to apart, where the tile has more
+    # rows than one token needs (Hopper).
+    splits: int = field(init=False)
     # Rows of the small tile: those of one token in all heads of a unit, as a power of two, unless
     # the tiles have a number of their own.
     small_q: int = field(init=False)
@@ -86,10 +95,14 @@ class Shape:
         small_q = self.tiles.small_q or LEAST_ROWS
         while small_q < min(self.group * fold, MOST_SMALL_ROWS):
             small_q *= 2
-        most_small_rows = small_q // fold
+        splits = 1
+        while self.tiles.is_split and small_q // (2 * fold * splits) >= max(self.group, LEAST_ROWS):
+            splits *= 2
+        most_small_rows = small_q // (fold * splits)
         per_sm = self.tiles.programs_per_sm if self.tiles.is_split else 1
         for name, value in (
             ("fold", fold),
+            ("splits", splits),
             ("small_q", small_q),
             ("most_small_rows", most_small_rows),
             ("small_rows", min(max(self.group, LEAST_ROWS // fold), most_small_rows)),
@@ -289,6 +302,37 @@ class _Spans(NamedTuple):
         works = map(Work, counts, us, longest, last, keys, rows)
         return [_Way(*way) for way in zip(stretches, works, strict=True)]
 
+    def cut_with_rests(self, places: Sequence[float], shape: Shape) -> list[_Way]:
+        """Some ways: stretches of one length for all spans, and what is left of each. A few rests
+        fill a multiprocessor, so all are used, whatever number and length spans have. One way for
+        each number of places: that which would end first.
+        """
+        tile, count = max(shape.tiles.large_k, shape.page_size), len(OVER_SHARE)
+        each = float(self.seen @ self.copies) / np.array(places).repeat(count)
+        stretches = np.ceil(each * np.tile(OVER_SHARE, len(places)) / tile)[:, None] * tile
+        parts = np.ceil(self.keys / stretches)
+        share = self.seen / self.keys  # of a stretch's keys, that rows see in the mean
+        rests = unit_us((self.keys - (parts - 1.0) * stretches) * share, True, shape)
+        whole = unit_us(stretches * share, True, shape) * (parts > 1.0)
+        sizes = np.concatenate((whole, rests), axis=1)
+        units = np.concatenate(
+            ((parts - 1.0) * self.copies, np.broadcast_to(self.copies, parts.shape)), axis=1
+        )
+        us = (sizes * units).sum(axis=1)
+        last = np.array(_last_end(sizes, units, us.tolist(), np.repeat(places, count).tolist()))
+        taken = last.reshape(len(places), count).argmin(axis=1) + np.arange(len(places)) * count
+        keys = self.num_seen * shape.kv_heads
+        return [
+            _Way(
+                np.broadcast_to(stretches[i], self.keys.shape),
+                Work(
+                    float(units[i].sum()), us.item(i), float(sizes[i].max()), last.item(i), keys,
+                    float(parts[i] @ self.rows) * shape.kv_heads,
+                ),
+            )
+            for i in taken.tolist()
+        ]  # fmt: skip
+
     def _whole(
         self, shares: Sequence[float], shape: Shape, places: Sequence[float] | None
     ) -> list[_Way]:
@@ -395,11 +439,17 @@ def _options(kinds: _Kinds, shape: Shape) -> list[Option]:
         return [Option(kinds, NOTHING, way, sms) for way in _small_ways(small, shape)]
     each = small.cut([float(programs)], shape)[0]
     shares, places = _large_shares(sms)
-    found: dict[tuple[float, float], _Way] = {}
-    for way, count in zip(large.cut(shares, shape, places), places, strict=True):
+    found: dict[tuple[float, float, float], _Way] = {}
+    ways = list(zip(large.cut(shares, shape, places), places, strict=True))
+    works = [way.work for way, _ in ways]
+    least_us = min(work.us for work in works) / sms
+    if shape.tiles.is_split and min(work.last_us for work in works) > UNEVEN_PARTS * least_us:
+        on = [max(float(round(sms * share)), 1.0) for share in RESTS_ON]
+        ways += zip(large.cut_with_rests(on, shape), on, strict=True)
+    for way, count in ways:
         units = way.work.units
-        found.setdefault((units, min(count, units)), way)
-    options = [Option(kinds, way, each, int(used)) for (_, used), way in found.items()]
+        found.setdefault((units, way.work.longest_us, min(count, units)), way)
+    options = [Option(kinds, way, each, int(used)) for (_, _, used), way in found.items()]
     if each.work.units > small.num_copies:  # cut, and could be cut less: for who begins at once
         early = [programs - programs // sms * option.sms for option in options]
         fewer = small.cut([max(count, 1.0) for count in early], shape)

@@ -11,10 +11,9 @@ The buffers are made once, at the size of the limits, and the launch does not de
 CUDA graph that captured `run` may be replayed after another `plan`. A step that needs fewer kernels
 saves the others with `run(..., launches=attention.plan(spans))`.
 
-What layers have of their own is chosen at construction, and the kernel with it: one for windows
-(spans come from `window.py: clip_spans`), softcaps and any head dimension, or Hopper's, which have
-none of these. Layers of several kinds have a SpanAttention each and may share the memory for
-Partials (`partial_bytes`), since they run one after the other.
+What layers have of their own is chosen at construction, and kernels are compiled for it: windows
+(spans come from `window.py: clip_spans`) and softcaps. Layers of several kinds have a SpanAttention
+each and may share the memory for Partials (`partial_bytes`), since they run one after the other.
 """
 
 import logging
@@ -122,17 +121,18 @@ class _Hopper:
     large: ModuleType
     small: ModuleType
     boxes_of: Callable[[Tensor, int], Any]
+    rows_of_box: Callable[[int, int], int]  # of a small unit
 
 
 @cache
 def _hopper() -> _Hopper | None:
     """The kernels that only Hopper has, where this Triton has what they are written in."""
     try:
-        from mainstem.kernels.attention.hopper import large, rows, small  # noqa: PLC0415
+        from mainstem.kernels.attention.hopper import large, rows, small, small_reads  # noqa: PLC0415
     except (ImportError, AttributeError) as error:
         log.warning("attention takes longer: this Triton's Gluon is not known here (%s)", error)
         return None
-    return _Hopper(large, small, rows.boxes_of)
+    return _Hopper(large, small, rows.boxes_of, small_reads.rows_of_box)
 
 
 def _with_kernel(
@@ -163,8 +163,8 @@ class _Descriptors:
     """One layer's K or V as rows of head_dim, as units of either kind copy them."""
 
     shape: tuple[int, ...]
-    small: Any  # of Triton's, or of Gluon's on Hopper
-    large: Any  # of Gluon's; None elsewhere, where pointers do
+    small: Any  # of Triton's; on Hopper of Gluon's, with one for the tail of heads
+    large: Any  # of Gluon's, with that of the tail; None elsewhere, where pointers do
 
 
 class SpanAttention:
@@ -211,15 +211,12 @@ class SpanAttention:
             raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if softcap is not None and not softcap > 0:
             raise LayoutError(f"softcap must be positive, got {softcap}")
-        is_plain = deterministic_keys is None and not has_window and softcap is None
         if tiles is None:
-            tiles = choose_tiles(device, dtype, head_dim, can_split=is_plain)
+            can_split = deterministic_keys is None
+            tiles = choose_tiles(device, dtype, head_dim, can_split=can_split)
         tiles, self._hopper = _with_kernel(tiles, device, page_size)
-        if self._hopper is not None and not is_plain:
-            raise LayoutError(
-                "tiles that are split are for attention without deterministic_keys, window and "
-                "softcap"
-            )
+        if self._hopper is not None and deterministic_keys is not None:
+            raise LayoutError("tiles that are split are for attention without deterministic_keys")
         if deterministic_keys is not None and (
             deterministic_keys < 1 or deterministic_keys % math.lcm(tiles.large_k, page_size)
         ):
@@ -440,18 +437,21 @@ class SpanAttention:
         )  # fmt: skip
         constants = {
             "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": self._head_dim,
-            "PAGE_SIZE": self._page_size, "HAS_LSE": lse is not None, "launch_pdl": True,
+            "PAGE_SIZE": self._page_size, "HAS_LSE": lse is not None,
+            "HAS_WINDOW": shape.has_windows, "SOFTCAP": self._softcap, "launch_pdl": True,
         }  # fmt: skip
         if has_large:
             large._large_units_kernel[(shape.num_large_programs,)](
-                q, k.large, v.large, *tensors, tiles.large_stages,
+                q, k.large[0], v.large[0], k.large[1], v.large[1], *tensors, tiles.large_stages,
                 TILE_K=tiles.large_k, STAGES=tiles.large_stages,
                 num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
             )  # fmt: skip
         small._small_units_kernel[(shape.num_programs,)](
-            q, k.small, v.small, *tensors, self._tickets, tiles.small_stages,
-            FOLD=shape.fold, STAGES=tiles.small_stages, IS_FIRST=not has_large,
-            num_warps=small.NUM_WARPS, maxnreg=small.MAX_REGISTERS, **constants,
+            q, k.small[0], v.small[0], k.small[1], v.small[1], *tensors,
+            self._tickets, tiles.small_stages,
+            FOLD=shape.fold, SPLITS=shape.splits, STAGES=tiles.small_stages, IS_FIRST=not has_large,
+            num_warps=small.NUM_WARPS, maxnreg=small.max_registers(tiles.programs_per_sm),
+            **constants,
         )  # fmt: skip
 
     def _attend(
@@ -507,7 +507,7 @@ class SpanAttention:
                 shape=tuple(pages.shape),
                 small=TensorDescriptor.from_tensor(rows, [fold * page_size, self._dim])
                 if hopper is None
-                else hopper.boxes_of(rows, hopper.small.rows_of_box(fold, page_size)),
+                else hopper.boxes_of(rows, hopper.rows_of_box(fold, page_size)),
                 large=None if hopper is None else hopper.boxes_of(rows, self._page_size),
             )
             self._descriptors[pages.data_ptr()] = found

@@ -59,7 +59,33 @@ HOPPER_SPLIT = Tiles(
         yields=0.2, late_us=4.6, beside=0.6, merge_us=0.0004, launch_us=3.5,
     ),
 )  # fmt: skip
-SPLIT_HEAD_DIMS = (64, 128)
+
+
+def _split(head_dim: int, stages: int, large_key_us: float, small_key_us: float) -> Tiles:
+    """Tiles of another head_dim. Bytes are read and merged at the same rate."""
+    share = head_dim / 128
+    pace = replace(
+        HOPPER_SPLIT.pace, large_key_us=large_key_us, small_key_us=small_key_us,
+        reads=HOPPER_SPLIT.pace.reads / share, merge_us=HOPPER_SPLIT.pace.merge_us * share,
+    )  # fmt: skip
+    return replace(HOPPER_SPLIT, small_stages=stages, pace=pace)
+
+
+def _wide(tiles: Tiles) -> Tiles:
+    """K and V of the same keys take twice the room, queries and sums twice the registers. With one
+    program of small units on a multiprocessor, nobody reads or computes while its rows are written.
+    """
+    pace = replace(tiles.pace, small_us=6.0, reads=3900.0)
+    return replace(tiles, large_k=64, large_stages=2, programs_per_sm=1, pace=pace)
+
+
+SPLIT_TILES = {  # by head_dim
+    64: _split(64, 3, 0.0084, 0.0073),
+    80: _split(80, 3, 0.0115, 0.0080),
+    96: _split(96, 3, 0.0120, 0.0090),
+    128: HOPPER_SPLIT,
+    256: _wide(_split(256, 2, 0.0310, 0.0175)),
+}
 MOST_TUNED_DIM = 128
 # Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.
 FALLBACK = Tiles(
@@ -86,16 +112,16 @@ INTERPRETER = Tiles(
 def choose_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, can_split: bool
 ) -> Tiles:
-    """The tuned record of a card, or one that fits any. `can_split` is false for what Hopper's own
-    kernels do not do: windows, softcaps, and deterministic rows. These have one tile shape, so
-    decodes, which would waste most of a tile of 128 rows, decide it.
+    """The tuned record of a card, or one that fits any. `can_split` is false for deterministic
+    rows, which Hopper's own kernels do not have. These have one tile shape, so decodes, which would
+    waste most of a tile of 128 rows, decide it.
     """
     if device.type == "cpu":
         return INTERPRETER
     if dtype == torch.float32:
         return WIDE_ELEMENTS if head_dim <= MOST_TUNED_DIM else WIDE_ELEMENTS_WIDE_HEADS
     if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
-        if head_dim > MOST_TUNED_DIM:
-            return HOPPER_WIDE_HEADS
-        return HOPPER_SPLIT if head_dim in SPLIT_HEAD_DIMS and can_split else HOPPER
+        if can_split and head_dim in SPLIT_TILES:
+            return SPLIT_TILES[head_dim]
+        return HOPPER if head_dim <= MOST_TUNED_DIM else HOPPER_WIDE_HEADS
     return FALLBACK if head_dim <= MOST_TUNED_DIM else FALLBACK_WIDE_HEADS

@@ -36,25 +36,44 @@ def require_fp8(device: torch.device) -> None:
         )
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether fp8 products run on this device; a CPU emulates them."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 class Fp8Linear:
-    """As a dense linear, from weights [out, in] of any float dtype. Takes plain rows, or rows that
-    a fused kernel has quantized already."""
+    """As a dense linear, of weights [out, in] in fp8 with a scale [out] each. Takes plain rows, or
+    rows that a fused kernel has quantized already."""
 
     def __init__(
         self,
-        weight: Tensor,
+        values: Tensor,
+        scale: Tensor,
         bias: Tensor | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        require_fp8(weight.device)
-        self.num_out, self.num_in = weight.shape
+        require_fp8(values.device)
+        self.num_out, self.num_in = values.shape
         self.out_dtype = out_dtype
-        values, scale = quantize_weight(weight)
         out_pad, in_pad = -self.num_out % _ALIGN, -self.num_in % _ALIGN
-        # fp8 cannot be padded as such; its bytes can
-        self.values = F.pad(values.view(torch.uint8), (0, in_pad, 0, out_pad)).view(FP8)
+        if out_pad or in_pad:  # fp8 cannot be padded as such; its bytes can
+            values = F.pad(values.view(torch.uint8), (0, in_pad, 0, out_pad)).view(FP8)
+        self.values = values
         self.scale = F.pad(scale, (0, out_pad))
         self.bias = None if bias is None else F.pad(bias, (0, out_pad)).to(out_dtype)
+
+    @classmethod
+    def quantize(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype = torch.bfloat16,
+    ) -> "Fp8Linear":
+        """From weights of any float dtype."""
+        require_fp8(weight.device)
+        return cls(*quantize_weight(weight), bias, out_dtype)
 
     def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
         values, scales = quantize_rows(x) if isinstance(x, Tensor) else x

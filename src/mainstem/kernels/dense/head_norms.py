@@ -3,6 +3,7 @@
 """Norms of queries and keys before they are rotated, in place in the product that made them. They
 round as those of `norms.py` do."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,7 +48,7 @@ def _head_norm_kernel(
 
 @triton.jit
 def _norm_in_place(
-    ptr, gain_ptr, eps,
+    ptr, gain_ptr, square_ptr, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.arange(0, BLOCK)
@@ -55,22 +56,59 @@ def _norm_in_place(
     gain = tl.load(gain_ptr + lanes, mask=is_lane, other=0.0)
     wait_for_ahead(OVERLAPS)
     row = tl.load(ptr + lanes, mask=is_lane, other=0.0).to(tl.float32)
-    out = normed(row, is_lane, gain, None, eps, SIZE, IS_LAYER, 0, ptr.dtype.element_ty)
+    element = ptr.dtype.element_ty
+    if square_ptr is None:
+        out = normed(row, is_lane, gain, None, eps, SIZE, IS_LAYER, 0, element)
+    else:
+        square = tl.load(square_ptr)
+        out = normed(row, is_lane, gain, None, eps, SIZE, IS_LAYER, 0, element, square)
     tl.store(ptr + lanes, out, mask=is_lane)
 
 
 @triton.jit
 def _joint_norm_kernel(
-    qkv_ptr, q_gain_ptr, k_gain_ptr, stride_token, eps,
+    qkv_ptr, q_gain_ptr, k_gain_ptr, squares_ptr, stride_token, eps,
     Q_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
     IS_LAYER: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Two programs per token: all of its queries, all of its keys."""
-    ptr = qkv_ptr + tl.program_id(0).to(tl.int64) * stride_token
-    if tl.program_id(1) == 0:
-        _norm_in_place(ptr, q_gain_ptr, eps, Q_SIZE, Q_BLOCK, IS_LAYER, OVERLAPS)
+    """Two programs per token: all of its queries, all of its keys. squares: [tokens, 2]."""
+    token = tl.program_id(0).to(tl.int64)
+    ptr = qkv_ptr + token * stride_token
+    if squares_ptr is None:
+        q_square_ptr = None
+        k_square_ptr = None
     else:
-        _norm_in_place(ptr + Q_SIZE, k_gain_ptr, eps, K_SIZE, K_BLOCK, IS_LAYER, OVERLAPS)
+        q_square_ptr = squares_ptr + 2 * token
+        k_square_ptr = q_square_ptr + 1
+    if tl.program_id(1) == 0:
+        _norm_in_place(ptr, q_gain_ptr, q_square_ptr, eps, Q_SIZE, Q_BLOCK, IS_LAYER, OVERLAPS)
+    else:
+        ptr += Q_SIZE
+        _norm_in_place(ptr, k_gain_ptr, k_square_ptr, eps, K_SIZE, K_BLOCK, IS_LAYER, OVERLAPS)
+
+
+@triton.jit
+def _square_in(ptr, share, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """share * the mean of squares."""
+    lanes = tl.arange(0, BLOCK)
+    row = tl.load(ptr + lanes, mask=lanes < SIZE, other=0.0).to(tl.float32)
+    return tl.sum(row * row, 0) / SIZE * share
+
+
+@triton.jit
+def _joint_squares_kernel(
+    qkv_ptr, squares_ptr, stride_token, share,
+    Q_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """As _joint_norm_kernel."""
+    wait_for_ahead(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    ptr = qkv_ptr + token * stride_token
+    if tl.program_id(1) == 0:
+        tl.store(squares_ptr + 2 * token, _square_in(ptr, share, Q_SIZE, Q_BLOCK))
+    else:
+        tl.store(squares_ptr + 2 * token + 1, _square_in(ptr + Q_SIZE, share, K_SIZE, K_BLOCK))
 
 
 def head_norm_(
@@ -97,26 +135,69 @@ def head_norm_(
 
 
 def joint_norm_(
-    qkv: Tensor, q_norm: Norm, k_norm: Norm, heads: int, kv_heads: int, dim: int
+    qkv: Tensor,
+    q_norm: Norm,
+    k_norm: Norm,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    squares: Tensor | None = None,
 ) -> None:
     """As head_norm_, but of all query heads of a token together, and of all its key heads (OLMo 2).
 
-    Gains are [heads * dim] and [kv_heads * dim].
+    Gains are [heads * dim] and [kv_heads * dim]. Where qkv has some of the heads, `squares` are the
+    means over all of them (joint_squares).
     """
     eps, is_layer = _check(qkv, q_norm, k_norm, heads, kv_heads, dim)
     q_size, k_size = heads * dim, kv_heads * dim
     check_constant("q_gain", q_norm.gain, (q_size,))
     check_constant("k_gain", k_norm.gain, (k_size,))
-    if q_size > MAX_HIDDEN:
-        raise LayoutError(f"queries of a token must have at most {MAX_HIDDEN} dims, got {q_size}")
+    if squares is not None:
+        _check_squares(squares, len(qkv))
+        if is_layer:
+            raise LayoutError("squares are for RMS norms: a LayerNorm needs means, too")
     if len(qkv) == 0:
         return
     _joint_norm_kernel[(len(qkv), 2)](
-        qkv, q_norm.gain, k_norm.gain, qkv.stride(0), eps,
-        Q_SIZE=q_size, Q_BLOCK=triton.next_power_of_2(q_size),
-        K_SIZE=k_size, K_BLOCK=triton.next_power_of_2(k_size), IS_LAYER=is_layer,
-        num_warps=row_options(q_size)["num_warps"], **overlap_options(qkv.device),
+        qkv, q_norm.gain, k_norm.gain, squares, qkv.stride(0), eps, IS_LAYER=is_layer,
+        **_joint_options(q_size, k_size), **overlap_options(qkv.device),
     )  # fmt: skip
+
+
+def joint_squares(
+    qkv: Tensor, heads: int, kv_heads: int, dim: int, num_parts: int, out: Tensor
+) -> Tensor:
+    """out [tokens, 2] fp32: the mean square of a token's queries, and of its keys, divided by
+    `num_parts`: the sum over that many equal parts of the heads is the mean over all."""
+    check_rows("qkv", qkv, (heads + 2 * kv_heads) * dim, 2 * MAX_MLP)
+    _check_squares(out, len(qkv))
+    if len(qkv):
+        _joint_squares_kernel[(len(qkv), 2)](
+            qkv, out, qkv.stride(0), 1.0 / num_parts,
+            **_joint_options(heads * dim, kv_heads * dim), **overlap_options(qkv.device),
+        )  # fmt: skip
+    return out
+
+
+def _joint_options(q_size: int, k_size: int) -> dict[str, int]:
+    if q_size > MAX_HIDDEN:
+        raise LayoutError(f"queries of a token must have at most {MAX_HIDDEN} dims, got {q_size}")
+    return {
+        "Q_SIZE": q_size,
+        "Q_BLOCK": triton.next_power_of_2(q_size),
+        "K_SIZE": k_size,
+        "K_BLOCK": triton.next_power_of_2(k_size),
+        "num_warps": row_options(q_size)["num_warps"],
+    }
+
+
+def _check_squares(squares: Tensor, tokens: int) -> None:
+    is_right = squares.shape == (tokens, 2) and squares.dtype == torch.float32
+    if not is_right or not squares.is_contiguous():
+        raise LayoutError(
+            f"squares must be contiguous [{tokens}, 2] of float32, got {tuple(squares.shape)} of "
+            f"{squares.dtype}"
+        )
 
 
 def _check(

@@ -66,15 +66,19 @@ class _Output(NamedTuple):
 @triton.jit
 def normed(
     rows, is_cell, gain, bias, eps, SIZE: tl.constexpr, IS_LAYER: tl.constexpr, AXIS: tl.constexpr,
-    element: tl.constexpr,
+    element: tl.constexpr, known_square=None,
 ):  # fmt: skip
-    """rows fp32, [BLOCK] with AXIS 0 or [TILE, BLOCK] with AXIS 1, zero past SIZE; of `element`."""
+    """rows fp32, [BLOCK] with AXIS 0 or [TILE, BLOCK] with AXIS 1, zero past SIZE; of `element`.
+    `known_square` is the mean of squares where it is not these rows'."""
     is_rounded_twice: tl.constexpr = not IS_LAYER and gain.dtype != tl.float32
     gain = gain.to(tl.float32)
     if IS_LAYER:
         mean = tl.sum(rows, AXIS, keep_dims=AXIS == 1) / SIZE
         rows = tl.where(is_cell, rows - mean, 0.0)
-    square = tl.sum(rows * rows, AXIS, keep_dims=AXIS == 1) / SIZE
+    if known_square is None:
+        square = tl.sum(rows * rows, AXIS, keep_dims=AXIS == 1) / SIZE
+    else:
+        square = known_square
     rows = rows * tl.rsqrt(square + eps)
     if is_rounded_twice:
         rows = rows.to(element).to(tl.float32)

@@ -93,7 +93,7 @@ def has_library(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 @triton.jit
-def _tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
+def tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
     """Programs side by side share rows and columns."""
     first_row = (program // (GROUP * column_tiles)) * GROUP
     height = tl.minimum(row_tiles - first_row, GROUP)
@@ -128,7 +128,7 @@ def _gate_up_kernel(
     """One program per tile of the output. weights: [num_weights = experts * 2 * size, hidden]."""
     wait_for_ahead(OVERLAPS)
     column_tiles = tl.cdiv(size, TILE_COLUMNS)
-    row_tile, column_tile = _tile_of(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    row_tile, column_tile = tile_of(tl.program_id(0), row_tiles, column_tiles, GROUP)
     expert = tl.load(tile_experts_ptr + row_tile)
     if expert < 0:
         return
@@ -183,7 +183,7 @@ def _down_kernel(
     hidden, size]."""
     wait_for_ahead(OVERLAPS)
     column_tiles = tl.cdiv(hidden, TILE_COLUMNS)
-    row_tile, column_tile = _tile_of(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    row_tile, column_tile = tile_of(tl.program_id(0), row_tiles, column_tiles, GROUP)
     expert = tl.load(tile_experts_ptr + row_tile)
     if expert < 0:
         return

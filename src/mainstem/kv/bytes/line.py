@@ -12,13 +12,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from socket import SHUT_RDWR, socket
+from threading import Lock, Thread
 from time import monotonic
 from typing import Protocol
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from mainstem.core.errors import ConfigError
 
-CONNECT_S = 1.0  # for a connection to be made
+CONNECT_S = 1.0  # for a connection to be made, once the host's address is known
+OPEN_S = 4.0  # for all of it: the name's lookup, which nothing else bounds, TLS, credentials
 STALL_S = 2.0  # without a byte, after which a server is given up
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
@@ -123,6 +125,39 @@ def _has_port(parts: SplitResult) -> bool:
         return False
 
 
+class _Opening(Thread):
+    """A connection being made, on a thread of its own: looking up a name may take minutes."""
+
+    def __init__(self, connection: _Connection) -> None:
+        super().__init__(name="kv-remote-open", daemon=True)
+        self._connection = connection
+        self._lock = Lock()
+        self._has_ended = False
+        self._is_given_up = False
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._connection.connect()
+        except Exception as error:
+            self._error = error
+        with self._lock:
+            self._has_ended = True
+            if self._is_given_up:
+                with suppress(Exception):
+                    self._connection.disconnect()
+
+    def wait(self) -> None:
+        """Return when the connection is there; raises what connecting raised, or TimeoutError."""
+        self.join(OPEN_S)
+        with self._lock:
+            if not self._has_ended:
+                self._is_given_up = True
+                raise TimeoutError(f"no connection after {OPEN_S:g} s")
+        if self._error is not None:
+            raise self._error
+
+
 class Line:
     """One connection, used by one thread, made when it is first needed and after it broke."""
 
@@ -143,6 +178,7 @@ class Line:
         pool = client.ConnectionPool.from_url(url, **options)
         self._connection = pool.make_connection()
         self._is_open = False
+        self._opening: _Opening | None = None
         self._due_s = float("inf")  # when a call that is under way should have ended
         self._is_cut = False
 
@@ -153,7 +189,7 @@ class Line:
         self._due_s = monotonic() + limit_s
         try:
             if not self._is_open:
-                self._connection.connect()
+                self._open()
                 self._is_open = True
                 if self._is_cut:  # there may have been nothing to cut yet
                     raise TimeoutError("connecting took too long")
@@ -172,6 +208,13 @@ class Line:
             raise kind(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         finally:
             self._due_s = float("inf")
+
+    def _open(self) -> None:
+        if self._opening is not None and self._opening.is_alive():
+            raise TimeoutError("still connecting since the last time")
+        self._opening = _Opening(self._connection)
+        self._opening.start()
+        self._opening.wait()
 
     def cut_if_overdue(self) -> bool:
         """End a call that takes too long, from another thread; whether there was one."""

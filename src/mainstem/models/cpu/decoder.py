@@ -5,6 +5,9 @@ A CPU pays per call, so gains are folded into the products behind them where tha
 Packed products are dequantized: the CPU's products are dense, or int8 (quantize.py).
 The pass has no hidden state: tokens, attention and gate come as arguments, K and V live wherever
 the attention object keeps them.
+
+A rank of several (models/shard.py) has some heads and some columns of MLPs: what they answer is
+summed over ranks before it is normed and added. A rank that is alone makes no such call.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mainstem.models.block import Attention, Gate
+from mainstem.models.collectives import ALONE, Collectives
 from mainstem.models.cpu.activations import gated, plain
 from mainstem.models.cpu.experts import CpuExperts
 from mainstem.models.cpu.layers import (
@@ -28,12 +32,15 @@ from mainstem.models.cpu.layers import (
     Norm,
     RmsNorm,
     RowNorm,
+    SplitRowNorm,
+    Summed,
     norm_scale,
 )
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.rope import adjacent_pairs
 from mainstem.models.spec import ExpertsSpec, ModelSpec, NormKind, QkNorm, Residual
 from mainstem.models.tensors import LayerTensors, MlpTensors, NormTensors, Product, TensorReader
+from mainstem.models.vocabulary import VocabularyPart
 from mainstem.models.weights import Checkpoint, WeightSource
 
 ROWS_AT_ONCE = 512  # through the products of a layer: what one puts out, the next finds in cache
@@ -45,7 +52,7 @@ class Layer:
 
     attention_norm: Norm
     qkv: Linear  # rows: query heads, key heads, value heads
-    head_norm: HeadNorm | RowNorm | None
+    head_norm: HeadNorm | RowNorm | SplitRowNorm | None
     out: Linear
     mlp_norm: Norm
     mlp: Mlp | CpuExperts
@@ -76,6 +83,12 @@ def finish_parallel(layer: Layer, x: Tensor, mixed: Tensor) -> None:
     x.add_(layer.mlp(normed))
 
 
+def finish_parallel_with_tail(layer: Layer, x: Tensor, mixed: Tensor) -> None:
+    """Likewise, on a rank of several: both answers are summed over ranks in one go."""
+    normed = layer.mlp_norm(x)
+    x.add_(layer.tails[0](layer.out(mixed).add_(layer.mlp(normed))))
+
+
 class Decoder:
     """Weights and the forward pass. Query and key dims are in the order of `adjacent_pairs`."""
 
@@ -87,8 +100,11 @@ class Decoder:
         norm: Norm,
         head: Linear,
         sinks: Sequence[Tensor | None] = (),
+        ranks: Collectives = ALONE,
     ) -> None:
         self.spec = spec
+        self.ranks = ranks
+        self._vocabulary = None if ranks.shard.is_whole else VocabularyPart(spec, ranks)
         self.dtype = embedding.dtype
         self.embedding = embedding
         self.layers = layers
@@ -100,7 +116,11 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[tokens, hidden]: what the first layer reads."""
-        x = F.embedding(token_ids, self.embedding)
+        if self._vocabulary is None:
+            x = F.embedding(token_ids, self.embedding)
+        else:
+            x = self.embedding.new_empty(len(token_ids), self.spec.hidden_size)
+            self._vocabulary.embed(token_ids, self.embedding, x)
         return x if self._embedding_scale == 1.0 else x.mul_(self._embedding_scale)
 
     def forward(
@@ -142,6 +162,8 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] fp32 from what forward returned."""
         spec, logits = self.spec, self.head(hidden).float()
+        if self._vocabulary is not None:
+            logits = self._vocabulary.join(logits).contiguous()
         if spec.logit_scale != 1.0:
             logits *= spec.logit_scale
         if spec.logit_softcap is not None:
@@ -155,18 +177,19 @@ def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     return make_decoder(checkpoint, spec)
 
 
-def make_decoder(checkpoint: WeightSource, spec: ModelSpec) -> Decoder:
-    """A decoder from the tensors of `checkpoint`."""
-    reader = TensorReader(checkpoint, spec)
+def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives = ALONE) -> Decoder:
+    """A decoder from the tensors of `checkpoint`; on a rank of several, its part of it."""
+    reader = TensorReader(checkpoint, spec, ranks.shard)
+    part = reader.part
     embedding = reader.embedding()
     layers, sinks = [], []
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
-        layers.append(_compile(tensors, spec, index, checkpoint.dtype))
+        layers.append(_compile(tensors, part, index, checkpoint.dtype, ranks))
         sinks.append(tensors.sinks)
     ends = reader.ends(embedding)
     head = _linear(ends.head, checkpoint.dtype)
-    return Decoder(spec, embedding, layers, _norm(ends.norm, spec), head, sinks)
+    return Decoder(part, embedding, layers, _norm(ends.norm, part), head, sinks, ranks)
 
 
 def pack(decoder: Decoder, max_bytes: int) -> None:
@@ -187,20 +210,25 @@ def _linear(product: Product, dtype: torch.dtype) -> DenseLinear:
     return DenseLinear(product.unpacked(dtype).dense, product.bias)
 
 
-def _compile(tensors: LayerTensors, spec: ModelSpec, index: int, dtype: torch.dtype) -> Layer:
+def _compile(
+    tensors: LayerTensors, spec: ModelSpec, index: int, dtype: torch.dtype, ranks: Collectives
+) -> Layer:
     qkv = tensors.qkv.unpacked(dtype).rows_at(_qkv_order(spec))
     attention_norm, qkv = _folded(tensors.attention_norm, qkv, spec)
     mlp_norm, mlp = _mlp(tensors, spec, index, dtype)
-    tails = _tail(tensors.after_attention_norm, spec), _tail(tensors.after_mlp_norm, spec)
+    tails = (
+        _tail(tensors.after_attention_norm, spec, ranks),
+        _tail(tensors.after_mlp_norm, spec, ranks),
+    )
     finish = finish_serial
     if spec.residual is not Residual.SERIAL:
-        finish = finish_parallel
+        finish = finish_parallel if ranks.shard.is_whole else finish_parallel_with_tail
     elif not all(isinstance(tail, Identity) for tail in tails):
         finish = finish_serial_with_tails
     return Layer(
         attention_norm=attention_norm,
         qkv=_linear(qkv, dtype),
-        head_norm=_head_norm(tensors, spec),
+        head_norm=_head_norm(tensors, spec, ranks),
         out=_linear(tensors.out, dtype),
         mlp_norm=attention_norm if spec.residual is Residual.PARALLEL else mlp_norm,
         mlp=mlp,
@@ -242,22 +270,30 @@ def _norm(tensors: NormTensors, spec: ModelSpec) -> Norm:
     return RmsNorm(norm_scale(tensors.gain), len(tensors.gain), spec.norm.eps)
 
 
-def _tail(tensors: NormTensors | None, spec: ModelSpec) -> Norm:
+def _tail(tensors: NormTensors | None, spec: ModelSpec, ranks: Collectives) -> Norm:
     """What is done to an answer before it is added to x."""
     scale = spec.residual_scale
+    tail: Norm
     if tensors is None:
-        return Identity() if scale == 1.0 else lambda y: y.mul_(scale)
-    norm = _norm(tensors, spec)
-    return norm if scale == 1.0 else lambda y: norm(y).mul_(scale)
+        tail = Identity() if scale == 1.0 else lambda y: y.mul_(scale)
+    else:
+        norm = _norm(tensors, spec)
+        tail = norm if scale == 1.0 else lambda y: norm(y).mul_(scale)
+    return tail if ranks.shard.is_whole else Summed(ranks, tail)
 
 
-def _head_norm(tensors: LayerTensors, spec: ModelSpec) -> HeadNorm | RowNorm | None:
+def _head_norm(
+    tensors: LayerTensors, spec: ModelSpec, ranks: Collectives
+) -> HeadNorm | RowNorm | SplitRowNorm | None:
     if tensors.q_norm is None or tensors.k_norm is None:
         return None
     dim, eps, pairs = spec.head_dim, spec.norm.eps, adjacent_pairs(spec.head_dim, spec.rotary_dim)
     q_gain, k_gain = (
         gain.view(-1, dim)[:, pairs].reshape(-1) for gain in (tensors.q_norm, tensors.k_norm)
     )
+    if spec.qk_norm is QkNorm.ROWS and not ranks.shard.is_whole:
+        widths = (ranks.shard.of * len(q_gain), ranks.shard.of * len(k_gain))
+        return SplitRowNorm(q_gain, k_gain, widths, eps, ranks)
     q_norm = RmsNorm(norm_scale(q_gain), len(q_gain), eps)
     k_norm = RmsNorm(norm_scale(k_gain), len(k_gain), eps)
     kind = HeadNorm if spec.qk_norm is QkNorm.HEADS else RowNorm

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mainstem.models.collectives import Collectives
+
 Linear = Callable[[Tensor], Tensor]  # [tokens, in] -> [tokens, out]
 Norm = Callable[[Tensor], Tensor]  # [tokens, size] -> the same
 
@@ -128,6 +130,49 @@ class RowNorm(HeadNorm):
         q, k = qkv[:, :end], qkv[:, end : end + self._kv_heads * self._dim]
         q.copy_(self._q(q))
         k.copy_(self._k(k))
+
+
+class SplitRowNorm:
+    """A RowNorm over heads that ranks have a part of: lengths are summed over all.
+
+    `widths` are dims of all query heads and of all key heads, those that several ranks have counted
+    as often; gains are of this rank's.
+    """
+
+    def __init__(
+        self,
+        q_gain: Tensor,
+        k_gain: Tensor,
+        widths: tuple[int, int],
+        eps: float,
+        ranks: Collectives,
+    ) -> None:
+        self._gain = torch.cat((q_gain, k_gain)).float()
+        self._sizes = [len(q_gain), len(k_gain)]
+        self._widths = torch.tensor(widths, dtype=torch.float32)
+        self._eps = eps
+        self._ranks = ranks
+
+    def __call__(self, qkv: Tensor) -> None:
+        turned = qkv[:, : len(self._gain)]
+        wide = turned.float()
+        parts = torch.split(wide, self._sizes, dim=1)
+        squares = torch.stack([part.square().sum(dim=1) for part in parts], dim=1)
+        factors = (self._ranks.sum_(squares) / self._widths + self._eps).rsqrt_()
+        for part, factor in zip(parts, torch.split(factors, 1, dim=1), strict=True):
+            part.mul_(factor)
+        turned.copy_(wide.mul_(self._gain))
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A rank's part of an answer -> the whole answer, with what is done to it then."""
+
+    ranks: Collectives
+    then: Norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.then(self.ranks.sum_(x))
 
 
 @dataclass(frozen=True, slots=True)

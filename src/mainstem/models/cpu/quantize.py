@@ -114,7 +114,15 @@ def quantize_decoder(decoder: Decoder) -> Decoder:
         _quantize_layer(layer, inputs) for layer, inputs in zip(decoder.layers, heard, strict=True)
     ]
     head = _quantize(decoder.head, hidden)
-    return Decoder(decoder.spec, decoder.embedding, layers, decoder.norm, head, decoder.sinks)
+    return Decoder(
+        decoder.spec,
+        decoder.embedding,
+        layers,
+        decoder.norm,
+        head,
+        decoder.sinks,
+        decoder.ranks,
+    )
 
 
 def _quantize_layer(layer: Layer, inputs: "_Heard") -> Layer:
@@ -229,6 +237,8 @@ def _listen(decoder: Decoder) -> tuple[list[_Heard], Tensor]:
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(spec.vocab_size, (count,), generator=generator)
     layers = [ear.layer for ear in ears]
-    listening = Decoder(spec, decoder.embedding, layers, decoder.norm, decoder.head)
+    listening = Decoder(
+        spec, decoder.embedding, layers, decoder.norm, decoder.head, ranks=decoder.ranks
+    )
     hidden = listening.forward(token_ids, None, _OneSequence(spec, count), OpenGate())
     return [ear.heard for ear in ears], hidden

@@ -6,6 +6,9 @@
 A GPU pays per pass over memory, and per address that changes. Weights keep the checkpoint's order
 (rotary pairs are i and i + half), and gains stay in the norms: the norm is a pass over memory that
 the gain does not lengthen.
+
+A rank of several (models/shard.py) has some heads and some columns of MLPs; what they answer is
+summed over ranks in the joins. A rank that is alone makes no such call.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,18 +19,20 @@ from torch import Tensor
 
 from mainstem.core.config import Quantize
 from mainstem.core.errors import ConfigError
-from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_
+from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_, joint_squares
 from mainstem.kernels.dense.logits import scale_logits_
 from mainstem.kernels.dense.norms import Norm
 from mainstem.models.block import Attention, Gate
+from mainstem.models.collectives import ALONE, Collectives
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.experts import GpuExperts
 from mainstem.models.gpu.joins import Joins, Reader, make_joins, make_norm
-from mainstem.models.gpu.linears import Linear, MakeLinear, Rows, choose_linear
+from mainstem.models.gpu.linears import Linear, LinearMaker, Rows
 from mainstem.models.gpu.mlp import DenseMlp, ExpertsMlp, Mlp
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.spec import ExpertsSpec, ModelSpec, QkNorm, Residual
 from mainstem.models.tensors import LayerTensors, MlpTensors, Product, TensorReader
+from mainstem.models.vocabulary import VocabularyPart
 from mainstem.models.weights import WeightSource
 
 HeadNorm = Callable[[Tensor], None]  # norms queries and keys of qkv in place
@@ -54,8 +59,11 @@ class GpuDecoder:
         head: Linear,
         space: Workspace,
         sinks: Sequence[Tensor | None],
+        ranks: Collectives,
     ) -> None:
-        self.spec = spec
+        self.spec = spec  # of the rank's part
+        self.ranks = ranks
+        self._vocabulary = None if ranks.shard.is_whole else VocabularyPart(spec, ranks)
         self.dtype = embedding.dtype
         self.sinks = tuple(sinks)  # [heads] of each layer that has them
         self._embedding = embedding
@@ -79,7 +87,10 @@ class GpuDecoder:
     def begin(self, token_ids: Tensor) -> Rows:
         """What the first layer takes; the residual lies in the workspace from here on."""
         out = self._space.residual[: len(token_ids)]
-        torch.index_select(self._embedding, 0, token_ids, out=out)
+        if self._vocabulary is None:
+            torch.index_select(self._embedding, 0, token_ids, out=out)
+        else:
+            self._vocabulary.embed(token_ids, self._embedding, out)
         if self._embedding_scale != 1.0:
             out.mul_(self._embedding_scale)
         return self._first.read(out)
@@ -119,7 +130,11 @@ class GpuDecoder:
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """[rows, vocab] in the model's dtype, into `out`."""
-        logits = self._head(hidden, out)
+        if self._vocabulary is None:
+            logits = self._head(hidden, out)
+        else:
+            part = hidden.new_empty(len(hidden), len(self._embedding))
+            logits = out.copy_(self._vocabulary.join(self._head(hidden, part)))
         scale_logits_(logits, self.spec.logit_scale, self.spec.logit_softcap)
         return logits
 
@@ -143,18 +158,16 @@ def load_gpu_decoder(
     *,
     quantize: Quantize,
     is_deterministic: bool,
+    ranks: Collectives = ALONE,
 ) -> GpuDecoder:
-    """Take the weights of `source`, which puts them on the device."""
+    """Take the weights of `source`, which puts them on the device: of a rank of several, its part.
+    `spec` is that of the whole model, `space` is for the part."""
     if space.experts is not None and quantize is not Quantize.NONE:
         raise ConfigError(f"quantize={quantize.value}: mixtures of experts are not quantized yet")
-    if spec.quantized is not None and quantize is not Quantize.NONE:
-        raise ConfigError(
-            f"quantize={quantize.value}: the checkpoint's weights are quantized already "
-            f"({spec.quantized}); load it without --quantize"
-        )
-    make, make_head = choose_linear(quantize, is_deterministic, source.dtype)
-    compiler = _Compiler(spec, space, make, is_deterministic)
-    reader = TensorReader(source, spec)
+    linears = LinearMaker(quantize, is_deterministic, source.dtype, space.normed.device)
+    reader = TensorReader(source, spec, ranks.shard)
+    spec = reader.part
+    compiler = _Compiler(spec, space, linears, is_deterministic, ranks)
     embedding = reader.embedding()
     pieces, sinks = [], []
     for index in range(spec.num_layers):
@@ -164,9 +177,12 @@ def load_gpu_decoder(
     ends = reader.ends(embedding)
     last = Reader(make_norm(ends.norm, spec), is_fp8=False, room=space.normed)
     following = [piece.attention for piece in pieces[1:]] + [last]
-    layers = [piece.join(spec, after) for piece, after in zip(pieces, following, strict=True)]
-    head = make_head(ends.head)
-    return GpuDecoder(spec, embedding, pieces[0].attention, layers, head, space, sinks)
+    layers = [
+        piece.join(spec, after, ranks) for piece, after in zip(pieces, following, strict=True)
+    ]
+    head = linears.head(ends.head)
+    linears.finish()
+    return GpuDecoder(spec, embedding, pieces[0].attention, layers, head, space, sinks, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +197,8 @@ class _Pieces:
     mlp: Mlp
     tails: tuple[Norm | None, Norm | None]
 
-    def join(self, spec: ModelSpec, following: Reader) -> GpuLayer:
-        joins = make_joins(spec, self.mlp_reads, following, self.tails)
+    def join(self, spec: ModelSpec, following: Reader, ranks: Collectives) -> GpuLayer:
+        joins = make_joins(spec, self.mlp_reads, following, self.tails, ranks)
         return GpuLayer(self.qkv, self.head_norm, self.out, self.mlp, joins)
 
 
@@ -190,20 +206,21 @@ class _Pieces:
 class _Compiler:
     spec: ModelSpec
     space: Workspace
-    make: MakeLinear
+    linears: LinearMaker
     is_deterministic: bool
+    ranks: Collectives
 
     def pieces(self, tensors: LayerTensors, index: int) -> _Pieces:
         spec, room = self.spec, self.space.normed
-        qkv, mlp = self.make(tensors.qkv), self._mlp(tensors, index)
+        qkv, mlp = self.linears.layer(tensors.qkv), self._mlp(tensors, index)
         norm = make_norm(tensors.attention_norm, spec)
         is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the norm of attention
         mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
         return _Pieces(
             attention=Reader(norm, qkv.is_fp8, room),
             qkv=qkv,
-            head_norm=_head_norm(tensors, spec),
-            out=self.make(tensors.out),
+            head_norm=self._head_norm(tensors),
+            out=self.linears.layer(tensors.out),
             mlp_reads=Reader(mlp_norm, mlp.is_fp8, room),
             mlp=mlp,
             tails=(
@@ -221,22 +238,29 @@ class _Compiler:
                 found,
                 spec,
                 space.experts,
-                lambda weight, bias: self.make(Product(weight, bias)),
+                lambda weight, bias: self.linears.layer(Product(weight, bias)),
                 is_deterministic=self.is_deterministic,
             )
             return ExpertsMlp(experts, space)
         assert isinstance(found, MlpTensors)
-        return DenseMlp(self.make(found.first), spec, self.make(found.down), space)
+        return DenseMlp(
+            self.linears.layer(found.first), spec, self.linears.layer(found.down), space
+        )
 
+    def _head_norm(self, tensors: LayerTensors) -> HeadNorm | None:
+        if tensors.q_norm is None or tensors.k_norm is None:
+            return None
+        spec, ranks = self.spec, self.ranks
+        q_norm, k_norm = Norm(tensors.q_norm, spec.norm.eps), Norm(tensors.k_norm, spec.norm.eps)
+        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        if spec.qk_norm is QkNorm.HEADS:
+            return lambda qkv: head_norm_(qkv, q_norm, k_norm, *heads)
+        if ranks.shard.is_whole:
+            return lambda qkv: joint_norm_(qkv, q_norm, k_norm, *heads)
+        room = torch.empty((len(self.space.qkv), 2), device=self.space.qkv.device)
 
-def _head_norm(tensors: LayerTensors, spec: ModelSpec) -> HeadNorm | None:
-    if tensors.q_norm is None or tensors.k_norm is None:
-        return None
-    q_norm, k_norm = Norm(tensors.q_norm, spec.norm.eps), Norm(tensors.k_norm, spec.norm.eps)
-    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    norm = head_norm_ if spec.qk_norm is QkNorm.HEADS else joint_norm_
+        def run(qkv: Tensor) -> None:
+            squares = joint_squares(qkv, *heads, ranks.shard.of, room[: len(qkv)])
+            joint_norm_(qkv, q_norm, k_norm, *heads, ranks.sum_(squares))
 
-    def run(qkv: Tensor) -> None:
-        norm(qkv, q_norm, k_norm, heads, kv_heads, dim)
-
-    return run
+        return run

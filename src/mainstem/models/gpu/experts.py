@@ -9,15 +9,18 @@ graph. With Method.LIBRARY torch allocates the answers of the two products, whic
 number of tokens too.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mainstem.kernels.dense.nibbles import Nibbles
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import gated_rows
 from mainstem.kernels.experts.combine import combine
+from mainstem.kernels.experts.packed import choose_packed, packed_down, packed_gate_up
 from mainstem.kernels.experts.products import (
     Method,
     Tiles,
@@ -28,8 +31,11 @@ from mainstem.kernels.experts.products import (
 )
 from mainstem.kernels.experts.route import Router, Routing, route
 from mainstem.models.expert_tensors import ExpertTensors
-from mainstem.models.packed import Weight
+from mainstem.models.gpu.packed import pack_nibbles
+from mainstem.models.packed import PackedWeight, Weight
 from mainstem.models.spec import ExpertsSpec
+
+log = logging.getLogger("mainstem.models")
 
 Linear = Callable[[Tensor, Tensor], Tensor]  # (x [tokens, in], room for the answer) -> answer
 MakeLinear = Callable[[Weight, Tensor | None], Linear]  # of a weight [out, in] and a bias
@@ -116,11 +122,10 @@ class GpuExperts:
     ) -> None:
         if is_deterministic and tiles is not None:
             raise LayoutError("tiles of a deterministic layer are not a choice")
-        self._tensors = tensors
-        self._gate_up, self._down = (
-            weight if isinstance(weight, Tensor) else weight.dense(space.rows.dtype)
-            for weight in (tensors.gate_up, tensors.down)
-        )
+        self._gate_up: Nibbles | Tensor
+        self._down: Nibbles | Tensor
+        self._gate_up, self._down = _packed_or_dense(tensors, space.rows.dtype)
+        self._gate_up_bias, self._down_bias = tensors.gate_up_bias, tensors.down_bias
         self._spec = spec
         self._space = space
         self._is_deterministic = is_deterministic
@@ -131,39 +136,60 @@ class GpuExperts:
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """out [tokens, hidden] of x [tokens, hidden]; they may not overlap."""
-        spec, space, tensors = self._spec, self._space, self._tensors
+        spec, space = self._spec, self._space
         num_rows = len(x) * spec.top_k
-        tiles = self._tiles or choose(
-            num_rows, spec.num_experts, x.dtype, x.device, self._is_deterministic
-        )
+        tiles = self._tiles or self._choose(num_rows, x)
         route(x, self.router, space.routing, tiles.rows)
         if tiles.method is Method.LIBRARY:
             rows = self._run_library(x, num_rows)
         else:
             rows = self._run_ours(x, num_rows, tiles)
         shared = None if self._shared is None else self._shared(x)
-        return combine(rows, space.routing, tensors.down_bias, shared, spec.has_shared_gate, out)
+        return combine(rows, space.routing, self._down_bias, shared, spec.has_shared_gate, out)
+
+    def _choose(self, num_rows: int, x: Tensor) -> Tiles:
+        experts, is_deterministic = self._spec.num_experts, self._is_deterministic
+        if isinstance(self._gate_up, Nibbles):
+            return choose_packed(num_rows, experts, is_deterministic)
+        return choose(num_rows, experts, x.dtype, x.device, is_deterministic)
 
     def _run_ours(self, x: Tensor, num_rows: int, tiles: Tiles) -> Tensor:
-        space, tensors = self._space, self._tensors
-        act = gate_up(
-            x,
-            space.routing,
-            self._gate_up,
-            tensors.gate_up_bias,
-            self._activation,
-            tiles.gate_up,
-            space.act[:num_rows],
-        )
-        return down(act, space.routing, self._down, tiles.down, space.rows[:num_rows])
+        space, routing, bias = self._space, self._space.routing, self._gate_up_bias
+        act, rows = space.act[:num_rows], space.rows[:num_rows]
+        if isinstance(self._gate_up, Nibbles) and isinstance(self._down, Nibbles):
+            packed_gate_up(x, routing, self._gate_up, bias, self._activation, tiles.gate_up, act)
+            return packed_down(act, routing, self._down, tiles.down, rows)
+        assert isinstance(self._gate_up, Tensor)
+        assert isinstance(self._down, Tensor)
+        gate_up(x, routing, self._gate_up, bias, self._activation, tiles.gate_up, act)
+        return down(act, routing, self._down, tiles.down, rows)
 
     def _run_library(self, x: Tensor, num_rows: int) -> Tensor:
-        space, tensors, routing = self._space, self._tensors, self._space.routing
+        assert isinstance(self._gate_up, Tensor)
+        assert isinstance(self._down, Tensor)
+        space, routing = self._space, self._space.routing
         rows, act = space.rows[:num_rows], space.act[:num_rows]
         torch.index_select(x, 0, routing.sorted_tokens[:num_rows], out=rows)
         both = grouped_product(rows, routing, self._gate_up)
-        gated_rows(both, self._activation, act, tensors.gate_up_bias, routing.sorted_experts)
+        gated_rows(both, self._activation, act, self._gate_up_bias, routing.sorted_experts)
         return grouped_product(act, routing, self._down)
+
+
+def _packed_or_dense(
+    tensors: ExpertTensors, dtype: torch.dtype
+) -> tuple[Nibbles, Nibbles] | tuple[Tensor, Tensor]:
+    """Both products as the kernels read them: 4-bit ones as they are, others dequantized."""
+    gate_up, down = tensors.gate_up, tensors.down
+    if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
+        packed = pack_nibbles(gate_up, dtype), pack_nibbles(down, dtype)
+        if packed[0] is not None and packed[1] is not None:
+            return packed[0], packed[1]
+        log.warning("experts are dequantized to %s, for there is no product of %s here",
+                    dtype, gate_up.kind.value)  # fmt: skip
+    return (
+        gate_up if isinstance(gate_up, Tensor) else gate_up.dense(dtype),
+        down if isinstance(down, Tensor) else down.dense(dtype),
+    )
 
 
 def _router_of(tensors: ExpertTensors, spec: ExpertsSpec) -> Router:

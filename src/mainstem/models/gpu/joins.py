@@ -3,6 +3,8 @@ memory each.
 
     serial      between: x += attention's answer, norm     after: x += the MLP's answer, norm
     parallel    between: norm of x                         after: x += both answers, norm
+
+On a rank of several an answer is summed over ranks first; two that stand side by side, in one go.
 """
 
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mainstem.kernels.dense.norms import Delta, Norm, add_, norm_rows, norm_rows_fp8
+from mainstem.models.collectives import Collectives
 from mainstem.models.gpu.linears import Rows
 from mainstem.models.spec import ModelSpec, NormKind, Residual
 from mainstem.models.tensors import NormTensors
@@ -48,13 +51,18 @@ def make_norm(tensors: NormTensors | None, spec: ModelSpec) -> Norm | None:
 
 
 def make_joins(
-    spec: ModelSpec, mlp: Reader, following: Reader, tails: tuple[Norm | None, Norm | None]
+    spec: ModelSpec,
+    mlp: Reader,
+    following: Reader,
+    tails: tuple[Norm | None, Norm | None],
+    ranks: Collectives,
 ) -> Joins:
     """`mlp` is what the MLP reads, `following` what the next layer does; `tails` are the norms of
     what attention and MLP answer."""
     scale = spec.residual_scale
     if spec.residual is not Residual.SERIAL:
-        return _Parallel(mlp, following, scale).joins
+        kind = _Parallel if ranks.shard.is_whole else _ParallelSummed
+        return kind(mlp, following, scale, ranks).joins
     attention_tail, mlp_tail = tails
 
     def between(answer: Tensor, x: Tensor) -> Rows:
@@ -63,14 +71,24 @@ def make_joins(
     def after(answer: Tensor, x: Tensor) -> Rows:
         return following.read(x, Delta(answer, after=mlp_tail, scale=scale))
 
-    return Joins(between, after)
+    if ranks.shard.is_whole:
+        return Joins(between, after)
+    return Joins(
+        lambda answer, x: between(_summed(answer, ranks), x),
+        lambda answer, x: after(_summed(answer, ranks), x),
+    )
+
+
+def _summed(answer: Tensor, ranks: Collectives) -> Tensor:
+    return ranks.sum_(answer.contiguous())  # fp8 products cut off what they have padded
 
 
 class _Parallel:
     """Attention's answer waits for the MLP's."""
 
-    def __init__(self, mlp: Reader, following: Reader, scale: float) -> None:
+    def __init__(self, mlp: Reader, following: Reader, scale: float, ranks: Collectives) -> None:
         self._mlp, self._following, self._scale = mlp, following, scale
+        self._ranks = ranks
         self._answer: Tensor | None = None
 
     @property
@@ -84,3 +102,12 @@ class _Parallel:
     def _after(self, answer: Tensor, x: Tensor) -> Rows:
         first, self._answer = self._answer, None  # fp8 products answer in memory of their own
         return self._following.read(x, Delta(answer, more=first, scale=self._scale))
+
+
+class _ParallelSummed(_Parallel):
+    """Likewise, on a rank of several."""
+
+    def _after(self, answer: Tensor, x: Tensor) -> Rows:
+        assert self._answer is not None
+        both, self._answer = _summed(answer.add_(self._answer), self._ranks), None
+        return self._following.read(x, Delta(both, scale=self._scale))

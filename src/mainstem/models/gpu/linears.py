@@ -1,7 +1,7 @@
 """Products on a GPU. All take rows and room for the answer; those of fp8 take rows that a fused
 kernel has quantized already, too, and answer where they like."""
 
-from collections.abc import Callable
+import logging
 from typing import Protocol
 
 import torch
@@ -11,7 +11,17 @@ from mainstem.core.config import Quantize
 from mainstem.kernels.dense.fp8 import Fp8Linear
 from mainstem.kernels.dense.fp8_rows import Fp8Rows
 from mainstem.kernels.dense.invariant import matmul
+from mainstem.models.gpu.packed import (
+    ChannelsLinear,
+    DenseRoom,
+    NibbleLinear,
+    fp8_linear,
+    pack_nibbles,
+)
+from mainstem.models.packed import PackedWeight
 from mainstem.models.tensors import Product
+
+log = logging.getLogger("mainstem.models")
 
 Rows = Tensor | Fp8Rows  # [tokens, size]
 
@@ -27,9 +37,6 @@ class Linear(Protocol):
     def __call__(self, x: Rows, out: Tensor) -> Tensor:
         """x [tokens, in], room [tokens, out] -> answer [tokens, out]."""
         ...
-
-
-MakeLinear = Callable[[Product], Linear]
 
 
 class PlainLinear:
@@ -61,26 +68,57 @@ class InvariantLinear:
         return matmul(x, self._product.dense, self._product.bias, out=out)
 
 
-class QuantizedLinear:
-    """In fp8: weights per output channel, activations per token."""
+class LinearMaker:
+    """Makes a model's products, each by what its weight is and by the settings. `finish` when all
+    are made."""
 
-    is_fp8 = True
+    def __init__(
+        self, quantize: Quantize, is_deterministic: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._quantize = quantize
+        self._is_deterministic = is_deterministic
+        self._dtype = dtype
+        self._room = DenseRoom(dtype, device)
+        self._unpacked: list[str] = []  # what products were packed as
 
-    def __init__(self, product: Product) -> None:
-        self._linear = Fp8Linear(product.dense, product.bias, product.dense.dtype)
+    @property
+    def room_bytes(self) -> int:
+        """Memory that the products share, once they are finished."""
+        return self._room.nbytes
 
-    def __call__(self, x: Rows, out: Tensor) -> Tensor:
-        return self._linear(x)
+    def layer(self, product: Product) -> Linear:
+        """A product of a layer."""
+        weight, bias = product.weight, product.bias
+        if self._quantize is Quantize.FP8:
+            dense = product.unpacked(self._dtype).dense
+            return ChannelsLinear(Fp8Linear.quantize(dense, bias, self._dtype))
+        if isinstance(weight, PackedWeight) and not self._is_deterministic:
+            made = fp8_linear(weight, bias, self._dtype)
+            if made is not None:
+                return made
+        return self.head(product)
 
+    def head(self, product: Product) -> Linear:
+        """The LM head. That is never made fp8, for what it would gain is small and what it would
+        lose is not."""
+        weight = product.weight
+        if isinstance(weight, PackedWeight):
+            nibbles = pack_nibbles(weight, self._dtype)
+            if nibbles is not None:
+                order, is_deterministic = weight.order, self._is_deterministic
+                return NibbleLinear(nibbles, product.bias, order, self._room, is_deterministic)
+            self._unpacked.append(f"{weight.kind.value} in {weight.block_rows} x {weight.group}")
+            product = product.unpacked(self._dtype)
+        return InvariantLinear(product) if self._is_deterministic else PlainLinear(product)
 
-def choose_linear(
-    quantize: Quantize, is_deterministic: bool, dtype: torch.dtype
-) -> tuple[MakeLinear, MakeLinear]:
-    """For the products of layers, and for the LM head. That stays as it is with fp8, for what it
-    would gain is small and what it would lose is not. Packed weights are dequantized to `dtype`."""
-
-    def dense(product: Product) -> Linear:
-        kind = InvariantLinear if is_deterministic else PlainLinear
-        return kind(product.unpacked(dtype))
-
-    return (QuantizedLinear if quantize is Quantize.FP8 else dense), dense
+    def finish(self) -> None:
+        """Allocate what the products share, and log what was dequantized."""
+        self._room.open()
+        if self._unpacked:
+            log.warning(
+                "%d products are dequantized to %s, for there is none of %s here%s",
+                len(self._unpacked),
+                self._dtype,
+                ", ".join(sorted(set(self._unpacked))),
+                " that is deterministic" if self._is_deterministic else "",
+            )

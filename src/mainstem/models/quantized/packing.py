@@ -44,6 +44,15 @@ class Packing:
     block_rows: int | None = 1  # rows that do; None: all
     has_zeros: bool = False
 
+    @property
+    def bytes_per_param(self) -> float:
+        """Of values and scales, on average over a large weight."""
+        scale_bytes = {PackedKind.FP8: 4, PackedKind.MXFP4: 1}.get(self.kind, 2) + self.has_zeros
+        found = 1 / self.kind.columns_per_value
+        if self.group is not None and self.block_rows is not None:
+            found += scale_bytes / (self.group * self.block_rows)
+        return found
+
     def __str__(self) -> str:
         words = {
             PackedKind.INT4: "4 bits",
@@ -99,9 +108,14 @@ class QuantizedSpec:
                 return rule.packing
         return self.packing
 
+    @property
+    def packings(self) -> tuple[Packing, ...]:
+        """The different ways in which products are packed."""
+        found = (self.packing, *(rule.packing for rule in self.rules))
+        return tuple(dict.fromkeys(packing for packing in found if packing is not None))
+
     def __str__(self) -> str:
-        packings = [self.packing, *(rule.packing for rule in self.rules)]
-        found = dict.fromkeys(str(packing) for packing in packings if packing is not None)
+        found = [str(packing) for packing in self.packings]
         order = ", act-order" if self.has_order else ""
         layout = "" if self.layout in (Layout.FP8, Layout.MXFP4) else f"{self.layout.value}, "
         return f"{layout}{'; '.join(found) or 'nothing quantized'}{order}"

@@ -17,6 +17,9 @@ which tile is there (`full`) and which may be overwritten (`empty`).
 Instructions come from memory, too, and most of them run for the first time: nothing is there twice
 that need not be.
 
+Queries are in registers, since shared memory is busy enough with K and V, and those of the next
+unit are copied meanwhile. Those of heads of 256 do not fit there and stay in shared memory.
+
 It runs ahead of the kernel of the small units, which takes multiprocessors as this one leaves them
 and waits for it before it ends.
 """
@@ -37,6 +40,8 @@ from mainstem.kernels.attention.hopper.rows import (
     as_tiles,
     await_queries,
     barrier,
+    capped,
+    find_first_keys,
     find_rows,
     find_tokens,
     load_box,
@@ -47,6 +52,7 @@ from mainstem.kernels.attention.hopper.rows import (
     share_of,
     shares_of,
     start_queries,
+    tiles_of,
     write_rows,
 )
 from mainstem.kernels.attention.triton.layout import (
@@ -72,6 +78,7 @@ NUM_WARPS_OF_CONSUMER = gl.constexpr(NUM_WARPS)
 MAX_REGISTERS = 168  # a third of what a multiprocessor has, for each of three groups of warps
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
+MOST_DIMS_IN_REGISTERS = gl.constexpr(128)  # of queries
 
 
 @gluon.jit
@@ -86,12 +93,13 @@ def _share(plan_ptr):
 
 @gluon.jit
 def _bring(
-    rows_desc, tiles, stage, pages_ptr, first_page, last_page, kv_head, barrier,
+    rows_desc, tail_desc, tiles, tails, stage, pages_ptr, first_page, last_page, kv_head, barrier,
     KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile's pages into shared memory; past the span's last page, that one again."""
     PAGES: gl.constexpr = TILE_K // PAGE_SIZE
     ACROSS: gl.constexpr = HEAD_DIM // PANEL
+    TAIL: gl.constexpr = HEAD_DIM % PANEL
     boxes = as_tiles(tiles, tiles.shape[0] * ACROSS * PAGES, PAGE_SIZE, PANEL)
     mbarrier.expect(barrier, TILE_K * HEAD_DIM * 2)
     for i in gl.static_range(PAGES):
@@ -100,16 +108,18 @@ def _bring(
         for panel in gl.static_range(ACROSS):
             box = boxes.index((stage * ACROSS + panel) * PAGES + i)
             load_box(rows_desc, [row, panel * PANEL], barrier, box)
+        if TAIL > 0:
+            tail_boxes = as_tiles(tails, tails.shape[0] * PAGES, PAGE_SIZE, TAIL)
+            load_box(tail_desc, [row, ACROSS * PANEL], barrier, tail_boxes.index(stage * PAGES + i))
 
 
 @gluon.jit
-def _clear(tiles, stage, num_keys, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Zero the rows of a tile from `num_keys` on. Slots past the end hold anything, and zero weight
-    times NaN would still be NaN."""
+def _clear_panels(
+    tiles, stage, num_keys, TILE_K: gl.constexpr, ACROSS: gl.constexpr, COLUMNS: gl.constexpr
+):
     BLOCKS: gl.constexpr = TILE_K // BLOCK
-    ACROSS: gl.constexpr = HEAD_DIM // PANEL
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    blocks = as_tiles(tiles, tiles.shape[0] * ACROSS * BLOCKS, BLOCK, PANEL)
+    blocks = as_tiles(tiles, tiles.shape[0] * ACROSS * BLOCKS, BLOCK, COLUMNS)
     lanes = gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
     for i in range(gl.maximum(num_keys, 0) // BLOCK, BLOCKS):
         for panel in gl.static_range(ACROSS):
@@ -119,9 +129,20 @@ def _clear(tiles, stage, num_keys, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr)
 
 
 @gluon.jit
+def _clear(tiles, tails, stage, num_keys, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Zero the rows of a tile from `num_keys` on. Slots past the end hold anything, and zero weight
+    times NaN would still be NaN."""
+    TAIL: gl.constexpr = HEAD_DIM % PANEL
+    _clear_panels(tiles, stage, num_keys, TILE_K, HEAD_DIM // PANEL, PANEL)
+    if TAIL > 0:
+        _clear_panels(tails, stage, num_keys, TILE_K, 1, TAIL)
+
+
+@gluon.jit
 def _produce(
-    k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
-    begin, end, kv_head, page_at, key_begin, key_end, pieces_at, pages_at, order_at,
+    k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
+    k_full, k_empty, v_full, v_empty, plan_ptr, begin, end, kv_head,
+    page_at, key_begin, key_end, pieces_at, pages_at, order_at,
     KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -138,21 +159,21 @@ def _produce(
             first_page = start // PAGE_SIZE
             mbarrier.wait(k_empty.index(stage), was_read)
             _bring(
-                k_desc, k_tiles, stage, pages_ptr, first_page, last_page, kv_head,
-                k_full.index(stage), KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM,
+                k_desc, k_tail_desc, k_tiles, k_tails, stage, pages_ptr, first_page, last_page,
+                kv_head, k_full.index(stage), KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM,
             )  # fmt: skip
             # A tile with rows to clear is complete when they are; it arrives elsewhere first.
             is_cut = start + TILE_K > key_end
             mbarrier.wait(v_empty.index(stage), was_read)
             _bring(
-                v_desc, v_tiles, stage, pages_ptr, first_page, last_page, kv_head,
-                v_full.index(gl.where(is_cut, STAGES, stage)),
+                v_desc, v_tail_desc, v_tiles, v_tails, stage, pages_ptr, first_page, last_page,
+                kv_head, v_full.index(gl.where(is_cut, STAGES, stage)),
                 KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM,
             )  # fmt: skip
             if is_cut:
                 mbarrier.wait(v_full.index(STAGES), num_cleared & 1)
                 num_cleared += 1
-                _clear(v_tiles, stage, key_end - start, TILE_K, HEAD_DIM)
+                _clear(v_tiles, v_tails, stage, key_end - start, TILE_K, HEAD_DIM)
                 fence_async_shared()
                 mbarrier.arrive(v_full.index(stage), count=1)
             tile += 1
@@ -165,19 +186,33 @@ def _produce(
 
 
 @gluon.jit
-def _start_scores(q, k_tiles, stage, LAYOUT: gl.constexpr, TILE_K: gl.constexpr):
+def _start_scores(
+    q, q_tail, k_tiles, k_tails, stage,
+    LAYOUT: gl.constexpr, TILE_K: gl.constexpr, HAS_TAIL: gl.constexpr,
+):  # fmt: skip
     k = k_tiles.index(stage).permute((1, 0))
     nothing = gl.zeros([64, TILE_K], gl.float32, LAYOUT)
-    return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    if HAS_TAIL:
+        k = k_tails.index(stage).permute((1, 0))
+        scores = warpgroup_mma(q_tail, k, scores, is_async=True)
+    return scores
 
 
 @gluon.jit
-def _mask(scores, start, seen_by_all, limit, TILE_K: gl.constexpr, LAYOUT: gl.constexpr):
+def _mask(
+    scores, start, seen_by_all, limit, hidden_end, first_key,
+    TILE_K: gl.constexpr, HAS_WINDOW: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    lanes = gl.arange(0, TILE_K, gl.SliceLayout(0, LAYOUT))
     if start + TILE_K > seen_by_all:
-        lanes = gl.arange(0, TILE_K, gl.SliceLayout(0, LAYOUT))
         # A thread's lanes are 8 apart, so they are constants but for the last bits.
         is_seen = (lanes & -8)[None, :] <= (limit - start)[:, None] - (lanes & 7)[None, :]
         scores = gl.where(is_seen, scores, float("-inf"))
+    if HAS_WINDOW:  # noqa: SIM102  # known when compiled, and what follows is not
+        if start < hidden_end:
+            is_seen = (lanes & -8)[None, :] >= (first_key - start)[:, None] - (lanes & 7)[None, :]
+            scores = gl.where(is_seen, scores, float("-inf"))
     return scores
 
 
@@ -192,64 +227,109 @@ def _weigh(scores, top, scale):
 
 @gluon.jit
 def _attend(
-    q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, tile, num_tiles,
-    key_begin, seen_by_all, limit, scale,
-    TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    q, q_tail, k_tiles, v_tiles, k_tails, v_tails, k_full, k_empty, v_full, v_empty,
+    tile_begin, num_tiles, key_begin, seen_by_all, limit, hidden_end, first_key, scale,
+    TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the tiles of a unit: acc, top and total of its 64 rows, once the last
-    product is waited for, which reads the weights until then.
+    """The online softmax over the tiles of a unit: acc, that of the tail, top and total of its 64
+    rows, once the last products are waited for, which read the weights until then.
     """
+    MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
+    TAIL: gl.constexpr = HEAD_DIM - MAIN
+    PRODUCTS: gl.constexpr = 2 if TAIL > 0 else 1  # with V, that are not waited for with scores
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     top = gl.full([64], float("-inf"), gl.float32, S_ROWS)
     total = gl.zeros([64], gl.float32, S_ROWS)
-    acc = gl.zeros([64, HEAD_DIM], gl.float32, O_LAYOUT)
+    acc = gl.zeros([64, MAIN], gl.float32, O_LAYOUT)
+    tail = acc
+    if TAIL > 0:
+        tail = gl.zeros([64, TAIL], gl.float32, TAIL_LAYOUT)
     weights = gl.zeros([64, TILE_K], q.dtype, WEIGHTS)
-    for i in range(tile, tile + num_tiles):
+    for i in range(tile_begin, tile_begin + num_tiles):
         stage = i % STAGES
         mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-        pending = _start_scores(q, k_tiles, stage, S_LAYOUT, TILE_K)
+        pending = _start_scores(q, q_tail, k_tiles, k_tails, stage, S_LAYOUT, TILE_K, TAIL > 0)
         # The first tile has none before it, and a turn of its own for it would double the
         # instructions: it multiplies whatever there is, which the second forgets.
         v_stage = (i + STAGES - 1) % STAGES
-        mbarrier.wait(v_full.index(v_stage), ((i - 1) // STAGES) & 1, pred=i > tile)
+        mbarrier.wait(v_full.index(v_stage), ((i - 1) // STAGES) & 1, pred=i > tile_begin)
         summing = warpgroup_mma(
-            weights, v_tiles.index(v_stage), acc, use_acc=i > tile + 1, is_async=True
+            weights, v_tiles.index(v_stage), acc, use_acc=i > tile_begin + 1, is_async=True
         )
-        scores = warpgroup_mma_wait(1, deps=(pending,))
+        if TAIL > 0:
+            summing_tail = warpgroup_mma(
+                weights, v_tails.index(v_stage), tail, use_acc=i > tile_begin + 1, is_async=True
+            )
+        scores = warpgroup_mma_wait(PRODUCTS, deps=(pending,))
         release(k_empty, stage)
-        start = key_begin + (i - tile) * TILE_K
-        scores = _mask(scores, start, seen_by_all, limit, TILE_K, S_LAYOUT)
-        p, new_top, base = _weigh(scores, top, scale)
+        start = key_begin + (i - tile_begin) * TILE_K
+        scores, left = capped(scores, scale, SOFTCAP)
+        scores = _mask(
+            scores, start, seen_by_all, limit, hidden_end, first_key, TILE_K, HAS_WINDOW, S_LAYOUT
+        )
+        p, new_top, base = _weigh(scores, top, left)
         shrink = gl.exp2(top - base)
         total = total * shrink + gl.sum(p, 1)
         top = new_top
-        acc, weights = warpgroup_mma_wait(0, deps=(summing, weights))
-        release(v_empty, v_stage, i > tile)
+        if TAIL > 0:
+            acc, tail, weights = warpgroup_mma_wait(0, deps=(summing, summing_tail, weights))
+            tail = tail * gl.convert_layout(shrink, gl.SliceLayout(1, TAIL_LAYOUT))[:, None]
+        else:
+            acc, weights = warpgroup_mma_wait(0, deps=(summing, weights))
+        release(v_empty, v_stage, i > tile_begin)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
         weights = gl.convert_layout(p.to(q.dtype), WEIGHTS)
-    last = tile + num_tiles - 1
+    last = tile_begin + num_tiles - 1
     mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-    summing = warpgroup_mma(
+    acc = warpgroup_mma(
         weights, v_tiles.index(last % STAGES), acc, use_acc=num_tiles > 1, is_async=True
     )
-    return summing, weights, top, total
+    if TAIL > 0:
+        tail = warpgroup_mma(
+            weights, v_tails.index(last % STAGES), tail, use_acc=num_tiles > 1, is_async=True
+        )
+    return acc, tail, weights, top, total
+
+
+@gluon.jit
+def _ask(
+    is_there, piece_ptr, entries_ptr, row_begin, row_end, kv_head, q_ptr, q_rows, q_tail,
+    stride_q_token, stride_q_head, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy the queries of a unit, if there is one."""
+    if is_there:
+        tokens = find_tokens(
+            gl.load(piece_ptr + PIECE_FIRST_TOKEN), entries_ptr, row_begin, row_end, GROUP, 1, 1
+        )
+        start_queries(
+            q_ptr, q_rows, q_tail, tokens, row_begin, row_end, kv_head,
+            stride_q_token, stride_q_head, GROUP, 1, 1, HEAD_DIM,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _consume(
-    q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
-    q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails, k_full, k_empty, v_full, v_empty,
+    plan_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
     WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_K: gl.constexpr,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Half of the rows of every unit of this program. What the next unit is, and its queries, are
     fetched while this one is computed; the first turn does no more.
     """
+    MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
+    TAIL: gl.constexpr = HEAD_DIM - MAIN
+    IS_WIDE: gl.constexpr = HEAD_DIM > MOST_DIMS_IN_REGISTERS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
+    TAIL_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, TAIL if TAIL > 0 else 16, 16]
+    )
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     begin, end, next_ptr, next_kv_head = _share(plan_ptr)
     pieces_ptr = plan_ptr + gl.load(plan_ptr + HEADER_LARGE_PIECES)
@@ -257,6 +337,9 @@ def _consume(
     entries_ptr = plan_ptr + gl.load(plan_ptr + HEADER_ENTRIES)
     num_entries = gl.load(plan_ptr + HEADER_NUM_ENTRIES)
     q_rows = q_tiles.index(WHICH)
+    q_tail_rows = q_rows
+    if TAIL > 0:
+        q_tail_rows = q_tails.index(WHICH)
     kv_head = 0
     entry = 0
     row_begin = 0
@@ -272,40 +355,59 @@ def _consume(
             next_stretch,
         ) = read_piece(next_ptr)  # fmt: skip
         unit = gl.load(order_ptr + gl.minimum(index + 2, end - 1))
+        first_row = next_row_begin + WHICH * 64
         await_queries()
-        # In registers, since shared memory is busy enough with K and V.
-        q = q_rows.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-        barrier()
-        if index + 1 < end:
-            first_row = next_row_begin + WHICH * 64
-            tokens = find_tokens(
-                gl.load(next_ptr + PIECE_FIRST_TOKEN), entries_ptr + next_entry,
-                first_row, next_row_end, GROUP, 1,
-            )  # fmt: skip
-            start_queries(
-                q_ptr, q_rows, tokens, first_row, next_row_end, next_kv_head,
-                stride_q_token, stride_q_head, GROUP, 1, HEAD_DIM,
+        if IS_WIDE:
+            fence_async_shared()  # before tensor cores read them
+            barrier()
+            q = q_rows
+            q_tail = q_rows
+        else:
+            q = q_rows.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            q_tail = q
+            if TAIL > 0:
+                q_tail = q_tail_rows.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            barrier()
+            _ask(
+                index + 1 < end, next_ptr, entries_ptr + next_entry, first_row, next_row_end,
+                next_kv_head, q_ptr, q_rows, q_tail_rows, stride_q_token, stride_q_head,
+                GROUP, HEAD_DIM,
             )  # fmt: skip
         row_begin += WHICH * 64
         num_tiles = gl.where(index < begin, 0, num_tiles_of(key_begin, key_end, TILE_K))
         if row_begin < row_end:
-            rows, _ = rows_of(row_begin, kv_head, GROUP, 1, gl.SliceLayout(1, S_LAYOUT))
+            rows, _ = rows_of(row_begin, kv_head, 64, GROUP, 1, 1, gl.SliceLayout(1, S_LAYOUT))
             limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
             seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
-            summing, weights, top, total = _attend(
-                q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, tile, num_tiles,
-                key_begin, seen_by_all, limit, scale, TILE_K, HEAD_DIM, STAGES, S_LAYOUT, O_LAYOUT,
+            first_key = limit
+            hidden_end = 0
+            if HAS_WINDOW:
+                first_key = find_first_keys(entries_ptr + entry, num_entries, rows, row_end, GROUP)
+                hidden_end = gl.max(first_key, 0)
+            acc, tail, weights, top, total = _attend(
+                q, q_tail, k_tiles, v_tiles, k_tails, v_tails, k_full, k_empty, v_full, v_empty,
+                tile, num_tiles, key_begin, seen_by_all, limit, hidden_end, first_key, scale,
+                TILE_K, HEAD_DIM, STAGES, HAS_WINDOW, SOFTCAP, S_LAYOUT, O_LAYOUT, TAIL_LAYOUT,
             )  # fmt: skip
+            if IS_WIDE:
+                _ask(
+                    index + 1 < end, next_ptr, entries_ptr + next_entry, first_row, next_row_end,
+                    next_kv_head, q_ptr, q_rows, q_tail_rows, stride_q_token, stride_q_head,
+                    GROUP, HEAD_DIM,
+                )  # fmt: skip
             token, slot, head, is_row, is_whole = find_rows(
-                entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, 1, O_ROWS
+                entries_ptr + entry, num_entries, row_begin, row_end, kv_head, 64, GROUP, 1, O_ROWS
             )
             share, lse = shares_of(top, total, O_ROWS)
-            acc, weights = warpgroup_mma_wait(0, deps=(summing, weights))
+            if TAIL > 0:
+                acc, tail, weights = warpgroup_mma_wait(0, deps=(acc, tail, weights))
+            else:
+                acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
             release(v_empty, (tile + num_tiles - 1) % STAGES)
             write_rows(
-                acc, share, lse, token, slot, head, is_row, is_whole, stretch,
+                acc, tail, share, lse, token, slot, head, is_row, is_whole, stretch,
                 out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
-                KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
+                KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT, TAIL_LAYOUT,
             )  # fmt: skip
         else:  # the other group has all rows
             for i in range(tile, tile + num_tiles):
@@ -313,6 +415,12 @@ def _consume(
                 release(k_empty, i % STAGES)
                 mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
                 release(v_empty, i % STAGES)
+            if IS_WIDE:
+                _ask(
+                    index + 1 < end, next_ptr, entries_ptr + next_entry, first_row, next_row_end,
+                    next_kv_head, q_ptr, q_rows, q_tail_rows, stride_q_token, stride_q_head,
+                    GROUP, HEAD_DIM,
+                )  # fmt: skip
         tile += num_tiles
         kv_head = next_kv_head
         entry = next_entry
@@ -329,12 +437,18 @@ def _consume(
 
 @gluon.jit
 def _large_units_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
+    q_ptr, k_desc, v_desc, k_tail_desc, v_tail_desc,
+    out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, num_stages,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    TILE_K: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+    TILE_K: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Attend to the large units of this program. `scale` includes log2(e)."""
+    """Attend to the large units of this program. `scale` includes log2(e). SOFTCAP is in natural
+    units, 0 for none.
+    """
+    MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
+    TAIL: gl.constexpr = HEAD_DIM - MAIN
     gdc_wait()  # the kernel ahead may have written the plan, the queries or the pages
     gdc_launch_dependents()
     # What the producer begins with; it comes while barriers are made.
@@ -349,9 +463,16 @@ def _large_units_kernel(
     pages_at = gl.load(plan_ptr + HEADER_PAGE_IDS)
     order_at = gl.load(plan_ptr + HEADER_LARGE_ORDER)
     dtype: gl.constexpr = k_desc.dtype
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, HEAD_DIM], TILES)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, HEAD_DIM], TILES)
-    q_tiles = gl.allocate_shared_memory(dtype, [2, 64, HEAD_DIM], TILES)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, MAIN], TILES)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, MAIN], TILES)
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 64, MAIN], TILES)
+    k_tails: gl.constexpr = None
+    v_tails: gl.constexpr = None
+    q_tails: gl.constexpr = None
+    if TAIL > 0:
+        k_tails = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, TAIL], tiles_of(TAIL))
+        v_tails = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, TAIL], tiles_of(TAIL))
+        q_tails = gl.allocate_shared_memory(dtype, [2, 64, TAIL], tiles_of(TAIL))
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -368,19 +489,22 @@ def _large_units_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+                q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails,
+                k_full, k_empty, v_full, v_empty, plan_ptr,
                 q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
-                0, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE,
+                0, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
             )),
             (_consume, (
-                q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+                q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails,
+                k_full, k_empty, v_full, v_empty, plan_ptr,
                 q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
-                1, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE,
+                1, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
             )),
             (_produce, (
-                k_desc, v_desc, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, plan_ptr,
+                k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
+                k_full, k_empty, v_full, v_empty, plan_ptr,
                 begin, end, kv_head, page_at, key_begin, key_end, pieces_at, pages_at, order_at,
                 KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM, STAGES,
             )),

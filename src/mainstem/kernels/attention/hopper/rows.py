@@ -3,9 +3,14 @@
 """Attention on Hopper: what units of both kinds do with their rows, and words of Gluon's.
 
 A group of four warps has 64 rows. In a large unit they are rows of one KV head; in a small unit
-they are FOLD times N = 64 / FOLD, of as many KV heads side by side:
+they are those of FOLD KV heads side by side, each of them SPLITS times, since as many parts of its
+keys have sums of their own until the unit ends (`small.py`). With N = 64 / (FOLD * SPLITS):
 
-    row r of a group  ->  row row_begin + r % N of the span,  KV head kv_head + r // N
+    row r of a group  ->  row row_begin + r % N of the span,  KV head kv_head + r // (64 / FOLD)
+
+A head_dim is MAIN dims, in panels of 64, and a TAIL of 16 or 32 where 64 does not divide it: 80 is
+64 + 16. The tail has memory, descriptors and sums of its own, so that nothing is read or computed
+for dims that there are not.
 """
 
 from torch import Tensor
@@ -16,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mainstem.kernels.attention.triton.layout import (
+    ENTRY_FIRST_KEY,
     ENTRY_SLOT,
     HEADER_INTS,
     PIECE_ENTRY,
@@ -27,29 +33,52 @@ from mainstem.kernels.attention.triton.layout import (
     PIECE_STRETCH,
     SHARE_INTS,
 )
-from mainstem.kernels.attention.triton.rows import LN_2
+from mainstem.kernels.attention.triton.rows import LN_2, LOG2_E
 
 PANEL = gl.constexpr(64)  # dims of a row that lie together in shared memory: 128 bytes
-PANELS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-TILES = gl.constexpr(PANELS)
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as they are copied
 LEAST_PEAK = gl.constexpr(1e-30)  # of a row, so that one of zeros can be divided by it
 
 
-def _packed(head_dim: int) -> gl.DistributedLinearLayout:
-    """64 packed rows: who has what does not change by packing, but 8 that a thread has are
-    neighbours, 16 bytes to write at once, and so are the 32 of the four threads of a row.
+@gluon.constexpr_function
+def tiles_of(columns: int, rank: int = 2) -> gl.NVMMASharedLayout:
+    """Rows of 16 bits in shared memory: in panels, or tails."""
+    width = min(2 * columns, 128)
+    return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=rank)
+
+
+TILES = gl.constexpr(tiles_of(64))
+
+
+@gluon.constexpr_function
+def finished(rows: int, dims: int, is_packed: bool) -> gl.DistributedLinearLayout:
+    """Who has what of finished rows: 64, as tensor cores leave them, a warp has 16, or fewer, where
+    warps have a share of the dims.
+
+    Four threads have 32 dims of a row, each of them 2 and 2. When packed, who has what is the same,
+    but the 8 of a thread are neighbours, 16 bytes to write at once. Of a tail of 16 dims it has 4.
     """
+    run = min(dims, 32) // 4
+    bits = run.bit_length() - 1
+    of_thread = [[0, 1 << i] for i in range(bits)]
+    between = [[0, run], [0, 2 * run]]
+    if not is_packed:
+        of_thread, between = [[0, 1], *([0, 8 << i] for i in range(bits - 1))], [[0, 2], [0, 4]]
+    blocks = [[0, 32 << i] for i in range((dims // 32).bit_length() - 1)]
+    if rows == 64:
+        of_thread, warps = [*of_thread, [8, 0], *blocks], [[16, 0], [32, 0]]
+    else:
+        left = [*blocks, *([8 << i, 0] for i in range((rows // 8).bit_length() - 1)), [0, 0]]
+        of_thread, warps = [*of_thread, *(base for base in left[2:] if base != [0, 0])], left[:2]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *[[0, 32], [0, 64]][: head_dim // 64]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
+        reg_bases=of_thread,
+        lane_bases=[*between, [1, 0], [2, 0], [4, 0]],
+        warp_bases=warps,
         block_bases=[],
-        shape=[64, head_dim],
+        shape=[rows, dims],
     )
 
 
-PACKED_64, PACKED_128 = gl.constexpr(_packed(64)), gl.constexpr(_packed(128))
 # Names that differ between Triton 3.6 and 3.9.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -57,9 +86,20 @@ _load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
-def boxes_of(rows: Tensor, num_rows: int) -> TensorDescriptor:
-    """K or V of a layer, [keys, head_dim], as what is copied at once: 64 dims of some rows."""
-    return TensorDescriptor.from_tensor(rows, [num_rows, PANEL.value], PANELS)
+def tail_of(head_dim: int) -> int:
+    """Dims that fill no panel."""
+    return head_dim % int(PANEL.value)
+
+
+def boxes_of(rows: Tensor, num_rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """K or V of a layer, [keys, head_dim], as what is copied at once: 64 dims of some rows, and
+    their tail.
+    """
+    panel, tail = int(PANEL.value), tail_of(rows.shape[1])
+    return (
+        TensorDescriptor.from_tensor(rows, [num_rows, panel], tiles_of(panel)),
+        TensorDescriptor.from_tensor(rows, [num_rows, tail], tiles_of(tail)) if tail else None,
+    )
 
 
 @gluon.jit
@@ -74,7 +114,7 @@ def reshaped(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def as_tiles(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Shared memory as [COUNT, ROWS, COLUMNS]."""
-    return reshaped(memory, [COUNT, ROWS, COLUMNS], TILES)
+    return reshaped(memory, [COUNT, ROWS, COLUMNS], tiles_of(COLUMNS))
 
 
 @gluon.jit
@@ -101,21 +141,25 @@ def read_piece(piece_ptr):
 
 
 @gluon.jit
-def rows_of(row_begin, kv_head, GROUP: gl.constexpr, FOLD: gl.constexpr, LAYOUT: gl.constexpr):
+def rows_of(
+    row_begin, kv_head, COUNT: gl.constexpr,
+    GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Rows of the span that a group has, and their heads."""
-    lanes = gl.arange(0, 64, LAYOUT)
-    rows = row_begin + lanes % (64 // FOLD)
-    return rows, (kv_head + lanes // (64 // FOLD)) * GROUP + rows % GROUP
+    lanes = gl.arange(0, COUNT, LAYOUT)
+    rows = row_begin + lanes % (COUNT // (FOLD * SPLITS))
+    return rows, (kv_head + lanes // (COUNT // FOLD)) * GROUP + rows % GROUP
 
 
 @gluon.jit
 def find_tokens(
-    first_token, entries_ptr, row_begin, row_end, GROUP: gl.constexpr, FOLD: gl.constexpr
-):
+    first_token, entries_ptr, row_begin, row_end,
+    GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
     """Tokens of a group's rows. Where those of the span are neighbours, the piece tells the first,
     and they need not be looked up; else it tells -1.
     """
-    rows, _ = rows_of(row_begin, 0, GROUP, FOLD, gl.SliceLayout(1, QUERIES))
+    rows, _ = rows_of(row_begin, 0, 64, GROUP, FOLD, SPLITS, gl.SliceLayout(1, QUERIES))
     tokens = first_token + rows // GROUP
     if first_token < 0:
         tokens = gl.load(entries_ptr + rows // GROUP, mask=rows < row_end, other=0)
@@ -124,15 +168,19 @@ def find_tokens(
 
 @gluon.jit
 def start_queries(
-    q_ptr, q_rows, tokens, row_begin, row_end, kv_head, stride_q_token, stride_q_head,
-    GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    q_ptr, q_rows, q_tail, tokens, row_begin, row_end, kv_head, stride_q_token, stride_q_head,
+    GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy a group's rows into shared memory; those past the last are nobody's."""
-    rows, head = rows_of(row_begin, kv_head, GROUP, FOLD, gl.SliceLayout(1, QUERIES))
-    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, QUERIES))
+    MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
+    rows, head = rows_of(row_begin, kv_head, 64, GROUP, FOLD, SPLITS, gl.SliceLayout(1, QUERIES))
+    dims = gl.arange(0, MAIN, gl.SliceLayout(0, QUERIES))
     offset = tokens.to(gl.int64) * stride_q_token + head * stride_q_head
     is_row = rows < row_end
     _load_rows(q_rows, q_ptr + offset[:, None] + dims[None, :], mask=is_row[:, None])
+    if MAIN < HEAD_DIM:
+        dims = MAIN + gl.arange(0, HEAD_DIM - MAIN, gl.SliceLayout(0, QUERIES))
+        _load_rows(q_tail, q_ptr + offset[:, None] + dims[None, :], mask=is_row[:, None])
     async_copy.commit_group()
 
 
@@ -163,13 +211,13 @@ def shares_of(top, total, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def find_rows(
-    entries_ptr, num_entries, row_begin, row_end, kv_head,
+    entries_ptr, num_entries, row_begin, row_end, kv_head, COUNT: gl.constexpr,
     GROUP: gl.constexpr, FOLD: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Token, slot and head of a group's rows, which of them there are, and whether they are whole;
-    a unit's rows are all of one kind.
+    a unit's rows are all of one kind. COUNT is 64, or what is left when splits are merged.
     """
-    rows, head = rows_of(row_begin, kv_head, GROUP, FOLD, LAYOUT)
+    rows, head = rows_of(row_begin, kv_head, COUNT, GROUP, FOLD, 1, LAYOUT)
     is_row = rows < row_end
     token = gl.load(entries_ptr + rows // GROUP, mask=is_row, other=0)
     slots_ptr = entries_ptr + ENTRY_SLOT * num_entries
@@ -179,10 +227,63 @@ def find_rows(
 
 
 @gluon.jit
+def find_first_keys(entries_ptr, num_entries, rows, row_end, GROUP: gl.constexpr):
+    """From which key on rows see."""
+    ptrs = entries_ptr + ENTRY_FIRST_KEY * num_entries + rows // GROUP
+    return gl.load(ptrs, mask=rows < row_end, other=0)
+
+
+@gluon.jit
+def capped(scores, scale, SOFTCAP: gl.constexpr):
+    """SOFTCAP * tanh(score / SOFTCAP), in base-2 units, and what is left to scale them by."""
+    if SOFTCAP > 0:
+        doubled = gl.exp2(scores * (scale * (2.0 / SOFTCAP)))
+        return (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0)), 1.0
+    else:
+        return scores, scale
+
+
+@gluon.jit
+def _store_whole(
+    rows, share, first_dim: gl.constexpr, offset, is_row, out_ptr, LAYOUT: gl.constexpr
+):
+    """Some dims of finished rows."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    dims = first_dim + gl.arange(0, rows.shape[1], gl.SliceLayout(0, LAYOUT))
+    rows = (rows * gl.convert_layout(share, ROWS)[:, None]).to(out_ptr.dtype.element_ty)
+    offset = gl.convert_layout(offset, ROWS)[:, None]
+    is_row = gl.convert_layout(is_row, ROWS)[:, None]
+    gl.store(out_ptr + offset + dims[None, :], rows, mask=is_row)
+
+
+@gluon.jit
+def _store_packed(
+    rows, peak, first_dim: gl.constexpr, offset, is_row, partial_ptr, LAYOUT: gl.constexpr
+):
+    """Some dims of Partials in fp16, in the order in which threads have them."""
+    COUNT: gl.constexpr = rows.shape[0]
+    DIMS: gl.constexpr = rows.shape[1]
+    PACKED: gl.constexpr = finished(COUNT, DIMS, True)
+    RUN: gl.constexpr = min(DIMS, 32) // 4  # of a thread
+    ROWS: gl.constexpr = gl.SliceLayout(1, PACKED)
+    factor = gl.convert_layout(1.0 / peak, gl.SliceLayout(1, LAYOUT))
+    rows = (rows * factor[:, None]).to(gl.float16)
+    rows = rows.reshape([COUNT, DIMS // (4 * RUN), RUN // 2, 4, 2]).permute((0, 1, 3, 2, 4))
+    rows = gl.convert_layout(rows.reshape([COUNT, DIMS]), PACKED)
+    columns = gl.arange(0, DIMS, gl.SliceLayout(0, PACKED))
+    if RUN < 8:
+        columns = columns // RUN * 8 + columns % RUN
+    first = gl.convert_layout(offset, ROWS)[:, None] + first_dim
+    mask = gl.convert_layout(is_row, ROWS)[:, None]
+    gl.store(partial_ptr + first + columns[None, :], rows, mask=mask)
+
+
+@gluon.jit
 def write_rows(
-    acc, share, lse, token, slot, head, is_row, is_whole, stretch,
+    acc, tail, share, lse, token, slot, head, is_row, is_whole, stretch,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
-    HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr, LAYOUT: gl.constexpr,
+    HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
+    LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Rows, times their share, to `out` where they are whole; packed to their slots where they are
     Partials.
@@ -192,26 +293,25 @@ def write_rows(
     what to multiply it by. Its dims stand in the order in which threads have them
     (`merge_partials.py`).
     """
+    MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
+    TAIL: gl.constexpr = HEAD_DIM - MAIN
     if is_whole:
-        dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
         offset = token.to(gl.int64) * stride_out_token + head * stride_out_head
-        gl.store(
-            out_ptr + offset[:, None] + dims[None, :],
-            (acc * share[:, None]).to(out_ptr.dtype.element_ty), mask=is_row[:, None],
-        )  # fmt: skip
+        _store_whole(acc, share, 0, offset, is_row, out_ptr, LAYOUT)
+        if TAIL > 0:
+            _store_whole(tail, share, MAIN, offset, is_row, out_ptr, TAIL_LAYOUT)
         if HAS_LSE:
             gl.store(lse_ptr + token * HEADS + head, lse * LN_2, mask=is_row)
     else:
-        PACKED: gl.constexpr = PACKED_128 if HEAD_DIM == 128 else PACKED_64
-        ROWS: gl.constexpr = gl.SliceLayout(1, PACKED)
+        PITCH: gl.constexpr = 128 if TAIL > 0 else MAIN
         place = (slot + stretch) * HEADS + head
         peak = gl.maximum(gl.max(gl.abs(acc), 1), LEAST_PEAK)
+        if TAIL > 0:
+            peak_of_tail = gl.convert_layout(gl.max(gl.abs(tail), 1), gl.SliceLayout(1, LAYOUT))
+            peak = gl.maximum(peak, peak_of_tail)
         gl.store(partial_lse_ptr + 2 * place, lse, mask=is_row)
         gl.store(partial_lse_ptr + 2 * place + 1, peak * share, mask=is_row)
-        rows = (acc * (1.0 / peak)[:, None]).to(gl.float16)
-        rows = rows.reshape([64, HEAD_DIM // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4))
-        rows = gl.convert_layout(rows.reshape([64, HEAD_DIM]), PACKED)
-        columns = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, PACKED))
-        first = gl.convert_layout(place, ROWS).to(gl.int64) * HEAD_DIM
-        mask = gl.convert_layout(is_row, ROWS)[:, None]
-        gl.store(partial_ptr + first[:, None] + columns[None, :], rows, mask=mask)
+        offset = place.to(gl.int64) * PITCH
+        _store_packed(acc, peak, 0, offset, is_row, partial_ptr, LAYOUT)
+        if TAIL > 0:
+            _store_packed(tail, peak, MAIN, offset, is_row, partial_ptr, TAIL_LAYOUT)

@@ -7,7 +7,9 @@ producer runs ahead from unit to unit, so reading does not stop between two of t
 (head, key) pairs: as many keys of each of FOLD heads. A page holds its KV heads one after the
 other, so where pages are as long as that a tile is one block of memory; else it has a block of each
 head, of a part of a page or of several. Each warp takes the rows of one head, or some of them, and
-that head's keys alone: tensor cores need not multiply heads with each other.
+that head's keys alone: tensor cores need not multiply heads with each other. Where there are fewer
+heads than warps, and these are not needed for rows, a head's keys are split into SPLITS parts, each
+with a softmax of its own, and these are merged when the unit ends.
 
 A program has its share of the units, and then claims others from the work queue (`work_queue.py`)
 until there are none; one without a share claims at once, or not at all, as the plan says. The
@@ -28,12 +30,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mainstem.kernels.attention.hopper.rows import (
     PANEL,
     TILES,
-    as_tiles,
     await_queries,
     barrier,
+    capped,
+    find_first_keys,
     find_rows,
     find_tokens,
-    load_box,
+    finished,
     num_tiles_of,
     read_piece,
     release,
@@ -41,28 +44,32 @@ from mainstem.kernels.attention.hopper.rows import (
     share_of,
     shares_of,
     start_queries,
+    tiles_of,
     write_rows,
 )
+from mainstem.kernels.attention.hopper.small_reads import (
+    LANES,
+    claimed_unit,
+    produce,
+    read_keys,
+    take_ticket,
+)
+from mainstem.kernels.attention.hopper.splits import finish_sums, sums_of
 from mainstem.kernels.attention.triton.layout import (
     HEADER_ENTRIES,
     HEADER_NUM_CLAIMERS,
     HEADER_NUM_ENTRIES,
     HEADER_NUM_QUEUED,
-    HEADER_PAGE_IDS,
     HEADER_QUEUE,
-    HEADER_SMALL_ORDER,
-    HEADER_SMALL_PIECES,
     NOTE_HAS_UNIT,
     NOTE_INTS,
     PIECE_ENTRY,
     PIECE_FIRST_LIMIT,
-    PIECE_FIRST_PAGE,
     PIECE_FIRST_TOKEN,
     PIECE_INTS,
     PIECE_KEY_BEGIN,
     PIECE_KEY_END,
     PIECE_KV_HEAD,
-    PIECE_PAGES_AT,
     PIECE_ROW_BEGIN,
     PIECE_ROW_END,
     PIECE_STRETCH,
@@ -72,197 +79,14 @@ from mainstem.kernels.attention.triton.layout import (
     SHARE_SMALL_END,
 )
 
-FOLDED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-LANES = gl.constexpr(64)  # keys x heads of a tile
-CLAIM_AHEAD = gl.constexpr(4)  # tiles that are left of a unit when the next one is claimed
-READ_AHEAD = gl.constexpr(2)  # when it is read what that is
-NOTE_AHEAD = gl.constexpr(1)  # and when the consumer is told
 NUM_WARPS = 4
-MAX_REGISTERS = 128  # two programs on a multiprocessor, of two groups of warps each
 PRODUCER_REGISTERS = gl.constexpr(40)
 
 
-def rows_of_box(fold: int, page_size: int) -> int:
-    """Rows of K or V that are copied at once: of all heads of a unit where a page of theirs fills a
-    tile, else of one.
-    """
-    lanes: int = LANES.value
-    return lanes if fold * page_size == lanes else min(page_size, lanes // fold)
-
-
-@gluon.jit
-def _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, WARPS: gl.constexpr):
-    """Take a ticket of the work queue. Nobody waits for it before `_claimed`.
-
-    Who claims does so until there is no unit left, so the last ticket of all is known, and makes
-    the queue ready for the next launch: the count begins anew behind it. (Not `atomic_add`, which
-    makes one of what a warp adds, and waits to tell its lanes apart.)
-    """
-    lanes = gl.arange(0, WARPS * 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred asks;
-        setp.ne.s32 asks, $3, 0;
-        mov.b32 $0, -1;
-        @asks atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;
-        }""",
-        "=&r,l,r,r",
-        [
-            tickets_ptr + lanes * 0, lanes * 0 + (num_queued + num_claimers - 1),
-            ((lanes == 0) & does_claim).to(gl.int32),
-        ],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _claimed(tickets, num_queued):
-    """The unit of the queue, or -1 where none is left or nobody asked."""
-    ticket = gl.max(tickets, 0)
-    return gl.where(ticket < num_queued, ticket, -1)
-
-
-@gluon.jit
-def _read_keys(unit_ptr):
-    """What the producer needs of a unit: first page id; where page ids begin, keys."""
-    return (
-        gl.load(unit_ptr + PIECE_FIRST_PAGE), gl.load(unit_ptr + PIECE_PAGES_AT),
-        gl.load(unit_ptr + PIECE_KEY_BEGIN), gl.load(unit_ptr + PIECE_KEY_END),
-    )  # fmt: skip
-
-
-@gluon.jit
-def _bring_block(
-    desc, boxes, arrived, stage, j, first_row,
-    PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
-    """Keys of a page, of all heads or of one after the other, to lie head by head in the tile."""
-    ACROSS: gl.constexpr = HEAD_DIM // PANEL
-    for head in gl.static_range(HEADS):
-        for panel in gl.static_range(ACROSS):
-            box = boxes.index(((stage * ACROSS + panel) * HEADS + head) * PAGES + j)
-            load_box(desc, [first_row + head * PAGE_SIZE, panel * PANEL], arrived, box)
-
-
-@gluon.jit
-def _bring(
-    k_desc, v_desc, k_boxes, v_boxes, full, empty, step, count, page, pages_ptr, at, last_page,
-    kv_head,
-    KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Some tiles of a unit, each into a stage that has been read; past the span's last page, that
-    one again. `at` counts blocks.
-    """
-    KEYS: gl.constexpr = LANES // FOLD
-    PAGES: gl.constexpr = max(KEYS // PAGE_SIZE, 1)  # of a tile
-    PARTS: gl.constexpr = max(PAGE_SIZE // KEYS, 1)  # of a page, a tile each
-    HEADS: gl.constexpr = 1 if KEYS == PAGE_SIZE else FOLD
-    for _ in range(0, count):
-        next_page = gl.load(pages_ptr + gl.minimum((at + PAGES) // PARTS, last_page))
-        stage = step % STAGES
-        arrived = full.index(stage)
-        mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
-        mbarrier.expect(arrived, 2 * LANES * HEAD_DIM * 2)
-        for j in gl.static_range(PAGES):
-            if j > 0:
-                page = gl.load(pages_ptr + gl.minimum(at + j, last_page))
-            row = (page * KV_HEADS + kv_head) * PAGE_SIZE + at % PARTS * KEYS
-            _bring_block(k_desc, k_boxes, arrived, stage, j, row, PAGE_SIZE, PAGES, HEADS, HEAD_DIM)
-            _bring_block(v_desc, v_boxes, arrived, stage, j, row, PAGE_SIZE, PAGES, HEADS, HEAD_DIM)
-        page = next_page
-        at += PAGES
-        step += 1
-    return step, page, at
-
-
-@gluon.jit
-def _produce(
-    k_desc, v_desc, k_tiles, v_tiles, full, empty, notes, noted, plan_ptr,
-    index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
-    num_queued, num_claimers, tickets_ptr,
-    KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Bring K and V of all units of this program; claim those that follow its share, and note down
-    for the consumer what each is.
-    """
-    UNITS: gl.constexpr = KV_HEADS // FOLD  # of a piece
-    KEYS: gl.constexpr = LANES // FOLD
-    BLOCK: gl.constexpr = min(PAGE_SIZE, KEYS)  # keys of a head that are copied at once
-    ROWS: gl.constexpr = LANES if KEYS == PAGE_SIZE else BLOCK
-    NOTE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    NOTES: gl.constexpr = 2 * STAGES
-    gl.static_assert(k_desc.block_shape[0] == ROWS)
-    k_boxes = as_tiles(k_tiles, STAGES * LANES * HEAD_DIM // (ROWS * PANEL), ROWS, PANEL)
-    v_boxes = as_tiles(v_tiles, STAGES * LANES * HEAD_DIM // (ROWS * PANEL), ROWS, PANEL)
-    pieces_at = gl.load(plan_ptr + HEADER_SMALL_PIECES)
-    order_ptr = plan_ptr + gl.load(plan_ptr + HEADER_SMALL_ORDER)
-    page_ids_ptr = plan_ptr + gl.load(plan_ptr + HEADER_PAGE_IDS)
-    queue_at = gl.load(plan_ptr + HEADER_QUEUE)
-    columns = gl.arange(0, NOTE_INTS, NOTE)
-    step = 0
-    num_noted = 0
-    is_there = True
-    while is_there:
-        pages_ptr = page_ids_ptr + page_at
-        last_page = gl.maximum(key_end - 1, 0) // PAGE_SIZE
-        at = key_begin // BLOCK
-        num_tiles = num_tiles_of(key_begin, key_end, KEYS)
-        is_long = num_tiles > CLAIM_AHEAD
-        step, page, at = _bring(
-            k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
-            gl.where(is_long, num_tiles - CLAIM_AHEAD, 0),
-            page, pages_ptr, at, last_page, kv_head,
-            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
-        )  # fmt: skip
-        index += 1
-        does_claim = (index >= end) & (num_queued > 0)
-        tickets = _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 1)
-        step, page, at = _bring(
-            k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
-            gl.where(is_long, CLAIM_AHEAD - READ_AHEAD, num_tiles),
-            page, pages_ptr, at, last_page, kv_head,
-            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
-        )  # fmt: skip
-        claimed = _claimed(tickets, num_queued)
-        is_there = (index < end) | (claimed >= 0)
-        piece = next_unit // UNITS
-        next_ptr = plan_ptr + gl.where(
-            index < end,
-            pieces_at + piece * PIECE_INTS,
-            queue_at + gl.maximum(claimed, 0) * PIECE_INTS,
-        )
-        note = gl.load(next_ptr + columns, mask=columns < PIECE_INTS, other=0)
-        next_kv_head = gl.load(next_ptr + PIECE_KV_HEAD)
-        next_page, next_page_at, next_key_begin, next_key_end = _read_keys(next_ptr)
-        if index < end:
-            next_kv_head = (next_unit - piece * UNITS) * FOLD
-        next_unit = gl.load(order_ptr + gl.maximum(gl.minimum(index + 1, end - 1), 0))
-        step, page, at = _bring(
-            k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
-            gl.where(is_long, READ_AHEAD - NOTE_AHEAD, 0),
-            page, pages_ptr, at, last_page, kv_head,
-            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
-        )  # fmt: skip
-        note = gl.where(columns == PIECE_KV_HEAD, next_kv_head, note)
-        note = gl.where(columns == NOTE_HAS_UNIT, is_there.to(gl.int32), note)
-        slot = num_noted % NOTES
-        notes.index(slot).store(note)
-        mbarrier.arrive(noted.index(slot), count=1)
-        num_noted += 1
-        step, page, at = _bring(
-            k_desc, v_desc, k_boxes, v_boxes, full, empty, step,
-            gl.where(is_long, NOTE_AHEAD, 0),
-            page, pages_ptr, at, last_page, kv_head,
-            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
-        )  # fmt: skip
-        kv_head = next_kv_head
-        page = next_page
-        page_at = next_page_at
-        key_begin = next_key_begin
-        key_end = next_key_end
+def max_registers(programs_per_sm: int) -> int:
+    """Of a thread; a program has two groups of four warps."""
+    return 256 // programs_per_sm - (programs_per_sm == 1)
 
 
 @gluon.jit
@@ -272,64 +96,132 @@ def _noted(fields, slot, column):
 
 
 @gluon.jit
-def _clear(tile, num_keys, FOLD: gl.constexpr):
-    """Zero the rows of a tile of V past the last key. Slots there hold anything, and zero weight
-    times NaN would still be NaN."""
+def _add_scores(scores, q, k_tile, LAYOUT: gl.constexpr):
+    return mma_v2(q, k_tile.permute((0, 2, 1)).load(LAYOUT), scores)
+
+
+@gluon.jit
+def _is_cut(start, seen_by_all, hidden_end, KEYS: gl.constexpr, HAS_WINDOW: gl.constexpr):
+    """Whether some row does not see all keys of a tile."""
+    if HAS_WINDOW:
+        return (start + KEYS > seen_by_all) | (start < hidden_end)
+    else:
+        return start + KEYS > seen_by_all
+
+
+@gluon.jit
+def _mask(
+    scores, start, limit, first_key,
+    SPLITS: gl.constexpr, HAS_WINDOW: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """[section, row, key]: -inf where a row does not see the key."""
+    SECTION_KEYS: gl.constexpr = scores.shape[2]
+    lanes = gl.arange(0, SECTION_KEYS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    keys = (start + lanes)[None, None, :]
+    if SPLITS > 1:
+        sections = gl.arange(0, scores.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        keys = keys + (sections % SPLITS * SECTION_KEYS)[:, None, None]
+    is_seen = keys <= limit[None, :, None]
+    if HAS_WINDOW:
+        is_seen = is_seen & (keys >= first_key[None, :, None])
+    return gl.where(is_seen, scores, float("-inf"))
+
+
+@gluon.jit
+def _clear_tile(tile, num_keys, FOLD: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     is_key = gl.arange(0, LANES, gl.SliceLayout(1, LAYOUT)) % (LANES // FOLD) < num_keys
     keys = tile.load(LAYOUT)
     tile.store(gl.where(is_key[:, None], keys, 0.0).to(keys.dtype))
+
+
+@gluon.jit
+def _clear(tiles, tails, stage, num_keys, FOLD: gl.constexpr, HAS_TAIL: gl.constexpr):
+    """Zero the rows of a tile of V past the last key. Slots there hold anything, and zero weight
+    times NaN would still be NaN."""
+    _clear_tile(tiles.index(stage), num_keys, FOLD)
+    if HAS_TAIL:
+        _clear_tile(tails.index(stage), num_keys, FOLD)
     fence_async_shared()  # before other keys are copied there
     barrier()
 
 
 @gluon.jit
 def _consume(
-    q_rows, k_tiles, v_tiles, full, empty, notes, noted, plan_ptr,
+    q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, sums, tail_sums,
+    full, empty, notes, noted, plan_ptr,
     unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """All units of this program: the online softmax over the tiles of each."""
     NOTES: gl.constexpr = 2 * STAGES
+    MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
+    TAIL: gl.constexpr = HEAD_DIM - MAIN
     KEYS: gl.constexpr = LANES // FOLD
-    ROWS: gl.constexpr = 64 // FOLD
-    # [head, row, key or dim]; a warp has 16 rows of one head.
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [FOLD, 4 // FOLD, 1], [1, 16, 8])
+    SECTIONS: gl.constexpr = FOLD * SPLITS
+    SECTION_KEYS: gl.constexpr = LANES // SECTIONS
+    ROWS: gl.constexpr = 64 // SECTIONS
+    # [section, row, key or dim]; a warp has 16 rows of one section.
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [2, 0], [SECTIONS, 4 // SECTIONS, 1], [1, 16, 8]
+    )
     FIRST: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     SECOND: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
     HEAD_ROWS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    # Finished rows: 64, a warp has 16 of one section, or fewer when splits are merged.
+    COUNT: gl.constexpr = 64 // SPLITS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    O_LAYOUT: gl.constexpr = MMA if SPLITS == 1 else finished(COUNT, MAIN, False)
+    TAIL_LAYOUT: gl.constexpr = MMA if SPLITS == 1 or TAIL == 0 else finished(COUNT, TAIL, False)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     entries_ptr = plan_ptr + gl.load(plan_ptr + HEADER_ENTRIES)
     num_entries = gl.load(plan_ptr + HEADER_NUM_ENTRIES)
     fields = reshaped(notes, [NOTES * NOTE_INTS, 1], ROW)
-    queries = reshaped(q_rows, [FOLD, ROWS, HEAD_DIM], FOLDED)
-    k_folded = reshaped(k_tiles, [STAGES, FOLD, KEYS, HEAD_DIM], FOLDED)
-    v_folded = reshaped(v_tiles, [STAGES, FOLD, KEYS, HEAD_DIM], FOLDED)
+    queries = reshaped(q_rows, [SECTIONS, ROWS, MAIN], tiles_of(MAIN, 3))
+    k_folded = reshaped(k_tiles, [STAGES, SECTIONS, SECTION_KEYS, MAIN], tiles_of(MAIN, 3))
+    v_folded = reshaped(v_tiles, [STAGES, SECTIONS, SECTION_KEYS, MAIN], tiles_of(MAIN, 3))
+    if TAIL > 0:
+        tail_queries = reshaped(q_tail_rows, [SECTIONS, ROWS, TAIL], tiles_of(TAIL, 3))
+        k_tail_folded = reshaped(k_tails, [STAGES, SECTIONS, SECTION_KEYS, TAIL], tiles_of(TAIL, 3))
+        v_tail_folded = reshaped(v_tails, [STAGES, SECTIONS, SECTION_KEYS, TAIL], tiles_of(TAIL, 3))
     entry, row_begin, row_end, key_begin, key_end, first_limit, stretch = read_piece(unit_ptr)
     kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
     tokens = find_tokens(
-        gl.load(unit_ptr + PIECE_FIRST_TOKEN), entries_ptr + entry, row_begin, row_end, GROUP, FOLD
-    )
-    start_queries(
-        q_ptr, q_rows, tokens, row_begin, row_end, kv_head,
-        stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
+        gl.load(unit_ptr + PIECE_FIRST_TOKEN), entries_ptr + entry, row_begin, row_end,
+        GROUP, FOLD, SPLITS,
     )  # fmt: skip
+    start_queries(
+        q_ptr, q_rows, q_tail_rows, tokens, row_begin, row_end, kv_head,
+        stride_q_token, stride_q_head, GROUP, FOLD, SPLITS, HEAD_DIM,
+    )  # fmt: skip
+    lanes = gl.arange(0, ROWS, gl.SliceLayout(0, HEAD_ROWS))
+    first_key = lanes
+    if HAS_WINDOW:
+        first_key = find_first_keys(
+            entries_ptr + entry, num_entries, row_begin + lanes, row_end, GROUP
+        )
     step = 0
     num_noted = 0
     is_there = 1
     while is_there > 0:
         token, slot, head, is_row, is_whole = find_rows(
-            entries_ptr + entry, num_entries, row_begin, row_end, kv_head, GROUP, FOLD, O_ROWS
-        )
-        rows = row_begin + gl.arange(0, ROWS, gl.SliceLayout(0, HEAD_ROWS))
-        limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
+            entries_ptr + entry, num_entries, row_begin, row_end, kv_head,
+            COUNT, GROUP, FOLD, O_ROWS,
+        )  # fmt: skip
+        limit = gl.minimum(first_limit + (row_begin + lanes) // GROUP, key_end - 1)
         seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
-        top = gl.full([FOLD, ROWS], float("-inf"), gl.float32, HEAD_ROWS)
-        total = gl.zeros([FOLD, ROWS], gl.float32, HEAD_ROWS)
-        acc = gl.zeros([FOLD, ROWS, HEAD_DIM], gl.float32, LAYOUT)
+        hidden_end = 0
+        if HAS_WINDOW:
+            hidden_end = gl.max(first_key, 0)
+        top = gl.full([SECTIONS, ROWS], float("-inf"), gl.float32, HEAD_ROWS)
+        total = gl.zeros([SECTIONS, ROWS], gl.float32, HEAD_ROWS)
+        acc = gl.zeros([SECTIONS, ROWS, MAIN], gl.float32, LAYOUT)
+        tail = acc
+        if TAIL > 0:
+            tail = gl.zeros([SECTIONS, ROWS, TAIL], gl.float32, LAYOUT)
         next_entry = 0
         next_row_begin = 0
         next_row_end = 0
@@ -338,35 +230,43 @@ def _consume(
         next_limit = 0
         next_stretch = 0
         next_kv_head = 0
+        next_first_key = first_key
         num_tiles = num_tiles_of(key_begin, key_end, KEYS)
         # With this tile released the producer has room for all others of the unit: it tells what
         # comes next without waiting for another.
         ask_behind = gl.where(num_tiles > STAGES, num_tiles - STAGES, num_tiles) - 1
         await_queries()
         q = queries.load(FIRST)
+        if TAIL > 0:
+            q_tail = tail_queries.load(FIRST)
         for i in range(0, num_tiles):
             start = key_begin + i * KEYS
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             if start + KEYS > key_end:
-                _clear(v_tiles.index(stage), key_end - start, FOLD)
-            k = k_folded.index(stage).permute((0, 2, 1)).load(SECOND)
-            scores = mma_v2(q, k, gl.zeros([FOLD, ROWS, KEYS], gl.float32, LAYOUT))
-            if start + KEYS > seen_by_all:
-                keys = start + gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-                is_seen = keys[None, None, :] <= limit[None, :, None]
-                scores = gl.where(is_seen, scores, float("-inf"))
-            new_top = gl.maximum(top, gl.max(scores, 2) * scale)
+                _clear(v_tiles, v_tails, stage, key_end - start, FOLD, TAIL > 0)
+            scores = gl.zeros([SECTIONS, ROWS, SECTION_KEYS], gl.float32, LAYOUT)
+            scores = _add_scores(scores, q, k_folded.index(stage), SECOND)
+            if TAIL > 0:
+                scores = _add_scores(scores, q_tail, k_tail_folded.index(stage), SECOND)
+            scores, left = capped(scores, scale, SOFTCAP)
+            if _is_cut(start, seen_by_all, hidden_end, KEYS, HAS_WINDOW):
+                scores = _mask(scores, start, limit, first_key, SPLITS, HAS_WINDOW, LAYOUT)
+            new_top = gl.maximum(top, gl.max(scores, 2) * left)
             # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
             base = gl.where(new_top == float("-inf"), 0.0, new_top)
-            p = gl.exp2(scores * scale - base[:, :, None])
+            p = gl.exp2(scores * left - base[:, :, None])
             shrink = gl.exp2(top - base)
             total = total * shrink + gl.sum(p, 2)
             top = new_top
             weights = gl.convert_layout(p.to(q_rows.dtype), FIRST)
             v = v_folded.index(stage).load(SECOND)
+            if TAIL > 0:
+                v_tail = v_tail_folded.index(stage).load(SECOND)
             release(empty, stage)
             acc = mma_v2(weights, v, acc * shrink[:, :, None])
+            if TAIL > 0:
+                tail = mma_v2(weights, v_tail, tail * shrink[:, :, None])
             step += 1
             if i == ask_behind:
                 place = num_noted % NOTES
@@ -383,22 +283,26 @@ def _consume(
                 if is_there > 0:
                     next_tokens = find_tokens(
                         _noted(fields, place, PIECE_FIRST_TOKEN), entries_ptr + next_entry,
-                        next_row_begin, next_row_end, GROUP, FOLD,
+                        next_row_begin, next_row_end, GROUP, FOLD, SPLITS,
                     )  # fmt: skip
                     start_queries(
-                        q_ptr, q_rows, next_tokens, next_row_begin, next_row_end, next_kv_head,
-                        stride_q_token, stride_q_head, GROUP, FOLD, HEAD_DIM,
+                        q_ptr, q_rows, q_tail_rows, next_tokens, next_row_begin, next_row_end,
+                        next_kv_head, stride_q_token, stride_q_head, GROUP, FOLD, SPLITS, HEAD_DIM,
                     )  # fmt: skip
+                    if HAS_WINDOW:
+                        next_first_key = find_first_keys(
+                            entries_ptr + next_entry, num_entries, next_row_begin + lanes,
+                            next_row_end, GROUP,
+                        )  # fmt: skip
         num_noted += 1
-        share, lse = shares_of(
-            gl.convert_layout(top.reshape([64]), O_ROWS),
-            gl.convert_layout(total.reshape([64]), O_ROWS), O_ROWS,
-        )  # fmt: skip
-        acc = gl.convert_layout(acc.reshape([64, HEAD_DIM]), O_LAYOUT)
+        acc, tail, top, total = finish_sums(
+            acc, tail, top, total, sums, tail_sums, FOLD, SPLITS, TAIL > 0, O_LAYOUT, TAIL_LAYOUT
+        )
+        share, lse = shares_of(top, total, O_ROWS)
         write_rows(
-            acc, share, lse, token, slot, head, is_row, is_whole, stretch,
+            acc, tail, share, lse, token, slot, head, is_row, is_whole, stretch,
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
-            KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT,
+            KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT, TAIL_LAYOUT,
         )  # fmt: skip
         entry = next_entry
         row_begin = next_row_begin
@@ -408,6 +312,8 @@ def _consume(
         first_limit = next_limit
         stretch = next_stretch
         kv_head = next_kv_head
+        if HAS_WINDOW:
+            first_key = next_first_key
     await_queries()
 
 
@@ -419,13 +325,16 @@ def _wait_for_large(IS_FIRST: gl.constexpr):
 
 @gluon.jit
 def _small_units_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
+    q_ptr, k_desc, v_desc, k_tail_desc, v_tail_desc,
+    out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, tickets_ptr,
     num_barriers,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, IS_FIRST: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, IS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Attend to the small units of this program. `scale` includes log2(e).
+    """Attend to the small units of this program. `scale` includes log2(e). SOFTCAP is in natural
+    units, 0 for none.
 
     Behind the kernel of the large units (not IS_FIRST) it need not wait at its begin: that one lets
     it start behind its own wait. Whoever waits for this kernel must wait for that one, too, so one
@@ -441,13 +350,29 @@ def _small_units_kernel(
     end = gl.load(share_ptr + SHARE_SMALL_END)
     next_unit = gl.load(share_ptr + SHARE_SECOND_SMALL)
     kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
-    page, page_at, key_begin, key_end = _read_keys(unit_ptr)
+    page, page_at, key_begin, key_end = read_keys(unit_ptr)
     num_queued = gl.load(plan_ptr + HEADER_NUM_QUEUED)
     num_claimers = gl.load(plan_ptr + HEADER_NUM_CLAIMERS)
     dtype: gl.constexpr = k_desc.dtype
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, HEAD_DIM], TILES)
-    q_rows = gl.allocate_shared_memory(dtype, [64, HEAD_DIM], TILES)
+    MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
+    TAIL: gl.constexpr = HEAD_DIM - MAIN
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, MAIN], TILES)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, MAIN], TILES)
+    q_rows = gl.allocate_shared_memory(dtype, [64, MAIN], TILES)
+    k_tails: gl.constexpr = None
+    v_tails: gl.constexpr = None
+    q_tail_rows: gl.constexpr = None
+    if TAIL > 0:
+        k_tails = gl.allocate_shared_memory(dtype, [STAGES, LANES, TAIL], tiles_of(TAIL))
+        v_tails = gl.allocate_shared_memory(dtype, [STAGES, LANES, TAIL], tiles_of(TAIL))
+        q_tail_rows = gl.allocate_shared_memory(dtype, [64, TAIL], tiles_of(TAIL))
+    sums: gl.constexpr = None
+    tail_sums: gl.constexpr = None
+    if SPLITS > 1:
+        ROWS: gl.constexpr = 64 // SPLITS
+        sums = gl.allocate_shared_memory(gl.float32, [SPLITS, ROWS, MAIN], sums_of(MAIN))
+        if TAIL > 0:
+            tail_sums = gl.allocate_shared_memory(gl.float32, [SPLITS, ROWS, TAIL], sums_of(TAIL))
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -465,13 +390,13 @@ def _small_units_kernel(
     has_units = begin < end
     if not has_units:
         does_claim = (num_claimers == gl.num_programs(0)) & (num_queued > 0)
-        tickets = _take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 4)
-        claimed = _claimed(tickets, num_queued)
+        tickets = take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 4)
+        claimed = claimed_unit(tickets, num_queued)
         has_units = claimed >= 0
         queue_ptr = plan_ptr + gl.load(plan_ptr + HEADER_QUEUE)
         unit_ptr = queue_ptr + gl.maximum(claimed, 0) * PIECE_INTS
         kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
-        page, page_at, key_begin, key_end = _read_keys(unit_ptr)
+        page, page_at, key_begin, key_end = read_keys(unit_ptr)
         # Claiming takes some shared memory, where copies might come to lie, and where, unseen by
         # the compiler, the producer's arguments do next: all warps must have read what was claimed.
         fence_async_shared()
@@ -482,13 +407,15 @@ def _small_units_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                q_rows, k_tiles, v_tiles, full, empty, notes, noted, plan_ptr,
+                q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, sums, tail_sums,
+                full, empty, notes, noted, plan_ptr,
                 unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
-                KV_HEADS, GROUP, FOLD, HEAD_DIM, STAGES, HAS_LSE,
+                KV_HEADS, GROUP, FOLD, SPLITS, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
             )),
-            (_produce, (
-                k_desc, v_desc, k_tiles, v_tiles, full, empty, notes, noted,
+            (produce, (
+                k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
+                full, empty, notes, noted,
                 plan_ptr, begin, end, next_unit, kv_head, page, page_at, key_begin, key_end,
                 num_queued, num_claimers, tickets_ptr,
                 KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,

@@ -10,6 +10,8 @@ Partials are rows of fp32 with an lse each, or packed (`hopper/rows.py`): rows o
 and a factor each, and in every 32 dims another order:
 
     place 8 b + 2 a + c  |  dim 8 a + 2 b + c, where a and b are 0 to 3, c is 0 or 1
+
+Places of dims that heads do not have are not written, and hold anything.
 """
 
 import triton
@@ -49,6 +51,15 @@ def _load_lse(partial_lse_ptr, place, is_there, IS_PACKED: tl.constexpr):
         return lse, tl.load(ptrs + 1, mask=is_there, other=0.0, cache_modifier=".cg")
     else:
         return lse, 1.0
+
+
+@triton.jit
+def _are_there(is_there, dims, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Places of Partials, in 32s, with dims that heads have."""
+    if HEAD_DIM == DIM:
+        return is_there
+    else:
+        return is_there & (dims // 32 * 32 < HEAD_DIM)
 
 
 @triton.jit
@@ -104,7 +115,8 @@ def _merge_rows(
             lse, factor = _load_lse(partial_lse_ptr, place, is_there, IS_PACKED)
             rows = tl.load(
                 partial_ptr + place.to(tl.int64)[:, None] * DIM + dims[None, :],
-                mask=is_there[:, None], other=0.0, cache_modifier=".cg",
+                mask=_are_there(is_there[:, None], dims[None, :], HEAD_DIM, DIM), other=0.0,
+                cache_modifier=".cg",
             )  # fmt: skip
             found += ((lse, factor, rows),)
             new_top = tl.maximum(new_top, lse)
@@ -149,7 +161,8 @@ def _merge_dims(
         lse, factor = _load_lse(partial_lse_ptr, place, is_there, IS_PACKED)
         rows = tl.load(
             partial_ptr + place.to(tl.int64)[:, :, None] * DIM + dims[None, None, :],
-            mask=is_there[:, :, None], other=0.0, cache_modifier=".cg",
+            mask=_are_there(is_there[:, :, None], dims[None, None, :], HEAD_DIM, DIM), other=0.0,
+            cache_modifier=".cg",
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(lse, 1))
         base = _base_of(new_top)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

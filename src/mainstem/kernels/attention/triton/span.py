@@ -56,9 +56,7 @@ from mainstem.kernels.attention.triton.layout import (
     SHARE_SMALL_BEGIN,
     SHARE_SMALL_END,
 )
-from mainstem.kernels.attention.triton.rows import normalised, write_rows
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from mainstem.kernels.attention.triton.rows import LOG2_E, normalised, write_rows
 
 
 @triton.jit

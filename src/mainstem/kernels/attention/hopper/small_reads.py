@@ -1,0 +1,235 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
+# ruff: noqa: PLR0917
+"""Attention on Hopper: how small units are read, and which one a program has next.
+
+The producer of a program is one warp. It claims units of the work queue, notes down for the
+consumer what they are, and copies their keys to shared memory by TMA.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mainstem.kernels.attention.hopper.rows import PANEL, as_tiles, load_box, num_tiles_of
+from mainstem.kernels.attention.triton.layout import (
+    HEADER_PAGE_IDS,
+    HEADER_QUEUE,
+    HEADER_SMALL_ORDER,
+    HEADER_SMALL_PIECES,
+    NOTE_HAS_UNIT,
+    NOTE_INTS,
+    PIECE_FIRST_PAGE,
+    PIECE_INTS,
+    PIECE_KEY_BEGIN,
+    PIECE_KEY_END,
+    PIECE_KV_HEAD,
+    PIECE_PAGES_AT,
+)
+
+LANES = gl.constexpr(64)  # keys x heads of a tile
+CLAIM_AHEAD = gl.constexpr(4)  # tiles that are left of a unit when the next one is claimed
+READ_AHEAD = gl.constexpr(2)  # when it is read what that is
+NOTE_AHEAD = gl.constexpr(1)  # and when the consumer is told
+
+
+def rows_of_box(fold: int, page_size: int) -> int:
+    """Rows of K or V that are copied at once: of all heads of a unit where a page of theirs fills a
+    tile, else of one.
+    """
+    lanes: int = LANES.value
+    return lanes if fold * page_size == lanes else min(page_size, lanes // fold)
+
+
+@gluon.jit
+def take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, WARPS: gl.constexpr):
+    """Take a ticket of the work queue. Nobody waits for it before `claimed_unit`.
+
+    Who claims does so until there is no unit left, so the last ticket of all is known, and makes
+    the queue ready for the next launch: the count begins anew behind it. (Not `atomic_add`, which
+    makes one of what a warp adds, and waits to tell its lanes apart.)
+    """
+    lanes = gl.arange(0, WARPS * 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred asks;
+        setp.ne.s32 asks, $3, 0;
+        mov.b32 $0, -1;
+        @asks atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;
+        }""",
+        "=&r,l,r,r",
+        [
+            tickets_ptr + lanes * 0, lanes * 0 + (num_queued + num_claimers - 1),
+            ((lanes == 0) & does_claim).to(gl.int32),
+        ],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def claimed_unit(tickets, num_queued):
+    """The unit of the queue, or -1 where none is left or nobody asked."""
+    ticket = gl.max(tickets, 0)
+    return gl.where(ticket < num_queued, ticket, -1)
+
+
+@gluon.jit
+def read_keys(unit_ptr):
+    """What the producer needs of a unit: first page id; where page ids begin, keys."""
+    return (
+        gl.load(unit_ptr + PIECE_FIRST_PAGE), gl.load(unit_ptr + PIECE_PAGES_AT),
+        gl.load(unit_ptr + PIECE_KEY_BEGIN), gl.load(unit_ptr + PIECE_KEY_END),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _bring_block(
+    desc, tail_desc, boxes, tail_boxes, arrived, stage, j, first_row,
+    PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Keys of a page, of all heads or of one after the other, to lie head by head in the tile."""
+    ACROSS: gl.constexpr = HEAD_DIM // PANEL
+    HAS_TAIL: gl.constexpr = HEAD_DIM % PANEL > 0
+    for head in gl.static_range(HEADS):
+        for panel in gl.static_range(ACROSS):
+            box = boxes.index(((stage * ACROSS + panel) * HEADS + head) * PAGES + j)
+            load_box(desc, [first_row + head * PAGE_SIZE, panel * PANEL], arrived, box)
+        if HAS_TAIL:
+            box = tail_boxes.index((stage * HEADS + head) * PAGES + j)
+            load_box(tail_desc, [first_row + head * PAGE_SIZE, ACROSS * PANEL], arrived, box)
+
+
+@gluon.jit
+def _bring(
+    k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
+    full, empty, step, count, page, pages_ptr, at, last_page, kv_head,
+    KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Some tiles of a unit, each into a stage that has been read; past the span's last page, that
+    one again. `at` counts blocks.
+    """
+    KEYS: gl.constexpr = LANES // FOLD
+    PAGES: gl.constexpr = max(KEYS // PAGE_SIZE, 1)  # of a tile
+    PARTS: gl.constexpr = max(PAGE_SIZE // KEYS, 1)  # of a page, a tile each
+    HEADS: gl.constexpr = 1 if KEYS == PAGE_SIZE else FOLD
+    for _ in range(0, count):
+        next_page = gl.load(pages_ptr + gl.minimum((at + PAGES) // PARTS, last_page))
+        stage = step % STAGES
+        arrived = full.index(stage)
+        mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+        mbarrier.expect(arrived, 2 * LANES * HEAD_DIM * 2)
+        for j in gl.static_range(PAGES):
+            if j > 0:
+                page = gl.load(pages_ptr + gl.minimum(at + j, last_page))
+            row = (page * KV_HEADS + kv_head) * PAGE_SIZE + at % PARTS * KEYS
+            _bring_block(
+                k_desc, k_tail_desc, k_boxes, k_tail_boxes, arrived, stage, j, row,
+                PAGE_SIZE, PAGES, HEADS, HEAD_DIM,
+            )  # fmt: skip
+            _bring_block(
+                v_desc, v_tail_desc, v_boxes, v_tail_boxes, arrived, stage, j, row,
+                PAGE_SIZE, PAGES, HEADS, HEAD_DIM,
+            )  # fmt: skip
+        page = next_page
+        at += PAGES
+        step += 1
+    return step, page, at
+
+
+@gluon.jit
+def produce(
+    k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
+    full, empty, notes, noted, plan_ptr,
+    index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
+    num_queued, num_claimers, tickets_ptr,
+    KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Bring K and V of all units of this program; claim those that follow its share, and note down
+    for the consumer what each is.
+    """
+    UNITS: gl.constexpr = KV_HEADS // FOLD  # of a piece
+    KEYS: gl.constexpr = LANES // FOLD
+    BLOCK: gl.constexpr = min(PAGE_SIZE, KEYS)  # keys of a head that are copied at once
+    ROWS: gl.constexpr = LANES if KEYS == PAGE_SIZE else BLOCK
+    NOTE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    NOTES: gl.constexpr = 2 * STAGES
+    gl.static_assert(k_desc.block_shape[0] == ROWS)
+    BOXES: gl.constexpr = STAGES * LANES // ROWS
+    TAIL: gl.constexpr = HEAD_DIM % PANEL
+    k_boxes = as_tiles(k_tiles, BOXES * (HEAD_DIM // PANEL), ROWS, PANEL)
+    v_boxes = as_tiles(v_tiles, BOXES * (HEAD_DIM // PANEL), ROWS, PANEL)
+    k_tail_boxes, v_tail_boxes = k_boxes, v_boxes
+    if TAIL > 0:
+        k_tail_boxes = as_tiles(k_tails, BOXES, ROWS, TAIL)
+        v_tail_boxes = as_tiles(v_tails, BOXES, ROWS, TAIL)
+    pieces_at = gl.load(plan_ptr + HEADER_SMALL_PIECES)
+    order_ptr = plan_ptr + gl.load(plan_ptr + HEADER_SMALL_ORDER)
+    page_ids_ptr = plan_ptr + gl.load(plan_ptr + HEADER_PAGE_IDS)
+    queue_at = gl.load(plan_ptr + HEADER_QUEUE)
+    columns = gl.arange(0, NOTE_INTS, NOTE)
+    step = 0
+    num_noted = 0
+    is_there = True
+    while is_there:
+        pages_ptr = page_ids_ptr + page_at
+        last_page = gl.maximum(key_end - 1, 0) // PAGE_SIZE
+        at = key_begin // BLOCK
+        num_tiles = num_tiles_of(key_begin, key_end, KEYS)
+        is_long = num_tiles > CLAIM_AHEAD
+        step, page, at = _bring(
+            k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
+            full, empty, step,
+            gl.where(is_long, num_tiles - CLAIM_AHEAD, 0),
+            page, pages_ptr, at, last_page, kv_head,
+            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
+        )  # fmt: skip
+        index += 1
+        does_claim = (index >= end) & (num_queued > 0)
+        tickets = take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 1)
+        step, page, at = _bring(
+            k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
+            full, empty, step,
+            gl.where(is_long, CLAIM_AHEAD - READ_AHEAD, num_tiles),
+            page, pages_ptr, at, last_page, kv_head,
+            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
+        )  # fmt: skip
+        claimed = claimed_unit(tickets, num_queued)
+        is_there = (index < end) | (claimed >= 0)
+        piece = next_unit // UNITS
+        next_ptr = plan_ptr + gl.where(
+            index < end,
+            pieces_at + piece * PIECE_INTS,
+            queue_at + gl.maximum(claimed, 0) * PIECE_INTS,
+        )
+        note = gl.load(next_ptr + columns, mask=columns < PIECE_INTS, other=0)
+        next_kv_head = gl.load(next_ptr + PIECE_KV_HEAD)
+        next_page, next_page_at, next_key_begin, next_key_end = read_keys(next_ptr)
+        if index < end:
+            next_kv_head = (next_unit - piece * UNITS) * FOLD
+        next_unit = gl.load(order_ptr + gl.maximum(gl.minimum(index + 1, end - 1), 0))
+        step, page, at = _bring(
+            k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
+            full, empty, step,
+            gl.where(is_long, READ_AHEAD - NOTE_AHEAD, 0),
+            page, pages_ptr, at, last_page, kv_head,
+            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
+        )  # fmt: skip
+        note = gl.where(columns == PIECE_KV_HEAD, next_kv_head, note)
+        note = gl.where(columns == NOTE_HAS_UNIT, is_there.to(gl.int32), note)
+        slot = num_noted % NOTES
+        notes.index(slot).store(note)
+        mbarrier.arrive(noted.index(slot), count=1)
+        num_noted += 1
+        step, page, at = _bring(
+            k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
+            full, empty, step,
+            gl.where(is_long, NOTE_AHEAD, 0),
+            page, pages_ptr, at, last_page, kv_head,
+            KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
+        )  # fmt: skip
+        kv_head = next_kv_head
+        page = next_page
+        page_at = next_page_at
+        key_begin = next_key_begin
+        key_end = next_key_end

@@ -1,0 +1,74 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
+# ruff: noqa: PLR0917
+"""Attention on Hopper: a small unit's sums as rows, the splits of its heads merged.
+
+A head whose keys are split has SPLITS sections, [section, row, dim], each with a softmax of its
+own and in a warp, or two, of its own. They are merged by way of shared memory. (A sum over an axis
+that lies across warps does the same, and takes four microseconds.)
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mainstem.kernels.attention.hopper.rows import barrier, reshaped
+
+
+@gluon.constexpr_function
+def sums_of(dims: int) -> gl.SwizzledSharedLayout:
+    """fp32 sums in shared memory, 8 rows of which a warp writes at once to different banks."""
+    return gl.SwizzledSharedLayout(8, 1, min(dims // 8, 8), [1, 0])
+
+
+@gluon.jit
+def _merge_splits(acc, sums, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The sum over the parts of each head's keys, by way of shared memory: [heads x rows, dims]."""
+    ROWS: gl.constexpr = acc.shape[1]
+    DIMS: gl.constexpr = acc.shape[2]
+    acc = acc.reshape([FOLD, SPLITS, ROWS, DIMS]).permute((1, 0, 2, 3)).reshape([64, DIMS])
+    reshaped(sums, [64, DIMS], sums_of(DIMS)).store(acc)
+    barrier()
+    merged = sums.index(0).load(LAYOUT)
+    for i in gl.static_range(1, SPLITS):
+        merged += sums.index(i).load(LAYOUT)
+    return merged
+
+
+@gluon.jit
+def _weigh_splits(top, total, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
+    """What to multiply sums of sections by, [sections, rows], and top and total over the parts of
+    each head's keys, [heads x rows].
+    """
+    ROWS: gl.constexpr = top.shape[1]
+    tops = top.reshape([FOLD, SPLITS, ROWS])
+    all_top = gl.max(tops, 1)
+    base = gl.where(all_top == float("-inf"), 0.0, all_top)
+    shrink = gl.exp2(tops - gl.expand_dims(base, 1))
+    all_total = gl.sum(total.reshape([FOLD, SPLITS, ROWS]) * shrink, 1)
+    return (
+        gl.convert_layout(shrink.reshape(top.shape), top.type.layout),
+        gl.convert_layout(all_top.reshape([FOLD * ROWS]), LAYOUT),
+        gl.convert_layout(all_total.reshape([FOLD * ROWS]), LAYOUT),
+    )
+
+
+@gluon.jit
+def finish_sums(
+    acc, tail, top, total, sums, tail_sums,
+    FOLD: gl.constexpr, SPLITS: gl.constexpr, HAS_TAIL: gl.constexpr,
+    LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """A unit's sums as rows: [rows, dims], and those of the tail, [rows]."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    if SPLITS > 1:
+        shrink, top, total = _weigh_splits(top, total, FOLD, SPLITS, ROWS)
+        acc = _merge_splits(acc * shrink[:, :, None], sums, FOLD, SPLITS, LAYOUT)
+        if HAS_TAIL:
+            tail = tail * shrink[:, :, None]
+            tail = _merge_splits(tail, tail_sums, FOLD, SPLITS, TAIL_LAYOUT)
+    else:
+        top = gl.convert_layout(top.reshape([64]), ROWS)
+        total = gl.convert_layout(total.reshape([64]), ROWS)
+        acc = gl.convert_layout(acc.reshape([64, acc.shape[2]]), LAYOUT)
+        if HAS_TAIL:
+            tail = gl.convert_layout(tail.reshape([64, tail.shape[2]]), LAYOUT)
+    return acc, tail, top, total

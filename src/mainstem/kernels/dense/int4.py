@@ -1,0 +1,232 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
+"""Products with 4-bit weights: x [tokens, in] in 16 bits, weights (value - zero) * scale.
+
+Two ways. `multiply`: weights are read as they are and become numbers in registers, the
+left side of the matrix instruction; a program takes a tile of outputs and of tokens. For few tokens
+the sum over columns is split among programs, and the last one to arrive adds the parts, always in
+the same order. `dequantize`: into room that all weights share, for a product through the
+vendor's library. Numbers are the same either way: rounded once to the dtype of x.
+
+An output is one sum over columns from first to last, or a sum of such sums over parts that depend
+on the weight's shape and the tile alone: within one tile a row's bits do not depend on other rows.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import driver
+
+from mainstem.kernels.dense.nibbles import (
+    BLOCK,
+    MOST_TILES,
+    QUARTER,
+    WIDTH,
+    WORDS,
+    Nibbles,
+    load_block,
+    load_columns,
+)
+from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.overlap import let_in, overlap_options, wait_alone, wait_for_ahead
+
+_DEQUANTIZED_ROWS = 64
+_FULL_CARD = 132  # multiprocessors of the card that tiles were measured on
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Tile:
+    """What one program computes, and how."""
+
+    outs: int
+    tokens: int
+    warps: int
+    stages: int
+    programs: int  # on a multiprocessor at once: as many are wanted, by splitting columns
+    blocks: int = 1  # of columns in a turn of the loop, where they divide the weight's
+
+
+# By tokens of a step, the largest last; as measured on an H200 (docs/log/gpu.md). With 8 tokens a
+# warp multiplies by itself, which few tokens gain from; from 16 on four warps do so together.
+TILES = (
+    Int4Tile(outs=64, tokens=8, warps=4, stages=3, programs=6, blocks=2),
+    Int4Tile(outs=128, tokens=16, warps=4, stages=5, programs=4),
+    Int4Tile(outs=128, tokens=32, warps=8, stages=3, programs=2, blocks=2),
+    Int4Tile(outs=128, tokens=64, warps=8, stages=3, programs=2),
+    Int4Tile(outs=256, tokens=128, warps=8, stages=3, programs=1),
+    Int4Tile(outs=128, tokens=256, warps=8, stages=3, programs=1),
+)
+_DETERMINISTIC_TOKENS = 64
+MOST_TOKENS = 512  # of a step whose weights are read as they are; from there on dequantizing pays
+
+
+def multiply(
+    x: Tensor, weight: Nibbles, bias: Tensor | None, out: Tensor, tile: Int4Tile | None = None
+) -> Tensor:
+    """out [tokens, out] = x @ weight.T + bias."""
+    tokens, num_out = len(x), weight.num_out
+    _check(x, weight, bias, out)
+    if tokens == 0:
+        return out
+    tile = tile or tile_for(tokens, x.dtype, x.device)
+    tiles = triton.cdiv(num_out, tile.outs) * triton.cdiv(tokens, tile.tokens)
+    splits = num_splits(num_out, weight.num_blocks, tile)
+    partial = x
+    if splits > 1:
+        partial = x.new_empty(splits, tokens, num_out, dtype=torch.float32)
+        if tiles > MOST_TILES:
+            raise LayoutError(f"a product of {tokens} tokens in parts is too large")
+    _product_kernel[(tiles, splits)](
+        x, weight.words, weight.factors, x if bias is None else bias, out, partial, weight.arrived,
+        tokens, num_out, weight.num_in, weight.num_blocks, splits, x.stride(0), out.stride(0),
+        IS_SPLIT=splits > 1, TILE_OUT=tile.outs, TILE_TOKENS=tile.tokens,
+        STEP=1 if weight.num_blocks % tile.blocks else tile.blocks, HAS_BIAS=bias is not None,
+        UPCAST=x.device.type != "cuda", num_warps=tile.warps, num_stages=tile.stages,
+        **weight.options(), **overlap_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def dequantize(weight: Nibbles, out: Tensor) -> Tensor:
+    """out [out, in], contiguous, in the dtype of x."""
+    if out.shape != (weight.num_out, weight.num_in) or not out.is_contiguous():
+        raise LayoutError(f"out must be contiguous [{weight.num_out}, {weight.num_in}], "
+                          f"got {tuple(out.shape)}")  # fmt: skip
+    if out.dtype != weight.dtype:
+        raise LayoutError(f"out must be {weight.dtype}, got {out.dtype}")
+    grid = (triton.cdiv(weight.num_out, _DEQUANTIZED_ROWS), weight.num_blocks)
+    _dequantize_kernel[grid](
+        weight.words, weight.factors, out, weight.num_out, weight.num_in,
+        TILE_OUT=_DEQUANTIZED_ROWS, num_warps=4, **weight.options(), **overlap_options(out.device),
+    )  # fmt: skip
+    return out
+
+
+def _check(x: Tensor, weight: Nibbles, bias: Tensor | None, out: Tensor) -> None:
+    if x.dim() != 2 or x.shape[1] != weight.num_in or x.stride(1) != 1:
+        raise LayoutError(f"x must be [tokens, {weight.num_in}] with contiguous rows, "
+                          f"got {tuple(x.shape)}")  # fmt: skip
+    if x.dtype != weight.dtype or out.dtype != x.dtype:
+        raise LayoutError(f"x and out must be {weight.dtype}, got {x.dtype} and {out.dtype}")
+    if out.shape != (len(x), weight.num_out) or out.stride(1) != 1:
+        raise LayoutError(f"out must be [{len(x)}, {weight.num_out}], got {tuple(out.shape)}")
+    if bias is not None and (bias.shape != (weight.num_out,) or not bias.is_contiguous()):
+        raise LayoutError(f"bias must be contiguous [{weight.num_out}], got {tuple(bias.shape)}")
+
+
+def tile_for(tokens: int, dtype: torch.dtype, device: torch.device) -> Int4Tile:
+    """The smallest that holds all tokens, or the largest."""
+    tiles = _tiles_that_fit(dtype, device)
+    return next((tile for tile in tiles if tokens <= tile.tokens), tiles[-1])
+
+
+def deterministic_tile(dtype: torch.dtype, device: torch.device) -> Int4Tile:
+    """One kind for every step. Few parts of the columns: large steps have them too, in memory."""
+    return replace(tile_for(_DETERMINISTIC_TOKENS, dtype, device), programs=1)
+
+
+@cache
+def _tiles_that_fit(dtype: torch.dtype, device: torch.device) -> tuple[Int4Tile, ...]:
+    """Into the shared memory of a multiprocessor, with fewer stages where it is small."""
+    if device.type != "cuda":
+        return TILES
+    most: int = driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+    found = []
+    for tile in TILES:
+        per_stage = tile.outs * (2 * WORDS + 16) + tile.tokens * BLOCK * dtype.itemsize
+        per_stage *= tile.blocks
+        if (stages := min(tile.stages, most // per_stage)) > 1:
+            found.append(replace(tile, stages=stages))
+    return tuple(found)
+
+
+def num_splits(num_out: int, blocks: int, tile: Int4Tile) -> int:
+    """Parts of the columns. By the weight's shape alone, so that a row's sum is too."""
+    programs = -(-num_out // tile.outs)
+    return max(1, min(tile.programs * _FULL_CARD // programs, blocks // 4, 16))
+
+
+@triton.jit(do_not_specialize=("tokens", "splits"))
+def _product_kernel(
+    x_ptr, words_ptr, factors_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
+    tokens, num_out, num_in, num_blocks, splits, stride_x, stride_out,
+    IS_SPLIT: tl.constexpr, TILE_OUT: tl.constexpr, TILE_TOKENS: tl.constexpr, STEP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, IS_EVEN: tl.constexpr,
+    UPCAST: tl.constexpr, IS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of the output and part of the columns."""
+    wait_alone(OVERLAPS)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    token_tiles = tl.cdiv(tokens, TILE_TOKENS)
+    outs = (tile // token_tiles) * TILE_OUT + tl.arange(0, TILE_OUT)
+    rows = (tile % token_tiles) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    first, end = num_blocks // STEP * split // splits, num_blocks // STEP * (split + 1) // splits
+    # outputs past the end read the last one again and are not written
+    read = tl.minimum(outs, num_out - 1)
+    is_token = (rows < tokens)[None, :]
+    columns = tl.arange(0, WIDTH)
+    words_ptrs = words_ptr + (first * STEP * num_out + read).to(tl.int64)[:, None] * QUARTER
+    words_ptrs += tl.arange(0, QUARTER)[None, :]
+    x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * stride_x
+    x_ptrs += (first * (STEP * WIDTH) + columns)[:, None]
+    acc = tl.zeros([TILE_OUT, TILE_TOKENS], tl.float32)
+    for start in range(first, end):
+        for index in tl.static_range(STEP):
+            block = start * STEP + index
+            part = load_block(
+                words_ptrs, factors_ptr, block, read, num_out,
+                GROUP, IS_MXFP4, x_ptr.dtype.element_ty, IS_PTX,
+            )  # fmt: skip
+            x = load_columns(x_ptrs, columns + block * WIDTH, num_in, is_token, IS_EVEN)
+            if UPCAST:
+                part, x = part.to(tl.float32), x.to(tl.float32)
+            acc = tl.dot(part, x, acc, input_precision="ieee")
+            words_ptrs += num_out * QUARTER
+            x_ptrs += WIDTH
+    let_in(OVERLAPS)
+    is_written = (outs < num_out)[:, None] & is_token
+    is_last = True
+    if IS_SPLIT:
+        size = tokens.to(tl.int64) * num_out
+        partial_ptrs = partial_ptr + rows.to(tl.int64)[None, :] * num_out + outs[:, None]
+        tl.store(partial_ptrs + split * size, acc, mask=is_written)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1
+        if is_last:
+            tl.store(arrived_ptr + tile, 0)
+            acc = tl.zeros([TILE_OUT, TILE_TOKENS], tl.float32)
+            for index in range(splits):
+                acc += tl.load(partial_ptrs + index * size, mask=is_written, other=0.0)
+    if is_last:
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0)
+            acc += bias.to(tl.float32)[:, None]
+        out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * stride_out + outs[:, None]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=is_written)
+
+
+@triton.jit
+def _dequantize_kernel(
+    words_ptr, factors_ptr, out_ptr, num_out, num_in,
+    TILE_OUT: tl.constexpr, GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per block and TILE_OUT rows."""
+    wait_for_ahead(OVERLAPS)
+    block = tl.program_id(1)
+    outs = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
+    read = tl.minimum(outs, num_out - 1)
+    words_ptrs = words_ptr + (block * num_out + read).to(tl.int64)[:, None] * QUARTER
+    part = load_block(
+        words_ptrs + tl.arange(0, QUARTER)[None, :], factors_ptr, block, read, num_out,
+        GROUP, IS_MXFP4, out_ptr.dtype.element_ty, IS_PTX,
+    )  # fmt: skip
+    columns = block * WIDTH + tl.arange(0, WIDTH)
+    mask = (outs < num_out)[:, None]
+    if not IS_EVEN:
+        mask = mask & (columns < num_in)[None, :]
+    tl.store(out_ptr + outs.to(tl.int64)[:, None] * num_in + columns[None, :], part, mask=mask)

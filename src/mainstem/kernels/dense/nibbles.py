@@ -1,0 +1,336 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
+"""4-bit weights as the kernels read them, and how four bits become a number inside a kernel.
+
+    words    int16 [.., blocks, out, 32]: a block is 128 columns of every row. Word w of a row holds
+             columns w, 32 + w, 64 + w and 96 + w of the block, the first in its lowest four bits.
+    factors  one number for a row's group of columns, as long as two of the weight's dtype:
+             INT4   [.., groups, out]: the scale below, what is added to a value before above
+             MXFP4  int32 [.., blocks, out]: the exponents of a block's four groups of 32
+
+So what a program reads of one block is contiguous, and a word gives one number to each of four
+tiles [out, 32]: quarters of the block, in which columns are in order. Two words lie in a register,
+and the mask of one quarter leaves a pair of 16-bit numbers there. Factors are 32 bits because such
+loads can be issued ahead of the loop. Columns past the last are numbers that x has zeros for.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from mainstem.kernels.errors import LayoutError
+
+BLOCK = 128  # columns
+WORDS = BLOCK // 4  # of a row in a block
+OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}  # added by the bit masks
+SMALL_GROUPS = (32, 64)  # smaller than a block
+MOST_TILES = 1 << 14  # of a product whose columns are split
+_MOST_EXPONENT = 128  # so that 2^(exponent - 1) is a number
+_ROWS_AT_ONCE = 4096  # that are packed together: what lies between is small beside the weight
+
+QUARTER = tl.constexpr(WORDS)
+WIDTH = tl.constexpr(BLOCK)
+_INT4_BF16 = tl.constexpr(  # a value with the bits of 128 above it is 128 plus the value
+    """
+    lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+    shr.u32 $3, $4, 4;
+    lop3.b32 $1, $3, 0x000f000f, 0x43004300, 0xea;
+    shr.u32 $3, $4, 8;
+    lop3.b32 $2, $3, 0x000f000f, 0x43004300, 0xea;
+    shr.u32 $3, $4, 12;
+    lop3.b32 $3, $3, 0x000f000f, 0x43004300, 0xea;
+    """
+)
+_INT4_FP16 = tl.constexpr(_INT4_BF16.value.replace("0x43004300", "0x64006400"))  # 1024
+# (part + shift) * scale; integers below 16 are exact, so one rounding
+_SCALE_BF16 = tl.constexpr(
+    """{
+    .reg .b32 one, nothing;
+    mov.b32 one, 0x3f803f80;
+    mov.b32 nothing, 0x80008000;
+    fma.rn.bf16x2 $0, $1, one, $2;
+    fma.rn.bf16x2 $0, $0, $3, nothing;
+    }"""
+)
+_SCALE_FP16 = tl.constexpr(_SCALE_BF16.value.replace("0x3f803f80", "0x3c003c00").replace("bf", "f"))
+# Sign, two bits of exponent and one of mantissa to where bf16 has them: a number times 2^-126,
+# subnormal ones included. The fourth quarter has its sign in place; the others are moved there.
+_E2M1 = tl.constexpr(
+    "".join(
+        f"""
+        shl.b32 ${index}, $4, {12 - 4 * index};
+        shr.u32 high, ${index}, 6;
+        and.b32 high, high, 0x01c001c0;
+        lop3.b32 ${index}, ${index}, 0x80008000, high, 0xea;
+        """
+        for index in range(4)
+    ).join(("{ .reg .b32 high;", "}"))
+)
+_TIMES_BF16 = tl.constexpr(
+    "{ .reg .b32 nothing; mov.b32 nothing, 0x80008000; fma.rn.bf16x2 $0, $1, $2, nothing; }"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Nibbles:
+    """A weight [.., out, in] as kernels read it."""
+
+    words: Tensor
+    factors: Tensor
+    group: int  # columns that share factors
+    num_in: int
+    dtype: torch.dtype  # of the numbers, and of x
+    arrived: Tensor  # int32, zeros between products: programs that have left their part of a tile
+    is_mxfp4: bool = False
+
+    @classmethod
+    def int4(cls, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> "Nibbles":
+        """(value - zero) * scale in the dtype of the scales; values uint8 [.., out, in / 2] with
+        the even column in the low half, scales [.., out, groups], zeros likewise or 8 everywhere.
+        """
+        num_in = 2 * values.shape[-1]
+        blocks = -(-num_in // BLOCK)
+        if not can_pack_int4(group, num_in):
+            raise LayoutError(f"4-bit weights need groups of 32, 64, a multiple of 128 or all "
+                              f"columns, got {group}")  # fmt: skip
+        if group >= num_in:
+            group = blocks * BLOCK
+        factors = _int4_factors(scales, zeros, group, blocks)
+        return cls(
+            _pack_words(values), factors, group, num_in, scales.dtype, _counts(values.device)
+        )
+
+    @classmethod
+    def mxfp4(cls, values: Tensor, exponents: Tensor, dtype: torch.dtype) -> "Nibbles":
+        """values as above, of e2m1; exponents uint8 [.., out, in / 32], of e8m0."""
+        if not can_pack_mxfp4(exponents, dtype):
+            raise LayoutError(f"MXFP4 weights need bfloat16 or float32 and scales of at most 2, "
+                              f"got {dtype} and 2^{int(exponents.max()) - 127}")  # fmt: skip
+        num_in = 2 * values.shape[-1]
+        factors = _mxfp4_factors(exponents, -(-num_in // BLOCK))
+        counts = _counts(values.device)
+        return cls(_pack_words(values), factors, 32, num_in, dtype, counts, is_mxfp4=True)
+
+    @property
+    def num_out(self) -> int:
+        return self.words.shape[-2]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.words.shape[-3]
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.factors.nbytes
+
+    def options(self) -> dict[str, int | bool]:
+        """The constants of kernels that read it."""
+        return {
+            "GROUP": self.group,
+            "IS_MXFP4": self.is_mxfp4,
+            "IS_EVEN": self.num_in % BLOCK == 0,
+            "IS_PTX": has_ptx(self.dtype, self.words.device),
+        }
+
+
+def _counts(device: torch.device) -> Tensor:
+    """Each weight has its own: engines on one card may run at the same time."""
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+
+
+def can_pack_int4(group: int, num_in: int) -> bool:
+    """Whether kernels take groups of this size."""
+    return group >= num_in or group in SMALL_GROUPS or group % BLOCK == 0
+
+
+def can_pack_mxfp4(exponents: Tensor, dtype: torch.dtype) -> bool:
+    """fp16 has too few exponents, and kernels multiply by 2^(exponent - 1), which must be finite.
+    Waits for the device."""
+    return dtype in (torch.bfloat16, torch.float32) and int(exponents.max()) <= _MOST_EXPONENT
+
+
+def _pack_words(values: Tensor) -> Tensor:
+    """uint8 [.., out, in / 2], the even column in the low half -> words."""
+    *lead, out, width = values.shape
+    blocks = -(-2 * width // BLOCK)
+    words = values.new_empty((*lead, blocks, out, WORDS), dtype=torch.int16)
+    flat, flat_words = values.view(-1, out, width), words.view(-1, blocks, out, WORDS)
+    for index in range(len(flat)):
+        for first in range(0, out, _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            flat_words[index, :, rows] = _words_of(flat[index, rows], blocks)
+    return words
+
+
+def _words_of(values: Tensor, blocks: int) -> Tensor:
+    """[rows, in / 2] -> [blocks, rows, WORDS]"""
+    rows, width = values.shape
+    values = F.pad(values, (0, blocks * BLOCK // 2 - width))
+    nibbles = torch.stack((values & 15, values >> 4), dim=-1).view(rows, blocks, 4, WORDS)
+    low = (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).transpose(0, 1)
+    high = (nibbles[:, :, 2] | nibbles[:, :, 3] << 4).transpose(0, 1)
+    return torch.stack((low, high), dim=-1).view(torch.int16).squeeze(-1)
+
+
+def _int4_factors(scales: Tensor, zeros: Tensor | None, group: int, blocks: int) -> Tensor:
+    """[.., out, groups] each -> int32 [.., groups, out], int64 of fp32 scales."""
+    dtype = scales.dtype
+    shifts = torch.full_like(scales, 8) if zeros is None else zeros.to(dtype)
+    pairs = torch.stack((scales, -OFFSETS[dtype] - shifts), dim=-1)
+    missing = -(-blocks * BLOCK // group) - scales.shape[-1]
+    pairs = F.pad(pairs, (0, 0, 0, max(missing, 0))).transpose(-2, -3).contiguous()
+    return pairs.view(torch.int64 if dtype == torch.float32 else torch.int32).squeeze(-1)
+
+
+def _mxfp4_factors(exponents: Tensor, blocks: int) -> Tensor:
+    """uint8 [.., out, groups of 32] -> int32 [.., blocks, out]"""
+    *lead, out, groups = exponents.shape
+    padded = F.pad(exponents, (0, 4 * blocks - groups)).view(*lead, out, blocks, 4)
+    return padded.transpose(-2, -3).contiguous().view(torch.int32).squeeze(-1)
+
+
+def has_ptx(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether numbers are made by instructions of two at a time; others take the plain way."""
+    if dtype not in (torch.bfloat16, torch.float16) or device.type != "cuda":
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
+
+
+@triton.jit
+def load_block(
+    words_ptrs, factors_ptr, block, outs, num_out,
+    GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, DTYPE: tl.constexpr, IS_PTX: tl.constexpr,
+):  # fmt: skip
+    """The rows `outs` of a block, [outs, 128] numbers."""
+    words = tl.load(words_ptrs)
+    if IS_MXFP4:
+        factors = tl.load(factors_ptr + block * num_out + outs)
+        first, second, third, fourth = _mxfp4_quarters(words, factors, DTYPE, IS_PTX)
+    else:
+        ptrs = factors_ptr + (block * WIDTH // GROUP) * num_out + outs
+        factor_0 = tl.load(ptrs)
+        factor_1, factor_2, factor_3 = factor_0, factor_0, factor_0
+        if GROUP == 64:
+            factor_2 = tl.load(ptrs + num_out)
+            factor_3 = factor_2
+        elif GROUP == 32:
+            factor_1 = tl.load(ptrs + num_out)
+            factor_2 = tl.load(ptrs + 2 * num_out)
+            factor_3 = tl.load(ptrs + 3 * num_out)
+        first, second, third, fourth = _int4_quarters(
+            words, (factor_0, factor_1, factor_2, factor_3), DTYPE, IS_PTX
+        )
+    # Side by side. A thread holds the same columns of each quarter, so nothing moves, and the
+    # matrix instructions of one quarter run while the next is made.
+    both = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return both.permute(0, 2, 3, 1).reshape(words.shape[0], WIDTH)
+
+
+@triton.jit
+def load_columns(x_ptrs, columns, num_in, is_row, IS_EVEN: tl.constexpr):
+    """x [columns, rows]: zeros where columns or rows have ended."""
+    if IS_EVEN:
+        x = tl.load(x_ptrs, mask=is_row, other=0.0)
+    else:
+        x = tl.load(x_ptrs, mask=is_row & (columns < num_in)[:, None], other=0.0)
+    return x
+
+
+@triton.jit
+def _int4_quarters(words, factors, DTYPE: tl.constexpr, IS_PTX: tl.constexpr):
+    """int16 [out, 32] and the factors of each quarter -> four of [out, 32] in DTYPE."""
+    if IS_PTX:
+        if tl.bfloat16 == DTYPE:
+            first, second, third, fourth = tl.inline_asm_elementwise(
+                _INT4_BF16, "=&r,=&r,=&r,=&r,r", [words],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            first, second, third, fourth = tl.inline_asm_elementwise(
+                _INT4_FP16, "=&r,=&r,=&r,=&r,r", [words],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+            )  # fmt: skip
+        first = _scaled(first, factors[0], DTYPE)
+        second = _scaled(second, factors[1], DTYPE)
+        third = _scaled(third, factors[2], DTYPE)
+        fourth = _scaled(fourth, factors[3], DTYPE)
+    else:
+        first = _plain(words, 0, factors[0], DTYPE)
+        second = _plain(words, 1, factors[1], DTYPE)
+        third = _plain(words, 2, factors[2], DTYPE)
+        fourth = _plain(words, 3, factors[3], DTYPE)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _scaled(part, factor, DTYPE: tl.constexpr):
+    scale = factor.to(tl.int16).to(DTYPE, bitcast=True)
+    shift = (factor >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    scale = tl.broadcast_to(scale[:, None], part.shape)
+    shift = tl.broadcast_to(shift[:, None], part.shape)
+    if tl.bfloat16 == DTYPE:
+        scaled = tl.inline_asm_elementwise(
+            _SCALE_BF16, "=&r,r,r,r", [part, shift, scale], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        scaled = tl.inline_asm_elementwise(
+            _SCALE_FP16, "=&r,r,r,r", [part, shift, scale], dtype=tl.float16, is_pure=True, pack=2
+        )
+    return scaled
+
+
+@triton.jit
+def _plain(words, INDEX: tl.constexpr, factor, DTYPE: tl.constexpr):
+    """The same by arithmetic that every target has."""
+    part = ((words >> (4 * INDEX)) & 15).to(tl.float32)
+    if tl.float32 == DTYPE:
+        scale = factor.to(tl.int32).to(tl.float32, bitcast=True)
+        shift = (factor >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        part += 128.0 if tl.bfloat16 == DTYPE else 1024.0
+        scale = factor.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        shift = (factor >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return ((part + shift[:, None]) * scale[:, None]).to(DTYPE)
+
+
+@triton.jit
+def _mxfp4_quarters(words, factors, DTYPE: tl.constexpr, IS_PTX: tl.constexpr):
+    """int16 [out, 32] and int32 [out] -> four of [out, 32] in DTYPE, bf16 or fp32."""
+    if IS_PTX:
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            _E2M1, "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+        first = _times(first, factors)
+        second = _times(second, factors >> 8)
+        third = _times(third, factors >> 16)
+        fourth = _times(fourth, factors >> 24)
+    else:
+        first = _plain_e2m1(words, factors, DTYPE)
+        second = _plain_e2m1(words >> 4, factors >> 8, DTYPE)
+        third = _plain_e2m1(words >> 8, factors >> 16, DTYPE)
+        fourth = _plain_e2m1(words >> 12, factors >> 24, DTYPE)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _times(part, exponent):
+    """part * 2^126 * 2^(exponent - 127), which is 2^(exponent - 1): at most 2^127."""
+    factor = (((exponent & 255) + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    factor = tl.broadcast_to(factor[:, None], part.shape)
+    return tl.inline_asm_elementwise(
+        _TIMES_BF16, "=&r,r,r", [part, factor], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def _plain_e2m1(nibbles, exponent, DTYPE: tl.constexpr):
+    """Of the lowest four bits."""
+    bits = nibbles.to(tl.int32)
+    bits = ((bits & 8) << 28) | ((bits & 7) << 22)  # as fp32: the number times 2^-126
+    factor = (((exponent & 255) + 126) << 23).to(tl.float32, bitcast=True)
+    return (bits.to(tl.float32, bitcast=True) * factor[:, None]).to(DTYPE)

@@ -1,0 +1,130 @@
+"""Packed weights of a checkpoint as products on a GPU, each kind by its own kernels.
+
+INT4, MXFP4   few tokens: read as they are; many: dequantized into room that all share
+FP8           per channel or tensor, or in blocks of 128 x 128: fp8 products
+others        dequantized when they are loaded, which is logged
+"""
+
+import torch
+from torch import Tensor
+
+from mainstem.kernels.dense.fp8 import Fp8Linear, has_fp8
+from mainstem.kernels.dense.fp8_blocks import BLOCK, Fp8BlockLinear, has_block_product
+from mainstem.kernels.dense.fp8_rows import Fp8Rows
+from mainstem.kernels.dense.int4 import MOST_TOKENS, dequantize, deterministic_tile, multiply
+from mainstem.kernels.dense.nibbles import Nibbles, can_pack_int4, can_pack_mxfp4
+from mainstem.models.packed import PackedKind, PackedWeight
+
+
+class DenseRoom:
+    """Memory for one weight at a time, as large as the largest: 4-bit weights are dequantized here
+    for large steps. All of a model's products share it, so that they run one after another."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._most = 0
+        self._room: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._room is None else self._room.nbytes
+
+    def reserve(self, weight: Nibbles) -> None:
+        """Before `open`."""
+        assert self._room is None, "the room is open"
+        self._most = max(self._most, weight.num_out * weight.num_in)
+
+    def open(self) -> None:
+        """Allocate; nothing is, where nobody reserved."""
+        self._room = torch.empty(self._most, dtype=self._dtype, device=self._device)
+
+    def dense(self, weight: Nibbles) -> Tensor:
+        """[out, in], until the next call."""
+        assert self._room is not None, "the room is not open"
+        size = weight.num_out * weight.num_in
+        return dequantize(weight, self._room[:size].view(weight.num_out, weight.num_in))
+
+
+class NibbleLinear:
+    """4-bit weights: read as they are for few tokens, dequantized for many. Deterministic, always
+    by one kernel, in which a row's bits do not depend on other rows."""
+
+    is_fp8 = False
+
+    def __init__(
+        self,
+        weight: Nibbles,
+        bias: Tensor | None,
+        order: Tensor | None,
+        room: DenseRoom,
+        is_deterministic: bool,
+    ) -> None:
+        self._weight, self._bias, self._order = weight, bias, order
+        self._room = room
+        self._is_deterministic = is_deterministic
+        if not is_deterministic:
+            room.reserve(weight)
+
+    def __call__(self, x: Tensor | Fp8Rows, out: Tensor) -> Tensor:
+        assert isinstance(x, Tensor)
+        if self._order is not None:
+            x = x.index_select(1, self._order)
+        if self._is_deterministic:
+            tile = deterministic_tile(x.dtype, x.device)
+            return multiply(x, self._weight, self._bias, out, tile)
+        if len(x) <= MOST_TOKENS:
+            return multiply(x, self._weight, self._bias, out)
+        columns = self._room.dense(self._weight).t()
+        if self._bias is None:
+            return torch.mm(x, columns, out=out)
+        return torch.addmm(self._bias, x, columns, out=out)
+
+
+class BlocksLinear:
+    """fp8 in blocks; rows are quantized here."""
+
+    is_fp8 = False
+
+    def __init__(self, linear: Fp8BlockLinear) -> None:
+        self._linear = linear
+
+    def __call__(self, x: Tensor | Fp8Rows, out: Tensor) -> Tensor:
+        assert isinstance(x, Tensor)
+        return self._linear(x)
+
+
+class ChannelsLinear:
+    """fp8 with a scale for each output; rows may come quantized."""
+
+    is_fp8 = True
+
+    def __init__(self, linear: Fp8Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, x: Tensor | Fp8Rows, out: Tensor) -> Tensor:
+        return self._linear(x)
+
+
+def pack_nibbles(weight: PackedWeight, dtype: torch.dtype) -> Nibbles | None:
+    """As kernels read it; None for other kinds, and for 4 bits that the kernels do not take."""
+    if weight.kind is PackedKind.MXFP4 and can_pack_mxfp4(weight.scales, dtype):
+        return Nibbles.mxfp4(weight.values, weight.scales, dtype)
+    if weight.kind is PackedKind.INT4 and can_pack_int4(weight.group, weight.shape[-1]):
+        return Nibbles.int4(weight.values, weight.scales.to(dtype), weight.zeros, weight.group)
+    return None
+
+
+def fp8_linear(
+    weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> ChannelsLinear | BlocksLinear | None:
+    """None for other kinds, and for blocks that the card has no product for."""
+    if weight.kind is not PackedKind.FP8 or weight.order is not None:
+        return None
+    (out, width), device = weight.shape, weight.device
+    if weight.group >= width and has_fp8(device):
+        scales = weight.scales.repeat_interleave(weight.block_rows, dim=0)[:out, 0].contiguous()
+        return ChannelsLinear(Fp8Linear(weight.values, scales, bias, dtype))
+    is_blocks = weight.group == weight.block_rows == BLOCK
+    if is_blocks and has_block_product(out, width, dtype, device):
+        return BlocksLinear(Fp8BlockLinear(weight.values, weight.scales, bias, dtype))
+    return None

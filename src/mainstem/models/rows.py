@@ -1,0 +1,72 @@
+"""Where the rows that a rank has of a product lie in the checkpoint's tensors."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mainstem.models.names import QkvOrder
+from mainstem.models.shard import Cut
+from mainstem.models.spec import MlpSpec, ModelSpec
+
+
+class Rows(NamedTuple):
+    """Some rows of a product: those of `part`, of `whole` that the tensor has."""
+
+    name: str
+    whole: int
+    part: slice
+
+
+def qkv_rows(spec: ModelSpec, cut: Cut, names: Sequence[str]) -> list[Rows]:
+    """Queries, then keys, then values; from three tensors or one."""
+    dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
+    queries, keys = cut.heads(heads), cut.heads(kv_heads)
+    if len(names) == 3:
+        parts = zip(names, (heads, kv_heads, kv_heads), (queries, keys, keys), strict=True)
+        return [Rows(name, count * dim, times(part, dim)) for name, count, part in parts]
+    if spec.names.qkv_order is QkvOrder.PARTS:
+        places = [queries, _moved(keys, heads), _moved(keys, heads + kv_heads)]
+    else:
+        places = _in_groups(queries, keys, heads // kv_heads)
+    whole = (heads + 2 * kv_heads) * dim
+    return _merged([Rows(names[0], whole, times(place, dim)) for place in places])
+
+
+def first_rows(mlp: MlpSpec, columns: slice, names: Sequence[str]) -> list[Rows]:
+    """Gate and up, from two tensors or one; up alone where there is no gate."""
+    if not mlp.is_gated or len(names) == 2:
+        return [Rows(name, mlp.size, columns) for name in names]
+    both = (columns, _moved(columns, mlp.size))
+    return _merged([Rows(names[0], 2 * mlp.size, part) for part in both])
+
+
+def times(part: slice, size: int) -> slice:
+    """Of rows, where `part` is of heads that have `size` each."""
+    return slice(part.start * size, part.stop * size)
+
+
+def _in_groups(queries: slice, keys: slice, group: int) -> list[slice]:
+    """Places of heads where each KV head has `group` queries, a key and a value, in this order."""
+    places, ends = [], []
+    for kv_head in range(keys.start, keys.stop):
+        first = max(queries.start, kv_head * group)
+        end = min(queries.stop, (kv_head + 1) * group)
+        others = 2 * kv_head  # keys and values before this group
+        places.append(slice(others + first, others + end))
+        ends.append(others + (kv_head + 1) * group)
+    return places + [slice(e, e + 1) for e in ends] + [slice(e + 1, e + 2) for e in ends]
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
+
+
+def _merged(rows: Sequence[Rows]) -> list[Rows]:
+    """Neighbours in one tensor as one."""
+    merged = [rows[0]]
+    for each in rows[1:]:
+        before = merged[-1]
+        if (before.name, before.part.stop) == (each.name, each.part.start):
+            merged[-1] = each._replace(part=slice(before.part.start, each.part.stop))
+        else:
+            merged.append(each)
+    return merged

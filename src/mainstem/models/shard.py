@@ -1,0 +1,142 @@
+"""Which part of a model a rank has, under tensor parallelism.
+
+    split over ranks      query heads with their KV heads, columns of MLPs and of every expert,
+                          rows of the vocabulary
+    kept by every rank    norms, routers, KV heads that are fewer than ranks
+
+Each expert is cut like an MLP, rather than experts dealt out whole: a step's tokens then load all
+ranks alike, and a lone token reads 1 / ranks of its experts on each.
+"""
+
+from dataclasses import dataclass, replace
+
+from mainstem.core.errors import ConfigError
+from mainstem.models.spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
+
+MOST_RANKS = 64  # that `shards_that_divide` tries
+_UNIT = 16  # parts of an MLP that is not cut equally are multiples, and those of the vocabulary
+_EQUAL_UNIT = 8  # equal parts are multiples of this, which kernels ask for
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part number `rank` of `of` parts; the default is the whole model."""
+
+    rank: int = 0
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.of:
+            raise ValueError(f"rank {self.rank} of {self.of}")
+
+    @property
+    def is_whole(self) -> bool:
+        return self.of == 1
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where the parts of a rank lie in the model's tensors."""
+
+    shard: Shard = WHOLE
+    group: int = 1  # columns of a quantized weight that share a scale: not cut if it can be helped
+
+    @classmethod
+    def of(cls, spec: ModelSpec, shard: Shard) -> "Cut":
+        packings = () if spec.quantized is None else spec.quantized.packings
+        return cls(shard, max((packing.group or 1 for packing in packings), default=1))
+
+    def heads(self, count: int) -> slice:
+        """Query heads or KV heads, of `count`; one KV head of fewer than ranks."""
+        rank, of = self.shard.rank, self.shard.of
+        return slice(count * rank // of, -(-count * (rank + 1) // of))
+
+    def columns(self, size: int) -> slice:
+        """Of an MLP of `size`: equal parts if these are fit for kernels, otherwise whole units."""
+        rank, of = self.shard.rank, self.shard.of
+        unit = self._unit(size)
+        units = size // unit
+        end = size if rank == of - 1 else units * (rank + 1) // of * unit
+        return slice(units * rank // of * unit, end)
+
+    def can_cut(self, size: int) -> bool:
+        """Whether every rank has some of so many columns."""
+        return size // self._unit(size) >= self.shard.of
+
+    def _unit(self, size: int) -> int:
+        of = self.shard.of
+        if size % (of * max(_EQUAL_UNIT, self.group)) == 0:
+            return size // of
+        return max(_UNIT, self.group)
+
+    def vocabulary(self, size: int) -> slice:
+        """Tokens; the last ranks may have fewer than `vocabulary_rows`, or none."""
+        rows, rank = vocabulary_rows(size, self.shard.of), self.shard.rank
+        return slice(min(size, rows * rank), min(size, rows * (rank + 1)))
+
+
+def vocabulary_rows(size: int, of: int) -> int:
+    """Rows of embedding and head on each rank: equal, so that some at the end may be padding."""
+    return size if of == 1 else -(-size // (of * _UNIT)) * _UNIT
+
+
+def part_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
+    """The recipe of what a rank computes; ConfigError where the model cannot be cut so."""
+    if shard.is_whole:
+        return spec
+    if reason := _obstacle(spec, shard.of):
+        possible = ", ".join(str(of) for of in shards_that_divide(spec))
+        raise ConfigError(
+            f"{spec.architecture} cannot be split over {shard.of} ranks: {reason}; possible "
+            f"numbers of ranks: {possible}"
+        )
+    cut = Cut.of(spec, shard)
+    layers = {layer: _part_of_layer(layer, cut) for layer in set(spec.layers)}
+    return replace(
+        spec,
+        num_heads=spec.num_heads // shard.of,
+        num_kv_heads=max(1, spec.num_kv_heads // shard.of),
+        layers=tuple(layers[layer] for layer in spec.layers),
+        vocab_rows=vocabulary_rows(spec.vocab_size, shard.of),
+    )
+
+
+def shards_that_divide(spec: ModelSpec, most: int = MOST_RANKS) -> tuple[int, ...]:
+    """Numbers of ranks, 1 included, that a model can be split over."""
+    return tuple(of for of in range(1, most + 1) if of == 1 or _obstacle(spec, of) is None)
+
+
+def _part_of_layer(layer: LayerSpec, cut: Cut) -> LayerSpec:
+    mlp = layer.mlp
+    if isinstance(mlp, ExpertsSpec) and mlp.shared_size is not None:
+        mlp = replace(mlp, shared_size=length(cut.columns(mlp.shared_size)))
+    return replace(layer, mlp=replace(mlp, size=length(cut.columns(mlp.size))))
+
+
+def length(part: slice) -> int:
+    """Of a slice with both ends."""
+    return int(part.stop - part.start)
+
+
+def _obstacle(spec: ModelSpec, of: int) -> str | None:
+    """Why this number of ranks is not possible."""
+    if spec.num_heads % of:
+        return f"num_attention_heads={spec.num_heads} is not a multiple of it"
+    if spec.num_kv_heads % of and of % spec.num_kv_heads:
+        return f"num_key_value_heads={spec.num_kv_heads} is neither a multiple nor a divisor of it"
+    cut = Cut.of(spec, Shard(0, of))
+    for mlp in {layer.mlp for layer in spec.layers}:
+        for size in _sizes(mlp):
+            if not cut.can_cut(size):
+                return f"an MLP of {size} columns has no {max(_UNIT, cut.group)} for each"
+    return None
+
+
+def _sizes(mlp: MlpSpec | ExpertsSpec) -> list[int]:
+    sizes = [mlp.size]
+    if isinstance(mlp, ExpertsSpec) and mlp.shared_size is not None:
+        sizes.append(mlp.shared_size)
+    return sizes

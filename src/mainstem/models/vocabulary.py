@@ -1,0 +1,30 @@
+"""Embedding and head of a rank, which has some tokens of the vocabulary."""
+
+import torch
+from torch import Tensor
+
+from mainstem.models.collectives import Collectives
+from mainstem.models.spec import ModelSpec
+
+
+class VocabularyPart:
+    """Rows of tokens [first, first + rows); those past the last token are zeros."""
+
+    def __init__(self, spec: ModelSpec, ranks: Collectives) -> None:
+        assert spec.vocab_rows is not None, "the recipe is of a whole model"
+        self._ranks = ranks
+        self._size = spec.vocab_size
+        self._num_rows = spec.vocab_rows
+        self._first = ranks.shard.rank * spec.vocab_rows
+
+    def embed(self, token_ids: Tensor, embedding: Tensor, out: Tensor) -> Tensor:
+        """[tokens, hidden] of any tokens, into `out`: each rank knows its own, and the sum is exact
+        since all others are zeros."""
+        at = token_ids - self._first
+        is_elsewhere = (at < 0) | (at >= self._num_rows)
+        torch.index_select(embedding, 0, at.masked_fill_(is_elsewhere, 0), out=out)
+        return self._ranks.sum_(out.masked_fill_(is_elsewhere[:, None], 0.0))
+
+    def join(self, logits: Tensor) -> Tensor:
+        """[rows, vocab] from each rank's [rows, its rows]."""
+        return self._ranks.gather(logits)[:, : self._size]

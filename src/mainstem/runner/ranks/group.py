@@ -1,0 +1,298 @@
+"""The ranks of one model, as the engine's process sees them: what they are sent and what they
+report.
+
+A thread reads all reports. A rank that ends, or reports an error, is the end of all: the others may
+wait for it in the middle of a product, so they are killed, and every call raises from then on.
+
+    launch n -->  rank 0: step n -->  Ended n, with the result
+                  rank 1: step n -->  Ended n
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from threading import Condition, Thread
+from time import monotonic
+
+from mainstem.core.errors import ConfigError, EngineLost, OutOfDeviceMemory, UnsupportedModel
+from mainstem.core.interrupts import held_interrupts
+from mainstem.core.step import Step, StepResult
+from mainstem.runner.ranks.messages import (
+    Close,
+    Copied,
+    Ended,
+    Failed,
+    FromRank,
+    Load,
+    Loaded,
+    Opened,
+    Save,
+    ToRank,
+    encode,
+)
+from mainstem.runner.ranks.process import RankProcess, end_all
+
+MAX_AHEAD = 2  # steps that a rank may have before it: one runs, one waits
+BLAME_S = 0.25  # in which a rank that died is seen, after another complained of it
+EXIT_S = 1.0  # for a process whose connection closed to be gone
+CLOSE_S = 10.0  # for ranks that were told to end
+
+log = logging.getLogger("mainstem.engine")
+
+
+class Copy:
+    """A copy that every rank makes of its part of pages; a Transfer."""
+
+    def __init__(self, ranks: "RankGroup", num_layers: int) -> None:
+        self._ranks = ranks
+        self._num_layers = num_layers
+        self._done = [0] * ranks.num_ranks
+        self._seconds = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return min(self._done) == self._num_layers
+
+    def note(self, rank: int, copied: Copied) -> None:
+        """Within the group's lock."""
+        self._done[rank] = copied.num_layers
+        self._seconds = max(self._seconds, copied.seconds)
+
+    def num_layers_done(self) -> int:
+        """On every rank; raises EngineLost."""
+        if not self.is_done:
+            self._ranks.check()
+        return min(self._done)
+
+    def wait(self) -> None:
+        self._ranks.wait_until(lambda: self.is_done)
+
+    def seconds(self) -> float:
+        """Of the slowest rank."""
+        return self._seconds
+
+
+class RankGroup:
+    """Sends to all ranks and collects what they report. One thread sends; any may wait."""
+
+    def __init__(self, processes: Sequence[RankProcess]) -> None:
+        self._processes = processes
+        self._changed = Condition()  # guards what follows
+        self._lost: Exception | None = None
+        self._failures: list[tuple[int, Failed]] = []
+        self._loaded: dict[int, Loaded] = {}
+        self._num_opened = 0
+        self._num_launched = 0
+        self._num_ended = [0] * len(processes)
+        self._results: deque[StepResult] = deque()  # of rank 0, that nobody has taken
+        self._copies: dict[int, Copy] = {}  # under way
+        self._num_copies = 0
+        self._is_closing = False
+        self._reader = Thread(target=self._read, name="rank-reports", daemon=True)
+        self._reader.start()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._processes)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.process.pid for process in self._processes]
+
+    @property
+    def num_ended(self) -> int:
+        """Steps whose result is known."""
+        return self._num_ended[0]
+
+    def check(self) -> None:
+        """Raise EngineLost, or what a rank could not be loaded for, if a rank is gone."""
+        if self._lost is not None:
+            raise type(self._lost)(*self._lost.args)  # one of its own for each caller
+
+    def wait_until(self, is_true: Callable[[], bool]) -> None:
+        """Return as soon as something is true; raises as `check` does if it cannot become true."""
+        with self._changed:
+            self._changed.wait_for(lambda: is_true() or self._lost is not None)
+            if not is_true():
+                self.check()
+
+    def wait_loaded(self) -> list[Loaded]:
+        """Wait for every rank's part; raises what kept one from loading."""
+        self.wait_until(lambda: len(self._loaded) == self.num_ranks)
+        return [self._loaded[rank] for rank in range(self.num_ranks)]
+
+    def wait_opened(self) -> None:
+        """Wait until every rank can copy pages."""
+        self.wait_until(lambda: self._num_opened == self.num_ranks)
+
+    def send(self, message: ToRank) -> None:
+        """To every rank; blocks while one has much to read."""
+        assert not self._is_closing, "the ranks were closed"
+        self.check()
+        data = encode(message)
+        try:
+            for process in self._processes:
+                process.line.send_bytes(data)
+        except OSError:
+            self.wait_until(lambda: False)  # the reader finds out which, and this raises
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def launch(self, step: Step) -> int:
+        """Have every rank run a step; returns its number. No rank gets far behind rank 0."""
+        number = self._num_launched
+        self.wait_until(lambda: min(self._num_ended) > number - MAX_AHEAD)
+        with held_interrupts():  # all ranks have it or none, and it is counted
+            self.send(step)
+            self._num_launched += 1
+        return number
+
+    def take_result(self, number: int) -> StepResult:
+        """Wait for a step; they are asked for in order."""
+        self.wait_until(lambda: self.num_ended > number)
+        with self._changed:
+            # the results of steps that were dropped are still there
+            while len(self._results) > self.num_ended - number:
+                self._results.popleft()
+            return self._results.popleft()
+
+    def wait_steps(self) -> None:
+        """Return when no rank runs a step, or when all are gone."""
+        with suppress(Exception):
+            self.wait_until(lambda: min(self._num_ended) == self._num_launched)
+
+    # --- copies ---------------------------------------------------------------------------------
+
+    def copy(self, make: Callable[[int, int], Save | Load], num_layers: int) -> Copy:
+        """Start a copy on every rank: `make` has the number of the copy, and of steps that have
+        ended."""
+        copy = Copy(self, num_layers)
+        with self._changed:
+            number, self._num_copies = self._num_copies, self._num_copies + 1
+            self._copies[number] = copy
+            after_steps = self.num_ended
+        self.send(make(number, after_steps))
+        return copy
+
+    def wait_copies(self) -> None:
+        """Return when nothing is being copied, or when all ranks are gone."""
+        with suppress(Exception):
+            self.wait_until(lambda: not self._copies)
+
+    # --- reports --------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            self._read_all()
+        except BaseException as error:  # nobody would read any more, and callers would wait forever
+            self._end_all(EngineLost(f"a report of a rank cannot be read: {error!r}"))
+
+    def _read_all(self) -> None:
+        ranks = {process.line.connection: process for process in self._processes}
+        while ranks and self._lost is None:
+            for connection in _readable(ranks, None):
+                process = ranks[connection]
+                try:
+                    message = process.line.receive()
+                except (EOFError, OSError):
+                    if self._is_closing:
+                        del ranks[connection]
+                    else:
+                        self._lose(ranks, process)
+                        return
+                else:
+                    self._note(process.rank, message)
+                    if isinstance(message, Failed):
+                        del ranks[connection]
+                        self._lose(ranks, None)
+                        return
+
+    def _note(self, rank: int, message: FromRank | ToRank) -> None:
+        with self._changed:
+            match message:
+                case Ended(result):
+                    self._num_ended[rank] += 1
+                    if result is not None:
+                        self._results.append(result)
+                case Copied(number):
+                    copy = self._copies[number]
+                    copy.note(rank, message)
+                    if copy.is_done:
+                        del self._copies[number]
+                case Loaded():
+                    self._loaded[rank] = message
+                case Opened():
+                    self._num_opened += 1
+                case Failed():
+                    self._failures.append((rank, message))
+                case _:
+                    raise AssertionError(f"rank {rank} sent {message}")
+            self._changed.notify_all()
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def _lose(self, ranks: dict[Connection, RankProcess], dead: RankProcess | None) -> None:
+        """End all ranks. `dead` has closed its connection without a word; or a rank has failed,
+        perhaps because of another one, of which nothing was read yet."""
+        until_s = monotonic() + BLAME_S
+        while dead is None and (left_s := until_s - monotonic()) > 0:
+            for connection in _readable(ranks, left_s):
+                process = ranks.pop(connection)
+                try:
+                    if isinstance(message := process.line.receive(), Failed):
+                        self._note(process.rank, message)
+                    else:
+                        ranks[connection] = process
+                except (EOFError, OSError):
+                    dead = process
+            if not ranks:
+                break
+        self._end_all(self._verdict(dead))
+
+    def _end_all(self, lost: Exception) -> None:
+        end_all(self._processes, 0.0)
+        with self._changed:
+            self._lost = lost
+            self._changed.notify_all()
+
+    def _verdict(self, dead: RankProcess | None) -> Exception:
+        """What all calls raise from here on: it names the rank that was the first to go."""
+        if dead is not None:
+            name = f"rank {dead.rank} of {self.num_ranks} (process {dead.process.pid})"
+            return EngineLost(f"{name} {dead.how_it_ended(EXIT_S)}; the others were stopped, too")
+        rank, failed = min(self._failures, key=lambda each: each[1].at_s)
+        name = f"rank {rank} of {self.num_ranks}"
+        match failed.error:
+            case ConfigError() | UnsupportedModel() as error:
+                return type(error)(f"{name}: {error}")
+            case OutOfDeviceMemory() as error:
+                return EngineLost(f"{name} is out of device memory: {error}")
+            case _:
+                log.error("%s failed\n%s", name, failed.traceback)
+                return EngineLost(f"{name} failed: {failed.words}; all ranks were stopped")
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        self._is_closing = True
+        self._join(0.0)
+
+    def close(self) -> None:
+        """End all ranks, which have nothing to do any more."""
+        self._is_closing = True
+        if self._lost is None:
+            for process in self._processes:
+                with suppress(OSError):
+                    process.line.send(Close())
+        self._join(CLOSE_S)
+
+    def _join(self, within_s: float) -> None:
+        end_all(self._processes, within_s)
+        self._reader.join(CLOSE_S)
+        for process in self._processes:
+            process.line.close()
+
+
+def _readable(ranks: dict[Connection, RankProcess], within_s: float | None) -> list[Connection]:
+    return [each for each in wait(list(ranks), within_s) if isinstance(each, Connection)]

@@ -1,0 +1,201 @@
+"""What the engine's process and its ranks send each other, over a pair of sockets each.
+
+    to a rank      Begin, then Open, Step, Save, Load, Forget in any order; Close
+    from a rank    Loaded; Opened; Ended for each step; Copied as a copy goes on; Failed
+
+Messages are pickled: both ends are this program, at one version, and nobody else has the sockets. A
+Step, which is sent every few milliseconds, is its arrays end to end instead: half of the time.
+"""
+
+import pickle
+from dataclasses import dataclass, fields
+from multiprocessing.connection import Connection
+from operator import attrgetter
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mainstem.core.config import EngineConfig
+from mainstem.core.errors import MainstemError
+from mainstem.core.step import Int32s, SampleBatch, Spans, Step, StepResult
+from mainstem.kv.transfer import LoadId
+from mainstem.models.shard import Shard
+from mainstem.runner.facts import RunnerFacts
+
+if TYPE_CHECKING:  # it brings torch
+    from mainstem.runner.origin import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Load a part of a model."""
+
+    shard: Shard
+    origin: "Origin"
+    config: EngineConfig
+    meeting_fd: int  # of the memory in which ranks find each other's addresses
+    slab_fd: int  # of the memory that all ranks' parts of pages are saved to
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Prepare copies between pages and a slab of this size."""
+
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    number: int  # of the copy
+    pages: Int32s
+    slots: Int32s
+    after_steps: int  # steps that must have ended before: they wrote these pages
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    number: int
+    load_id: LoadId
+    slots: Int32s
+    pages: Int32s
+    after_steps: int  # they may have read what the pages held before
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    load_id: LoadId
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End; nothing is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The first message of a rank."""
+
+    facts: RunnerFacts
+    can_overlap: bool
+    page_bytes: int  # of the rank's part of a page
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The answer to Open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The next step, in the order they were sent, has ended; rank 0 has its result."""
+
+    result: StepResult | None
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """`num_layers` of a copy are done; `seconds` holds at the last one."""
+
+    number: int
+    num_layers: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The rank cannot go on, and ends."""
+
+    at_s: float  # by the clock that all processes of a machine have in common
+    error: MainstemError | None  # None: an error of another library, or a bug
+    words: str
+    traceback: str
+
+
+ToRank = Begin | Open | Save | Load | Forget | Close | Step
+FromRank = Loaded | Opened | Ended | Copied | Failed
+
+# a Step taken apart: its spans, its sampling, and the rest
+_SPANS = [each.name for each in fields(Spans)]
+_SAMPLING = [each.name for each in fields(SampleBatch)]
+_REST = [each.name for each in fields(Step) if each.name not in ("spans", "sampling")]
+_VALUES = attrgetter(
+    *(f"spans.{name}" for name in _SPANS), *(f"sampling.{name}" for name in _SAMPLING), *_REST
+)
+_ALIGNMENT = 16  # of an array in a message
+_STEP, _OTHER = b"s", b"o"
+
+
+def encode(message: ToRank | FromRank) -> bytes:
+    """As bytes that are sent to every rank alike."""
+    if isinstance(message, Step):
+        return _encode_step(message)
+    return _OTHER + pickle.dumps(message, protocol=5)
+
+
+def _encode_step(step: Step) -> bytes:
+    """| s | head bytes: 8 | head | arrays, each at a multiple of 16 |; in the head stand [kind,
+    *shape] for an array, and all other values as they are."""
+    head: list[object] = []
+    parts: list[bytes] = []
+    for value in _VALUES(step):
+        if isinstance(value, np.ndarray):
+            head.append([value.dtype.char, *value.shape])
+            parts.append(value.tobytes())
+            parts.append(bytes(-value.nbytes % _ALIGNMENT))
+        else:
+            head.append(value)
+    packed = pickle.dumps(head, protocol=5)
+    begin = _STEP + len(packed).to_bytes(8, "little") + packed
+    return b"".join((begin, bytes(-len(begin) % _ALIGNMENT), *parts))
+
+
+def decode(data: bytes) -> ToRank | FromRank:
+    """What `encode` was given."""
+    if data[:1] == _STEP:
+        return _decode_step(bytearray(data))  # arrays over it can be written to, as torch wants
+    message: ToRank | FromRank = pickle.loads(memoryview(data)[1:])
+    return message
+
+
+def _decode_step(data: bytearray) -> Step:
+    head_end = 9 + int.from_bytes(data[1:9], "little")
+    place = head_end + -head_end % _ALIGNMENT
+    values: list[Any] = pickle.loads(data[9:head_end])
+    for index, value in enumerate(values):
+        if type(value) is list:
+            kind, *shape = value
+            values[index] = np.ndarray(shape, kind, data, place)
+            num_bytes = values[index].nbytes
+            place += num_bytes + -num_bytes % _ALIGNMENT
+    first, second = len(_SPANS), len(_SPANS) + len(_SAMPLING)
+    return Step(
+        spans=Spans(**dict(zip(_SPANS, values[:first], strict=True))),
+        sampling=SampleBatch(**dict(zip(_SAMPLING, values[first:second], strict=True))),
+        **dict(zip(_REST, values[second:], strict=True)),
+    )
+
+
+class Line:
+    """One end of a connection; any thread may send, one receives."""
+
+    def __init__(self, fd: int) -> None:
+        """Owns the descriptor."""
+        self.connection = Connection(fd)
+        self._sending = Lock()
+
+    def send(self, message: ToRank | FromRank) -> None:
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """What `encode` gave; raises OSError if the other end is gone."""
+        with self._sending:
+            self.connection.send_bytes(data)
+
+    def receive(self) -> ToRank | FromRank:
+        """Wait for a message; raises EOFError or OSError if the other end is gone."""
+        return decode(self.connection.recv_bytes())
+
+    def close(self) -> None:
+        self.connection.close()

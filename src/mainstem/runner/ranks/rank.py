@@ -1,0 +1,212 @@
+"""A rank: a process that has one part of a model, and runs every Step on it.
+
+    main thread      reads messages: launches steps, starts copies
+    ended            waits for launched steps in order and reports them (where steps overlap)
+    copies           reports how far copies are
+    watch            ends the process as soon as the engine's process is gone, whatever it waits for
+
+Any exception ends the process, after a report of it: the other ranks may wait for this one in the
+middle of a step, so there is nothing to go on with.
+"""
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from threading import Condition, Thread
+from time import monotonic, sleep
+from traceback import format_exc
+
+from mainstem.core.config import SWITCH_S
+from mainstem.core.errors import MainstemError, OutOfDeviceMemory
+from mainstem.core.step import InFlight, Runner, Step
+from mainstem.kv.transfer import PageCopier, Transfer
+from mainstem.runner.ranks.messages import (
+    Begin,
+    Close,
+    Copied,
+    Ended,
+    Failed,
+    Forget,
+    FromRank,
+    Line,
+    Load,
+    Loaded,
+    Open,
+    Opened,
+    Save,
+    ToRank,
+)
+
+LOOK_S = 0.001  # between two looks at copies under way
+TOLD_LAYERS = 8  # of a copy, after which it is reported again
+PARENT_S = 1.0  # between two looks at whose child this is
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has of a model."""
+
+    runner: Runner
+    loaded: Loaded
+    open_copier: Callable[[int], PageCopier]  # over a slab of this many bytes
+    enter_thread: Callable[[], None]  # called first on a thread that waits for the device
+
+
+LoadPart = Callable[[Begin], Part]
+
+
+class Rank:
+    """Does what the engine's process says until it says Close."""
+
+    def __init__(self, part: Part, line: Line, number: int) -> None:
+        self._part = part
+        self._runner = part.runner
+        self._line = line
+        self._number = number
+        self._copier: PageCopier | None = None
+        self._launched: SimpleQueue[InFlight] = SimpleQueue()
+        self._copies: SimpleQueue[tuple[int, Transfer]] = SimpleQueue()
+        self._num_ended = 0
+        self._ended = Condition()
+        if self._runner.can_overlap:
+            self._on_thread("ended", self._report_steps)
+
+    def run(self) -> None:
+        """Raises what a step or a copy raises."""
+        while True:
+            message = receive(self._line)
+            match message:
+                case Step():
+                    self._launch(message)
+                case Save(number, pages, slots, after_steps):
+                    self._await_steps(after_steps)
+                    self._copies.put((number, self._open_copier.save(pages, slots)))
+                case Load(number, load_id, slots, pages, after_steps):
+                    self._await_steps(after_steps)
+                    self._copies.put((number, self._open_copier.load(load_id, slots, pages)))
+                case Forget(load_id):
+                    self._open_copier.forget(load_id)
+                case Open(host_bytes):
+                    self._copier = self._part.open_copier(host_bytes)
+                    self._on_thread("copies", self._report_copies)
+                    self._line.send(Opened())
+                case Close():
+                    if self._copier is not None:
+                        self._copier.close()
+                    self._runner.close()
+                    return
+                case _:
+                    raise AssertionError(f"a rank was sent {message}")
+
+    @property
+    def _open_copier(self) -> PageCopier:
+        assert self._copier is not None, "a copy before Open"
+        return self._copier
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def _launch(self, step: Step) -> None:
+        handle = self._runner.launch(step)
+        if self._runner.can_overlap:
+            self._launched.put(handle)
+        else:
+            self._finish(handle)
+
+    def _report_steps(self) -> None:
+        while True:
+            self._finish(self._launched.get())
+
+    def _finish(self, handle: InFlight) -> None:
+        result = handle.wait()
+        with self._ended:
+            self._num_ended += 1
+            self._ended.notify_all()
+        self._line.send(Ended(result if self._number == 0 else None))
+
+    def _await_steps(self, count: int) -> None:
+        """Rank 0 has ended `count`; this one is at their last products, or further."""
+        with self._ended:
+            self._ended.wait_for(lambda: self._num_ended >= count)
+
+    # --- copies ---------------------------------------------------------------------------------
+
+    def _report_copies(self) -> None:
+        num_layers = self._open_copier.num_layers
+        under_way: dict[int, tuple[Transfer, int]] = {}  # and the layers that were reported
+        while True:
+            while not under_way or not self._copies.empty():
+                number, transfer = self._copies.get()
+                under_way[number] = transfer, 0
+            for number, (transfer, told) in list(under_way.items()):
+                done = transfer.num_layers_done()
+                if done == num_layers:
+                    del under_way[number]
+                    self._line.send(Copied(number, done, transfer.seconds()))
+                elif done >= told + TOLD_LAYERS:
+                    under_way[number] = transfer, done
+                    self._line.send(Copied(number, done, 0.0))
+            if under_way:
+                sleep(LOOK_S)
+
+    def _on_thread(self, name: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                self._part.enter_thread()
+                work()
+            except BaseException as error:
+                fail(self._line, error)
+
+        Thread(target=run, name=name, daemon=True).start()
+
+
+def receive(line: Line) -> ToRank | FromRank:
+    """The next message; ends the process if the engine's is gone."""
+    try:
+        return line.receive()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def fail(line: Line, error: BaseException) -> None:
+    """Report an error and end the process, from any thread."""
+    known = error if isinstance(error, MainstemError) else None
+    if type(error).__name__ == "OutOfMemoryError":  # torch's
+        known = OutOfDeviceMemory(str(error))
+    words = f"{type(error).__name__}: {error}"
+    with suppress(OSError):  # nobody is there any more
+        line.send(Failed(monotonic(), known, words, format_exc()))
+    os._exit(1)
+
+
+def watch(fd: int, parent: int) -> None:
+    """End this process once its parent is gone; a fork of the parent may keep the socket open."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    while not poll.poll(PARENT_S * 1e3) and os.getppid() == parent:
+        pass
+    os._exit(1)
+
+
+def main(argv: list[str], load: LoadPart) -> None:
+    """Never returns: threads of libraries would keep the process, and there is nothing to save."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # the engine's process ends its ranks
+        signal.signal(each, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_S)
+    fd, parent = map(int, argv)
+    line = Line(fd)
+    Thread(target=partial(watch, fd, parent), name="watch", daemon=True).start()
+    try:
+        begin = receive(line)
+        assert isinstance(begin, Begin)
+        part = load(begin)
+        line.send(part.loaded)
+        Rank(part, line, begin.shard.rank).run()
+    except BaseException as error:
+        fail(line, error)
+    os._exit(0)

@@ -1,0 +1,73 @@
+"""RankedRunner: a Step in, a StepResult out, on ranks that each have a part of the model."""
+
+from contextlib import ExitStack
+from os import getpid
+from weakref import finalize
+
+from mainstem.core.step import Step, StepResult
+from mainstem.runner.ranks.group import RankGroup
+from mainstem.runner.ranks.messages import Loaded
+from mainstem.runner.ranks.shared_memory import SharedMemory
+
+
+class RankedStep:
+    """A step that every rank has been sent."""
+
+    def __init__(self, ranks: RankGroup, number: int) -> None:
+        self._ranks = ranks
+        self._number = number
+
+    def wait(self) -> StepResult:
+        """The result of rank 0; the others have the same."""
+        return self._ranks.take_result(self._number)
+
+    def has_ended(self) -> bool:
+        return self._ranks.num_ended > self._number
+
+
+class RankedRunner:
+    """Runs each step on all ranks. Owns their processes, and the memory that pages are saved to.
+
+    A rank that is lost is the end: everything raises EngineLost, which names it. Ranks of a runner
+    that is dropped without `close` are killed, so that they do not hold their devices.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, loaded: Loaded, memory: SharedMemory, opened: ExitStack
+    ) -> None:
+        """`loaded` is what every rank has said of itself; `opened` is closed after the ranks."""
+        self.ranks = ranks
+        self.memory = memory
+        self.page_bytes = loaded.page_bytes  # of a rank's part
+        self.num_layers = loaded.num_layers
+        self._can_overlap = loaded.can_overlap
+        self._opened = opened
+        finalize(self, _end_dropped, ranks, opened, getpid())
+
+    @property
+    def can_overlap(self) -> bool:
+        return self._can_overlap
+
+    def launch(self, step: Step) -> RankedStep:
+        """Send the step; see Runner in core.step."""
+        return RankedStep(self.ranks, self.ranks.launch(step))
+
+    def drain(self) -> None:
+        """See Runner in core.step."""
+        self.ranks.wait_steps()
+
+    def check(self) -> None:
+        """See Runner in core.step."""
+        self.ranks.check()
+
+    def close(self) -> None:
+        """End the ranks."""
+        self.drain()
+        self.ranks.close()
+        self._opened.close()
+
+
+def _end_dropped(ranks: RankGroup, opened: ExitStack, owner: int) -> None:
+    if getpid() == owner:  # not in a fork of the process that started them
+        ranks.kill()
+        opened.close()

@@ -1,0 +1,70 @@
+"""Attention of a step in which pages are weighed: as planned, then the weights of a few rows."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mainstem.core.step import Step
+from mainstem.kernels.attention.mass import page_masses
+from mainstem.models.block import Attention
+from mainstem.models.collectives import Collectives
+from mainstem.models.spec import ModelSpec
+
+
+class KeyPages(Protocol):
+    """The pages of a device."""
+
+    def keys(self, layer: int) -> Tensor:
+        """[pages, kv_heads, page_size, head_dim]"""
+        ...
+
+
+class WeighingAttention:
+    """Runs a step's attention, and sums up over the layers what `Step.weighings` ask for."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        spec: ModelSpec,
+        pages: KeyPages,
+        sinks: Sequence[Tensor | None],
+        step: Step,
+        device: torch.device,
+    ) -> None:
+        self._attention = attention
+        self._pages = pages
+        self._sinks = sinks
+        self._kinds = [layer.attention for layer in spec.layers]
+        self._shape = (-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        self._num_heads = spec.num_heads
+        self._weighings = step.weighings
+        self._positions = [int(step.positions[each.first_row]) for each in step.weighings]
+        self._page_ids = [
+            torch.from_numpy(each.page_ids).long().to(device) for each in step.weighings
+        ]
+        # [pages] of each weighing
+        self._masses = [torch.zeros(len(ids), device=device) for ids in self._page_ids]
+
+    def run(self, layer: int, qkv: Tensor) -> Tensor:
+        """As Attention.run of the decoder."""
+        mixed = self._attention.run(layer, qkv)
+        queries = qkv.view(self._shape)[:, : self._num_heads]  # rotated, in place
+        kind, keys = self._kinds[layer], self._pages.keys(layer)
+        for number, weighing in enumerate(self._weighings):
+            self._masses[number] += page_masses(
+                queries[weighing.first_row : weighing.first_row + weighing.num_rows],
+                keys,
+                self._page_ids[number],
+                self._positions[number],
+                scale=kind.scale,
+                window=kind.window,
+                softcap=kind.softcap,
+                sinks=self._sinks[layer],
+            )
+        return mixed
+
+    def masses(self, ranks: Collectives) -> list[Tensor]:
+        """[pages] of each weighing, over the heads of all ranks; call it once, after all layers."""
+        return [ranks.sum_(mass) for mass in self._masses]

@@ -1,0 +1,60 @@
+"""Which pages of a prompt a truncation keeps."""
+
+from bisect import bisect_left
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from mainstem.core.step import Int32s
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The pages of a prompt that are kept: some at its head, and all from `rest` on."""
+
+    head: tuple[int, ...]  # page numbers in the prompt, in order: the sink, then the chosen ones
+    sink_pages: int  # how many of them keep their place
+    rest: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is dropped."""
+        return len(self.head) == self.rest
+
+    def token_ids(self, prompt_ids: Int32s, page_size: int) -> Int32s:
+        """The prompt without what is dropped."""
+        pages = prompt_ids[: self.rest * page_size].reshape(-1, page_size)
+        head = pages[list(self.head)].reshape(-1)
+        return np.concatenate([head, prompt_ids[self.rest * page_size :]])
+
+    def place_before(self, number: int) -> int:
+        """Where in the prompt the kept page `number` was."""
+        if number < len(self.head):
+            return self.head[number]
+        return number - len(self.head) + self.rest
+
+    def place_after(self, number: int) -> int | None:
+        """Where the prompt's page `number` is among the kept ones; None: dropped."""
+        if number >= self.rest:
+            return number - self.rest + len(self.head)
+        place = bisect_left(self.head, number)
+        return place if self.head[place : place + 1] == (number,) else None
+
+    def without(self, numbers: Collection[int]) -> "Cut":
+        """The cut that drops the kept pages `numbers`, too; there is one at least."""
+        end = max(len(self.head), max(numbers) + 1)
+        kept = (self.place_before(number) for number in range(end) if number not in numbers)
+        return Cut(tuple(kept), self.sink_pages, self.place_before(end))
+
+    def without_oldest(self, num_pages: int) -> "Cut":
+        """The cut that drops the first `num_pages` after the sink, too."""
+        return self.without(range(self.sink_pages, self.sink_pages + num_pages))
+
+
+WHOLE = Cut(head=(), sink_pages=0, rest=0)
+
+
+def sink_only(sink_pages: int) -> Cut:
+    """Nothing is dropped yet, and the first pages never will be."""
+    return Cut(tuple(range(sink_pages)), sink_pages, sink_pages)

@@ -1,0 +1,141 @@
+"""Truncation by attention: the pages go that the last tokens of a conversation attend to least.
+
+    before    | sink |       candidates       | recent tokens        |   what the last cut left
+    weighed   | sink |       candidates       | ... | last 64 tokens |   what is read once more
+    cut       the candidates with the least attention go, as many as a cut drops
+
+The last tokens are read once more, by a sequence of their own that answers nothing: on top of the
+pages that are there, and at positions inside the window. If the conversation is too long for that,
+the tokens before the last ones are left out; they are recent, so they are kept anyway.
+
+Which pages a cut has dropped cannot be seen from the prompt. It is remembered, by session and by
+the tokens that a plain cut would have dropped, so that a later turn is cut alike. If it was
+forgotten (after a restart, or after MAX_CHOICES others), that cut counts as a plain one.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import numpy as np
+
+from mainstem.core.ids import PageKey
+from mainstem.core.request import Delivery, Overflow, Request, SamplingParams
+from mainstem.core.step import Float32s, Int32s
+from mainstem.sched.cut import Cut
+
+QUERY_TOKENS = 64  # whose attention counts ...
+QUERY_SHARE = 6  # ... but at most 1/6 of the window without the sink
+MAX_CHOICES = 1024  # each has up to 8 bytes for every page of the window
+
+
+@dataclass(slots=True, eq=False)
+class Weighing:
+    """A cut to be made when attention to the candidates is known."""
+
+    name: bytes  # of the cut
+    before: Cut  # what earlier cuts have left
+    earlier: tuple[Cut, ...]  # these cuts
+    num_pages: int  # the candidates end here, counted in what is left
+    num_dropped: int  # pages to drop
+    num_queries: int
+    prompt_ids: Int32s  # what is read
+    given: Request
+    masses: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # by page so far
+
+    @property
+    def key(self) -> PageKey:
+        """What answers wait for."""
+        return PageKey(b"cut" + self.name)
+
+    @property
+    def num_reused(self) -> int:
+        """Leading tokens whose KV is used as it is; the others are computed."""
+        return len(self.prompt_ids) - self.num_queries
+
+    def request(self) -> Request:
+        """Reads and answers nothing, but for one token that is ignored."""
+        given = self.given
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        return Request(
+            given.request_id,
+            self.prompt_ids,
+            sampling,
+            salt=given.salt,
+            public_tokens=min(given.public_tokens, self.num_reused),
+            priority=given.priority,
+            session=given.session,
+            overflow=Overflow.ERROR,
+            delivery=Delivery.AT_END,
+        )
+
+    def restart(self) -> None:
+        """The sequence that reads begins anew."""
+        self.masses = np.zeros(0, np.float32)
+
+    def add(self, masses: Float32s) -> None:
+        """Take in what some of the queries see; later ones see more pages."""
+        total = masses.copy()
+        total[: len(self.masses)] += self.masses
+        self.masses = total
+
+    def choose(self) -> Cut:
+        """The cut without the candidates that were attended to least; of equals, the oldest go."""
+        sink = self.before.sink_pages
+        order = np.argsort(self.masses[sink : self.num_pages], kind="stable")
+        return self.before.without(set((sink + order[: self.num_dropped]).tolist()))
+
+
+class Choices:
+    """The cuts that were chosen, up to MAX_CHOICES; the least recently used are forgotten."""
+
+    def __init__(self) -> None:
+        self._cuts: OrderedDict[bytes, Cut] = OrderedDict()
+
+    def find(self, name: bytes, num_pages: int) -> Cut | None:
+        """The cut of this name; None if it is not known, or a prompt of `num_pages` is too short
+        for it, because the conversation was taken up again at an earlier place."""
+        cut = self._cuts.get(name)
+        if cut is None or cut.rest > num_pages:
+            return None
+        self._cuts.move_to_end(name)
+        return cut
+
+    def keep(self, name: bytes, cut: Cut) -> None:
+        """Remember a choice."""
+        self._cuts[name] = cut
+        self._cuts.move_to_end(name)
+        if len(self._cuts) > MAX_CHOICES:
+            self._cuts.popitem(last=False)
+
+
+def cut_names(request: Request, sink_pages: int, step: int, page_size: int) -> Iterator[bytes]:
+    """Names of the first cut of a conversation, of the second, and so on: each from the session
+    and the tokens that are gone if every cut drops the oldest `step` pages."""
+    digest = sha256(b"important")
+    for part in (str(request.session).encode(), request.salt, b"%d %d" % (sink_pages, step)):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    ids, end = request.prompt_ids, 0
+    for rest in range(sink_pages + step, len(ids) // page_size + 1, step):
+        begin, end = end, rest * page_size
+        digest.update(ids[begin:end].tobytes())
+        yield digest.copy().digest()
+
+
+def weigh(
+    name: bytes, given: Request, cuts: tuple[Cut, ...], step: int, window: int, page_size: int
+) -> Weighing | None:
+    """How to find the cut after `cuts`, which begin with the one that drops nothing; None where
+    there is nothing to choose from: a step drops every page that is not recent."""
+    before = cuts[-1]
+    left = before.token_ids(given.prompt_ids, page_size)
+    num_free = window - before.sink_pages * page_size
+    num_queries = min(QUERY_TOKENS, max(1, num_free // QUERY_SHARE))
+    num_read = min(len(left), window - 1) - num_queries
+    num_pages = num_read // page_size
+    if num_pages - before.sink_pages <= step:
+        return None
+    prompt_ids = np.concatenate([left[:num_read], left[-num_queries:]])
+    return Weighing(name, before, cuts[1:-1], num_pages, step, num_queries, prompt_ids, given)

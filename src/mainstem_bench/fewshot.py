@@ -1,0 +1,222 @@
+"""Few-shot questions with four choices, with and without sharing: the answers must be the same.
+
+A question follows 1, 3 or 5 examples of its subject, as in RelayAttention's Table 3. The model's
+choice is the likeliest of the letters A to D. Of some questions the model also goes on by itself.
+Every way of sharing is compared with the first, question by question:
+
+    none      every prompt is computed and stored for itself
+    storage   equal prefixes are computed and stored once
+    reads     they are read once per step, too
+
+Where a model is at chance, accuracy says nothing about the engine: then look at the difference of
+logprobs, and at the tokens it generates. FILE has {"task", "prefix", "items": [{"q", "a"}]} a line,
+also .gz; without it, a few subjects of MMLU.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from time import perf_counter
+
+from mainstem import LLM, SamplingParams
+from mainstem.cli.flag_types import positive_count
+from mainstem.cli.flags import add_engine_flags, engine_config
+from mainstem.core.config import EngineConfig, Share
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.files import read_plain_or_gzip
+from mainstem.core.tables import table
+from mainstem_bench.paper.lengths import shipped
+from mainstem_bench.report import line
+
+LETTERS = ("A", "B", "C", "D")
+CHANCE = 1 / len(LETTERS)
+EXAMPLE_END = "\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    prompts: dict[int, str]  # by number of examples
+    right: int  # which of the LETTERS
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a model says to questions."""
+
+    logprobs: list[list[float]]  # of the letters, by question
+    tokens: list[tuple[int, ...]]  # what it goes on with, of the first questions
+    computed_tokens: int
+    seconds: float
+
+    def choices(self) -> list[int]:
+        return [row.index(max(row)) for row in self.logprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """One way of sharing, at one number of examples."""
+
+    shots: int
+    share: str
+    questions: int
+    accuracy: float  # percent
+    margin: float  # half of its 95 % interval
+    is_at_chance: bool  # 25 % is within the margin
+    answer_perplexity: float  # of the right letter
+    same_choices: float  # percent, as the first way's
+    same_tokens: float  # percent of generated tokens
+    logprob_difference: float  # the largest, to the first way
+    computed_tokens: int
+    seconds: float
+
+
+def read_questions(path: Path | None, shots: Sequence[int], count: int) -> list[Question]:
+    """A random choice of `count` questions, always the same."""
+    if path is None:
+        with shipped("mmlu_few.jsonl.gz") as found:
+            rows = read_plain_or_gzip(found)
+    else:
+        rows = read_plain_or_gzip(path)
+    questions = []
+    for number, row in enumerate(rows.splitlines(), start=1):
+        try:
+            subject = json.loads(row)
+            heads = {count: _head(subject["prefix"], count) for count in shots}
+            for item in subject["items"]:
+                prompts = {count: head + item["q"] for count, head in heads.items()}
+                questions.append(Question(prompts, LETTERS.index(item["a"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequest(str(path), f"line {number}: {error}") from error
+    if len(questions) < count:
+        raise InvalidRequest("--questions", f"there are {len(questions)}, not {count}")
+    return Random(0).sample(questions, count)
+
+
+def _head(prefix: str, count: int) -> str:
+    """The introduction and the first `count` examples, which end in an empty line."""
+    intro, _, rest = prefix.partition(EXAMPLE_END)
+    ends = [at for at in range(len(rest)) if rest.startswith(EXAMPLE_END, at)]
+    ends = [at for at in ends if rest[:at].rsplit("\n", 1)[-1].startswith("Answer: ")]
+    if len(ends) < count:
+        raise ValueError(f"there are {len(ends)} examples, not {count}")
+    return intro + EXAMPLE_END + rest[: ends[count - 1]] + EXAMPLE_END
+
+
+def answer(
+    config: EngineConfig, share: Share, prompts: Sequence[str], num_going_on: int, num_tokens: int
+) -> Answers:
+    """Score the letters after each prompt; go on after the first ones."""
+    sched = replace(config.sched, share=share)
+    llm = LLM.from_config(replace(config, sched=sched))
+    began_s = perf_counter()
+    scores = llm.score(prompts, [f" {letter}" for letter in LETTERS], use_tqdm=False)
+    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    outputs = llm.generate(prompts[:num_going_on], greedy, use_tqdm=False)
+    seconds = perf_counter() - began_s
+    computed = llm.counters.computed_tokens
+    llm.close()
+    return Answers(
+        [[choice.logprob for choice in score.choices] for score in scores],
+        [tuple(output.outputs[0].token_ids) for output in outputs],
+        computed,
+        round(seconds, 1),
+    )
+
+
+def compare(shots: int, share: Share, found: Answers, first: Answers, right: list[int]) -> Quality:
+    count, choices = len(right), found.choices()
+    share_right = sum(map(int.__eq__, choices, right)) / count
+    margin = 1.96 * math.sqrt(share_right * (1 - share_right) / count)
+    pairs = [
+        (token, other)
+        for some, others in zip(found.tokens, first.tokens, strict=True)
+        for token, other in zip(some, others, strict=True)
+    ]
+    differences = [
+        abs(a - b)
+        for row, other in zip(found.logprobs, first.logprobs, strict=True)
+        for a, b in zip(row, other, strict=True)
+    ]
+    of_right = [row[at] for row, at in zip(found.logprobs, right, strict=True)]
+    return Quality(
+        shots=shots,
+        share=share.value,
+        questions=count,
+        accuracy=round(100 * share_right, 2),
+        margin=round(100 * margin, 2),
+        is_at_chance=abs(share_right - CHANCE) <= margin,
+        answer_perplexity=round(math.exp(-sum(of_right) / count), 4),
+        same_choices=round(100 * sum(map(int.__eq__, choices, first.choices())) / count, 2),
+        same_tokens=round(100 * sum(a == b for a, b in pairs) / max(1, len(pairs)), 2),
+        logprob_difference=max(differences),
+        computed_tokens=found.computed_tokens,
+        seconds=found.seconds,
+    )
+
+
+def measure(
+    config: EngineConfig,
+    questions: Sequence[Question],
+    shots: Sequence[int],
+    shares: Sequence[Share],
+    *,
+    num_going_on: int,
+    num_tokens: int,
+) -> Iterator[Quality]:
+    """Every number of examples, every way of sharing."""
+    right = [question.right for question in questions]
+    for count in shots:
+        prompts = [question.prompts[count] for question in questions]
+        first: Answers | None = None
+        for share in shares:
+            found = answer(config, share, prompts, num_going_on, num_tokens)
+            first = first or found
+            yield compare(count, share, found, first, right)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "mainstem bench fewshot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    made.add_argument("--file", type=Path, metavar="FILE", help="questions (some of MMLU)")
+    made.add_argument("--shots", nargs="+", type=positive_count, default=[1, 3, 5], metavar="N")
+    made.add_argument("--questions", type=positive_count, default=100, metavar="N", help="(100)")
+    made.add_argument(
+        "--going-on", type=positive_count, default=16, metavar="N",
+        help="questions after which the model also goes on (16)",
+    )  # fmt: skip
+    made.add_argument(
+        "--tokens", type=positive_count, default=16, metavar="N", help="of going on (16)"
+    )
+    made.add_argument(
+        "--shares", nargs="+", choices=[share.value for share in Share],
+        default=[share.value for share in (Share.NONE, Share.STORAGE, Share.READS)],
+        metavar="SHARE", help="ways to compare with the first (none storage reads)",
+    )  # fmt: skip
+    made.add_argument("--json", action="store_true")
+    add_engine_flags(made)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    config = engine_config(args)
+    rows: list[dict[str, object]] = []
+    for quality in measure(
+        config,
+        read_questions(args.file, args.shots, args.questions),
+        args.shots,
+        [Share(name) for name in args.shares],
+        num_going_on=args.going_on,
+        num_tokens=args.tokens,
+    ):
+        rows.append({"model": config.model.model, **asdict(quality)})
+        if args.json:
+            print(line("fewshot", rows[-1]), flush=True)
+    if not args.json:
+        print(table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
+    return 0

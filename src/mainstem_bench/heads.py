@@ -1,0 +1,181 @@
+"""`mainstem bench heads`: span attention for many head layouts on a GPU, over its floor.
+
+Some shapes have a name: those of models whose heads are not Llama's. The others are random, and
+equal seeds give equal shapes: 1 to 16 query heads for each KV head, head_dim 64, 80, 128 and 256,
+groups of equal and unequal size, prompts beside decodes, every third with a window. Each is checked
+against the reference before it is timed, as in `mainstem bench kernel`.
+
+The bars: 1.6 times the floor and 8 us in the mean over the random shapes, 2.2 times and 8 us for
+each of them.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from mainstem.cli.flag_types import positive_count
+from mainstem.plan.cost import H200
+from mainstem_bench.kernel import FIXED_US, Bench, fingerprint, floor_us
+from mainstem_bench.workloads import AttentionCase, Run, grouped, own_runs, unequal_groups
+
+CARD = replace(H200, flops_per_s=600e12)  # what attention can reach, not what products do
+MEAN_BAR, WORST_BAR = 1.6, 2.2
+HEAD_DIMS = (64, 80, 128, 256)
+KV_HEADS = (1, 2, 4, 8, 16, 32)
+MOST_RATIO, MOST_HEADS = 16, 64
+WINDOW_EVERY = 3
+WINDOWS = (128, 512, 1024, 4096)
+BATCHES = (8, 16, 32, 64, 100, 128, 200, 256, 400)
+KINDS = ("own", "one", "groups", "two levels", "unequal", "unequal", "mixed")
+OWN, PREFIXES = (128, 200, 300, 600, 1500), (500, 1500, 3000, 8000)
+PROMPTS = (256, 512, 700)
+LEAST_FLOOR_US = 15.0  # of a shape; below, there is little but launches to be timed
+MOST_OWN_KEYS = 1_000_000  # sequences x KV heads x own tokens
+
+
+def named_shapes() -> list[AttentionCase]:
+    """Layouts of models, and those that were slow once."""
+    rng = random.Random(0)
+    return [
+        AttentionCase("gqa16/2 B128 1x8000+500", grouped(128, 1, 8000, 500), 16, 2),
+        AttentionCase("gqa8/1 B256 16x4000+300", grouped(256, 16, 4000, 300), 8, 1),
+        AttentionCase("gqa32/4 B256 unequal +256", unequal_groups(rng, 256, 256), 32, 4),
+        AttentionCase("gqa64/8 B128 4x10000+600", grouped(128, 4, 10000, 600), 64, 8),
+        AttentionCase("Phi-2 B128 8x2000+250", grouped(128, 8, 2000, 250), 32, 32, 80),
+        AttentionCase("Falcon 7B B128 1x2000+300", grouped(128, 1, 2000, 300), 71, 1, 64),
+        AttentionCase("gpt-oss B256 16x2000+250", grouped(256, 16, 2000, 250), 64, 8, 64),
+        AttentionCase(
+            "gpt-oss B256 16x2000+250 w128", grouped(256, 16, 2000, 250), 64, 8, 64, window=128
+        ),
+        AttentionCase("Gemma 3 12B B128 8x2000+250", grouped(128, 8, 2000, 250), 16, 8, 256),
+        AttentionCase(
+            "Gemma 3 12B B128 8x2000+250 w1024", grouped(128, 8, 2000, 250), 16, 8, 256, window=1024
+        ),
+        AttentionCase(
+            "Mistral 7B B64 own 6000 w4096", own_runs([6000] * 64), 32, 8, window=4096
+        ),
+    ]  # fmt: skip
+
+
+def random_shapes(seed: int, count: int) -> Iterator[AttentionCase]:
+    rng = random.Random(seed)
+    for index in range(count):
+        head_dim = HEAD_DIMS[index % len(HEAD_DIMS)]
+        has_window = index % WINDOW_EVERY == 0
+        case = _random_shape(rng, head_dim, has_window)
+        while floor_us(case, CARD) < LEAST_FLOOR_US:
+            case = _random_shape(rng, head_dim, has_window)
+        yield case
+
+
+def _random_shape(rng: random.Random, head_dim: int, has_window: bool) -> AttentionCase:
+    ratio = rng.randint(1, MOST_RATIO)
+    kv_heads = rng.choice([n for n in KV_HEADS if n * ratio <= MOST_HEADS])
+    batch, kind = rng.choice(BATCHES), rng.choice(KINDS)
+    most = max(MOST_OWN_KEYS // (batch * kv_heads), min(OWN))
+    own = rng.choice([n for n in OWN if n <= most])
+    runs = tuple(_runs(rng, kind, batch, own))
+    name = f"{ratio * kv_heads}/{kv_heads} d{head_dim} B{batch} {kind} +{own}"
+    window = rng.choice(WINDOWS) if has_window else None
+    if has_window:
+        name += f" w{window}"
+    return AttentionCase(name, runs, ratio * kv_heads, kv_heads, head_dim, window=window)
+
+
+def _runs(rng: random.Random, kind: str, batch: int, own: int) -> Iterator[Run]:
+    """Prefixes first, since positions follow from the order; own tokens are ragged."""
+    if kind == "unequal":
+        yield from unequal_groups(rng, batch, 0)[:-batch]
+    if kind in ("one", "two levels"):
+        yield Run(tuple(range(batch)), rng.choice(PREFIXES))
+    if kind in ("groups", "two levels", "mixed"):
+        groups = min(rng.choice((2, 4, 8, 16)), batch)
+        for i in range(groups):
+            rows = tuple(range(batch * i // groups, batch * (i + 1) // groups))
+            yield Run(rows, rng.choice(PREFIXES))
+    for row in range(batch):
+        yield Run((row,), rng.randint(1, 2 * own), is_causal=True)
+    first = batch
+    for _ in range(rng.randint(1, 4) if kind == "mixed" else 0):
+        rows = tuple(range(first, first + rng.choice(PROMPTS)))
+        yield Run(rows, len(rows) + rng.choice((0, 500, 2000)), is_causal=True)
+        first += len(rows)
+
+
+def shape_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
+    measured, floor = bench.measure(case), floor_us(case, CARD)
+    bench.free_pages()
+    over = max(measured.us - FIXED_US, 0.0) / floor
+    return {
+        "case": case.name,
+        "heads": case.heads,
+        "kv_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "window": case.window,
+        "floor_us": round(floor, 1),
+        "us": round(measured.us, 1),
+        "over_floor": round(measured.us / floor, 2),
+        "over_floor_less_8_us": round(over, 2),
+        "max_error": float(f"{measured.max_error:.2g}"),
+        "is_within_bar": over <= WORST_BAR,
+    }
+
+
+def summary(lines: list[dict[str, object]], seed: int) -> dict[str, object]:
+    """Of the random shapes."""
+    over = [float(str(line["over_floor_less_8_us"])) for line in lines]
+    mean = float(np.mean(over))
+    return {
+        "seed": seed,
+        "shapes": len(lines),
+        "mean": round(mean, 2),
+        "worst": max(over),
+        "is_within_bar": mean <= MEAN_BAR and max(over) <= WORST_BAR,
+    }
+
+
+def main(args: list[str]) -> int:
+    """Print a line a shape, and one over the random ones; 1 if they miss a bar."""
+    parser = argparse.ArgumentParser(prog="mainstem bench heads")
+    parser.add_argument(
+        "--shapes", type=positive_count, default=24, help="random shapes (default: 24)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", help="only the shapes whose name contains this")
+    parser.add_argument("--json", action="store_true", help="one JSON line a shape")
+    chosen = parser.parse_args(args)
+    if not torch.cuda.is_available():
+        print("mainstem bench heads: needs a CUDA device", file=sys.stderr)
+        return 2
+    bench = Bench()
+    for case in named_shapes():
+        if chosen.case is None or chosen.case in case.name:
+            _show(shape_line(bench, case), chosen.json)
+    lines = []
+    for case in random_shapes(chosen.seed, chosen.shapes):
+        if chosen.case is None or chosen.case in case.name:
+            lines.append(shape_line(bench, case))
+            _show(lines[-1], chosen.json)
+    if not lines:
+        return 0
+    total = summary(lines, chosen.seed)
+    print(json.dumps({**total, **fingerprint()}) if chosen.json else total, flush=True)
+    return 0 if total["is_within_bar"] else 1
+
+
+def _show(line: dict[str, object], is_json: bool) -> None:
+    if is_json:
+        print(json.dumps({**line, **fingerprint()}), flush=True)
+        return
+    mark = "ok  " if line["is_within_bar"] else "over"
+    print(
+        f"{mark} {line['case']:<40} {line['us']:>8} us  floor {line['floor_us']:>7}  "
+        f"x{line['over_floor']}  less 8 us x{line['over_floor_less_8_us']}",
+        flush=True,
+    )

@@ -1,0 +1,254 @@
+"""Copies beside steps: what loading and saving cost those that compute (AttentionStore 4.3.2)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from mainstem.core.config import Fetch, Saving
+from mainstem.core.events import StepFinished
+from mainstem.core.ids import RequestId
+from mainstem.core.request import Request, SamplingParams
+from mainstem.runner.copy_engine import Rows
+from mainstem.runner.gates import LAYERS_AT_ONCE
+from mainstem_bench.session_engine import Bench
+from mainstem_bench.settings import settings
+
+SAVE_STEPS = 200  # that a batch decodes while pages of others are saved
+VISIT_EVERY = 8  # steps between two prompts of others
+BUFFERS = ("all", "0", "5", "10", "15", "auto")  # layers loaded before a prompt starts
+BATCH = 16  # the paper's
+JOB_TOKENS = 400  # that each sequence of a running job answers with at most
+JOB_STEPS = 4  # of the job alone before sessions return
+ROUNDS = 4  # of sessions that return, the first not counted
+JOBS, REPEATS = 2, 2  # one after the other, where pages are saved
+SHORT, LONG = 20, 200  # tokens of their answers; the paper has 20
+
+
+def measure_preload(bench: Bench, repeats: int = 8) -> Iterator[dict[str, object]]:
+    """First token of a single returning session for each size of the read buffer."""
+    bench.warm_up()
+    work, rng = bench.work, Random(1)
+    histories = [bench.random_ids(rng, work.history) for _ in range(repeats)]
+    bench.ask(histories, 1)
+    for mode in BUFFERS:
+        store = replace(bench.config.store, preload=mode, fetch=Fetch.ALWAYS)
+        bench.engine.change_store(store)
+        times = []
+        for history in histories:
+            bench.push_out()
+            new = bench.random_ids(rng, work.new)
+            times.append(bench.ask([[*history, *new]], 1).first_s[0])
+        yield {
+            "part": "preload",
+            "layers": mode,
+            "median_ttft_ms": round(1e3 * float(np.median(times)), 3),
+            "min_ttft_ms": round(1e3 * min(times), 3),
+            "settings": settings(bench.config),
+        }
+    bench.engine.change_store(bench.config.store)
+
+
+def measure_saves(bench: Bench) -> Iterator[dict[str, object]]:
+    """Decode steps of one batch; now and then a prompt comes by whose pages are saved meanwhile."""
+    bench.warm_up()
+    work, rng = bench.work, Random(2)
+    visitor_tokens = 2 * work.history
+    count = max(2, (work.device_tokens - visitor_tokens) // (work.history + 200) - 1)
+    steps: list[StepFinished] = []
+    bench.engine.bus.subscribe(StepFinished, steps.append)
+    saved_before = bench.counters.saved_pages["host"]
+
+    def submit(name: str, num_tokens: int, output: int) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        ids = np.array(bench.random_ids(rng, num_tokens), np.int32)
+        bench.engine.submit(Request(RequestId(name), ids, sampling, expected_tokens=output))
+
+    for index in range(count):
+        submit(f"decodes-{index}", work.history, SAVE_STEPS)
+    saving: list[float] = []  # seconds of steps that ran while the prompt before them was saved
+    others: list[float] = []
+    while bench.engine.has_work:
+        num_seen = len(steps)
+        bench.engine.step()
+        for before, step in pairwise(steps[max(0, num_seen - 1) :]):
+            if step.num_prompt_tokens or step.num_seqs != count:
+                continue
+            (saving if before.num_prompt_tokens else others).append(step.device_s)
+            if not before.num_prompt_tokens and len(others) % VISIT_EVERY == 0:
+                submit(f"visits-{len(others)}", visitor_tokens, 1)
+    saving_s, others_s = (float(np.mean(found)) if found else 0.0 for found in (saving, others))
+    yield {
+        "part": "saves",
+        "batch": count,
+        "saved_pages": bench.counters.saved_pages["host"] - saved_before,
+        "pages_a_save": visitor_tokens // bench.config.cache.page_size,
+        "steps_saving": len(saving),
+        "step_ms_saving": round(1e3 * saving_s, 3),
+        "steps_not_saving": len(others),
+        "step_ms_not_saving": round(1e3 * others_s, 3),
+        "throughput_cost": round(1 - others_s / saving_s, 4) if saving and others else None,
+        "settings": settings(bench.config),
+    }
+
+
+def measure_busy(bench: Bench) -> Iterator[dict[str, object]]:
+    """First tokens of a batch of sessions that returns behind a job that decodes, for each size of
+    the read buffer; and how long the job's tokens are held up meanwhile."""
+    bench.warm_up()
+    work, rng = bench.work, Random(4)
+    count = min(BATCH, work.at_once)
+    length = work.history // 2
+    histories = [bench.random_ids(rng, length) for _ in range(count)]
+    bench.ask(histories, 1)
+    room = work.device_tokens // count - 2 * length - work.new - bench.config.cache.page_size
+    for mode in BUFFERS:
+        store = replace(bench.config.store, preload=mode, fetch=Fetch.ALWAYS)
+        bench.engine.change_store(store)
+        job = [bench.random_ids(rng, length) for _ in range(count)]
+        with _running(bench, job, min(JOB_TOKENS, room)):
+            rounds = [
+                _return_behind(bench, histories, rng, f"{mode}-{number}")
+                for number in range(ROUNDS)
+            ]
+        first_s = [each for found, _ in rounds[1:] for each in found]  # the first one compiles
+        gaps = [each for _, held_up in rounds[1:] for each in held_up]
+        yield {
+            "part": "busy",
+            "layers": mode,
+            "layers_at_once": LAYERS_AT_ONCE,
+            "batch": count,
+            "mean_ttft_ms": round(1e3 * float(np.mean(first_s)), 2),
+            "max_ttft_ms": round(1e3 * max(first_s), 2),
+            "job_gap_ms": round(1e3 * float(np.mean(gaps)), 2),
+            "job_gap_ms_max": round(1e3 * max(gaps), 2),
+            "settings": settings(bench.config),
+        }
+    bench.engine.change_store(bench.config.store)
+
+
+@contextmanager
+def _running(bench: Bench, prompts: list[list[int]], output: int) -> Iterator[None]:
+    """A job that decodes meanwhile."""
+    names = [f"job-{index}" for index in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        bench.engine.submit(_request(name, prompt, output))
+    while bench.engine.num_waiting or bench.engine.snapshot().prompts:
+        bench.engine.step()
+    yield
+    for name in names:
+        bench.engine.abort(RequestId(name))
+    while bench.engine.has_work:
+        bench.engine.step()
+
+
+def _return_behind(
+    bench: Bench, histories: list[list[int]], rng: Random, name: str
+) -> tuple[list[float], list[float]]:
+    """Seconds to the first token of each session, and between the job's tokens meanwhile."""
+    engine = bench.engine
+    engine.flush()
+    engine.clear_device()
+    for _ in range(JOB_STEPS):
+        engine.step()
+    prompts = [[*history, *bench.random_ids(rng, bench.work.new)] for history in histories]
+    began_s = last_s = perf_counter()
+    for index, prompt in enumerate(prompts):
+        engine.submit(_request(f"{name}-{index}", prompt, 1))
+    first_s: list[float] = []
+    gaps: list[float] = []
+    while len(first_s) < len(prompts):
+        outputs = engine.step()
+        now_s = perf_counter()
+        is_job = [output.request_id.startswith("job") for output in outputs]
+        first_s += [now_s - began_s] * is_job.count(False)
+        if any(is_job):
+            gaps.append(now_s - last_s)
+            last_s = now_s
+    return first_s, gaps
+
+
+def measure_saving(bench: Bench) -> Iterator[dict[str, object]]:
+    """Jobs of a batch one after the other, by when their pages are saved (the paper's Fig. 20)."""
+    bench.warm_up()
+    work, rng = bench.work, Random(5)
+    count = min(BATCH, work.at_once)
+    for share, output in ((0.5, SHORT), (0.8, SHORT), (0.5, min(LONG, 10 * work.output))):
+        length = int(share * work.history)
+        for saving in Saving:
+            bench.engine.change_store(replace(bench.config.store, save=saving))
+            seconds = []
+            for _ in range(REPEATS):
+                jobs = [[bench.random_ids(rng, length) for _ in range(count)] for _ in range(JOBS)]
+                bench.push_out()
+                before = bench.counters.saved_pages["host"]
+                began_s = perf_counter()
+                for job in jobs:
+                    bench.ask(job, output)
+                seconds.append(perf_counter() - began_s)
+                bench.engine.flush()
+            yield {
+                "part": "saving",
+                "save": saving.value,
+                "batch": count,
+                "prompt_tokens": length,
+                "output": output,
+                "jobs": JOBS,
+                "min_s": round(min(seconds), 4),
+                "max_s": round(max(seconds), 4),
+                "saved_pages": bench.counters.saved_pages["host"] - before,
+                "settings": settings(bench.config),
+            }
+    bench.engine.change_store(bench.config.store)
+
+
+def measure_grain(bench: Bench) -> Iterator[dict[str, object]]:
+    """A page's way to host memory: all layers in one copy, a copy a layer, or a copy for each token
+    and layer as an answer grows. Without a GPU there are no copy engines, and no lines."""
+    if not torch.cuda.is_available():
+        return
+    shape, page_size = bench.shape, bench.config.cache.page_size
+    num_pages, width = 64, shape.num_kv_heads * page_size * shape.head_dim * 2  # bytes of K in bf16
+    halves = 2 * shape.num_layers
+    device = torch.empty((halves, num_pages, width), dtype=torch.uint8, device="cuda")
+    host = torch.empty((num_pages, halves, width), dtype=torch.uint8, pin_memory=True)
+    head, row = page_size * shape.head_dim * 2, shape.head_dim * 2
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    handle = stream.cuda_stream
+    ways = {
+        "page": (Rows(width, width, num_pages * width), halves, 1, halves),
+        "layer": (Rows(width, width, num_pages * width), 2, 1, halves),
+        "token": (Rows(row, head, head), shape.num_kv_heads, page_size, 1),
+    }
+    for name, (rows, height, num_tokens, at_once) in ways.items():
+        step = height if at_once > 1 else 1
+        for _ in range(2):  # the first time warms up
+            torch.cuda.synchronize()
+            began_s = perf_counter()
+            for page in range(num_pages):
+                for half in range(0, halves, step):
+                    for token in range(num_tokens):
+                        source = device.data_ptr() + (half * num_pages + page) * width + token * row
+                        target = host.data_ptr() + (page * halves + half) * width + token * row
+                        rows.to_host(source, target, height, handle)
+            launched_s = perf_counter() - began_s
+            torch.cuda.synchronize()
+            seconds = perf_counter() - began_s
+        yield {
+            "part": "grain",
+            "way": name,
+            "copies_a_page": halves // step * num_tokens,
+            "host_us_a_page": round(1e6 * launched_s / num_pages, 1),
+            "us_a_page": round(1e6 * seconds / num_pages, 1),
+            "gb_per_s": round(host.nbytes / seconds / 1e9, 2),
+        }
+
+
+def _request(name: str, prompt: list[int], output: int) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    return Request(RequestId(name), np.array(prompt, np.int32), sampling, expected_tokens=output)

@@ -1,0 +1,39 @@
+"""Random weights that are packed as checkpoints have them."""
+
+import argparse
+from dataclasses import replace
+
+from mainstem.models.quantized.packing import (
+    Layout,
+    PackedKind,
+    Packing,
+    QuantizedSpec,
+    Rule,
+    rules_for,
+)
+from mainstem.models.shapes import SHAPES
+from mainstem.models.spec import ModelSpec
+
+_PLAIN = rules_for(("lm_head", "mlp.gate", "mlp.router", "block_sparse_moe.gate"))
+PACKED = {
+    "gptq": QuantizedSpec(Layout.GPTQ, Packing(PackedKind.INT4, 128), _PLAIN),
+    "awq": QuantizedSpec(Layout.AWQ, Packing(PackedKind.INT4, 128, has_zeros=True), _PLAIN),
+    "fp8": QuantizedSpec(Layout.COMPRESSED, Packing(PackedKind.FP8, None), _PLAIN),
+    "fp8-blocks": QuantizedSpec(Layout.FP8, Packing(PackedKind.FP8, 128, 128), _PLAIN),
+    "mxfp4": QuantizedSpec(  # experts alone, as gpt-oss has them
+        Layout.MXFP4, None, (Rule(r".*\bexperts\b.*", Packing(PackedKind.MXFP4, 32)),)
+    ),
+}
+
+
+def add_weights_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights", choices=list(PACKED), help="packed as such a checkpoint's (16-bit)"
+    )
+
+
+def chosen_shape(args: argparse.Namespace, name: str) -> ModelSpec:
+    """The shape of this name with the weights that were asked for."""
+    if args.weights is None:
+        return SHAPES[name]
+    return replace(SHAPES[name], quantized=PACKED[args.weights])

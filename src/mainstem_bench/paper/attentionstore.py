@@ -1,0 +1,235 @@
+"""AttentionStore (KV kept between the turns of conversations): its figures and tables."""
+
+from mainstem_bench.paper import quality
+from mainstem_bench.paper import store_data as data
+from mainstem_bench.paper import store_engine as engine
+from mainstem_bench.paper import store_pictures as pictures
+from mainstem_bench.paper import store_simulated as simulated
+from mainstem_bench.paper import store_simulated_pictures as drawn
+from mainstem_bench.paper.item import Item, Where
+
+ON_H200 = "one H200 instead of A100s; random weights, which cost the same time; "
+SMALL = "SmolLM2-135M on a CPU with a window of 512; "
+SIMULATED = (
+    "simulated by `mainstem simulate` at the speed of the paper's A100s, because there are no four "
+    "A100s here, and LLaMA-65B in 16 bits leaves no room for KV on one H200; 5,671 conversations "
+    "instead of 9,000, shorter ones; times between turns are those of people in a chat"
+)
+
+
+def _compared(number: int, title: str, claim: str, compared: drawn.Compared) -> Item:
+    """One of the figures that a single simulation answers."""
+    return Item(
+        name=f"store-fig{number}",
+        title=f"AttentionStore Fig. {number}: {title}",
+        claim=claim,
+        differs=SIMULATED,
+        where=Where.CPU,
+        full_s=60,
+        quick_s=2,
+        run=simulated.run_models,
+        verdict=compared.judge,
+        plot=compared.plot,
+    )
+
+
+ITEMS: tuple[Item, ...] = (
+    Item(
+        name="store-fig1",
+        title="AttentionStore Fig. 1: time of prefill and of a decode step",
+        claim="prefill grows with the prompt, a decode step stays about the same (LLaMA-70B, "
+        "batch 8, 4 A100s)",
+        differs=ON_H200 + "8B instead of 70B, which one card cannot hold in 16 bits",
+        where=Where.GPU,
+        full_s=25,
+        quick_s=2,
+        run=engine.run_phases,
+        verdict=pictures.judge_phases,
+        plot=pictures.plot_phases,
+    ),
+    Item(
+        name="store-fig2",
+        title="AttentionStore Fig. 2: turns and lengths of ShareGPT's conversations",
+        claim="73 % have more than one turn; 47 % are longer than 2K tokens, 30 % longer than 4K",
+        differs="the first 5,671 of about 90,000 conversations; another tokenizer (Qwen 2.5)",
+        where=Where.CPU,
+        full_s=2,
+        quick_s=1,
+        run=data.run_sessions,
+        verdict=data.judge_sessions,
+        plot=data.plot_sessions,
+    ),
+    Item(
+        name="store-fig4",
+        title="AttentionStore Fig. 4: history in a prompt, and the time to compute it again",
+        claim="more than 99 % of a late turn's prompt is history, and so is 99 % of its prefill "
+        "time (Mistral-7B, one A100)",
+        differs=ON_H200 + "mean lengths of each turn",
+        where=Where.GPU,
+        full_s=25,
+        quick_s=2,
+        run=engine.run_turns,
+        verdict=pictures.judge_turns,
+        plot=pictures.plot_turns,
+    ),
+    _compared(
+        13,
+        "hit rate of the store",
+        "86 %, 71 %, 89 % and 90 % for LLaMA-13B, LLaMA-65B, LLaMA-70B and Falcon-40B",
+        drawn.HITS,
+    ),
+    _compared(
+        14,
+        "time to the first token",
+        "85 %, 61 %, 87 % and 86 % less than computing again",
+        drawn.TTFT,
+    ),
+    _compared(15, "prefill throughput", "6.8, 2.6, 7.8 and 7.2 times as much", drawn.PREFILL),
+    _compared(
+        16, "GPU time of the whole workload", "4.0, 1.9, 3.3 and 3.4 times less", drawn.GPU_TIME
+    ),
+    _compared(17, "cost of the whole workload", "70 %, 43 %, 66 % and 68 % less", drawn.COST),
+    Item(
+        name="store-fig18",
+        title="AttentionStore Fig. 18: loading history against computing it",
+        claim="faster than computing at every share of history from 500 to 900 of 1,000 tokens "
+        "(LLaMA-13B, batch 16, one A100)",
+        differs=ON_H200 + "PCIe 5 instead of 4",
+        where=Where.GPU,
+        full_s=40,
+        quick_s=3,
+        run=engine.run_loading,
+        verdict=pictures.judge_loading,
+        plot=pictures.plot_loading,
+    ),
+    Item(
+        name="store-fig19",
+        title="AttentionStore Fig. 19: loading by layers, and the read buffer",
+        claim="35 % less time than loading first without a buffer, 61 % less with 15 layers "
+        "(LLaMA-13B, batch 16, 1K tokens of history, 100 new)",
+        differs=ON_H200 + "the batch is timed alone, not behind another job",
+        where=Where.GPU,
+        full_s=30,
+        quick_s=2,
+        run=engine.run_buffers,
+        verdict=pictures.judge_buffers,
+        plot=pictures.plot_buffers,
+    ),
+    Item(
+        name="store-fig20",
+        title="AttentionStore Fig. 20: saving KV beside the computation",
+        claim="13 to 15 % less time than saving synchronously: prompts of 1,000 to 1,600 tokens, "
+        "20 decode steps (LLaMA-13B, batch 16)",
+        differs=ON_H200
+        + "`--store-save decoding` against `sync`; the clock stops when all is saved",
+        where=Where.GPU,
+        full_s=60,
+        quick_s=3,
+        run=engine.run_saving,
+        verdict=pictures.judge_saving,
+        plot=pictures.plot_saving,
+    ),
+    Item(
+        name="store-fig21",
+        title="AttentionStore Fig. 21: look-ahead against LRU and FIFO",
+        claim="at 128 GB and 10 TB 86 % of hits against 58 % and 48 %, 99.6 % of them in DRAM",
+        differs=SIMULATED,
+        where=Where.CPU,
+        full_s=120,
+        quick_s=2,
+        run=simulated.run_policies,
+        verdict=drawn.judge_policies,
+        plot=drawn.plot_policies,
+    ),
+    Item(
+        name="store-fig22",
+        title="AttentionStore Fig. 22: KV kept or invalidated when the window overflows",
+        claim="hit rates fall by 17.6, 41.5, 18.1 and 18.4 points for LLaMA-13B, LLaMA-65B, "
+        "LLaMA-70B and Falcon-40B where positions are in the KV",
+        differs=SIMULATED,
+        where=Where.CPU,
+        full_s=90,
+        quick_s=2,
+        run=simulated.run_overflow,
+        verdict=drawn.judge_overflow,
+        plot=drawn.plot_overflow,
+    ),
+    Item(
+        name="store-fig23",
+        title="AttentionStore Fig. 23: how much storage a hit rate takes",
+        claim="51 % of hits with a tenth of CCpUT, 98 % with a quarter",
+        differs=SIMULATED,
+        where=Where.CPU,
+        full_s=120,
+        quick_s=2,
+        run=simulated.run_capacity,
+        verdict=drawn.judge_capacity,
+        plot=drawn.plot_capacity,
+    ),
+    Item(
+        name="store-fig24",
+        title="AttentionStore Fig. 24: HBM alone, with DRAM, with SSDs",
+        claim="hit rates of nearly 0 % on 10 GB of HBM, 1.7 to 19.1 % with 128 GB of DRAM, 71 to "
+        "90 % with 10 TB of SSDs",
+        differs=SIMULATED,
+        where=Where.CPU,
+        full_s=120,
+        quick_s=2,
+        run=simulated.run_media,
+        verdict=drawn.judge_media,
+        plot=drawn.plot_media,
+    ),
+    Item(
+        name="store-fig25",
+        title="AttentionStore Fig. 25: first token and prefill throughput with long documents",
+        claim="95 % less time to the first token and 22 times the throughput at 28K tokens "
+        "(Mistral-7B, batch 1)",
+        differs=ON_H200 + "3 tasks after the first",
+        where=Where.GPU,
+        full_s=30,
+        quick_s=2,
+        run=engine.run_documents,
+        verdict=pictures.judge_ttft,
+        plot=pictures.plot_ttft,
+    ),
+    Item(
+        name="store-fig26",
+        title="AttentionStore Fig. 26: time of a task, and answer throughput with long documents",
+        claim="prefill falls from 41 % of a task to 1.2 %; up to 67 % more answer tokens a second",
+        differs=ON_H200 + "3 tasks after the first",
+        where=Where.GPU,
+        full_s=30,
+        quick_s=2,
+        run=engine.run_documents,
+        verdict=pictures.judge_tasks,
+        plot=pictures.plot_tasks,
+    ),
+    Item(
+        name="store-tab1",
+        title="AttentionStore Table 1: perplexity after the window overflowed",
+        claim="moved KV is within 0.02 of computing again (5.48 and 5.47 for LLaMA-7B on "
+        "WikiText-2), misplaced KV is above 1,000",
+        differs=SMALL + "3,072 tokens of WikiText-2; beside it, pages kept by attention, and how "
+        "often the likeliest token is that of the uncut text",
+        where=Where.CPU,
+        full_s=420,
+        quick_s=15,
+        run=quality.run_perplexity,
+        verdict=quality.judge_perplexity,
+        plot=quality.plot_perplexity,
+    ),
+    Item(
+        name="store-tab2",
+        title="AttentionStore Table 2: accuracy after the window overflowed",
+        claim="moved KV answers as well as computing again (MMLU 43.7 and 43.4 %, LongEval 66.0 "
+        "and 65.9 %, PIQA 77.1 and 77.2 % for LLaMA-7B), misplaced KV far worse",
+        differs=SMALL + "it is at chance on MMLU and LongEval, so questions are asked on 24 "
+        "paragraphs of XQuAD in a full window, which stand after other text or before it",
+        where=Where.CPU,
+        full_s=1200,
+        quick_s=20,
+        run=quality.run_questions,
+        verdict=quality.judge_questions,
+        plot=quality.plot_questions,
+    ),
+)

@@ -1,0 +1,169 @@
+"""BatchLLM (large batched inference with global prefix sharing): its figures and tables."""
+
+from mainstem_bench.paper import batchllm_jobs as jobs
+from mainstem_bench.paper import batchllm_kernel as kernel
+from mainstem_bench.paper import batchllm_plans as plans
+from mainstem_bench.paper import batchllm_steps as steps
+from mainstem_bench.paper import projections
+from mainstem_bench.paper.item import Item, Where
+
+ON_H200 = "an H200 instead of an A100 and an MI200 (no AMD card here); "
+RANDOM = "random weights, which cost the same time; "
+
+BATCHING = (
+    ON_H200 + RANDOM + "600 requests of the drawn industry mix, answers as long as ShareGPT's; "
+    "`--max-seqs 256 --no-reorder` is token batching off"
+)
+
+ITEMS: tuple[Item, ...] = (
+    Item(
+        name="batch-fig2",
+        title="BatchLLM Fig. 2: tokens in each step of a baseline",
+        claim="vLLM's chunked prefill has valleys: many steps of few tokens",
+        differs=BATCHING,
+        where=Where.GPU,
+        full_s=60,
+        quick_s=6,
+        run=steps.run_baseline,
+        verdict=steps.judge_baseline,
+        plot=steps.plot_baseline,
+    ),
+    Item(
+        name="batch-fig5",
+        title="BatchLLM Fig. 5: throughput of three mixes, degrees 4 and 16, 8B and 14B",
+        claim="1.4 to 3 times vLLM (prefix caching, chunked prefill) and 1.2 to 2.5 times SGLang "
+        "on an A100; 1.8 to 4.1 and 1.3 to 2.8 times on an MI200",
+        differs=ON_H200
+        + RANDOM
+        + "160 to 640 requests instead of 6,400, which leaves an LRU cache "
+        "less to lose; the baseline in our engine is `--share storage --no-plan`",
+        where=Where.GPU,
+        full_s=150,
+        quick_s=8,
+        run=jobs.run_mixes,
+        verdict=jobs.judge_mixes,
+        plot=jobs.plot_mixes,
+    ),
+    Item(
+        name="batch-fig6",
+        title="BatchLLM Fig. 6: throughput by degree and prefix",
+        claim="1.7 times vLLM at degree 2 and prefix 2,000, up to 10.8 times at degree 16 and "
+        "prefix 16,000",
+        differs=ON_H200 + RANDOM + "16 to 480 requests instead of 6,400",
+        where=Where.GPU,
+        full_s=100,
+        quick_s=6,
+        run=jobs.run_grid,
+        verdict=jobs.judge_grid,
+        plot=jobs.plot_grid,
+    ),
+    Item(
+        name="batch-fig7",
+        title="BatchLLM Fig. 7: lengths in the industry workload",
+        claim="prefixes of about 1,570 tokens, own contexts of about 30, 3 prompts to a prefix",
+        differs="the authors' data is not public: lengths are drawn with the averages they give",
+        where=Where.CPU,
+        full_s=15,
+        quick_s=1,
+        run=plans.run_lengths,
+        verdict=plans.judge_lengths,
+        plot=plans.plot_lengths,
+    ),
+    Item(
+        name="batch-fig8",
+        title="BatchLLM Fig. 8: prompt tokens saved, by degree and prefix",
+        claim="85.2 % saved at degree 16 and prefix 2,000 (vLLM 40.1 %); 92.6 % at prefix 16,000 "
+        "(vLLM 6.3 %, SGLang 5.2 %)",
+        differs="the LRU cache is modelled: one prompt at a time in 450,000 tokens of KV. Real "
+        "engines run many prompts at once and find less",
+        where=Where.CPU,
+        full_s=120,
+        quick_s=2,
+        run=plans.run_saving,
+        verdict=plans.judge_saving,
+        plot=plans.plot_saving,
+    ),
+    Item(
+        name="batch-fig9",
+        title="BatchLLM Fig. 9: tokens in each step, token batching on",
+        claim="fewer valleys than in Fig. 2, without sharing prefixes",
+        differs=BATCHING,
+        where=Where.GPU,
+        full_s=60,
+        quick_s=6,
+        run=steps.run_both,
+        verdict=steps.judge_both,
+        plot=steps.plot_both,
+    ),
+    Item(
+        name="batch-fig10",
+        title="BatchLLM Fig. 10: attention over shared prefixes in one launch",
+        claim="as fast as FlashInfer's cascade or faster on an A100, decoding and with chunks",
+        differs=ON_H200 + "8B's heads; newer rivals (FlashInfer 0.6.12, FlashAttention-3)",
+        where=Where.GPU,
+        full_s=15,
+        quick_s=1,
+        run=kernel.run_cases,
+        verdict=kernel.judge_cases,
+        plot=kernel.plot_cases,
+    ),
+    Item(
+        name="batch-tab1",
+        title="BatchLLM Table 1: the industry workload",
+        claim="8.67 requests/s, 1.30 times vLLM's best (A100); 4.24, 1.26 times (MI200)",
+        differs=ON_H200 + RANDOM + "600 requests with KV memory in proportion to 2,000",
+        where=Where.GPU,
+        full_s=70,
+        quick_s=3,
+        run=jobs.run_industry,
+        verdict=jobs.judge_industry,
+        plot=jobs.plot_industry,
+    ),
+    Item(
+        name="batch-tab2",
+        title="BatchLLM Table 2: token batching off and on",
+        claim="5.79 to 5.94 requests/s without shared prefixes, 8.16 to 8.47 with them (A100)",
+        differs=BATCHING,
+        where=Where.GPU,
+        full_s=60,
+        quick_s=6,
+        run=steps.run_table,
+        verdict=steps.judge_table,
+        plot=steps.plot_table,
+    ),
+    Item(
+        name="batch-amd",
+        title="BatchLLM Fig. 5 and Table 1 on an AMD card",
+        claim="1.8 to 4.1 times vLLM and 1.3 to 2.8 times SGLang on an MI200",
+        differs="there is no AMD card here: a projection from its data sheet",
+        where=Where.CPU,
+        full_s=1,
+        quick_s=1,
+        run=projections.run_batch,
+        verdict=projections.judge_batch,
+    ),
+    Item(
+        name="batch-levels",
+        title="BatchLLM 6.2.2: many levels of prefixes against one enlarged level",
+        claim="56 % saved with many levels, 55 % with one enlarged level",
+        differs="lengths are drawn; with the stated degree of 3 two thirds can be saved, not 58 %",
+        where=Where.CPU,
+        full_s=10,
+        quick_s=1,
+        run=plans.run_levels,
+        verdict=plans.judge_levels,
+        plot=plans.plot_levels,
+    ),
+    Item(
+        name="batch-overhead",
+        title="BatchLLM 6.3.4: seconds of planning",
+        claim="1.51 s for 8,000 requests, against 919.54 s of running them",
+        differs="one slow core of another processor; numpy arrays instead of Python objects",
+        where=Where.CPU,
+        full_s=30,
+        quick_s=1,
+        run=plans.run_overhead,
+        verdict=plans.judge_overhead,
+        plot=plans.plot_overhead,
+    ),
+)

@@ -1,0 +1,110 @@
+"""BatchLLM's Fig. 10: attention over shared prefixes in one launch, decoding and mixed steps."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mainstem.plan.cost import H200, span_floor_s
+from mainstem_bench.paper import style
+from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
+from mainstem_bench.paper.relay_attention import cpu_point
+from mainstem_bench.paper.results import only
+from mainstem_bench.paper.rivals import rivals
+from mainstem_bench.workloads import AttentionCase, Run, grouped, own_runs, prefill_runs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BATCH = 256
+# prefix, own tokens, sequences to a prefix -> the name that rivals were measured by
+DECODES = {
+    (2048, 256, 256): "gqa32/8 B256 1x2048+256",
+    (2000, 250, 16): "gqa32/8 B256 16x2000+250",
+    (16000, 300, 16): "gqa32/8 B256 16x16000+300",
+    (512, 512, 4): "gqa32/8 B256 64x512+512",
+    (256, 2048, 256): None,
+}
+RIVALS = {
+    "flashinfer_decode": "FlashInfer decode",
+    "flashinfer_cascade_graph": "FlashInfer cascade",
+    "fa3": "FlashAttention-3",
+}
+
+
+def _cases(prefix: int, own: int, degree: int) -> dict[str, tuple[Run, ...]]:
+    """A decoding step with shared and with plain spans, and a mixed step with shared ones."""
+    shared = grouped(BATCH, BATCH // degree, prefix, own)
+    return {
+        "decode, read once": shared,
+        "decode, read each": own_runs([prefix + own] * BATCH),
+        "mixed, read once": shared + prefill_runs(BATCH),
+    }
+
+
+def run_cases(settings: Settings) -> Iterator[Line]:
+    """Every case, checked before it is timed."""
+    if settings.is_quick:
+        yield {"case": "decode, read once", "degree": 8, **cpu_point(8, 64, 256)}
+        return
+    from mainstem_bench.kernel import Bench  # noqa: PLC0415  # needs a GPU's Triton
+
+    bench = Bench()
+    for (prefix, own, degree), name in DECODES.items():
+        theirs = rivals()["kernel"].get(name, {})
+        for kind, runs in _cases(prefix, own, degree).items():
+            case = AttentionCase(f"{kind} {prefix}/{own}/{degree}", runs)
+            floor_s = span_floor_s(
+                H200, case.spans(), heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim
+            )
+            measured = bench.measure(case)
+            yield {
+                "case": kind, "prefix": prefix, "own": own, "degree": degree,
+                "us": round(measured.us, 1), "floor_us": round(1e6 * floor_s, 1),
+                "max_error": float(f"{measured.max_error:.2g}"),
+                **(theirs if kind == "decode, read once" else {}),
+            }  # fmt: skip
+    bench.free_pages()
+
+
+def plot_cases(lines: Sequence[Line], figure: "Figure") -> None:
+    decode, mixed = figure.subplots(1, 2, width_ratios=(2, 1))
+    once = only(lines, case="decode, read once")
+    names = [_name(line) for line in once]
+    series: dict[str, tuple[list[float | None], style.Look]] = {
+        "here, read once": ([line["us"] for line in once], style.OURS)
+    }
+    if each := only(lines, case="decode, read each"):
+        series["here, read each"] = ([line["us"] for line in each], style.STORED)
+    for (key, label), colour in zip(RIVALS.items(), ("#777777", "#a5a5a5", "#cfcfcf"), strict=True):
+        series[label] = ([line.get(key) for line in once], {"color": colour})
+    style.bars(decode, names, series, "{:.0f}")
+    for at, line in enumerate(once):
+        named = {"label": "limit of the card"} if at == 0 else {}
+        decode.plot([at - 0.45, at + 0.45], [line["floor_us"]] * 2, **named, **style.LIMIT)
+    style.log_y(decode)
+    x = "prefix / own tokens / sequences to a prefix"
+    style.finish(decode, "256 decodes, 32 heads over 8, one layer, H200", x, "us")
+    both = only(lines, case="mixed, read once")
+    style.bars(mixed, [_name(line) for line in both],
+               {"here": ([line["us"] for line in both], style.OURS)}, "{:.0f}")  # fmt: skip
+    for at, line in enumerate(both):
+        mixed.plot([at - 0.45, at + 0.45], [line["floor_us"]] * 2, **style.LIMIT)
+    style.finish(mixed, "with 7 prompt chunks of 512", "the same", "us")
+    for axes in (decode, mixed):
+        axes.tick_params(axis="x", labelsize=7)
+
+
+def _name(line: Line) -> str:
+    degree = "all" if line["degree"] == BATCH else line["degree"]
+    return f"{line['prefix']}/\n{line['own']}/{degree}"
+
+
+def judge_cases(lines: Sequence[Line]) -> Verdict:
+    once = only(lines, case="decode, read once")
+    over = [line["us"] / line["floor_us"] for line in once]
+    ratios = [min(line[name] for name in RIVALS) / line["us"] for line in once if "fa3" in line]
+    return Verdict(
+        Outcome.EXCEEDED if min(ratios) > 1 else Outcome.NOT,
+        f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as the best of FlashInfer 0.6.12 "
+        f"and FlashAttention-3; {min(over):.2f} to {max(over):.2f} times the limit of the card. "
+        "The paper's kernel is on a par with FlashInfer's cascade",
+    )

@@ -1,0 +1,179 @@
+"""BatchLLM's token batching, step by step: Fig. 2 and 9, Table 2.
+
+Off: at most 256 answers in progress, in the order in which prompts come; prompts with equal
+prefixes are still brought together where prefixes are shared. On: memory is the limit, and groups
+with much to generate go first.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mainstem.core.config import Share
+from mainstem.plan.planner import PlanConfig
+from mainstem_bench.feed import run_job
+from mainstem_bench.paper import style
+from mainstem_bench.paper.batchllm_plans import industry
+from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
+from mainstem_bench.paper.jobs import VOCAB, Job, Size, engine_of
+from mainstem_bench.paper.lengths import sharegpt_requests
+from mainstem_bench.paper.results import one, only
+from mainstem_bench.step_trace import StepTrace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+QWEN_7B = Size("qwen25-7b", 700_000)  # more than 256 answers need, as on the paper's card
+VLLM_SEQS = 256  # vLLM's default for requests in a step
+MOST_ANSWER = 256
+POINTS = 300  # of a picture
+SHARES = {"nothing shared": Share.NONE, "prefixes shared": Share.READS}
+PAPER = {  # requests/s on an A100: token batching off, on
+    "nothing shared": (5.79, 5.94),
+    "prefixes shared": (8.16, 8.47),
+}
+
+
+def a_job(settings: Settings) -> Job:
+    """Prompts of the industry mix; answers as long as ShareGPT's first ones, up to 256 tokens."""
+    count = 24 if settings.is_quick else 600
+    drawn = industry(count).prompts
+    rows = [(drawn[at] % (VOCAB - 10) + 10).tolist() for at in range(count)]
+    answers = sharegpt_requests(count, MOST_ANSWER).answers
+    if settings.is_quick:
+        rows, answers = [row[:48] + row[-16:] for row in rows], np.minimum(answers, 12)
+    return Job.of(rows, answers)
+
+
+def measure(settings: Settings) -> Iterator[Line]:
+    """Sharing and token batching, off and on: measured steps."""
+    job, size = a_job(settings), QWEN_7B.of(settings)
+    for shared, share in SHARES.items():
+        for batching in ("off", "on"):
+            max_seqs = None if batching == "on" else 4 if settings.is_quick else VLLM_SEQS
+            with engine_of(settings, size, share, max_seqs) as engine:
+                found = run_job(
+                    engine,
+                    job.prompts,
+                    job.answers,
+                    # without sharing, grouping alone would only change the order
+                    is_planned=batching == "on" or share is not Share.NONE,
+                    plan=PlanConfig(reorders=batching == "on"),
+                )
+            steps = found.steps
+            decodes = np.subtract(steps.num_tokens, steps.num_prompt_tokens).tolist()
+            trace = StepTrace(steps.ends_s, steps.num_tokens, decodes)
+            yield {
+                "shared": shared,
+                "batching": batching,
+                "max_seqs": max_seqs,
+                "model_shape": size.shape,
+                "requests": len(job.prompts),
+                "requests_per_s": round(len(job.prompts) / found.seconds, 3),
+                "seconds": round(found.seconds, 3),
+                "saving_ratio": round(found.counters.saving_ratio, 4),
+                "preemptions": found.counters.preemptions,
+                **trace.summary(),
+                "trace": trace.thinned(POINTS),
+            }
+
+
+def _measured(settings: Settings) -> list[Line]:
+    """All four, measured once for the items that show them."""
+    return settings.once("batch-steps", lambda: measure(settings))
+
+
+def run_baseline(settings: Settings) -> Iterator[Line]:
+    """Fig. 2."""
+    yield from only(_measured(settings), shared="nothing shared", batching="off")
+
+
+def run_both(settings: Settings) -> Iterator[Line]:
+    """Fig. 9."""
+    yield from only(_measured(settings), shared="nothing shared")
+
+
+def run_table(settings: Settings) -> Iterator[Line]:
+    """Table 2."""
+    for line in _measured(settings):
+        del line["trace"]
+        yield line
+
+
+def _draw(lines: Sequence[Line], figure: "Figure", batchings: Sequence[str]) -> None:
+    panels = figure.subplots(len(batchings), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, batching in zip(panels, batchings, strict=True):
+        line = one(lines, shared="nothing shared", batching=batching)
+        trace = line["trace"]
+        looks = ((trace["tokens"], style.NOTHING, "prompts"), (trace["decodes"], style.OURS, None))
+        for values, look, name in looks:
+            label = name or "answers"
+            axes.fill_between(trace["at_s"], values, step="pre", color=look["color"], label=label)
+        title = (
+            f"token batching {batching}: {line['requests_per_s']:.1f} requests/s, valleys "
+            f"{line['valley_share']:.1%} of the time, tail {line['tail_share']:.1%}"
+        )
+        style.finish(axes, title, "seconds", "tokens in a step")
+
+
+def plot_baseline(lines: Sequence[Line], figure: "Figure") -> None:
+    _draw(lines, figure, ("off",))
+
+
+def plot_both(lines: Sequence[Line], figure: "Figure") -> None:
+    _draw(lines, figure, ("off", "on"))
+
+
+def judge_baseline(lines: Sequence[Line]) -> Verdict:
+    off = one(lines, shared="nothing shared", batching="off")
+    return Verdict(
+        Outcome.REPRODUCED if off["valley_share"] + off["tail_share"] > 0.02 else Outcome.NOT,
+        f"with at most {off['max_seqs']} answers in progress and prompts as they come, "
+        f"{off['valley_share']:.1%} of the time goes to steps of less than a quarter of the tokens "
+        f"while prompts wait, {off['tail_share']:.1%} to the last answers",
+    )
+
+
+def judge_both(lines: Sequence[Line]) -> Verdict:
+    off, on = (one(lines, shared="nothing shared", batching=each) for each in ("off", "on"))
+    return Verdict(
+        Outcome.REPRODUCED if on["extra_steps"] < off["extra_steps"] else Outcome.NOT,
+        f"steps beyond the fewest possible: {off['extra_steps']} off, {on['extra_steps']} on; "
+        f"tokens a step {off['tokens_per_step']:.0f} and {on['tokens_per_step']:.0f}; valleys "
+        f"{off['valley_share']:.1%} and {on['valley_share']:.1%} of the time, tail "
+        f"{off['tail_share']:.1%} and {on['tail_share']:.1%}",
+    )
+
+
+def plot_table(lines: Sequence[Line], figure: "Figure") -> None:
+    here, paper = figure.subplots(1, 2)
+    looks = {"off": style.NOTHING, "on": style.OURS}
+    ours = {
+        f"token batching {batching}": (
+            [one(lines, shared=shared, batching=batching)["requests_per_s"] for shared in SHARES],
+            look,
+        )
+        for batching, look in looks.items()
+    }
+    theirs = {
+        f"token batching {batching}": ([PAPER[shared][at] for shared in SHARES], look)
+        for at, (batching, look) in enumerate(looks.items())
+    }
+    style.bars(here, list(SHARES), ours, "{:.1f}")
+    style.bars(paper, list(SHARES), theirs, "{:.2f}")
+    style.finish(here, "here: industry mix, one H200", "", "requests/s")
+    style.finish(paper, "paper: A100", "", "requests/s")
+
+
+def judge_table(lines: Sequence[Line]) -> Verdict:
+    gains = {}
+    for shared in SHARES:
+        off, on = (one(lines, shared=shared, batching=each) for each in ("off", "on"))
+        gains[shared] = on["requests_per_s"] / off["requests_per_s"]
+    told = ", ".join(
+        f"{shared} {gain:.3f} (paper {PAPER[shared][1] / PAPER[shared][0]:.3f})"
+        for shared, gain in gains.items()
+    )
+    is_gain = min(gains.values()) >= 1.02
+    return Verdict(Outcome.REPRODUCED if is_gain else Outcome.NOT, f"on over off: {told}")

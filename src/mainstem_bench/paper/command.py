@@ -1,0 +1,174 @@
+"""The evaluation of three papers, redone: every figure and table by its name.
+
+    mainstem bench paper --list
+    mainstem bench paper relay-fig7            on a card, or on this CPU where no card is needed
+    mainstem bench paper --quick all           tiny models on this CPU: the same code on small
+                                               numbers, nothing drawn or judged
+    mainstem bench paper --draw relay-fig7     plot and verdict again, from stored lines
+
+An item prints its JSON lines, and writes them to --results with a plot. Then it says what the paper
+shows, what came out here, and what is different.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from mainstem.core.errors import ConfigError, MainstemError
+from mainstem.core.tables import table
+from mainstem.simulate.plots import new_figure
+from mainstem_bench.paper.item import Item, Line, Outcome, Settings, Verdict, Where
+from mainstem_bench.paper.registry import ITEMS, find_items
+from mainstem_bench.paper.results import read_lines, write_lines
+from mainstem_bench.report import fingerprint, load_average
+
+DEFAULT_RESULTS = Path("out/paper")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "mainstem bench paper",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("items", nargs="*", metavar="ITEM", help="relay-fig7, relay, all")
+    made.add_argument("--list", action="store_true", help="the items, and what each takes")
+    made.add_argument("--quick", action="store_true", help="tiny models on a CPU")
+    made.add_argument(
+        "--results", type=Path, default=DEFAULT_RESULTS, metavar="FOLDER", help="(%(default)s)"
+    )
+    made.add_argument("--draw", action="store_true", help="measure nothing: use stored lines")
+    made.add_argument("--no-plot", action="store_true", help="lines and verdicts only")
+    made.add_argument(
+        "--limit-s", type=float, metavar="S", help="begin no item that would end later (none)"
+    )
+    return made
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    if args.list:
+        print(listing())
+        return 0
+    items = find_items(args.items)
+    if not items:
+        parser().print_usage(sys.stderr)
+        return 2
+    settings, began_s, status = Settings(is_quick=args.quick), perf_counter(), 0
+    try:
+        for item in items:
+            expected_s = item.quick_s if args.quick else item.full_s
+            if args.limit_s is not None and perf_counter() - began_s + expected_s > args.limit_s:
+                print(f"{item.name}: left out, --limit-s {args.limit_s:g}", file=sys.stderr)
+                continue
+            if len(items) > 1 and not args.draw and not can_run(item, settings):
+                print(f"{item.name}: left out, it needs a CUDA device", file=sys.stderr)
+                continue
+            status |= _do(item, settings, args)
+    finally:
+        settings.engines.close()
+    return status
+
+
+def listing() -> str:
+    """Every item with the seconds that it takes."""
+    header = ["item", "what", "needs", "full, min", "quick, min"]
+    rows = [
+        [
+            item.name,
+            item.title,
+            "-" if item.run is None else "a card" if item.where is Where.GPU else "a CPU",
+            "-" if item.run is None else _minutes(item.full_s),
+            "-" if item.run is None else _minutes(item.quick_s),
+        ]
+        for item in ITEMS.values()
+    ]
+    quick_s = sum(item.quick_s for item in ITEMS.values() if item.run is not None)
+    rows.append(["all", "", "", "", _minutes(quick_s)])
+    return table(header, rows)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f}"
+
+
+def _do(item: Item, settings: Settings, args: argparse.Namespace) -> int:
+    """Measure an item, or read its lines; then draw and judge it. The exit status."""
+    try:
+        if args.draw:
+            lines = read_lines(args.results, item)
+        elif item.run is None:
+            lines = []
+        else:
+            lines = _measure(item, settings)
+            write_lines(args.results, item, lines)
+        if item.plot is not None and lines and not args.no_plot and not args.quick:
+            draw(item, lines, args.results / f"{item.name}.svg")
+        print(told(item, judged(item, lines)), file=sys.stderr)
+    except MainstemError:
+        raise
+    except Exception as error:
+        traceback.print_exception(error)
+        print(f"{item.name}: failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def can_run(item: Item, settings: Settings) -> bool:
+    """Whether this machine has what the item needs."""
+    return item.where is Where.CPU or settings.is_quick or torch.cuda.is_available()
+
+
+def _measure(item: Item, settings: Settings) -> list[Line]:
+    """The item's lines, each with where and how it was measured; printed as they come."""
+    assert item.run is not None
+    if not can_run(item, settings):
+        raise ConfigError(f"{item.name} needs a CUDA device; --quick runs it small on a CPU")
+    about = {
+        "command": item.command + " --quick" * settings.is_quick,
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "load_before": load_average(),
+        **fingerprint(),
+    }
+    lines, began_s = [], perf_counter()
+    for found in item.run(settings):
+        at_s = round(perf_counter() - began_s, 1)
+        lines.append({"item": item.name, **found, "at_s": at_s, **about})
+        print(json.dumps(lines[-1]), flush=True)
+    return lines
+
+
+def judged(item: Item, lines: list[Line]) -> Verdict:
+    """The item's verdict; open where it was never measured in full."""
+    if item.run is None:
+        return item.verdict(lines)
+    if not lines:
+        where = "on a card" if item.where is Where.GPU else "in full"
+        return Verdict(Outcome.OPEN, f"{where}: `{item.command}`")
+    if any("--quick" in line["command"] for line in lines):
+        return Verdict(Outcome.OPEN, "a quick run checks the code; its numbers mean little")
+    return item.verdict(lines)
+
+
+def draw(item: Item, lines: list[Line], path: Path) -> None:
+    assert item.plot is not None
+    figure = new_figure(8, 4)
+    item.plot(lines, figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def told(item: Item, verdict: Verdict) -> str:
+    return "\n".join(
+        [
+            f"{item.name}: {item.title}",
+            f"  the paper: {item.claim}",
+            f"  here: {verdict.outcome.value}: {verdict.reason}",
+            f"  different: {item.differs}",
+        ]
+    )

@@ -1,0 +1,76 @@
+"""One figure or table of a paper: how it is measured here, drawn, and judged.
+
+A line is one measured point as JSON. An item's `run` yields lines; `plot` and `verdict` see nothing
+but lines, so that a page can be made from stored ones.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from mainstem_bench.paper.engines import Engines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Line = dict[str, Any]
+"""A measured point; what it holds is between an item's run, plot and verdict."""
+
+
+class Outcome(Enum):
+    REPRODUCED = "reproduced"
+    EXCEEDED = "exceeded"
+    NOT = "not reproduced"
+    CANNOT = "not possible here"
+    OPEN = "not run yet"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a claim, and why."""
+
+    outcome: Outcome
+    reason: str  # a sentence or two; numbers of ours come from lines
+
+
+class Where(Enum):
+    """What a full run needs."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How items are run."""
+
+    is_quick: bool = False  # tiny models on this machine: the same code, small numbers
+    engines: Engines = field(default_factory=Engines)
+    _measured: dict[str, list[Line]] = field(default_factory=dict)
+
+    def once(self, name: str, measure: Callable[[], Iterator[Line]]) -> list[Line]:
+        """What `measure` yields; measured once for all items that ask for `name`."""
+        if name not in self._measured:
+            self._measured[name] = list(measure())
+        return [dict(line) for line in self._measured[name]]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A figure or table. `run` None: there is no command, and `verdict` says why."""
+
+    name: str  # relay-fig7
+    title: str
+    claim: str  # what the paper shows, in a sentence with its numbers
+    differs: str  # what is different here, and why
+    where: Where
+    full_s: float  # seconds of a full run, measured
+    quick_s: float  # seconds of a quick run on 2 slow cores, measured
+    run: Callable[[Settings], Iterator[Line]] | None
+    verdict: Callable[[Sequence[Line]], Verdict]
+    plot: Callable[[Sequence[Line], "Figure"], None] | None = None
+
+    @property
+    def command(self) -> str:
+        return f"mainstem bench paper {self.name}"

@@ -1,0 +1,129 @@
+"""Whole jobs on random weights: one engine a setting, the model loaded once."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+
+from mainstem.core.config import Share
+from mainstem.core.plan import Int64s, Prompts
+from mainstem.engine.engine import Engine
+from mainstem.models.shapes import SHAPES
+from mainstem.plan.cost import H200, Card
+from mainstem_bench.feed import run_job
+from mainstem_bench.limit import ModelCost, job_floor
+from mainstem_bench.offline import warm_up
+from mainstem_bench.paper.item import Line, Settings
+from mainstem_bench.workloads import OfflineJob
+
+SYSTEMS = {  # the paper's names for what is shared
+    Share.NONE: "vLLM",
+    Share.STORAGE: "vLLM-PS",
+    Share.READS: "vLLM-RA",
+}
+WARM_SEQS = 256
+QUICK_SHAPE = "tiny"
+VOCAB = 500  # ids of random prompts stay below: every shape has that many
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model and the KV memory that it gets."""
+
+    shape: str
+    kv_tokens: int
+
+    def of(self, settings: Settings) -> "Size":
+        return Size(QUICK_SHAPE, 16_384) if settings.is_quick else self
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Prompts and how long each answer is."""
+
+    prompts: Prompts
+    answers: Int64s
+
+    @classmethod
+    def of(cls, prompts: list[list[int]], answers: Int64s) -> "Job":
+        return cls(Prompts.from_lists(prompts), answers)
+
+    @classmethod
+    def after_prefixes(
+        cls, prefixes: Sequence[int], owns: Sequence[int], answers: Int64s, groups: Sequence[int]
+    ) -> "Job":
+        """Prompt i has the prefix of group `groups[i]`, of `prefixes[group]` random tokens, then
+        `owns[i]` of its own."""
+        rng = Random(0)
+        heads = [[rng.randrange(10, VOCAB) for _ in range(tokens)] for tokens in prefixes]
+        prompts = [
+            heads[group] + [rng.randrange(10, VOCAB) for _ in range(own)]
+            for group, own in zip(groups, owns, strict=True)
+        ]
+        return cls.of(prompts, answers)
+
+
+@contextmanager
+def engine_of(
+    settings: Settings, size: Size, share: Share, max_seqs: int | None = None
+) -> Iterator[Engine]:
+    """An engine that has run steps of every kind before, with nothing cached."""
+    with settings.engines.engine(size.shape, size.kv_tokens, share, max_seqs) as engine:
+        if settings.engines.is_new(share) and torch.cuda.is_available():
+            about = OfflineJob("warm", size.shape, size.kv_tokens, 2, 64, 256, 64, 16)
+            warm_up(engine, about, SHAPES[size.shape].vocab_size, WARM_SEQS)
+        yield engine
+
+
+def run(
+    settings: Settings,
+    size: Size,
+    job: Job,
+    share: Share = Share.READS,
+    *,
+    is_planned: bool = False,
+    repeats: int = 1,
+) -> Line:
+    """Speed of a job; of several runs the median, with the others in `spread`."""
+    runs = []
+    for _ in range(repeats):
+        with engine_of(settings, size, share) as engine:
+            runs.append(run_job(engine, job.prompts, job.answers, is_planned))
+    rates = sorted(len(job.prompts) / each.seconds for each in runs)
+    last = runs[-1]
+    num_tokens = len(job.prompts.token_ids) + int(job.answers.sum())
+    return {
+        "model_shape": size.shape,
+        "kv_tokens": size.kv_tokens,
+        "share": share.value,
+        "planned": is_planned,
+        "requests": len(job.prompts),
+        "requests_per_s": round(float(np.median(rates)), 3),
+        "spread": [round(rates[0], 3), round(rates[-1], 3)] if repeats > 1 else None,
+        "seconds": round(last.seconds, 3),
+        "tokens_per_s": round(num_tokens / last.seconds, 1),
+        "answer_tokens_per_s": round(int(job.answers.sum()) / last.seconds, 1),
+        "saving_ratio": round(last.counters.saving_ratio, 4),
+        "read_ratio": round(last.counters.read_ratio, 4),
+        "gpu_busy": round(last.steps.busy, 4),
+        "steps": last.steps.num_steps,
+        "plan_s": round(last.plan_s, 3),
+        "preemptions": last.counters.preemptions,
+    }
+
+
+def limit_per_s(
+    size: Size,
+    groups: int,
+    degree: int,
+    lengths: tuple[float, float, float],
+    card: Card = H200,
+) -> float:
+    """Requests a second that a card could do at most: prefix, own and answer tokens (means)."""
+    prefix, own, answer = (round(tokens) for tokens in lengths)
+    job = OfflineJob("limit", size.shape, size.kv_tokens, groups, degree, prefix, own, answer)
+    cost = ModelCost.of(SHAPES[size.shape], element_bytes=2)
+    return groups * degree / job_floor(card, cost, job, size.kv_tokens).total_s

@@ -1,0 +1,162 @@
+"""RelayAttention (long system prompts read once per step): its figures and tables."""
+
+from mainstem_bench.paper import quality
+from mainstem_bench.paper import relay_attention as attention
+from mainstem_bench.paper import relay_data as data
+from mainstem_bench.paper import relay_jobs as jobs
+from mainstem_bench.paper import relay_serving as serving
+from mainstem_bench.paper import relay_tables as tables
+from mainstem_bench.paper.item import Item, Where
+
+ON_H200 = "an H200 instead of an A40 and A100s; "
+RANDOM = "random weights, which cost the same time; "
+CUT = "answers are cut at 256 tokens, or a run would wait for its longest answer; "
+
+DATA = (
+    "the first 5,671 conversations of ShareGPT, 41 of 57 subjects of MMLU, other tokenizers "
+    "(Qwen 2.5, SmolLM2), which make fewer tokens than Llama's"
+)
+
+ITEMS: tuple[Item, ...] = (
+    Item(
+        name="relay-fig1",
+        title="RelayAttention Fig. 1: attention time against the system prompt",
+        claim="PagedAttention's time grows with the system prompt, RelayAttention's hardly does "
+        "(Llama-30B, batch 32, context 128)",
+        differs=ON_H200 + "one launch for shared and own keys instead of three",
+        where=Where.GPU,
+        full_s=8,
+        quick_s=2,
+        run=attention.run_time,
+        verdict=attention.judge_time,
+        plot=attention.plot_time,
+    ),
+    Item(
+        name="relay-fig6",
+        title="RelayAttention Fig. 6: speed-up of attention, measured and by Eq. 10",
+        claim="measured speed-ups are close to Eq. 10 at batches of 4 to 32, contexts 128 and 256",
+        differs=ON_H200 + "an H200 reads so fast that launching weighs more at small batches",
+        where=Where.GPU,
+        full_s=30,
+        quick_s=4,
+        run=attention.run_speedup,
+        verdict=attention.judge_speedup,
+        plot=attention.plot_speedup,
+    ),
+    Item(
+        name="relay-fig7",
+        title="RelayAttention Fig. 7: batch throughput on ShareGPT",
+        claim="1.06 to 4.36 times vLLM's throughput from 64 to 2,048 tokens of system prompt; "
+        "storing once (vLLM-PS) gains at most 108 %",
+        differs=ON_H200 + RANDOM + CUT + "the three systems are `--share none|storage|reads`",
+        where=Where.GPU,
+        full_s=110,
+        quick_s=6,
+        run=jobs.run_sharegpt,
+        verdict=jobs.judge_sharegpt,
+        plot=jobs.plot_sharegpt,
+    ),
+    Item(
+        name="relay-fig8",
+        title="RelayAttention Fig. 8: latency against the rate of requests",
+        claim="up to about 2.2 times the request rate of vLLM-PS at 0.5 s a token, system prompt "
+        "of 2,048",
+        differs=ON_H200 + RANDOM + CUT + "requests arrive for 5 s at each rate, and 50 ms a token "
+        "are the limit, because this card is about ten times as fast",
+        where=Where.GPU,
+        full_s=110,
+        quick_s=4,
+        run=serving.run_rates,
+        verdict=serving.judge_rates,
+        plot=serving.plot_rates,
+    ),
+    Item(
+        name="relay-fig9",
+        title="RelayAttention Fig. 9: distributions of lengths in ShareGPT and MMLU",
+        claim="most user prompts of ShareGPT are short, answers have up to some hundred tokens",
+        differs=DATA,
+        where=Where.CPU,
+        full_s=2,
+        quick_s=1,
+        run=data.run_lengths,
+        verdict=data.judge_shapes,
+        plot=data.plot_lengths,
+    ),
+    Item(
+        name="relay-fig10",
+        title="RelayAttention Fig. 10: throughput with equal lengths",
+        claim="up to 2.2 times with 256 user and 512 answer tokens at a system prompt of 2,048",
+        differs=ON_H200 + RANDOM + "vLLM 0.24 beside ours on 64+128; vLLM 0.32 has removed its "
+        "attention over shared prefixes",
+        where=Where.GPU,
+        full_s=110,
+        quick_s=5,
+        run=jobs.run_synthetic,
+        verdict=jobs.judge_synthetic,
+        plot=jobs.plot_synthetic,
+    ),
+    Item(
+        name="relay-tab1",
+        title="RelayAttention Table 1: ranges of lengths in the benchmark's data",
+        claim="ShareGPT: system prompts of 64 to 2,048 tokens, user prompts of 4 to 1,024, answers "
+        "of 4 to 2,013; MMLU: 379 to 2,895 before questions of 55 to 1,219, 32 answered",
+        differs=DATA,
+        where=Where.CPU,
+        full_s=2,
+        quick_s=1,
+        run=data.run_lengths,
+        verdict=data.judge_lengths,
+    ),
+    Item(
+        name="relay-tab2",
+        title="RelayAttention Table 2: the cards",
+        claim="A40 (696 GB/s), A100-PCIE (1,555 GB/s), A100-SXM4 (2,039 GB/s)",
+        differs="rates are measured (`mainstem calibrate`), not from a data sheet",
+        where=Where.CPU,
+        full_s=1,
+        quick_s=1,
+        run=data.run_card,
+        verdict=data.judge_card,
+        plot=data.plot_card,
+    ),
+    Item(
+        name="relay-tab3",
+        title="RelayAttention Table 3: few-shot MMLU, time",
+        claim="39 %, 63 % and 76 % less time with 1, 3 and 5 examples (A100-80G)",
+        differs=ON_H200 + RANDOM + "500 questions instead of all; lengths of the real ones; the "
+        "answers are relay-answers",
+        where=Where.GPU,
+        full_s=40,
+        quick_s=6,
+        run=tables.run_mmlu,
+        verdict=tables.judge_mmlu,
+        plot=tables.plot_mmlu,
+    ),
+    Item(
+        name="relay-answers",
+        title="RelayAttention Table 3: few-shot MMLU, accuracy",
+        claim="37.6, 41.3 and 43.2 % with 1, 3 and 5 examples (Llama2-7B), the same in all systems",
+        differs="SmolLM2-135M on a CPU; 100 questions of 12 subjects; the answer is the likeliest "
+        "of the four letters",
+        where=Where.CPU,
+        full_s=900,
+        quick_s=20,
+        run=quality.run_answers,
+        verdict=quality.judge_answers,
+        plot=quality.plot_answers,
+    ),
+    Item(
+        name="relay-tab4",
+        title="RelayAttention Table 4: throughput of other models on ShareGPT",
+        claim="at 1,024 tokens 2.6 times vLLM's throughput for Llama2-13B, 2.4 for Llama-30B, 2.5 "
+        "for Phi-2, 2.3 for Mistral-7B",
+        differs=ON_H200 + RANDOM + CUT + "KV memory as on the paper's cards; Llama-30B on one card "
+        "instead of two",
+        where=Where.GPU,
+        full_s=170,
+        quick_s=8,
+        run=tables.run_models,
+        verdict=tables.judge_models,
+        plot=tables.plot_models,
+    ),
+)

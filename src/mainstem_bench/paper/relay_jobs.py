@@ -1,0 +1,189 @@
+"""RelayAttention's batch jobs, Fig. 7 and 10, each for the paper's three systems."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mainstem.core.config import Share
+from mainstem.core.plan import Int64s
+from mainstem_bench.paper import style
+from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
+from mainstem_bench.paper.jobs import SYSTEMS, Job, Size, limit_per_s, run
+from mainstem_bench.paper.lengths import sharegpt_requests
+from mainstem_bench.paper.results import one, only
+from mainstem_bench.paper.rivals import rival
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LLAMA_7B = Size("llama2-7b", 160_000)
+SYSTEM_TOKENS = (64, 512, 1024, 2048)
+MOST_ANSWER = 256  # a run on a fast card would otherwise wait for its longest answer
+SYNTHETIC = ((64, 128), (128, 256), (256, 512))  # user tokens, answer tokens
+LOOKS = {Share.NONE: style.NOTHING, Share.STORAGE: style.STORED, Share.READS: style.OURS}
+SHORT = {Share.NONE: "nothing shared", Share.STORAGE: "stored once", Share.READS: "read once"}
+NAMES = {
+    Share.NONE: "nothing shared (vLLM)",
+    Share.STORAGE: "stored once (vLLM-PS)",
+    Share.READS: "read once (vLLM-RA)",
+}
+
+
+def _after_system(system: int, users: Int64s, answers: Int64s) -> Job:
+    """Requests that all begin with one system prompt."""
+    return Job.after_prefixes([system], users.tolist(), answers, [0] * len(users))
+
+
+def _count(settings: Settings, share: Share, system: int, most: int) -> int:
+    """Requests of a run: fewer where each computes its system prompt itself."""
+    if settings.is_quick:
+        return 8
+    return min(most, max(100, 300_000 // (system + 200))) if share is Share.NONE else most
+
+
+def sharegpt_line(
+    settings: Settings, size: Size, system: int, share: Share, most: int, repeats: int = 1
+) -> Line:
+    """One point: `most` requests of ShareGPT's lengths after a system prompt."""
+    count = _count(settings, share, system, most)
+    drawn = sharegpt_requests(count, 8 if settings.is_quick else MOST_ANSWER)
+    users = np.minimum(drawn.users, 64) if settings.is_quick else drawn.users
+    job = _after_system(system, users, drawn.answers)
+    found = run(settings, size.of(settings), job, share, repeats=repeats)
+    lengths = (system, float(users.mean()), float(drawn.answers.mean()))
+    return {
+        "system": system,
+        "paper_name": SYSTEMS[share],
+        **found,
+        "mean_user": round(lengths[1], 1),
+        "mean_answer": round(lengths[2], 1),
+        "limit_requests_per_s": None
+        if settings.is_quick
+        else round(limit_per_s(size, 1, count, lengths), 1),
+    }
+
+
+def run_sharegpt(settings: Settings) -> Iterator[Line]:
+    """Fig. 7."""
+    for share in (Share.READS, Share.STORAGE, Share.NONE):
+        for system in (16, 64) if settings.is_quick else SYSTEM_TOKENS:
+            repeats = 2 if (share, system) == (Share.READS, 2048) else 1
+            yield sharegpt_line(settings, LLAMA_7B, system, share, 400, repeats)
+
+
+def plot_sharegpt(lines: Sequence[Line], figure: "Figure") -> None:
+    axes, ratios = figure.subplots(1, 2)
+    systems = sorted({line["system"] for line in lines})
+    for share, look in LOOKS.items():
+        found = sorted(only(lines, share=share.value), key=lambda line: line["system"])
+        x = [line["system"] for line in found]
+        speeds = [line["tokens_per_s"] / 1e3 for line in found]
+        axes.plot(x, speeds, label=NAMES[share], **look)
+        if share is not Share.NONE:
+            base = [one(lines, share="none", system=s)["requests_per_s"] for s in x]
+            ratio = [line["requests_per_s"] / b for line, b in zip(found, base, strict=True)]
+            ratios.plot(x, ratio, label=NAMES[share], **look)
+    ratios.plot([64, 2048], [1.06, 4.36], label="vLLM-RA (paper, least and most)", **style.PAPER)
+    ratios.axhline(1, **style.LIMIT)
+    for each, title, y in (
+        (axes, "ShareGPT lengths, Llama2-7B, one H200", "thousand tokens a second"),
+        (ratios, "over sharing nothing", "times as many requests a second"),
+    ):
+        style.log2_ticks(each, systems)
+        style.finish(each, title, "system prompt, tokens", y)
+
+
+def judge_sharegpt(lines: Sequence[Line]) -> Verdict:
+    ratio = {
+        (share, system): one(lines, share=share, system=system)["requests_per_s"]
+        / one(lines, share="none", system=system)["requests_per_s"]
+        for share in ("storage", "reads")
+        for system in (64, 2048)
+    }
+    over_stored = ratio["reads", 2048] / ratio["storage", 2048]
+    is_good = ratio["reads", 2048] >= 4.36
+    return Verdict(
+        Outcome.EXCEEDED if is_good else Outcome.REPRODUCED if over_stored > 1.5 else Outcome.NOT,
+        f"reading once is {ratio['reads', 64]:.2f} times as fast as sharing nothing at 64 tokens "
+        f"and {ratio['reads', 2048]:.2f} times at 2,048 ({over_stored:.2f} times as fast as "
+        f"storing once, which gives {ratio['storage', 2048]:.2f})",
+    )
+
+
+def run_synthetic(settings: Settings) -> Iterator[Line]:
+    """Fig. 10: all requests of one length."""
+    size = LLAMA_7B.of(settings)
+    for user, answer in ((8, 4),) if settings.is_quick else SYNTHETIC:
+        is_first = (user, answer) == SYNTHETIC[0]
+        for share in (Share.READS, Share.STORAGE, *([Share.NONE] if is_first else [])):
+            lengths = SYSTEM_TOKENS if is_first else (64, 2048)
+            for system in (16, 64) if settings.is_quick else lengths:
+                most = 500 if is_first else 150
+                count = _count(settings, share, system, most)
+                job = _after_system(system, np.full(count, user), np.full(count, answer))
+                found = run(settings, size, job, share)
+                limit = limit_per_s(LLAMA_7B, 1, count, (system, user, answer))
+                yield {
+                    "system": system, "user": user, "answer": answer,
+                    "paper_name": SYSTEMS[share], **found,
+                    "limit_requests_per_s": None if settings.is_quick else round(limit, 1),
+                }  # fmt: skip
+
+
+def plot_synthetic(lines: Sequence[Line], figure: "Figure") -> None:
+    axes, ratios = figure.subplots(1, 2)
+    _plot_lengths(axes, only(lines, user=64))
+    names, times = [], []
+    for user, answer in SYNTHETIC:
+        for system in (64, 2048):
+            reads = one(lines, user=user, system=system, share="reads")
+            stored = one(lines, user=user, system=system, share="storage")
+            names.append(f"{user}+{answer}\ns={system}")
+            times.append(reads["requests_per_s"] / stored["requests_per_s"])
+    style.bars(ratios, names, {"here": (times, style.OURS)}, "{:.2f}")
+    ratios.axhline(1, **style.LIMIT)
+    ratios.axhline(2.2, label="paper's 256+512, s=2048", color=style.PAPER["color"], linestyle="-.")
+    title = "read once over stored once"
+    style.finish(ratios, title, "user + answer tokens, system prompt", "times as fast")
+
+
+def _plot_lengths(axes: "Axes", lines: Sequence[Line]) -> None:
+    systems = sorted({line["system"] for line in lines})
+    for share, look in LOOKS.items():
+        found = sorted(only(lines, share=share.value), key=lambda line: line["system"])
+        x = [line["system"] for line in found]
+        y = [line["requests_per_s"] for line in found]
+        axes.plot(x, y, label=NAMES[share], **look)
+    limits = sorted(only(lines, share="reads"), key=lambda line: line["system"])
+    axes.plot(
+        [line["system"] for line in limits],
+        [line["limit_requests_per_s"] for line in limits],
+        label="limit of the card",
+        **style.LIMIT,
+    )
+    for name, marker in (("default", "x"), ("cascade", "+")):
+        points = [rival("offline", f"relay-{system}", name) for system in systems]
+        look = {**style.RIVAL, "marker": marker}
+        axes.plot(systems, points, label=f"vLLM 0.24, {name}", **look)
+    axes.set_ylim(bottom=0)
+    style.log2_ticks(axes, systems)
+    title = "user 64, answer 128, Llama2-7B, one H200"
+    style.finish(axes, title, "system prompt, tokens", "requests a second")
+
+
+def judge_synthetic(lines: Sequence[Line]) -> Verdict:
+    def rate(share: str, user: int) -> float:
+        found = one(lines, share=share, user=user, system=2048)["requests_per_s"]
+        return float(found)
+
+    ratios = {user: rate("reads", user) / rate("storage", user) for user, _ in SYNTHETIC}
+    hardest = ratios[256]
+    best = rival("offline", "relay-2048", "cascade")
+    return Verdict(
+        Outcome.EXCEEDED if hardest > 2.2 else Outcome.REPRODUCED if hardest > 1.2 else Outcome.NOT,
+        f"at 2,048 tokens reading once is {ratios[64]:.2f}, {ratios[128]:.2f} and {hardest:.2f} "
+        f"times as fast as storing once for 64+128, 128+256 and 256+512; vLLM 0.24 with cascade "
+        f"attention does {best:g} requests/s on 64+128, we {rate('reads', 64):.1f}",
+    )

@@ -1,0 +1,123 @@
+"""RelayAttention's Tables 3 and 4: few-shot questions, and other models."""
+
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mainstem.core.config import Share
+from mainstem_bench.paper import style
+from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
+from mainstem_bench.paper.jobs import SYSTEMS, Job, Size, run
+from mainstem_bench.paper.lengths import SHOTS, mmlu_subjects
+from mainstem_bench.paper.relay_jobs import LLAMA_7B, LOOKS, SHORT, sharegpt_line
+from mainstem_bench.paper.results import one
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MMLU_ANSWER = 32
+MODELS = {  # KV tokens: what an 80 GB card has left, two of them for 30B
+    "llama2-13b": Size("llama2-13b", 60_000),
+    "llama-30b": Size("llama-30b", 36_000),
+    "phi-2": Size("phi-2", 160_000),
+    "mistral-7b": Size("mistral-7b", 400_000),
+}
+PAPER_MODELS = {  # Table 4: requests/s of vLLM, vLLM-PS, vLLM-RA by length of the system prompt
+    "llama2-13b": {512: (0.99, 1.44, 1.71), 1024: (0.66, 1.23, 1.69)},
+    "llama-30b": {512: (2.15, 3.01, 3.65), 1024: (1.52, 2.55, 3.64)},
+    "phi-2": {512: (5.03, 6.29, 8.85), 1024: (3.54, 4.82, 8.76)},
+    "mistral-7b": {512: (3.68, 5.40, 5.90), 1024: (2.60, 4.92, 5.85)},
+}
+PAPER_MMLU = {1: (502, 336, 306), 3: (851, 378, 311), 5: (1308, 432, 316)}  # A100-80G, seconds
+
+
+def run_models(settings: Settings) -> Iterator[Line]:
+    """Table 4."""
+    for name, size in MODELS.items():
+        for share in (Share.READS, Share.STORAGE, Share.NONE):
+            for system in (16,) if settings.is_quick else (512, 1024):
+                found = sharegpt_line(
+                    settings, size, system, share, 60 if name == "llama-30b" else 100
+                )
+                yield {"model": name, **found}
+
+
+def plot_models(lines: Sequence[Line], figure: "Figure") -> None:
+    for axes, system in zip(figure.subplots(1, 2, sharey=True), (512, 1024), strict=True):
+        series = {}
+        for share, look in LOOKS.items():
+            found = [one(lines, model=m, system=system, share=share.value) for m in MODELS]
+            series[SHORT[share]] = ([line["requests_per_s"] for line in found], look)
+        style.bars(axes, ["Llama\n13B", "Llama\n30B", "Phi-2", "Mistral\n7B"], series, "{:.0f}")
+        style.finish(axes, f"system prompt of {system}", "", "requests a second")
+
+
+def judge_models(lines: Sequence[Line]) -> Verdict:
+    told, is_above = [], True
+    for name in MODELS:
+        none, stored, reads = (
+            one(lines, model=name, system=1024, share=share.value)["requests_per_s"]
+            for share in (Share.NONE, Share.STORAGE, Share.READS)
+        )
+        paper = PAPER_MODELS[name][1024]
+        is_above = is_above and reads > stored > none
+        told.append(f"{name} {reads / none:.1f} (paper {paper[2] / paper[0]:.1f})")
+    return Verdict(
+        Outcome.REPRODUCED if is_above else Outcome.NOT,
+        f"reading once over sharing nothing at 1,024 tokens: {', '.join(told)}",
+    )
+
+
+def run_mmlu(settings: Settings) -> Iterator[Line]:
+    """Table 3, the times: each subject has its own examples."""
+    rng, subjects = Random(0), mmlu_subjects()
+    all_questions = [(at, q) for at, subject in enumerate(subjects) for q in subject.questions]
+    drawn = rng.sample(all_questions, 12 if settings.is_quick else 500)
+    groups, owns = [at for at, _ in drawn], [tokens for _, tokens in drawn]
+    for shots in SHOTS:
+        prefixes = [subject.prefix[shots] for subject in subjects]
+        answers = np.full(len(drawn), 2 if settings.is_quick else MMLU_ANSWER)
+        job = Job.after_prefixes(prefixes, owns, answers, groups)
+        for share in (Share.READS, Share.STORAGE, Share.NONE):
+            found = run(
+                settings, LLAMA_7B.of(settings), job, share, is_planned=share is not Share.NONE
+            )
+            mean = round(float(np.mean([prefixes[at] for at in groups])), 1)
+            yield {"shots": shots, "mean_prefix": mean, "paper_name": SYSTEMS[share], **found}
+
+
+def plot_mmlu(lines: Sequence[Line], figure: "Figure") -> None:
+    axes, paper = figure.subplots(1, 2)
+    names = [f"{shots} shot{'s' if shots > 1 else ''}" for shots in SHOTS]
+    ours = {
+        SHORT[share]: (
+            [one(lines, shots=shots, share=share.value)["seconds"] for shots in SHOTS],
+            look,
+        )
+        for share, look in LOOKS.items()
+    }
+    theirs = {
+        SYSTEMS[share]: ([float(PAPER_MMLU[shots][at]) for shots in SHOTS], look)
+        for at, (share, look) in enumerate(LOOKS.items())
+    }
+    style.bars(axes, names, ours, "{:.1f}")
+    style.bars(paper, names, theirs, "{:.0f}")
+    count = lines[0]["requests"]
+    style.finish(axes, f"here: {count} questions, H200", "examples in the prompt", "seconds")
+    style.finish(paper, "paper: all questions, A100-80G", "examples in the prompt", "seconds")
+
+
+def judge_mmlu(lines: Sequence[Line]) -> Verdict:
+    less = {
+        shots: 1
+        - one(lines, shots=shots, share="reads")["seconds"]
+        / one(lines, shots=shots, share="none")["seconds"]
+        for shots in SHOTS
+    }
+    return Verdict(
+        Outcome.REPRODUCED if less[5] > 0.6 else Outcome.NOT,
+        f"sharing takes {less[1]:.0%}, {less[3]:.0%} and {less[5]:.0%} off the time with 1, 3 and "
+        "5 examples",
+    )

@@ -1,0 +1,184 @@
+"""AttentionStore's workload through the store's own policy, in virtual time: Fig. 13 to 17, 21
+to 24.
+
+Speeds of the paper's A100s follow from their data sheet: 60 % of the 16-bit rate for prompts (its
+360 ms for 2,000 tokens of LLaMA-65B on four cards agree), 80 % of the bandwidth for decoding.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+
+from mainstem.kv.ranking import PolicyKind
+from mainstem.plan.cost import DATASHEETS
+from mainstem.simulate.capacity import CapacityQuestion, curve, plan_capacity
+from mainstem.simulate.service import Prices, ServiceRates
+from mainstem.simulate.simulator import Report, SimulationConfig, simulate
+from mainstem.simulate.trace_records import Outgrown, ReadOptions, Trace
+from mainstem.simulate.traces import read_trace
+from mainstem_bench.paper.item import Line, Settings
+from mainstem_bench.paper.lengths import shipped
+
+BATCH = 24
+MEAN_CONTEXT = 1500  # tokens that a decoding sequence reads
+PCIE_GB_PER_S, DISK_GB_PER_S = 26.0, 5.0  # the paper's
+# copies from host memory run while the requests before are answered; `link_busy` is what they take
+HIDDEN_GB_PER_S = 1e6
+DEVICE_GB, HOST_GB, DISK_GB = 10.0, 128.0, 10_000.0
+MEDIA = {"HBM": (0.0, 0.0), "HBM+DRAM": (HOST_GB, 0.0), "HBM+DRAM+SSD": (HOST_GB, DISK_GB)}
+WARM_SHARE = 10 / 52  # of the turns, as in the paper
+SMALL = ((16.0, 48.0), (32.0, 128.0), (64.0, 256.0), (128.0, 2000.0), (128.0, 10_000.0))
+POLICIES = (PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model as the paper serves it."""
+
+    params: float
+    kv_mb_per_token: float
+    context_tokens: int
+    gpus: int
+
+    @property
+    def rates(self) -> ServiceRates:
+        bytes_per_s, flops_per_s, _ = DATASHEETS["A100"]
+        moved = 2 * self.params + BATCH * MEAN_CONTEXT * self.kv_mb_per_token * 1e6
+        step_s = moved / (0.8 * bytes_per_s * self.gpus)
+        prefill = 0.6 * flops_per_s * self.gpus / (2 * self.params)
+        return ServiceRates(prefill, BATCH / step_s, HIDDEN_GB_PER_S, DISK_GB_PER_S)
+
+
+MODELS = {
+    "LLaMA-13B": Served(13e9, 0.78, 4096, 2),
+    "LLaMA-65B": Served(65e9, 2.5, 2048, 4),
+    "LLaMA-70B": Served(70e9, 0.31, 4096, 4),
+    "Falcon-40B": Served(40e9, 0.12, 2048, 4),
+}
+
+
+@cache
+def sharegpt_trace(
+    context_tokens: int, is_quick: bool, outgrown: Outgrown = Outgrown.KEPT
+) -> Trace:
+    """ShareGPT's conversations, one starts each second; what outgrows the window loses its first
+    half."""
+    options = ReadOptions(
+        context_tokens=context_tokens,
+        outgrown=outgrown,
+        rate=1.0,
+        limit=300 if is_quick else None,
+    )
+    with shipped("sharegpt_session_lengths.jsonl.gz") as path:
+        return read_trace(path, options)
+
+
+def simulated(
+    served: Served,
+    trace: Trace,
+    host_gb: float,
+    disk_gb: float,
+    policy: PolicyKind = PolicyKind.LOOKAHEAD,
+    device_gb: float = 0.0,
+) -> Report:
+    """One simulation with the paper's prices and speeds."""
+    config = SimulationConfig(
+        kv_bytes_per_token=served.kv_mb_per_token * 1e6,
+        host_gb=host_gb,
+        disk_gb=disk_gb,
+        device_gb=device_gb,
+        policy=policy,
+        warmup=round(WARM_SHARE * len(trace.requests)),
+        rates=served.rates,
+        prices=Prices(num_gpus=served.gpus),
+    )
+    return simulate(trace, config)
+
+
+def _line(report: Report) -> Line:
+    return {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in asdict(report).items()
+    }
+
+
+def run_models(settings: Settings) -> Iterator[Line]:
+    """Fig. 13 to 17, simulated once: four models with the store, and computing everything again."""
+    yield from settings.once("models", lambda: _models(settings))
+
+
+def _models(settings: Settings) -> Iterator[Line]:
+    for name, served in MODELS.items():
+        trace = sharegpt_trace(served.context_tokens, settings.is_quick)
+        for way, (host_gb, disk_gb) in {"RE": (0.0, 0.0), "AS": (HOST_GB, DISK_GB)}.items():
+            report = simulated(served, trace, host_gb, disk_gb)
+            prefill_s = report.device_s - served.rates.decode_s(
+                sum(each.output_tokens for each in trace.requests[report.warmup :])
+            )
+            hits = report.prompt_tokens - report.prefill_tokens
+            link_s = hits * served.kv_mb_per_token / 1e3 / PCIE_GB_PER_S
+            yield {
+                "model": name,
+                "way": way,
+                **_line(report),
+                "prefill_s": round(prefill_s, 3),
+                "prefill_share": round(prefill_s / report.device_s, 4),
+                "link_busy": round(link_s / report.virtual_s, 4),
+            }
+
+
+def run_policies(settings: Settings) -> Iterator[Line]:
+    """Fig. 21."""
+    served = MODELS["LLaMA-13B"]
+    trace = sharegpt_trace(served.context_tokens, settings.is_quick)
+    for host_gb, disk_gb in SMALL[:1] if settings.is_quick else SMALL:
+        for policy in POLICIES:
+            yield _line(simulated(served, trace, host_gb, disk_gb, policy))
+
+
+def run_overflow(settings: Settings) -> Iterator[Line]:
+    """Fig. 22: after a cut the KV of what is left stays valid (AS), or is computed again (OF)."""
+    for name, served in MODELS.items():
+        for way, outgrown in (("AS", Outgrown.KEPT), ("OF", Outgrown.INVALID)):
+            trace = sharegpt_trace(served.context_tokens, settings.is_quick, outgrown)
+            report = simulated(served, trace, HOST_GB, DISK_GB)
+            yield {"model": name, "way": way, **_line(report)}
+
+
+def run_media(settings: Settings) -> Iterator[Line]:
+    """Fig. 24: pages on the device alone, with host memory, with a disk."""
+    for name, served in MODELS.items():
+        trace = sharegpt_trace(served.context_tokens, settings.is_quick)
+        for way, (host_gb, disk_gb) in MEDIA.items():
+            report = simulated(served, trace, host_gb, disk_gb, device_gb=DEVICE_GB)
+            yield {"model": name, "way": way, **_line(report)}
+
+
+def run_capacity(settings: Settings) -> Iterator[Line]:
+    """Fig. 23: hit rate and throughput by capacity, a TTL of an hour."""
+    served = MODELS["LLaMA-13B"]
+    trace = sharegpt_trace(served.context_tokens, settings.is_quick)
+    question = CapacityQuestion(
+        0.5 if settings.is_quick else 0.85,
+        PolicyKind.LOOKAHEAD,
+        served.kv_mb_per_token * 1e6,
+        ttl_s=3600.0,
+        context_tokens=served.context_tokens,
+    )
+    report, replay = plan_capacity(trace, question, lambda _stage, _done: None)
+    yield {"part": "capacity", **_rounded(asdict(report))}
+    for point in curve(trace, replay, report):
+        yield {"part": "point", **_rounded(asdict(point))}
+
+
+def _rounded(values: dict[str, object]) -> Line:
+    return {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in values.items()
+    }
+
+
+def ratio(lines: Sequence[Line], model: str, name: str) -> float:
+    """RE over AS."""
+    found = {line["way"]: line[name] for line in lines if line["model"] == model}
+    return float(found["RE"] / found["AS"])

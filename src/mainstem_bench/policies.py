@@ -1,0 +1,223 @@
+"""The same arrivals under every policy of the store: lookahead, lru, fifo (AttentionStore Fig. 21).
+
+Arrivals are those that `mainstem serve --record FILE` has written, or made up: conversations whose
+turns come in a random order, faster than the device answers, so that some always wait. Sizes of the
+tiers are given in conversations: with room for all of them every policy is as good.
+
+The model is a real one (--model), or random weights of a shape (--model-shape). For each policy a
+fresh engine answers all of them, over a disk folder that is empty at first.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from mainstem.checkpoints.hub import resolve_model
+from mainstem.checkpoints.progress import StageBar
+from mainstem.cli.flag_types import comma_list, member_of, not_negative, positive, positive_count
+from mainstem.cli.flags import add_engine_flags, engine_config
+from mainstem.core.config import DType, EngineConfig, StorePolicy
+from mainstem.core.errors import ConfigError
+from mainstem.core.events import EventBus
+from mainstem.core.metrics import Counters
+from mainstem.core.tables import table
+from mainstem.engine.build import build_engine, build_random_engine
+from mainstem.engine.engine import Engine
+from mainstem.models.families import read_spec
+from mainstem.models.shapes import SHAPES
+from mainstem.models.spec import ModelSpec
+from mainstem_bench.arrivals import Arrival, TimedAnswer, answer_arrivals, arrival_times
+from mainstem_bench.machine import Machine
+from mainstem_bench.replay import read_parts
+from mainstem_bench.report import line, load_average, spread
+from mainstem_bench.settings import random_config, settings
+
+MOST_IDS = 30_000  # of made-up prompts
+WHOLE_S = 1e9  # no pause in a record is as long: it is one part
+WARM_UP = 2  # prompts before the clock starts
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Conversations that are made up; answers in prompts are made up as well."""
+
+    sessions: int
+    turns: int
+    history: int  # tokens of the first turn
+    new: int  # that a later turn brings, beside the answer before it
+    output: int
+    rate: float  # turns a second
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "mainstem bench policies",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("record", type=Path, nargs="?", help="of `mainstem serve` (made up)")
+    made.add_argument("--model-shape", choices=list(SHAPES), help="random weights")
+    made.add_argument(
+        "--policy",
+        type=comma_list(member_of(StorePolicy)),
+        default=list(StorePolicy),
+        metavar="KIND",
+        help="lookahead, lru, fifo (all)",
+    )
+    work = made.add_argument_group("made-up conversations")
+    for name, count, about in (
+        ("sessions", 24, "conversations"),
+        ("turns", 3, "turns of each"),
+        ("history", 300, "tokens of the first turn"),
+        ("new", 40, "tokens that a later turn brings"),
+        ("output", 16, "tokens of an answer"),
+    ):
+        work.add_argument(
+            f"--{name}", type=positive_count, default=count, metavar="N", help=f"{about} ({count})"
+        )
+    work.add_argument(
+        "--rate", type=positive, default=2.0, metavar="R", help="turns a second (%(default)s)"
+    )
+    room = made.add_argument_group("room, in conversations at their end")
+    for name, most in (("device", 3.0), ("host", 6.0), ("disk", 12.0)):
+        room.add_argument(
+            f"--{name}-sessions",
+            type=not_negative,
+            default=most,
+            metavar="X",
+            help=f"that the {name} holds ({most:g})",
+        )
+    made.add_argument("--json", action="store_true", help="a line a policy")
+    add_engine_flags(made)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    config, folder, spec = _model(args)
+    arrivals, about = _arrivals(args, spec)
+    longest = max(len(arrival.prompt_ids) + arrival.output for arrival in arrivals)
+    config = _with_room(args, config, spec, longest)
+    results: list[dict[str, object]] = []
+    for policy in args.policy:
+        result = {"policy": policy.value} | about | measure(config, folder, policy, arrivals)
+        results.append(result)
+        if args.json:
+            print(line("policies", result | {"settings": settings(config)}), flush=True)
+    if not args.json:
+        names = [name for name in results[0] if name not in about]
+        print(table(names, [[str(result[name]) for name in names] for result in results]))
+    return 0
+
+
+def _model(args: argparse.Namespace) -> tuple[EngineConfig, Path | None, ModelSpec]:
+    """The settings, the folder of a real model, and its shape."""
+    if args.model_shape is not None:
+        return random_config(args, args.model_shape, 4096), None, SHAPES[args.model_shape]
+    config = engine_config(args)
+    with StageBar() as bar:
+        folder = resolve_model(config.model.model, bar)
+    return config, folder, read_spec(folder)
+
+
+def _arrivals(args: argparse.Namespace, spec: ModelSpec) -> tuple[list[Arrival], dict[str, object]]:
+    if args.record is not None:
+        parts = read_parts(args.record, WHOLE_S)
+        if not parts:
+            raise ConfigError(f"{args.record} has no requests")
+        return parts[0], {"record": args.record.name}
+    work = Turns(args.sessions, args.turns, args.history, args.new, args.output, args.rate)
+    return made_up(work, min(spec.vocab_size, MOST_IDS)), asdict(work)
+
+
+def made_up(work: Turns, num_ids: int, seed: int = 0) -> list[Arrival]:
+    """Turns of all conversations, each round in another order."""
+    rng = Random(seed)
+    prompts = [_ids(rng, work.history, num_ids) for _ in range(work.sessions)]
+    times = iter(arrival_times(work.sessions * work.turns, work.rate, seed))
+    arrivals: list[Arrival] = []
+    for _ in range(work.turns):
+        for session in rng.sample(range(work.sessions), work.sessions):
+            prompt = np.array(prompts[session], np.int32)
+            arrivals.append(Arrival(next(times), prompt, work.output, work.output))
+            prompts[session] += _ids(rng, work.output + work.new, num_ids)
+    return arrivals
+
+
+def _ids(rng: Random, count: int, num_ids: int) -> list[int]:
+    return [rng.randrange(10, num_ids) for _ in range(count)]
+
+
+def _with_room(
+    args: argparse.Namespace, config: EngineConfig, spec: ModelSpec, longest: int
+) -> EngineConfig:
+    """Tiers for as many conversations as are asked for, where no flag says their size."""
+    page = config.cache.page_size
+    tokens = -(-longest // page) * page
+    is_wide = config.model.dtype is DType.FP32 or not Machine.of(config).has_gpu
+    element_bytes = 4 if is_wide else 2
+    session_gb = tokens * spec.kv_elements_per_token * element_bytes / 1e9
+    store = config.store
+    host_gb = store.host_gb if args.host_gb is not None else args.host_sessions * session_gb
+    disk_gb = store.disk_gb if args.disk_gb is not None else args.disk_sessions * session_gb
+    kv_tokens = config.cache.kv_tokens
+    if args.kv_tokens is None:
+        kv_tokens = max(1, int(args.device_sessions * tokens))
+    return replace(
+        config,
+        cache=replace(config.cache, kv_tokens=kv_tokens),
+        store=replace(store, host_gb=host_gb, disk_gb=disk_gb),
+    )
+
+
+def measure(
+    config: EngineConfig, folder: Path | None, policy: StorePolicy, arrivals: Sequence[Arrival]
+) -> dict[str, object]:
+    """Times to the first token, and where histories came from."""
+    load = load_average()
+    with TemporaryDirectory(prefix="mainstem-policies-") as made:
+        disk_dir = config.store.disk_dir or made
+        store = replace(config.store, policy=policy, disk_dir=disk_dir)
+        for engine, counters in _engine(replace(config, store=store), folder):
+            answers = answer_arrivals(engine, arrivals)
+            engine.check()
+            result = _result(answers, counters)
+    return result | {"load_before": load}
+
+
+def _engine(config: EngineConfig, folder: Path | None) -> Iterator[tuple[Engine, Counters]]:
+    """A fresh engine that has run a step or two, and counters that begin then."""
+    bus = EventBus()
+    if folder is None:
+        engine = build_random_engine(SHAPES[config.model.model], config, bus)
+    else:
+        engine = build_engine(folder, config, bus)
+    try:
+        warm = np.arange(10, 10 + config.cache.page_size * 2, dtype=np.int32)
+        answer_arrivals(engine, [Arrival(0.0, warm, 2)] * WARM_UP)
+        engine.clear_cache()
+        yield engine, Counters().attach(bus)
+    finally:
+        engine.close()
+
+
+def _result(answers: Sequence[TimedAnswer], counters: Counters) -> dict[str, object]:
+    loaded = counters.loaded_pages
+    return {
+        "requests": len(answers),
+        "seconds": round(max(answer.token_s[-1] for answer in answers), 2),
+        **spread("ttft_ms", [answer.first_token_s for answer in answers]),
+        "hit_rate": round(counters.saving_ratio, 4),
+        "computed_tokens": counters.computed_tokens,
+        "dram_share": round(counters.dram_share, 4),
+        "loaded_host": loaded["host"],
+        "loaded_disk": loaded["disk"],
+        "prefetched": counters.prefetched_pages,
+        "evicted_device": counters.evicted_pages,
+        "dropped": sum(counters.dropped_pages.values()),
+    }

@@ -1,0 +1,108 @@
+"""An engine on random weights that conversations come back to, and its clock."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from time import perf_counter
+
+import numpy as np
+
+from mainstem.core.config import EngineConfig
+from mainstem.core.events import EventBus
+from mainstem.core.ids import RequestId
+from mainstem.core.metrics import Counters
+from mainstem.core.request import Request, SamplingParams
+from mainstem.engine.build import build_random_engine
+from mainstem.engine.engine import Engine
+from mainstem.models.shapes import SHAPES
+from mainstem.models.spec import ModelSpec
+
+Ids = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Which sessions come back when, and with how much."""
+
+    model_shape: str = "llama31-8b"
+    sessions: int = 72
+    history: int = 2000  # tokens of the first turn
+    new: int = 100  # that a later turn brings
+    output: int = 32
+    at_once: int = 24
+    turns: int = 3
+    device_tokens: int = 64_000
+    host_gb: float = 30.0
+
+
+WORKLOADS = {
+    "anchor": Sessions(),
+    "tiny": Sessions("tiny", 6, 100, 10, 4, 3, 3, 512, 0.1),
+}
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a batch of sessions got."""
+
+    first_s: list[float]
+    answers: list[Ids]
+    cached: list[int]
+
+
+class Bench:
+    """An engine on random weights, and its clock."""
+
+    def __init__(self, work: Sessions, config: EngineConfig) -> None:
+        self.work, self.config = work, config
+        self.shape: ModelSpec = SHAPES[work.model_shape]
+        bus = EventBus()
+        self.counters = Counters().attach(bus)
+        self.engine: Engine = build_random_engine(self.shape, config, bus)
+        self._num_asked = 0
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+    def random_ids(self, rng: Random, count: int) -> Ids:
+        return [rng.randrange(10, min(self.shape.vocab_size, 30_000)) for _ in range(count)]
+
+    def ask(self, prompts: Sequence[Ids], output: int) -> Turn:
+        """All at once; first tokens are timed from before the first is submitted."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        turn = Turn([0.0] * len(prompts), [[] for _ in prompts], [0] * len(prompts))
+        first, self._num_asked = self._num_asked, self._num_asked + len(prompts)
+        began_s = perf_counter()
+        for index, prompt in enumerate(prompts):
+            name = RequestId(str(first + index))
+            ids = np.array(prompt, np.int32)
+            self.engine.submit(Request(name, ids, sampling, expected_tokens=output))
+        while self.engine.has_work:
+            for news in self.engine.step():
+                index = int(news.request_id) - first
+                if not turn.answers[index]:
+                    turn.first_s[index] = perf_counter() - began_s
+                    turn.cached[index] = news.num_cached_tokens
+                turn.answers[index] += news.token_ids
+        return turn
+
+    def warm_up(self) -> None:
+        """Run steps like the measured ones on other prompts; then forget everything."""
+        rng, work = Random(99), self.work
+        prompts = [self.random_ids(rng, work.history) for _ in range(min(4, work.at_once))]
+        for _ in range(2):
+            turn = self.ask(prompts, work.output)
+            self.push_out()
+            prompts = [
+                [*prompt, *answer, *self.random_ids(rng, work.new)]
+                for prompt, answer in zip(prompts, turn.answers, strict=True)
+            ]
+        self.engine.clear_cache()
+
+    def push_out(self) -> None:
+        """Evict everything from the device, as other requests would: only lower tiers have it."""
+        self.engine.flush()
+        self.engine.clear_device()

@@ -1,0 +1,69 @@
+"""The steps of a job one by one, and its valleys: steps of few tokens.
+
+    tokens  |#####  ########   a valley: few tokens, though prompts still wait
+    a step  |##### #########
+            |###############..........   the tail: no prompt is left, answers only end
+            +------------------------> time
+
+A tail is no fault of a schedule that keeps all answers going to the end, and of a job that takes
+half of the time it is twice the share; so it is counted for itself. What small steps cost is that
+weights are read once more for each of them: `extra_steps` are those beyond the fewest possible.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+VALLEY = 0.25  # of the largest step's tokens
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """One job, step by step."""
+
+    ends_s: list[float] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    num_decodes: list[int] = field(default_factory=list)
+
+    def add(self, end_s: float, num_tokens: int, num_decodes: int) -> None:
+        self.ends_s.append(end_s)
+        self.num_tokens.append(num_tokens)
+        self.num_decodes.append(num_decodes)
+
+    @property
+    def seconds(self) -> float:
+        return self.ends_s[-1]
+
+    def summary(self) -> dict[str, float]:
+        """Shares of the time: of valleys and of the tail; and the steps."""
+        tokens = np.array(self.num_tokens)
+        spent = np.diff(self.ends_s, prepend=0.0)
+        has_prompt = tokens > np.array(self.num_decodes)
+        last = int(np.flatnonzero(has_prompt)[-1]) + 1  # from here on, there are only answers
+        is_small = tokens[:last] < VALLEY * tokens.max()
+        fewest = -(-int(tokens.sum()) // int(tokens.max()))
+        return {
+            "steps": len(tokens),
+            "extra_steps": len(tokens) - fewest,
+            "tokens_per_step": round(float(tokens.mean()), 1),
+            "valley_share": round(float(spent[:last][is_small].sum()) / self.seconds, 4),
+            "tail_share": round(float(spent[last:].sum()) / self.seconds, 4),
+            "mixed_share": round(float(spent[_is_mixed(self)].sum()) / self.seconds, 4),
+        }
+
+    def thinned(self, most: int) -> dict[str, list[float]]:
+        """At most `most` points for a picture: means over neighbouring steps."""
+        parts = np.array_split(np.arange(len(self.ends_s)), min(most, len(self.ends_s)))
+        return {
+            "at_s": [round(self.ends_s[part[-1]], 4) for part in parts],
+            "tokens": [round(float(np.mean(np.take(self.num_tokens, part))), 1) for part in parts],
+            "decodes": [
+                round(float(np.mean(np.take(self.num_decodes, part))), 1) for part in parts
+            ],
+        }
+
+
+def _is_mixed(trace: StepTrace) -> np.ndarray:
+    """Steps with prompts and answers in them."""
+    decodes = np.array(trace.num_decodes)
+    return (decodes > 0) & (np.array(trace.num_tokens) > decodes)

@@ -1,0 +1,248 @@
+"""`mainstem bench paper`: the registry, a quick run, and what stored lines are worth."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mainstem.core.config import Share
+from mainstem.core.errors import ConfigError
+from mainstem_bench.paper import command
+from mainstem_bench.paper.batchllm_plans import industry
+from mainstem_bench.paper.engines import Engines
+from mainstem_bench.paper.item import Item, Line, Outcome, Settings, Verdict, Where
+from mainstem_bench.paper.jobs import Job, Size, run
+from mainstem_bench.paper.lengths import mmlu_subjects, sharegpt_requests, sharegpt_turns
+from mainstem_bench.paper.registry import ITEMS, find_items
+from mainstem_bench.paper.relay_serving import sustained
+from mainstem_bench.paper.results import one, read_lines, write_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+STORED = ROOT / "benchmarks" / "results" / "paper"
+QUICKEST = ["relay-fig9", "store-fig2", "batch-levels", "store-fig13"]
+
+
+def an_item(lines: Sequence[Line] = ({"value": 1},), error: Exception | None = None) -> Item:
+    def measure(_: Settings) -> Iterator[Line]:
+        yield from lines
+        if error is not None:
+            raise error
+
+    return Item(
+        name="some-fig1",
+        title="Some Fig. 1",
+        claim="it holds",
+        differs="nothing",
+        where=Where.CPU,
+        full_s=1,
+        quick_s=1,
+        run=measure,
+        verdict=lambda found: Verdict(Outcome.REPRODUCED, f"{len(found)} lines"),
+    )
+
+
+# --- the registry ---------------------------------------------------------------------------------
+
+
+def test_the_list_has_every_item_with_its_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{name} " in shown for name in ITEMS)
+
+
+def test_items_are_found_by_name_by_paper_and_all_at_once() -> None:
+    assert [item.name for item in find_items(["relay-fig7"])] == ["relay-fig7"]
+    assert {item.name.split("-")[0] for item in find_items(["batch"])} == {"batch"}
+    assert find_items(["all", "relay"]) == list(ITEMS.values())
+    with pytest.raises(ConfigError, match="relay-fig7"):
+        find_items(["relay-fig77"])
+
+
+def test_every_item_says_what_the_paper_shows_and_what_differs() -> None:
+    for item in ITEMS.values():
+        assert item.claim, item.name
+        assert item.differs, item.name
+        assert item.title.split(" ")[0] in ("RelayAttention", "AttentionStore", "BatchLLM")
+        assert not item.claim.endswith(".")
+        assert not item.differs.endswith((".", " ", ";")), item.name
+
+
+def test_all_quick_runs_together_fit_in_fifteen_minutes() -> None:
+    assert sum(item.quick_s for item in ITEMS.values()) < 900
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def test_a_quick_run_prints_and_keeps_lines_with_their_origin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--quick", *QUICKEST, "--results", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    printed = [json.loads(text) for text in shown.out.splitlines()]
+    kept = [line for name in QUICKEST for line in read_lines(tmp_path, ITEMS[name])]
+    assert printed == kept
+    for line in kept:
+        assert {"item", "command", "card", "commit", "torch", "load_before"} <= line.keys()
+        assert line["command"] == f"mainstem bench paper {line['item']} --quick"
+    assert "not run yet: a quick run" in shown.err
+
+
+def test_what_needs_a_card_is_refused_without_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="relay-fig7 needs a CUDA device"):
+        command.main(["relay-fig7", "--results", str(tmp_path)])
+
+
+def test_of_several_items_those_that_need_a_card_are_left_out_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items = [replace(an_item(), name="some-fig2", where=Where.GPU), an_item()]
+    monkeypatch.setattr(command, "find_items", lambda _: items)
+    assert command.main(["all", "--results", str(tmp_path)]) == 0
+    assert "some-fig2: left out, it needs a CUDA device" in capsys.readouterr().err
+    assert [path.stem for path in tmp_path.iterdir()] == ["some-fig1"]
+
+
+def test_an_item_that_fails_does_not_stop_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = an_item(error=RuntimeError("no such card"))
+    good = replace(an_item(), name="some-fig2")
+    monkeypatch.setattr(command, "find_items", lambda _: [bad, good])
+    assert command.main(["all", "--results", str(tmp_path)]) == 1
+    assert "some-fig1: failed: RuntimeError: no such card" in capsys.readouterr().err
+    assert len(read_lines(tmp_path, good)) == 1
+
+
+def test_an_item_that_would_end_too_late_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_items", lambda _: [an_item()])
+    assert command.main(["all", "--results", str(tmp_path), "--limit-s", "0"]) == 0
+    assert "left out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_draw_uses_stored_lines_and_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    item = an_item(error=AssertionError("measured"))
+    write_lines(tmp_path, item, [{"command": "mainstem bench paper some-fig1"}] * 3)
+    monkeypatch.setattr(command, "find_items", lambda _: [item])
+    assert command.main(["some-fig1", "--draw", "--results", str(tmp_path)]) == 0
+    assert "reproduced: 3 lines" in capsys.readouterr().err
+
+
+def test_quick_lines_and_no_lines_prove_nothing() -> None:
+    item = an_item()
+    assert command.judged(item, []).outcome is Outcome.OPEN
+    quick = {"command": "mainstem bench paper some-fig1 --quick"}
+    assert command.judged(item, [quick]).outcome is Outcome.OPEN
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+def test_three_systems_on_one_loaded_model_save_what_they_share() -> None:
+    settings = Settings(is_quick=True)
+    job = Job.after_prefixes([64], [8] * 6, np.full(6, 3), [0] * 6)
+    found = {
+        share: run(settings, Size("tiny", 4096), job, share)
+        for share in (Share.READS, Share.STORAGE, Share.NONE)
+    }
+    settings.engines.close()
+    assert found[Share.NONE]["saving_ratio"] == 0
+    assert found[Share.STORAGE]["saving_ratio"] == found[Share.READS]["saving_ratio"] > 0.5
+
+
+def test_a_model_stays_loaded_until_another_is_asked_for() -> None:
+    engines = Engines()
+    with engines.engine("tiny", 1024):
+        assert engines.is_new(Share.READS)
+    with engines.engine("tiny", 1024):
+        assert not engines.is_new(Share.READS)
+    with engines.engine("tiny", 2048):
+        assert engines.is_new(Share.READS)
+    engines.close()
+
+
+def test_lengths_are_those_of_the_data() -> None:
+    assert len(sharegpt_turns()) == 5671
+    drawn = sharegpt_requests(50, 100)
+    assert drawn.users.min() >= 4
+    assert drawn.answers.max() <= 100
+    assert all(each.prefix[1] < each.prefix[3] < each.prefix[5] for each in mmlu_subjects())
+
+
+def test_the_industry_mix_has_the_papers_means() -> None:
+    mix = industry(3000)
+    assert mix.prefixes.mean() == pytest.approx(1570, rel=0.05)
+    assert (mix.prompts.num_tokens - mix.prefixes).mean() == pytest.approx(30, rel=0.05)
+    assert len(mix.documents) / len(set(mix.documents.tolist())) == pytest.approx(3, rel=0.1)
+
+
+def test_a_sustained_rate_lies_between_the_rates_that_were_tried() -> None:
+    lines = [{"share": "reads", "rate": r, "norm_ms_mean": ms} for r, ms in ((8, 10), (16, 90))]
+    assert sustained(lines, "reads", 50) == pytest.approx(12)
+    assert sustained(lines, "reads", 500) == 16
+
+
+# --- stored lines and pages -----------------------------------------------------------------------
+
+
+def test_every_stored_file_belongs_to_an_item_and_can_be_judged() -> None:
+    files = sorted(STORED.glob("*"))
+    assert {path.stem for path in files} <= ITEMS.keys()
+    for path in files:
+        item = ITEMS[path.stem]
+        lines = read_lines(STORED, item)
+        assert command.judged(item, lines).outcome is not Outcome.OPEN, item.name
+        assert all(line["commit"] and line["card"] for line in lines), item.name
+
+
+@pytest.mark.slow
+def test_every_stored_item_can_be_drawn(tmp_path: Path) -> None:
+    for path in sorted(STORED.glob("*")):
+        item = ITEMS[path.stem]
+        if item.plot is not None:
+            command.draw(item, read_lines(STORED, item), tmp_path / f"{item.name}.png")
+
+
+def test_a_number_that_no_line_has_fails_the_check(tmp_path: Path) -> None:
+    for name in ("benchmarks", "docs", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    page = tmp_path / "README.md"
+    text = page.read_text()
+    page.unlink()
+    page.write_text(text.replace("**1.4x**", "**1.5x**", 1))
+    code = (
+        "import sys, pathlib; sys.path.insert(0, 'benchmarks'); import pages;"
+        f"pages.ROOT = pathlib.Path({str(tmp_path)!r}); sys.argv = ['pages', '--check'];"
+        "sys.exit(pages.main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "README.md" in done.stderr
+
+
+def test_a_row_without_a_line_is_an_error() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import rows;"
+        "rows.latest('plan.jsonl', lambda line: False)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "plan.jsonl has no line" in done.stderr
+
+
+def test_one_names_what_is_missing() -> None:
+    with pytest.raises(KeyError, match="prefix"):
+        one([{"prefix": 1}], prefix=2)

@@ -1,0 +1,40 @@
+"""What `mainstem bench ranks` adds up, on the tiny shape."""
+
+import json
+
+import pytest
+
+from mainstem.core.errors import ConfigError
+from mainstem.models.shapes import SHAPES
+from mainstem_bench.ranks import CALL_S, NVLINK_BYTES_PER_S, collectives_s, main
+
+pytestmark = pytest.mark.torch
+
+
+def test_a_line_for_each_kind_of_step(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--cases", "tiny:2", "--seqs", "1,3", "--own", "20", "--steps", "3", "--json"]
+    assert main([*args, "--chunk-tokens", "64"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in lines] == ["prompts, 64", "decodes, 1", "decodes, 3"]
+    for line in lines:
+        whole = line["part_ms"] + line["collectives_ms"]
+        assert line["projected_ms"] == pytest.approx(whole, abs=0.002)
+        assert line["collectives_ms"] > 5 * CALL_S * 1e3  # two layers, embedding, logits
+    assert lines[0]["kv_bytes_per_token"] == 2 * 2 * 2 * 1 * 64  # one of two KV heads
+
+
+def test_collectives_are_counted_by_hand() -> None:
+    """Llama-65B on 4: 161 sums of 8,192 numbers a token, then 32,000 logits of each sample."""
+    spec = SHAPES["llama-65b"]
+    moved = 161 * 8192 * 2 * 100 * 1.5 + 3 * 32_000 * 2 * 0.75
+    expected = 162 * CALL_S + moved / NVLINK_BYTES_PER_S
+    assert collectives_s(spec, 4, 100, 3) == pytest.approx(expected)
+    parallel = SHAPES["falcon-40b"]  # attention and MLP of a layer in one
+    assert collectives_s(parallel, 4, 0, 0) == pytest.approx(62 * CALL_S)
+
+
+def test_cases_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="not SHAPE:RANKS"):
+        main(["--cases", "llama-31b:2"])
+    with pytest.raises(ConfigError, match=r"num_attention_heads=52 .* possible .*: 1, 2, 4, 13"):
+        main(["--cases", "llama-30b:8"])

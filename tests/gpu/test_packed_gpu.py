@@ -1,0 +1,18 @@
+"""Packed weights on a card; needs CUDA, run with `make test-gpu`."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before the kernels are imported: other tests want them under the interpreter.
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+from tests.gpu.bench_int4 import CHECKS
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_on_a_card(name: str) -> None:
+    with torch.inference_mode():
+        CHECKS[name]()

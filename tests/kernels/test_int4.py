@@ -1,0 +1,190 @@
+"""Products with 4-bit weights: the numbers are those of the packed weight, the sums right."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.kernels.interpreted import require_interpreter
+
+require_interpreter()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from mainstem.kernels import LayoutError  # noqa: E402
+from mainstem.kernels.dense.fp8_blocks import (  # noqa: E402
+    _quantize_groups_kernel,
+    quantize_groups,
+)
+from mainstem.kernels.dense.int4 import (  # noqa: E402
+    Int4Tile,
+    dequantize,
+    deterministic_tile,
+    multiply,
+    num_splits,
+    tile_for,
+)
+from mainstem.kernels.dense.nibbles import Nibbles  # noqa: E402
+from mainstem.models.gpu.packed import pack_nibbles  # noqa: E402
+from mainstem.models.packed import PackedKind, PackedWeight  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+# Relative to the largest output: the sum's order and the output's rounding (the interpreter cuts
+# bf16 instead of rounding, of weights too).
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
+SPLIT = Int4Tile(outs=16, tokens=16, warps=4, stages=1, programs=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    num_out: int
+    num_in: int
+    group: int
+    has_zeros: bool = True
+    is_mxfp4: bool = False
+
+    def weight(self, dtype: torch.dtype, seed: int = 0) -> PackedWeight:
+        generator = torch.Generator().manual_seed(seed)
+
+        def whole(low: int, high: int, *shape: int) -> Tensor:
+            made = torch.empty(shape, dtype=torch.uint8)
+            return made.random_(low, high, generator=generator)
+
+        values = whole(0, 256, self.num_out, self.num_in // 2)
+        scales = (self.num_out, -(-self.num_in // self.group))
+        if self.is_mxfp4:
+            return PackedWeight(PackedKind.MXFP4, values, whole(100, 129, *scales), None, 32)
+        found = (0.1 * torch.rand(scales, generator=generator)).to(dtype)
+        zeros = whole(0, 16, *scales) if self.has_zeros else None
+        return PackedWeight(PackedKind.INT4, values, found, zeros, self.group)
+
+
+CASES = [
+    Case("groups of 128", 48, 256, 128),
+    Case("symmetric groups of 32", 40, 160, 32, has_zeros=False),
+    Case("groups of 64, an odd number of rows", 33, 320, 64),
+    Case("one group", 20, 72, 72),
+    Case("groups of 256", 16, 512, 256),
+    Case("mxfp4", 36, 288, 32, is_mxfp4=True),
+]
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def packed(weight: PackedWeight, dtype: torch.dtype) -> Nibbles:
+    found = pack_nibbles(weight, dtype)
+    assert found is not None
+    return found
+
+
+def some(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@by_name
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_dequantized_numbers_are_the_weights(case: Case, dtype: torch.dtype) -> None:
+    if case.is_mxfp4 and dtype == torch.float16:
+        pytest.skip("not in fp16")
+    weight = case.weight(dtype)
+    out = torch.full((case.num_out, case.num_in), float("nan"), dtype=dtype)
+    assert torch.equal(dequantize(packed(weight, dtype), out), weight.dense(dtype))
+
+
+@by_name
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_it_is_the_product(case: Case, dtype: torch.dtype) -> None:
+    if case.is_mxfp4 and dtype == torch.float16:
+        pytest.skip("not in fp16")
+    tokens = 5
+    weight, x = case.weight(dtype), some(tokens, case.num_in).to(dtype)
+    bias = some(case.num_out, seed=2).to(dtype)
+    wide = torch.full((tokens + 1, case.num_out + 8), float("nan"), dtype=dtype)
+    multiply(x, packed(weight, dtype), bias, wide[:tokens, : case.num_out])
+    right = x.double() @ weight.dense(dtype).double().t() + bias.double()
+    off = (wide[:tokens, : case.num_out].double() - right).abs().max() / right.abs().max()
+    assert float(off) < TOLERANCE[dtype]
+    assert int(wide.isnan().sum()) == wide.numel() - tokens * case.num_out
+
+
+def test_a_sum_in_parts_is_the_same_sum() -> None:
+    case = Case("long", 24, 1536, 128)
+    weight, x = case.weight(torch.float32), some(18, case.num_in)
+    nibbles = packed(weight, torch.float32)
+    assert num_splits(case.num_out, nibbles.num_blocks, SPLIT) == 3
+    right = x.double() @ weight.dense(torch.float32).double().t()
+    for _ in range(2):  # counts of arrivals are left at zero
+        found = multiply(x, nibbles, None, torch.empty(18, 24), SPLIT)
+        assert float((found - right).abs().max() / right.abs().max()) < 1e-6
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    case = Case("long", 40, 1024, 128)
+    nibbles, x = packed(case.weight(torch.float32), torch.float32), some(70, case.num_in)
+    tile = deterministic_tile(torch.float32, CPU)
+    together = multiply(x, nibbles, None, torch.empty(70, 40), tile)
+    for first, end in ((0, 1), (69, 70), (11, 66)):
+        part = x[first:end]
+        alone = multiply(part, nibbles, None, torch.empty(len(part), 40), tile)
+        assert torch.equal(alone, together[first:end])
+
+
+def test_tiles_hold_the_tokens() -> None:
+    for tokens in (1, 8, 9, 64, 65, 256):
+        assert 2 * tokens + 8 > tile_for(tokens, torch.bfloat16, CPU).tokens >= tokens
+    assert tile_for(5000, torch.bfloat16, CPU) == tile_for(256, torch.bfloat16, CPU)
+
+
+def test_memory_is_four_bits_and_factors() -> None:
+    weight = Case("large", 256, 1024, 128).weight(torch.bfloat16)
+    nibbles = packed(weight, torch.bfloat16)
+    assert nibbles.words.nbytes == weight.values.nbytes
+    assert nibbles.nbytes <= 1.03 * weight.nbytes
+
+
+def test_what_kernels_do_not_take_is_not_packed() -> None:
+    assert (
+        pack_nibbles(Case("groups of 16", 8, 64, 16).weight(torch.float32), torch.float32) is None
+    )
+    mxfp4 = Case("mxfp4", 8, 64, 32, is_mxfp4=True).weight(torch.float32)
+    assert pack_nibbles(mxfp4, torch.float16) is None
+    mxfp4.scales[3, 1] = 129
+    assert pack_nibbles(mxfp4, torch.float32) is None
+    with pytest.raises(LayoutError, match=r"scales of at most 2, got .*2\^2"):
+        Nibbles.mxfp4(mxfp4.values, mxfp4.scales, torch.float32)
+    with pytest.raises(LayoutError, match="groups of 32, 64"):
+        Nibbles.int4(mxfp4.values, torch.ones(8, 4), None, 16)
+
+
+def test_what_is_not_taken_is_named() -> None:
+    nibbles = packed(CASES[0].weight(torch.float32), torch.float32)
+    x, out = some(2, 256), torch.empty(2, 48)
+    with pytest.raises(LayoutError, match=r"x must be \[tokens, 256\]"):
+        multiply(x[:, :128], nibbles, None, out)
+    with pytest.raises(LayoutError, match="float16"):
+        multiply(x.half(), nibbles, None, out)
+    with pytest.raises(LayoutError, match=r"out must be \[2, 48\]"):
+        multiply(x, nibbles, None, out[:1])
+    with pytest.raises(LayoutError, match="bias"):
+        multiply(x, nibbles, torch.ones(8), out)
+    with pytest.raises(LayoutError, match="contiguous"):
+        dequantize(nibbles, torch.empty(256, 48))
+    with pytest.raises(LayoutError, match="float32"):
+        dequantize(nibbles, torch.empty(48, 256, dtype=torch.float16))
+    assert multiply(x[:0], nibbles, None, out[:0]).shape == (0, 48)
+
+
+def test_rows_are_quantized_by_groups_for_fp8_in_blocks() -> None:
+    """The kernel in fp32, whose numbers torch then rounds to fp8 as the card does."""
+    x = some(5, 384) * torch.logspace(-2, 2, 5)[:, None]
+    values, scales = torch.full((16, 384), float("nan")), torch.full((3, 16), float("nan"))
+    _quantize_groups_kernel[(5,)](
+        x, values, scales, x.stride(0), 16, GROUPS=3, LANES=4, SIZE=128, OVERLAPS=False
+    )
+    right, right_scales = quantize_groups(x)
+    assert torch.equal(scales.t()[:5], right_scales)
+    assert torch.equal(values[:5].to(right.dtype).float(), right.float())
+    assert bool(values[5:].isnan().all())
+    assert bool(scales[:, 5:].isnan().all())

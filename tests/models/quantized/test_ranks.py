@@ -1,0 +1,124 @@
+"""Ranks read their parts of quantized weights, and answer as the whole model."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    FalconConfig,
+    GptOssConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from mainstem.core.errors import ConfigError
+from mainstem.models.families import read_spec
+from mainstem.models.shard import Shard, part_of, shards_that_divide
+from mainstem.runner.origin import folder_origin, for_rank
+from tests.models.checkpoints import SMALL
+from tests.models.quantized.cases import CASES
+from tests.models.quantized.checkpoints import (
+    write_gpt_oss,
+    write_quantized,
+    write_quantized_experts,
+)
+from tests.models.rank_outputs import TOLERANCE, check_same, outputs
+from tests.models.ranks import run_ranks
+
+pytestmark = pytest.mark.torch
+WIDE = SMALL | {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "intermediate_size": 256,
+}
+BY_NAME = {case.name: case for case in CASES}
+QUICK = ("gptq act-order", "compressed 4 bits zero points", "fp8 blocks")
+
+
+def check_ranks(folder: Path, of: int = 2) -> None:
+    expected = outputs(folder)
+    for found in run_ranks(of, lambda ranks: outputs(folder, ranks)):
+        check_same(found, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BY_NAME]
+)
+def test_every_format_in_parts(name: str, tmp_path: Path) -> None:
+    write_quantized(LlamaConfig(**WIDE), tmp_path, BY_NAME[name])
+    check_ranks(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gptq", "gptq act-order", "fp8 blocks", "fp8 per tensor"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Phi3Config(**WIDE),
+        FalconConfig(
+            **{
+                k: v
+                for k, v in WIDE.items()
+                if k not in {"intermediate_size", "num_key_value_heads"}
+            },
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            bias=False,
+        ),
+    ],
+    ids=["fused", "turns"],
+)
+def test_fused_products_in_parts(config: PreTrainedConfig, name: str, tmp_path: Path) -> None:
+    write_quantized(config, tmp_path, BY_NAME[name])
+    check_ranks(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gptq act-order", "awq", "fp8 small blocks"])
+def test_experts_in_parts(name: str, tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        **WIDE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96
+    )
+    write_quantized_experts(config, tmp_path, BY_NAME[name])
+    check_ranks(tmp_path)
+
+
+def test_mxfp4_experts_are_cut_at_groups(tmp_path: Path) -> None:
+    """Three groups of 32 on two ranks."""
+    sizes = WIDE | {"intermediate_size": 96}
+    config = GptOssConfig(**sizes, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+    write_gpt_oss(config, tmp_path)
+    spec = read_spec(tmp_path)
+    parts = [part_of(spec, Shard(rank, 2)).layers[0].mlp.size for rank in range(2)]
+    assert parts == [32, 64]
+    check_ranks(tmp_path)
+    assert shards_that_divide(spec) == (1, 2)
+    with pytest.raises(ConfigError, match="an MLP of 96 columns has no 32 for each"):
+        part_of(spec, Shard(0, 4))
+
+
+def test_columns_in_act_order_are_dequantized_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_quantized(LlamaConfig(**WIDE), tmp_path, BY_NAME["gptq act-order"])
+    with caplog.at_level(logging.WARNING, "mainstem.models"):
+        outputs(tmp_path)
+        assert not caplog.records
+        run_ranks(2, lambda ranks: outputs(tmp_path, ranks))
+    for record in caplog.records:
+        assert "2 quantized products are dequantized" in record.getMessage()
+        assert "self_attn.o_proj, model.layers.0.mlp.down_proj" in record.getMessage()
+    assert len(caplog.records) == 2
+
+
+def test_a_rank_in_another_process_reads_packed_weights(tmp_path: Path) -> None:
+    write_quantized(LlamaConfig(**WIDE), tmp_path, BY_NAME["awq"])
+    source = for_rank(folder_origin(tmp_path)).open(torch.float32, torch.device("cpu"))
+    part = (slice(0, 64), slice(0, 128))
+    found = source.take_packed("model.layers.0.mlp.down_proj", (64, 256), part)
+    assert found is not None
+    assert found.shape == (64, 128)

@@ -1,0 +1,267 @@
+"""A model on ranks, over gloo: the answers of one process, token for token, and its failures.
+
+Greedy decoding in fp32. Ranks add in another order, so logits differ in their last bits; the chance
+that one of a few hundred tokens of a random model is decided by them is below one in a thousand.
+"""
+
+import random
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from threading import Timer
+from time import monotonic
+
+import psutil
+import pytest
+import torch
+
+from mainstem import LLM
+from mainstem.core.config import (
+    CacheConfig,
+    Device,
+    DType,
+    EngineConfig,
+    Fetch,
+    ModelConfig,
+    SchedConfig,
+    StoreConfig,
+)
+from mainstem.core.errors import ConfigError, EngineLost
+from mainstem.core.events import EventBus
+from mainstem.core.metrics import Counters
+from mainstem.core.request import Overflow, Request, SamplingParams
+from mainstem.engine.build import build_engine
+from mainstem.engine.engine import Engine
+from mainstem.runner.origin import folder_origin
+from mainstem.runner.ranks.load import load_ranks
+from tests.builders import a_request, run_all
+from tests.models.checkpoints import make_checkpoint, write_checkpoint
+from tests.models.quantized.cases import CASES
+from tests.models.quantized.checkpoints import write_quantized
+from tests.models.test_shards import FAMILIES
+
+pytestmark = pytest.mark.torch
+
+WINDOW = 96
+LIMIT_S = 5.0  # in which the end of a rank is told
+TEXT = [random.Random(0).randrange(3, 190) for _ in range(200)]
+DRAWN = SamplingParams(
+    temperature=0.9, top_p=0.95, seed=3, max_tokens=12, logprobs=1, ignore_eos=True
+)
+EDITED = SamplingParams(
+    temperature=0.0, max_tokens=12, min_tokens=3, presence_penalty=0.5, logit_bias={7: 2.0}, n=2,
+    logprobs=2, prompt_logprobs=1,
+)  # fmt: skip
+Answers = dict[tuple[str, int], list[tuple[int, float]]]  # tokens and their logprobs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("ranks") / "model"
+    make_checkpoint("llama", made)
+    return made
+
+
+def a_config(num_ranks: int, disk: Path) -> EngineConfig:
+    """Little room on the device, so that sequences are preempted and pages leave it."""
+    return EngineConfig(
+        model=ModelConfig(
+            dtype=DType.FP32, device=Device.CPU, threads=1, tensor_parallel=num_ranks
+        ),
+        cache=CacheConfig(kv_tokens=192),
+        sched=SchedConfig(chunk_tokens=24, max_model_len=WINDOW),
+        store=StoreConfig(host_gb=0.001, disk_dir=str(disk), disk_gb=0.1, fetch=Fetch.ALWAYS),
+    )
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=0, ignore_eos=True)
+
+
+def shared_prompts(prefix: str) -> list[Request]:
+    """They have most of their prompt in common, and do not fit on the device together."""
+    prompts = [TEXT[:40] + TEXT[50 + number : 58] for number in range(6)]
+    return [
+        a_request(ids, name=f"{prefix}{n}", sampling=greedy(30)) for n, ids in enumerate(prompts)
+    ]
+
+
+def asked(engine: Engine, requests: Sequence[Request]) -> Answers:
+    found: Answers = {}
+    for output in run_all(engine, requests).outputs:
+        so_far = found.setdefault((str(output.request_id), output.index), [])
+        so_far += [(each.token_id, each.logprob) for each in output.logprobs]
+    return found
+
+
+def assert_same(got: Answers, expected: Answers) -> None:
+    for name, answer in got.items():
+        ids, logprobs = zip(*answer, strict=True)
+        expected_ids, expected_logprobs = zip(*expected[name], strict=True)
+        assert ids == expected_ids, name
+        assert logprobs == pytest.approx(expected_logprobs, abs=1e-3), name
+
+
+def answers(engine: Engine) -> Answers:
+    """A conversation that outgrows the window, prompts that share, draws and edited logits; then
+    prompts that share once more, whose pages have left the device."""
+    turns = [
+        a_request(
+            TEXT[:length], name=f"turn {length}", sampling=greedy(4), session="s",
+            overflow=Overflow.KV,
+        )
+        for length in (80, 110, 120)
+    ]  # fmt: skip
+    drawn = a_request(TEXT[100:130], name="drawn", sampling=DRAWN)
+    edited = a_request(TEXT[:30], name="edited", sampling=EDITED)
+    found: Answers = {}
+    for requests in [*([turn] for turn in turns), shared_prompts("first "), [drawn, edited]]:
+        found |= asked(engine, requests)
+    engine.flush()
+    engine.clear_device()
+    return found | asked(engine, shared_prompts("second "))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    config = a_config(1, tmp_path_factory.mktemp("alone"))
+    with closing(build_engine(folder, config)) as engine:
+        return answers(engine)
+
+
+def kill_a_rank(engine: Engine, after_s: float, victim: int) -> None:
+    """Kill one while requests run; the error comes in time and names it, and none is left."""
+    ranks = rank_processes()
+    assert len(ranks) == 2
+    timer = Timer(after_s, ranks[victim].kill)
+    timer.start()
+    with pytest.raises(EngineLost, match=rf"rank {victim} of 2 \(process {ranks[victim].pid}\)"):
+        keep_asking(engine, monotonic() + after_s + LIMIT_S)
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def rank_processes() -> list[psutil.Process]:
+    """In the order they were started."""
+    children = psutil.Process().children()
+    found = [child for child in children if "rank_process" in " ".join(child.cmdline())]
+    return sorted(found, key=lambda child: child.pid)
+
+
+def keep_asking(engine: Engine, end_s: float) -> None:
+    while monotonic() < end_s:
+        if not engine.has_work:
+            for request in shared_prompts(f"{monotonic()} "):
+                engine.submit(request)
+        engine.step()
+
+
+def test_two_ranks_answer_as_one(folder: Path, tmp_path: Path, expected: Answers) -> None:
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    config = a_config(2, tmp_path)
+    with closing(build_engine(folder, config, bus)) as engine:
+        assert_same(answers(engine), expected)
+        assert counters.preemptions
+        assert counters.moved_pages
+        assert counters.loaded_pages["host"]
+        kill_a_rank(engine, 0.3, victim=1)
+    with closing(build_engine(folder, config, bus)) as engine:
+        assert_same(asked(engine, shared_prompts("second ")), expected)
+        assert counters.loaded_pages["disk"] + counters.prefetched_pages
+        kill_a_rank(engine, 0.05, victim=0)
+
+
+def test_numbers_of_ranks_that_a_model_does_not_have_are_named(folder: Path) -> None:
+    config = EngineConfig(model=ModelConfig(device=Device.CPU, tensor_parallel=5))
+    with pytest.raises(ConfigError, match=r"5 ranks: .*possible numbers of ranks: 1, 2"):
+        build_engine(folder, config)
+    assert not rank_processes()
+
+
+@pytest.mark.parametrize(
+    ("is_one_gpu", "kv_tokens", "words"),
+    [
+        (False, 64, "tensor_parallel=2 needs 2 GPUs, torch sees 1; ranks_on_one_gpu"),
+        (True, None, "set kv_tokens"),
+    ],
+)
+def test_more_ranks_than_cards_are_refused(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_one_gpu: bool,
+    kv_tokens: int | None,
+    words: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    model = ModelConfig(tensor_parallel=2, ranks_on_one_gpu=is_one_gpu)
+    with pytest.raises(ConfigError, match=words):
+        load_ranks(
+            folder_origin(folder), EngineConfig(model=model, cache=CacheConfig(kv_tokens=kv_tokens))
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_answers_on_ranks_as_alone(name: str, num_ranks: int, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_checkpoint(FAMILIES[name], folder)
+    with closing(build_engine(folder, a_config(1, tmp_path / "alone"))) as engine:
+        expected = answers(engine)
+    with closing(build_engine(folder, a_config(num_ranks, tmp_path / "ranks"))) as engine:
+        assert_same(answers(engine), expected)
+
+
+@pytest.mark.slow
+def test_quantized_weights_on_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (awq,) = (case for case in CASES if case.name == "awq")
+    write_quantized(FAMILIES["llama, tied"], folder, awq)
+    with closing(build_engine(folder, a_config(1, tmp_path / "alone"))) as engine:
+        expected = answers(engine)
+    with closing(build_engine(folder, a_config(2, tmp_path / "ranks"))) as engine:
+        assert_same(answers(engine), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_rank_killed_at_any_moment(folder: Path, tmp_path: Path, expected: Answers) -> None:
+    """Also while it loads. 20 engines over one store, and then one that is left alone."""
+    config, moments = a_config(2, tmp_path), random.Random(1)
+    load_s = 10.0
+    for _ in range(20):
+        began_s = monotonic()
+        moment_s, victim = moments.uniform(0.1, 1.3) * load_s, moments.choice([0, 1])
+        timer = Timer(moment_s, kill_rank, (victim,))
+        timer.start()
+        with pytest.raises(EngineLost, match=rf"rank {victim} of 2 \(process \d+\) was killed"):
+            load_and_ask(folder, config, began_s + moment_s + LIMIT_S)
+        assert monotonic() < began_s + moment_s + LIMIT_S
+        assert not rank_processes()
+    began_s = monotonic()
+    with closing(build_engine(folder, config)) as engine:
+        assert_same(asked(engine, shared_prompts("second ")), expected)
+
+
+def kill_rank(victim: int) -> None:
+    rank_processes()[victim].kill()
+
+
+def load_and_ask(folder: Path, config: EngineConfig, end_s: float) -> None:
+    with closing(build_engine(folder, config)) as engine:
+        keep_asking(engine, end_s)
+
+
+@pytest.mark.slow
+def test_smollm2_on_three_ranks(smollm2_folder: Path) -> None:
+    """9 query heads and 3 KV heads; through LLM, under vLLM's name of the setting."""
+    prompts = ["The capital of France is", "Water boils at", "The capital of France is not"]
+    greedy = SamplingParams(temperature=0.0, max_tokens=24)
+    texts = []
+    for num_ranks in (1, 3):
+        with LLM(smollm2_folder, kv_tokens=2048, tensor_parallel_size=num_ranks) as llm:
+            outputs = llm.generate(prompts, greedy, use_tqdm=False)
+            texts.append([output.outputs[0].text for output in outputs])
+    assert texts[0] == texts[1]

@@ -1,0 +1,47 @@
+"""What ranks hold, from config.json."""
+
+import json
+from pathlib import Path
+
+from mainstem.core.config import DType
+from mainstem.runner.rank_sizes import RankSize, rank_sizes
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
+}
+LAYERS = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
+ENDS = 2 * 96 * 64
+
+
+def write(folder: Path, **more: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIG | more))
+    return folder
+
+
+def test_weights_and_keys_are_divided(tmp_path: Path) -> None:
+    """Four ranks keep two KV heads twice: their weights and pages are not a fourth."""
+    one, two, four = rank_sizes(write(tmp_path))
+    assert one == RankSize(1, 2 * (LAYERS + ENDS), 2 * 2 * 2 * 2 * 16)
+    assert two == RankSize(2, LAYERS + ENDS, 2 * 2 * 2 * 16)
+    copies = 2 * 64 * 16  # in two layers, keys and values of half a head each, 2 bytes
+    assert four.num_ranks == 4
+    assert four.kv_bytes_per_token == two.kv_bytes_per_token
+    vocabulary = 2 * 2 * 64 * 32  # 24 rows are padded to 32
+    assert four.weight_bytes == LAYERS // 2 + 2 * copies + vocabulary
+    assert rank_sizes(tmp_path, DType.FP32)[0].weight_bytes == 2 * one.weight_bytes
+
+
+def test_quantized_weights_are_smaller(tmp_path: Path) -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    (one, two, *_) = rank_sizes(write(tmp_path, quantization_config=gptq))
+    assert one.weight_bytes == LAYERS // 2 + 2 * LAYERS // 32 + 2 * ENDS
+    assert two.weight_bytes == one.weight_bytes // 2
