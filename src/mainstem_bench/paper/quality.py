@@ -71,6 +71,7 @@ def plot_answers(lines: Sequence[Line], figure: "Figure") -> None:
     for share, look in list(looks.items())[1:]:
         found = [one(lines, shots=shots, share=share)["logprob_difference"] for shots in SHOTS]
         logprobs.semilogy(names, found, label=share, **look)
+    logprobs.set_ylim(1e-7, 1)
     style.finish(logprobs, "largest difference to sharing nothing", "", "of a letter's logprob")
 
 
