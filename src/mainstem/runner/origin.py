@@ -75,7 +75,7 @@ class FolderPart:
         return b""
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return Checkpoint(self.folder, dtype, device, self.spec.names)
+        return Checkpoint(self.folder, dtype, device, self.spec.names, self.spec.quantized)
 
 
 def for_rank(origin: Origin) -> Origin:
