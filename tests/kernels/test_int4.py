@@ -12,6 +12,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mainstem.kernels import LayoutError  # noqa: E402
+from mainstem.kernels.dense import int4  # noqa: E402
 from mainstem.kernels.dense.fp8_blocks import (  # noqa: E402
     _quantize_groups_kernel,
     quantize_groups,
@@ -129,6 +130,19 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
         part = x[first:end]
         alone = multiply(part, nibbles, None, torch.empty(len(part), 40), tile)
         assert torch.equal(alone, together[first:end])
+
+
+def test_many_tokens_whose_sums_are_in_parts_go_one_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(int4, "MOST_TILES", 4)
+    nibbles = packed(Case("split", 32, 1024, 128).weight(torch.float32), torch.float32)
+    x = some(70, 1024)
+    assert int4.most_split_tokens(32, SPLIT) == 32
+    together = multiply(x, nibbles, None, torch.empty(70, 32), SPLIT)
+    alone = [multiply(row[None], nibbles, None, torch.empty(1, 32), SPLIT) for row in x]
+    assert torch.equal(together, torch.cat(alone))
+    assert not nibbles.arrived.any()
 
 
 def test_tiles_hold_the_tokens() -> None:
