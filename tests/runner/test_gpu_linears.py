@@ -108,6 +108,14 @@ def test_what_has_no_product_is_dequantized_and_logged(
     assert words in caplog.text
 
 
+def test_fp8_per_channel_is_not_rounded_again_by_order() -> None:
+    product, x = Product(some_fp8(64, 96, None)), some(3, 96)
+    found = answer(a_maker(Quantize.FP8), product, x)
+    assert torch.equal(found, answer(a_maker(), product, x))
+    blocks = a_maker(Quantize.FP8).layer(Product(some_fp8(128, 512, 128)))
+    assert blocks.is_fp8  # one scale for a channel, as it was ordered
+
+
 def test_packed_weights_can_be_made_fp8_by_order() -> None:
     product, x = Product(some_int4(32, 96)), some(3, 96)
     linear = a_maker(Quantize.FP8).layer(product)

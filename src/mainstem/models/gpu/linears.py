@@ -89,13 +89,14 @@ class LinearMaker:
     def layer(self, product: Product) -> Linear:
         """A product of a layer."""
         weight, bias = product.weight, product.bias
+        if isinstance(weight, PackedWeight) and not self._is_deterministic:
+            made = fp8_linear(weight, bias, self._dtype)
+            # fp8 per channel, by order, is what some checkpoints have already
+            if made is not None and (made.is_fp8 or self._quantize is not Quantize.FP8):
+                return made
         if self._quantize is Quantize.FP8:
             dense = product.unpacked(self._dtype).dense
             return ChannelsLinear(Fp8Linear.quantize(dense, bias, self._dtype))
-        if isinstance(weight, PackedWeight) and not self._is_deterministic:
-            made = fp8_linear(weight, bias, self._dtype)
-            if made is not None:
-                return made
         return self.head(product)
 
     def head(self, product: Product) -> Linear:

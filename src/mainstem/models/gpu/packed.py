@@ -117,11 +117,13 @@ def pack_nibbles(weight: PackedWeight, dtype: torch.dtype) -> Nibbles | None:
 def fp8_linear(
     weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> ChannelsLinear | BlocksLinear | None:
-    """None for other kinds, and for blocks that the card has no product for."""
+    """None for other kinds, and for what the card has no product for."""
     if weight.kind is not PackedKind.FP8 or weight.order is not None:
         return None
     (out, width), device = weight.shape, weight.device
-    if weight.group >= width and has_fp8(device):
+    # answers of other dtypes are refused by some cards and versions of the library
+    is_answered = device.type != "cuda" or dtype == torch.bfloat16
+    if weight.group >= width and is_answered and has_fp8(device):
         scales = weight.scales.repeat_interleave(weight.block_rows, dim=0)[:out, 0].contiguous()
         return ChannelsLinear(Fp8Linear(weight.values, scales, bias, dtype))
     is_blocks = weight.group == weight.block_rows == BLOCK
