@@ -38,7 +38,9 @@ def test_the_linear_multiplies_the_rounded_numbers() -> None:
         linear(x).double(), rounded @ weight.t() + bias, rtol=1e-5, atol=1e-4
     )
     error = (linear(x) - (x.double() @ weight.t() + bias)).norm() / (x.double() @ weight.t()).norm()
-    assert 0.005 < float(error) < 0.04  # rows are rounded by 2.6 %, averaged over the sum
+    # A number of 3 bits of mantissa is off by 2.6 % on average (root mean square). So is the sum:
+    # terms and their errors grow alike, with the root of their number.
+    assert 0.023 < float(error) < 0.03
 
 
 def test_shapes_that_the_library_does_not_take() -> None:
