@@ -175,7 +175,7 @@ def check_experts() -> None:
 
 
 def check_fp8_blocks() -> None:
-    """Rows are rounded as on a CPU, to the bit. Sums are checked against the same rounded numbers in
+    """Rows are rounded as on a CPU, to the bit. Sums are checked against the rounded numbers' in
     fp64: the output's rounding is 0.17 %, and Hopper's sums of 128 columns, in 14 bits, add 0.01 %.
     Rounding the rows, 2.6 %, is in neither. Scales differ by up to 2^8, so that one in the wrong
     place is seen."""
