@@ -1,5 +1,6 @@
 """A model that we quantize: what is written is what was rounded, and better than to the nearest."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,12 @@ from mainstem.core.errors import UnsupportedModel
 from mainstem.models.families import read_spec
 from mainstem.models.packed import PackedWeight
 from mainstem.models.weights import Checkpoint
-from mainstem_bench.quantized import round_products, write_checkpoint
+from mainstem_bench.quantized import main, round_products, write_checkpoint
 from mainstem_bench.rounding import Grid, Rounded, for_inputs, nearest
 from tests.models.checkpoints import VOCAB, make_checkpoint
 
 pytestmark = pytest.mark.torch
+TEXT = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"
 GRIDS = [Grid(16, is_symmetric=False), Grid(16, is_symmetric=True)]
 
 
@@ -60,3 +62,16 @@ def test_other_layouts_are_refused(tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path)
     with pytest.raises(UnsupportedModel, match="Qwen3ForCausalLM: only plain models in Llama's"):
         round_products(tmp_path, np.zeros(8, np.int32), 0, GRIDS[0])
+
+
+@pytest.mark.slow
+def test_4_bits_cost_little_on_real_text(
+    smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For 4,096 tokens of input 2.8 %; docs/log/cpu.md has more."""
+    text = ["--text", str(TEXT), "--score-tokens", "2048", "--inputs", "4096"]
+    assert main(["--model", str(smollm2_folder), *text, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 5 < found["perplexity"] < 40
+    assert 0.0 < found["change"] < 0.035
+    assert found["bytes"] < 180_000_000

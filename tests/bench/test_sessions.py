@@ -38,7 +38,7 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(
         yield {"part": "preload", "layers": "all"}
         raise RuntimeError("no such layer")
 
-    monkeypatch.setattr(sessions, "measure_preload", broken)
+    monkeypatch.setitem(sessions.OVERLAP, "preload", broken)
     argv = ["--workload", "tiny", "--device", "cpu", "--json", "--part", "preload"]
     assert sessions.main([*argv, "--part", "document", "--document-tokens", "100"]) == 1
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

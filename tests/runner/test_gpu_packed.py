@@ -2,10 +2,13 @@
 dequantizes the same numbers."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from mainstem.core.config import EngineConfig
 from mainstem.core.events import EventBus
@@ -14,7 +17,13 @@ from mainstem.engine.engine import Engine
 from mainstem.models.quantized.packing import Layout, PackedKind, Packing, QuantizedSpec, Rule
 from mainstem.models.shapes import llama_shape
 from mainstem.models.spec import ModelSpec
-from mainstem.runner.origin import RandomOrigin
+from mainstem.runner.cpu_load import load_cpu_runner
+from mainstem.runner.origin import RandomOrigin, folder_origin
+from tests.models.checkpoints import SMALL
+from tests.models.quantized.cases import gptq_config
+from tests.models.quantized.checkpoints import write_quantized
+from tests.models.quantized.oracles import Case, gptq
+from tests.models.ranks import Thread, run_ranks
 from tests.runner.recipes import RECIPES
 from tests.runner.test_gpu import GREEDY, a_config, answers, interpreted, on_cpu
 
@@ -89,3 +98,25 @@ def test_deterministic_answers_do_not_depend_on_the_batch() -> None:
     together = answers(on_gpu(spec, config), PROMPTS, GREEDY)
     alone = [answers(on_gpu(spec, config), [prompt], GREEDY)[0] for prompt in PROMPTS]
     assert together == alone
+
+
+@interpreted
+@pytest.mark.slow
+def test_two_ranks_have_parts_of_packed_weights(tmp_path: Path) -> None:
+    """Columns of down are cut at a group: 64 and 96 of 160."""
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    sizes = SMALL | {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    case = Case("groups of 32", gptq_config(group_size=32), partial(gptq, group=32))
+    write_quantized(LlamaConfig(**sizes | heads), tmp_path, case)
+    origin, config = folder_origin(tmp_path), a_config()
+
+    def run(ranks: Thread) -> list[list[int]]:
+        runner, facts = load_gpu_runner(origin, config, torch.device("cpu"), ranks)
+        return answers(join(runner, facts, config, EventBus()), PROMPTS, GREEDY)
+
+    first, second = run_ranks(2, run)
+    assert first == second
+    runner, facts = load_cpu_runner(origin, config)
+    assert first == answers(join(runner, facts, config, EventBus()), PROMPTS, GREEDY)

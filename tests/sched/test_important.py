@@ -122,9 +122,27 @@ def test_a_conversation_taken_up_again_earlier_is_weighed_again_where_the_choice
     weighing = truncation.weighing
     assert weighing is not None
     truncator._choices.keep(weighing.name, Cut((0,), 1, 30))
+    kept_ids(truncator, important_request(list(range(79)), max_tokens=10))  # weighed once more
     _, truncation = truncator.fit(important_request(list(range(79)), max_tokens=10))
     assert truncation is not None
-    assert truncation.weighing is not None
+    assert truncation.weighing is None
+
+
+def test_the_first_of_two_turns_makes_the_choice() -> None:
+    truncator = a_truncator(window=80)
+    requests = [important_request(list(range(length)), max_tokens=10) for length in (76, 79)]
+    cuts = [truncator.fit(request)[1] for request in requests]
+    for truncation, heavy in zip(cuts, (2, 5), strict=True):
+        assert truncation is not None
+        assert truncation.weighing is not None
+        masses = np.ones(20, np.float32)
+        masses[heavy] = 3.0
+        truncation.weighing.add(masses)
+        truncator.settle(truncation.weighing)
+    for request in requests:
+        _, truncation = truncator.fit(request)
+        assert truncation is not None
+        assert truncation.cut.head == (0, 2)
 
 
 def test_choices_are_forgotten_after_many_others(monkeypatch: pytest.MonkeyPatch) -> None:

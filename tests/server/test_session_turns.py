@@ -131,7 +131,7 @@ def test_what_no_session_can_be_is_refused(server: Running, fields: Json) -> Non
     assert response.json()["error"]["param"] == "session_id"
 
 
-@pytest.mark.parametrize("policy", ["kv", "recompute"])
+@pytest.mark.parametrize("policy", ["kv", "important", "recompute"])
 def test_a_conversation_may_outgrow_the_window(policy: str) -> None:
     with a_server([POLITE]) as running:
         talk = Talk(running, session_id="long", context_overflow=policy, app="polite")

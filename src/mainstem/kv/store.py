@@ -82,7 +82,7 @@ class KVStore:
         self._pool = PagePool(num_pages)
         ranking = RANKINGS[PolicyKind(config.policy.value)]
         self._index = PrefixIndex(self._pool, page_size, bus, ranking)
-        self._awaited: Callable[[], Sequence[Sequence[PageKey]]] = tuple
+        self._awaited: Callable[[int], Sequence[Sequence[PageKey]]] = lambda _: ()
         self._identity = identity
         self._last_chain: PageChain | None = None  # prompts that share much come together
         self._bus = bus
@@ -111,9 +111,9 @@ class KVStore:
         only_copied = 0 if self._traffic is None else self._traffic.num_only_copied()
         return self.num_pages - self.num_takeable() - only_copied
 
-    def watch_queue(self, awaited: Callable[[], Sequence[Sequence[PageKey]]]) -> None:
-        """`awaited` says which chains queued requests wait for, the soonest first. It is called
-        when the device must give up pages, so that these go last."""
+    def watch_queue(self, awaited: Callable[[int], Sequence[Sequence[PageKey]]]) -> None:
+        """`awaited` says which chains queued requests wait for, the soonest first, and up to a
+        number of pages. It is called when the device must give up pages: these go last."""
         self._awaited = awaited
 
     def chain(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> PageChain:
@@ -206,7 +206,7 @@ class KVStore:
                 raise OutOfPages(wanted=count, free=self._pool.num_free + idle)
             # some more than needed: finding the oldest costs the same for one page and for many
             spare = min(self.num_pages // EVICT_SHARE, idle - self._index.num_idle_pinned())
-            awaited = self._awaited() if self._index.sees_queue else ()
+            awaited = self._awaited(self.num_pages) if self._index.sees_queue else ()
             gone = self._index.evict(max(short, spare), awaited)
             self._bus.publish(PagesEvicted(num_pages=gone, reason="room"))
         return self._pool.take(count)

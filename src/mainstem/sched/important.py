@@ -103,8 +103,9 @@ class Choices:
         return cut
 
     def keep(self, name: bytes, cut: Cut) -> None:
-        """Remember a choice; an earlier one of that name stays."""
-        self._cuts.setdefault(name, cut)
+        """Remember a choice."""
+        self._cuts[name] = cut
+        self._cuts.move_to_end(name)
         if len(self._cuts) > MAX_CHOICES:
             self._cuts.popitem(last=False)
 

@@ -82,13 +82,20 @@ class WaitingQueue:
         found = [entry[-1] for entry in near]
         return [seq for seq in found if seq.state is not SeqState.DONE and not seq.is_at_fault]
 
-    def awaited(self) -> list[tuple[PageKey, ...]]:
-        """The pages of prompts that wait, about in the order they start; parked ones, whose pages
-        are on their way, first."""
+    def awaited(self, most_pages: int) -> list[tuple[PageKey, ...]]:
+        """The pages of prompts that wait, about `most_pages` at most, in about the order they
+        start; parked ones, whose pages are on their way, first."""
         parked = [seq for waiting in self._parked.values() for seq in waiting]
         parked = [seq for seq in parked if seq.state is not SeqState.DONE]
         coming = sorted(parked, key=urgency)[:LOOK_AHEAD] + self.first(LOOK_AHEAD)
-        return [seq.chain.keys for seq in coming if seq.chain is not None]
+        found: list[tuple[PageKey, ...]] = []
+        for seq in coming:
+            if most_pages <= 0:
+                break
+            if seq.chain is not None:
+                found.append(seq.chain.keys)
+                most_pages -= len(seq.chain.keys)
+        return found
 
     def pop(self) -> Sequence:
         return heapq.heappop(self._heap)[-1]

@@ -89,19 +89,24 @@ class RunningSet:
         return StepId(int(self.table.last_step.max()))
 
     def name_filled(self, slots: Int32s) -> None:
-        """Tokens of these slots were read back: answers that have filled a page by that name it,
-        so that others find it and lower tiers get it. Of the last token only the id is known, K and
-        V are not computed."""
+        """Tokens of these slots were read back: answers that have filled a page by that name it, so
+        that the tiers below get it. Without such tiers pages are named when a sequence leaves. Of
+        the last token only the id is known, K and V are not computed."""
+        if self.store.tiers is None:
+            return
         table, page_size = self.table, self.page_size
         num_filled = table.total[slots] - table.pending[slots] - 1
         is_due = (num_filled % page_size == 0) & (num_filled > table.prompt_len[slots])
-        if not is_due.any():
-            return
+        if is_due.any():
+            self._name(slots[is_due].tolist(), (num_filled[is_due] // page_size).tolist())
+
+    def _name(self, slots: list[int], num_full: list[int]) -> None:
+        """Name the answers' pages up to this number that have no name yet."""
+        table, page_size = self.table, self.page_size
         names: list[PageName] = []
         pages: list[Int32s] = []
         rows: list[Int32s] = []
-        num_pages = num_filled[is_due] // page_size
-        for slot, end in zip(slots[is_due].tolist(), num_pages.tolist(), strict=True):
+        for slot, end in zip(slots, num_full, strict=True):
             sequence = table.sequence(slot)
             if (chain := sequence.chain) is None:
                 continue
@@ -114,6 +119,8 @@ class RunningSet:
                 pages.append(table.page_table[slot, : len(chain.keys)])
                 last = None
             first = len(chain.keys) if last is None else last.depth + 1
+            if end <= first:
+                continue
             tokens = table.tokens(slot, first * page_size, end * page_size)
             added = chain.next_names(last, tokens)
             names += added
@@ -170,8 +177,12 @@ class RunningSet:
         table, store = self.table, self.store
         sequence = table.sequence(slot)
         pages = table.pages(slot)
-        if sequence.chain is not None:
+        if (chain := sequence.chain) is not None:
             self._queue.unpark(store.abort(pages))
+            num_known = len(chain.token_ids) + len(table.output_ids(slot))
+            num_full = min(int(table.computed[slot]), num_known - 1) // self.page_size
+            if num_full > len(chain.keys):
+                self._name([slot], [num_full])
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
             num_tokens = self._order.tokens_wanted(sequence.request.plan_place)

@@ -112,8 +112,11 @@ class Truncator:
         )
 
     def settle(self, weighing: Weighing) -> None:
-        """The pages are weighed: choose, and remember the choice."""
-        self._choices.keep(weighing.name, weighing.choose())
+        """The pages are weighed: choose, and remember the choice. If another turn has made it
+        meanwhile, that one holds."""
+        num_pages = len(weighing.given.prompt_ids) // self._page_size
+        if self._choices.find(weighing.name, num_pages) is None:
+            self._choices.keep(weighing.name, weighing.choose())
 
     def _plain_cuts(
         self, request: Request, sink_pages: int, step: int, num_steps: int
@@ -136,11 +139,12 @@ class Truncator:
         names = cut_names(request, sink_pages, step, self._page_size)
         for number, name in zip(range(num_steps), names, strict=False):
             cut = self._choices.find(name, num_pages)
-            if cut is None and number == num_steps - 1:
-                weighing = weigh(name, request, cuts, step, self._window, self._page_size)
-            cut = cut or cuts[-1].without_oldest(step)
-            if number == num_steps - 1 and weighing is None:
-                self._choices.keep(name, cut)  # later turns must not choose anew
+            if cut is None:
+                cut = cuts[-1].without_oldest(step)
+                if number == num_steps - 1:
+                    weighing = weigh(name, request, cuts, step, self._window, self._page_size)
+                    if weighing is None:
+                        self._choices.keep(name, cut)  # later turns must not choose anew
             cuts = (*cuts, cut)
         return cuts[1:], weighing
 

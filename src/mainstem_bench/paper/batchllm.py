@@ -36,7 +36,7 @@ ITEMS: tuple[Item, ...] = (
         differs=ON_H200
         + RANDOM
         + "160 to 640 requests instead of 6,400, which leaves an LRU cache "
-        "less to lose; the baseline in our engine is `--share storage --no-plan`",
+        "less to lose; 70B in 4 bits is left out; our baseline is `--share storage --no-plan`",
         where=Where.GPU,
         full_s=150,
         quick_s=8,

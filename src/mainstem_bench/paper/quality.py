@@ -71,6 +71,7 @@ def plot_answers(lines: Sequence[Line], figure: "Figure") -> None:
     for share, look in list(looks.items())[1:]:
         found = [one(lines, shots=shots, share=share)["logprob_difference"] for shots in SHOTS]
         logprobs.semilogy(names, found, label=share, **look)
+    logprobs.set_ylim(1e-7, 1)
     style.finish(logprobs, "largest difference to sharing nothing", "", "of a letter's logprob")
 
 
@@ -121,7 +122,6 @@ def plot_perplexity(lines: Sequence[Line], figure: "Figure") -> None:
     found = [one(lines, way=way) for way in names]
     series = {"": ([line["perplexity"] for line in found], style.OURS)}
     style.bars(perplexity, names, series, "{:.1f}")
-    perplexity.set_yscale("log")
     style.finish(perplexity, f"{MODEL}, window of {WINDOW}", "", "perplexity", legend=False)
     series = {"": ([100 * line["agreement"] for line in found[1:]], style.OURS)}
     style.bars(agreement, names[1:], series, "{:.0f}")
@@ -133,12 +133,14 @@ def plot_perplexity(lines: Sequence[Line], figure: "Figure") -> None:
 def judge_perplexity(lines: Sequence[Line]) -> Verdict:
     found = {way: one(lines, way=way) for way in ("whole", *CUT_WAYS)}
     recompute, kv, naive = (found[way]["perplexity"] for way in ("recompute", "kv", "naive"))
-    told = ", ".join(
-        f"{way} {line['perplexity']:.2f} ({line['agreement']:.0%} of likeliest tokens as whole)"
-        for way, line in found.items()
-    )
+    told = ", ".join(f"{way} {line['perplexity']:.2f}" for way, line in found.items())
+    same = ", ".join(f"{way} {found[way]['agreement']:.0%}" for way in CUT_WAYS)
     is_close = kv <= CLOSE * recompute and naive > 2 * recompute
-    return Verdict(Outcome.REPRODUCED if is_close else Outcome.NOT, told)
+    return Verdict(
+        Outcome.REPRODUCED if is_close else Outcome.NOT,
+        f"perplexity: {told}; kv is {kv / recompute - 1:.1%} above recompute, and naive is lost, "
+        f"as in the paper. The likeliest token is that of the uncut text at: {same}",
+    )
 
 
 # --- AttentionStore, Table 2 ----------------------------------------------------------------------

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import (
     FalconConfig,
     GptOssConfig,
@@ -16,6 +17,7 @@ from transformers import (
 from mainstem.core.errors import ConfigError
 from mainstem.models.families import read_spec
 from mainstem.models.shard import Shard, part_of, shards_that_divide
+from mainstem.runner.origin import folder_origin, for_rank
 from tests.models.checkpoints import SMALL
 from tests.models.quantized.cases import CASES
 from tests.models.quantized.checkpoints import (
@@ -111,3 +113,12 @@ def test_columns_in_act_order_are_dequantized_with_a_warning(
         assert "2 quantized products are dequantized" in record.getMessage()
         assert "self_attn.o_proj, model.layers.0.mlp.down_proj" in record.getMessage()
     assert len(caplog.records) == 2
+
+
+def test_a_rank_in_another_process_reads_packed_weights(tmp_path: Path) -> None:
+    write_quantized(LlamaConfig(**WIDE), tmp_path, BY_NAME["awq"])
+    source = for_rank(folder_origin(tmp_path)).open(torch.float32, torch.device("cpu"))
+    part = (slice(0, 64), slice(0, 128))
+    found = source.take_packed("model.layers.0.mlp.down_proj", (64, 256), part)
+    assert found is not None
+    assert found.shape == (64, 128)

@@ -36,6 +36,8 @@ from mainstem.runner.origin import folder_origin
 from mainstem.runner.ranks.load import load_ranks
 from tests.builders import a_request, run_all
 from tests.models.checkpoints import make_checkpoint, write_checkpoint
+from tests.models.quantized.cases import CASES
+from tests.models.quantized.checkpoints import write_quantized
 from tests.models.test_shards import FAMILIES
 
 pytestmark = pytest.mark.torch
@@ -209,6 +211,17 @@ def test_every_family_answers_on_ranks_as_alone(name: str, num_ranks: int, tmp_p
     with closing(build_engine(folder, a_config(1, tmp_path / "alone"))) as engine:
         expected = answers(engine)
     with closing(build_engine(folder, a_config(num_ranks, tmp_path / "ranks"))) as engine:
+        assert_same(answers(engine), expected)
+
+
+@pytest.mark.slow
+def test_quantized_weights_on_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (awq,) = (case for case in CASES if case.name == "awq")
+    write_quantized(FAMILIES["llama, tied"], folder, awq)
+    with closing(build_engine(folder, a_config(1, tmp_path / "alone"))) as engine:
+        expected = answers(engine)
+    with closing(build_engine(folder, a_config(2, tmp_path / "ranks"))) as engine:
         assert_same(answers(engine), expected)
 
 
