@@ -71,6 +71,12 @@ def test_room_for_dequantized_weights_is_as_large_as_the_largest() -> None:
         maker.layer(Product(some_int4(16, size)))
     maker.finish()
     assert maker.room_bytes == 4 * 16 * 96
+    with_head = a_maker()
+    product, x = Product(some_int4(24, 96)), some(MOST_TOKENS + 1, 96)
+    head = with_head.head(product)
+    with_head.finish()
+    assert with_head.room_bytes == 0
+    torch.testing.assert_close(head(x, torch.empty(len(x), 24)), right(product, x))
     alone = a_maker(is_deterministic=True)
     alone.layer(Product(some_int4(16, 96)))
     alone.finish()

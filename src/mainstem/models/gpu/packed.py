@@ -46,8 +46,8 @@ class DenseRoom:
 
 
 class NibbleLinear:
-    """4-bit weights: read as they are for few tokens, dequantized for many. Deterministic, always
-    by one kernel, in which a row's bits do not depend on other rows."""
+    """4-bit weights: read as they are for few tokens, dequantized for many where there is room.
+    Deterministic, always by one kernel, in which a row's bits do not depend on other rows."""
 
     is_fp8 = False
 
@@ -56,14 +56,14 @@ class NibbleLinear:
         weight: Nibbles,
         bias: Tensor | None,
         order: Tensor | None,
-        room: DenseRoom,
+        room: DenseRoom | None,
         is_deterministic: bool,
     ) -> None:
         self._weight, self._bias, self._order = weight, bias, order
-        self._room = room
+        self._room = None if is_deterministic else room
         self._is_deterministic = is_deterministic
-        if not is_deterministic:
-            room.reserve(weight)
+        if self._room is not None:
+            self._room.reserve(weight)
 
     def __call__(self, x: Tensor | Fp8Rows, out: Tensor) -> Tensor:
         assert isinstance(x, Tensor)
@@ -72,7 +72,7 @@ class NibbleLinear:
         if self._is_deterministic:
             tile = deterministic_tile(x.dtype, x.device)
             return multiply(x, self._weight, self._bias, out, tile)
-        if len(x) <= MOST_TOKENS:
+        if self._room is None or len(x) <= MOST_TOKENS:
             return multiply(x, self._weight, self._bias, out)
         columns = self._room.dense(self._weight).t()
         if self._bias is None:
