@@ -76,7 +76,7 @@ class PrefixIndex:
         return int(np.count_nonzero(self._pool.holders[list(self._pins)] == 1))
 
     def pin(self, pages: Sequence[int]) -> list[PageKey]:
-        """Evict these READY pages only when no other idle page is left; returns their keys."""
+        """Pin READY pages: they are evicted only after all other idle pages; returns their keys."""
         keys: list[PageKey] = []
         for page in pages:
             key = self._key_of[page]

@@ -133,8 +133,8 @@ class KVStore:
         return replace(chain, public_tokens=public_tokens)
 
     def pin(self, chain: PageChain) -> list[PageKey]:
-        """Evict the READY pages of a chain, and the page that begins like its partial last page,
-        only when no other page is left; returns what to `unpin`."""
+        """Pin the READY pages of a chain, and the page that begins like its partial last page: they
+        are evicted only after all others. Returns what to `unpin`."""
         match = self.lookup(chain, len(chain.token_ids))
         similar = [] if match.similar_page is None else [match.similar_page]
         return self._index.pin([*match.pages.tolist(), *similar])
