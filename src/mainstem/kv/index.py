@@ -346,9 +346,9 @@ class PrefixIndex:
             assert self._parent_of[page] == parent, "a page is not filed after its parent"
             assert self._tokens[page, 0] == token, "a page is filed under another token"
             after = self._newer[page]
-            assert after == NO_PAGE or self._older[after] == page, "followers are torn apart"
+            assert after == NO_PAGE or self._older[after] == page, "a list of followers is broken"
         for key, page in self._page_of.items():
-            assert self._key_of[page] == key, "a page answers to another key"
+            assert self._key_of[page] == key, "a page has another key"
         assert (self._pool.holders[indexed] >= 1).all(), "an indexed page has no holder"
         assert not (self._is_ready & ~self._is_indexed).any(), "a page without a key is ready"
         assert self._is_indexed[list(self._pins)].all(), "a page without a key is pinned"

@@ -582,7 +582,7 @@ class TierPolicy(Generic[K]):
 
     def _want(self, key: K) -> None:
         when = self._next_use.get(key)
-        assert when is not None, "near pages are waited for"
+        assert when is not None, "a near page has no next use"
         heappush(self._wanted, (when, key))
 
     def _remove(self, key: K) -> None:
@@ -613,7 +613,7 @@ class TierPolicy(Generic[K]):
             places |= 1 << tier
         for entry in entries.values():
             assert entry.places, "an entry is in no tier"
-            assert not entry.places & ~places, "an entry is in a tier that there is not"
+            assert not entry.places & ~places, "an entry is in a tier that does not exist"
         if self.config.ttl_s is not None:
             assert self._by_use.keys() == entries.keys(), "a page cannot expire"
             times = [entries[key].used_s for key in self._by_use]

@@ -65,4 +65,4 @@ class PagePool:
         assert not self.holders[free].any(), "a page is both free and held"
         held = int((self.holders > 0).sum())
         assert len(free) + held == self.num_pages, "a page was lost"
-        assert (self.holders >= 0).all(), "a page has fewer than no holders"
+        assert (self.holders >= 0).all(), "negative number of holders"

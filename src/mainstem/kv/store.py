@@ -290,7 +290,7 @@ class KVStore:
 
     @property
     def num_loads(self) -> int:
-        """Loads under way."""
+        """Loads in progress."""
         return 0 if self._traffic is None else self._traffic.num_loads
 
     @property

@@ -44,7 +44,7 @@ from mainstem.kv.tier import Answer, LowerTier, Read, ReadJob, Tier, WriteJob, W
 from mainstem.kv.transfer import Link, LoadId, PageCopier
 
 SLACK = 16  # 1/16 of the slots is reserved for copies in flight
-READ_LIMIT_S = 5.0  # for prefetches, which no load waits for
+READ_LIMIT_S = 5.0  # default for reads, as for prefetches
 READ_AHEAD_S = 0.02  # limit of prefetches queued in a tier, so that loads are not delayed
 CHORE_S = 0.5  # between checks for expired pages
 IN_HOST = 1 << HOST
@@ -425,11 +425,11 @@ class LowerTiers:
         assert not any(entry.taken for entry in loading if entry.is_lost), "a lost page has a place"
         assert self._policy.keys() <= self._entries.keys(), "a page is nowhere"
         for key, entry in self._entries.items():
-            assert entry.key == key, "a page answers to another key"
+            assert entry.key == key, "an entry has another key"
             assert entry.holds >= 0, "negative hold count"
-            assert not entry.full & ~entry.taken, "a page in no place"
+            assert not entry.full & ~entry.taken, "a page has bytes where it has no place"
             if entry.holds == 0:
-                assert entry.full == entry.taken, "nobody fills a place that was taken"
+                assert entry.full == entry.taken, "a place is taken and never filled"
                 assert entry.full == self._policy.places(key), "bytes and policy disagree"
 
     # --- inside ---------------------------------------------------------------------------------
@@ -647,7 +647,7 @@ class LowerTiers:
         if done.token_ids is not None:
             entry.token_ids = done.token_ids
         self._tell_stored("host", [entry])
-        if self._policy.places(entry.key) & ~entry.taken:  # it is on its way to another tier
+        if self._policy.places(entry.key) & ~entry.taken:  # it moves on to another tier
             self._place(entry)
         self._release(entry)
         return entry.holds == 0

@@ -112,7 +112,7 @@ class CpuRunner:
     def _gate_for(self, step: Step) -> Gate:
         if len(step.load_ids) == 0:
             return self._gate
-        assert self._loads is not None, "a step waits for loads nobody knows"
+        assert self._loads is not None, "a step names loads and no copier is attached"
         return self._loads.gate(step.load_ids)
 
     def _sample(self, hidden: Tensor, step: Step) -> tuple[Tensor, dict[int, TokenLogprobs]]:

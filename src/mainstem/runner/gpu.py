@@ -157,7 +157,7 @@ class GpuRunner:
         num_rows = len(step.sample_rows)
         gate = self._gate
         if len(step.load_ids):
-            assert self._loads is not None, "a step waits for loads nobody knows"
+            assert self._loads is not None, "a step names loads and no copier is attached"
             gate = self._loads.gate(step.load_ids)
         size = None if self._graphs is None else self._graphs.size_for(step)
         launches = self._attention.plan(step.spans, step.positions)

@@ -32,7 +32,7 @@ class Ledger:
             return None
 
     def note(self, count: int) -> None:
-        """Keep a count, in microseconds. It survives a killed process but not a power cut."""
+        """Keep a count. Takes microseconds; survives a killed process but not a power cut."""
         if self._file is not None:
             with suppress(OSError):
                 os.pwrite(self._file, f"{count:>{WIDTH}}".encode(), 0)

@@ -221,7 +221,7 @@ class RemoteTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server is up, as far as is known, and the tier is not closing."""
+        """Whether the server is up, as far as is known, and the time for closing is not over."""
         return self._down_until_s <= monotonic() < self._end_s
 
     @property
