@@ -4,8 +4,8 @@
 
     y = sum over blocks b of columns: (q(x)[:, b] @ q(w)[:, b].T) * x_scale[:, b] * w_scale[:, b]
 
-Activations are quantized per token and 128 columns. The product is the vendor's library's, which
-has it on Hopper alone. On a CPU the same rounded numbers are multiplied in fp32.
+Activations are quantized per token and 128 columns. The vendor's library computes the product, on
+Hopper only. On a CPU the same rounded numbers are multiplied in fp32.
 """
 
 import torch
@@ -77,8 +77,8 @@ class Fp8BlockLinear:
 
 
 def quantize_groups(x: Tensor) -> Fp8Rows:
-    """Values [rows, in] and scales [rows, in / 128], column by column; rows are those of x and some
-    more, whose numbers mean nothing."""
+    """Values [rows, in] and scales [rows, in / 128], column by column. Rows are those of x, on
+    a card followed by padding with undefined numbers."""
     tokens, width = x.shape
     if width % BLOCK or x.stride(1) != 1:
         raise LayoutError(f"x must have contiguous rows of a multiple of {BLOCK} columns, "
