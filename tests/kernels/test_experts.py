@@ -280,7 +280,7 @@ def test_what_is_not_taken_is_named() -> None:
     odd = Case("odd", a_spec(size=20))
     with pytest.raises(LayoutError, match="multiples of 8"):
         run(a_layer(odd, some_tensors(odd), 4), some_rows(2, 32))
-    with pytest.raises(LayoutError, match="not a choice"):
+    with pytest.raises(LayoutError, match="tiles cannot be chosen"):
         a_layer(case, some_tensors(case), 4, FEW, is_deterministic=True)
     with pytest.raises(LayoutError, match="activation must be one of silu"):
         gated_rows(some_rows(2, 16), "swish", torch.empty(2, 8))

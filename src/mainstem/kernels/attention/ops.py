@@ -130,7 +130,9 @@ def _hopper() -> _Hopper | None:
     try:
         from mainstem.kernels.attention.hopper import large, rows, small, small_reads  # noqa: PLC0415
     except (ImportError, AttributeError) as error:
-        log.warning("using slower attention kernels: this Triton's Gluon is unsupported (%s)", error)
+        log.warning(
+            "using slower attention kernels: this Triton's Gluon is unsupported (%s)", error
+        )
         return None
     return _Hopper(large, small, rows.boxes_of, small_reads.rows_of_box)
 
