@@ -71,6 +71,12 @@ def test_room_for_dequantized_weights_is_as_large_as_the_largest() -> None:
         maker.layer(Product(some_int4(16, size)))
     maker.finish()
     assert maker.room_bytes == 4 * 16 * 96
+    with_head = a_maker()
+    product, x = Product(some_int4(24, 96)), some(MOST_TOKENS + 1, 96)
+    head = with_head.head(product)
+    with_head.finish()
+    assert with_head.room_bytes == 0
+    torch.testing.assert_close(head(x, torch.empty(len(x), 24)), right(product, x))
     alone = a_maker(is_deterministic=True)
     alone.layer(Product(some_int4(16, 96)))
     alone.finish()
@@ -106,6 +112,14 @@ def test_what_has_no_product_is_dequantized_and_logged(
         found = answer(a_maker(is_deterministic=is_deterministic), product, x)
     torch.testing.assert_close(found, right(product, x))
     assert words in caplog.text
+
+
+def test_fp8_per_channel_is_not_rounded_again_by_order() -> None:
+    product, x = Product(some_fp8(64, 96, None)), some(3, 96)
+    found = answer(a_maker(Quantize.FP8), product, x)
+    assert torch.equal(found, answer(a_maker(), product, x))
+    blocks = a_maker(Quantize.FP8).layer(Product(some_fp8(128, 512, 128)))
+    assert blocks.is_fp8  # one scale for a channel, as it was ordered
 
 
 def test_packed_weights_can_be_made_fp8_by_order() -> None:

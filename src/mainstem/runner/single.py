@@ -97,6 +97,7 @@ class SingleTokenPass:
         spec = decoder.spec
         layers = [_weights(layer) for layer in decoder.layers]
         is_plain = decoder.dtype == torch.float32 and spec.rotary_dim == spec.head_dim
+        is_plain &= not spec.has_out_bias  # which one rank has: all run the same calls
         if not is_plain or len(set(spec.layers)) > 1 or any(layer is None for layer in layers):
             return None
         attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
