@@ -43,8 +43,8 @@ def has_block_product(num_out: int, num_in: int, dtype: torch.dtype, device: tor
 
 @cache
 def is_library_right(device: torch.device) -> bool:
-    """Whether the library's product of a small weight is that of the same rounded numbers: how it
-    wants scales to lie differs between its versions, and one in the wrong place raises nothing."""
+    """Whether the library's product of a small weight is that of the same rounded numbers. Its
+    versions differ in the layout of scales, and a wrong layout raises no error."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
