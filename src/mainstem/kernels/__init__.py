@@ -2,7 +2,7 @@
 
     from mainstem.kernels import AttentionLimits, SpanAttention
 
-Names load when first asked for, so that the CPU path needs no Triton.
+Names are imported when first used, so that the CPU path needs no Triton.
 """
 
 from typing import TYPE_CHECKING

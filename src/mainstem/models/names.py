@@ -28,7 +28,7 @@ class Names:
     layer: str = "model.layers.{}"
     final_norm: str = "model.norm"
     head: str = "lm_head"
-    # norms of a layer; those that a family does not have are not asked for
+    # norms of a layer; those that a family does not have are not read
     attention_norm: str = "input_layernorm"  # before attention
     mlp_norm: str = "post_attention_layernorm"  # before the MLP
     after_attention_norm: str = "post_attention_layernorm"

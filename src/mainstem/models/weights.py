@@ -144,7 +144,7 @@ class Checkpoint:
         self._missing: set[str] = set()
         self._taken: set[str] = set()
         self._maybe_biases: set[str] = set()  # of packed products; some tools add zeros
-        self._open = {}  # by the name that is asked for: file, and the name in it
+        self._open = {}  # canonical name -> file, and the name in it
         for file in weight_files(folder):
             try:
                 handle = safe_open(file, framework="pt")

@@ -24,7 +24,7 @@ BLOCK = 128  # rows, and columns
 _ALIGN_ROWS = 16  # of x: the library refuses some numbers of rows
 _ALIGN_BLOCKS = 4  # of columns: a row of scales must be 16 bytes, or a multiple
 _HOPPER = 9
-_MOST_OFF = 0.01  # of a product; rounding of bf16 answers is 0.002
+_MOST_OFF = 0.01  # of a product; rounding of bf16 outputs is 0.002
 
 _FP8_MAX = tl.constexpr(fp8_rows.MAX)
 _MIN_PEAK = tl.constexpr(fp8_rows.MIN_PEAK)

@@ -20,8 +20,8 @@ A token's logits do not depend on the tokens beside it. The sum over the hidden 
 SPLITS parts that are added in order, whether one program has all parts or each has its own (few
 tokens: more programs share the reading).
 
-Nothing is allocated and nothing waits for the device: safe in a CUDA graph. No kernel is compiled
-anew for a number of tokens (`do_not_specialize`).
+Nothing is allocated and nothing waits for the device: safe in a CUDA graph. Kernels are not
+recompiled for other numbers of tokens (`do_not_specialize`).
 """
 
 from dataclasses import dataclass

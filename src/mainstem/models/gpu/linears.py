@@ -31,7 +31,7 @@ class Linear(Protocol):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether rows may come quantized."""
+        """Whether rows may be quantized already."""
         ...
 
     def __call__(self, x: Rows, out: Tensor) -> Tensor:

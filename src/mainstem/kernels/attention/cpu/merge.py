@@ -58,7 +58,7 @@ class Merge:
         self._width = int(counts.max())
         columns = np.arange(self._width)
         is_there = columns < counts[:, None]
-        # absent entries repeat the token's own first one: finite wherever its answer is
+        # absent entries repeat the token's first entry, which is finite if its output is
         table = order[starts[:, None] + np.where(is_there, columns, 0)]
         self._table = torch.from_numpy(table.reshape(-1))
         self._bias = None

@@ -225,7 +225,7 @@ def _small_units(
     )  # fmt: skip
     next_unit = tl.load(share_ptr + SHARE_SECOND_SMALL)
     for index in range(begin, end):
-        # Which unit comes after the next is fetched two ahead, all else one ahead.
+        # The number of the unit after the next is fetched two units ahead, all else one ahead.
         after_next = tl.load(order_ptr + tl.minimum(index + 2, end - 1))
         next_ptr = pieces_ptr + (next_unit // UNITS) * PIECE_INTS
         next_kv_head = (next_unit % UNITS) * FOLD
