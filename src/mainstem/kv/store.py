@@ -234,8 +234,10 @@ class KVStore:
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
         """Announce what `pages` are about to hold, the chain's full pages from number `first` on:
-        others find them LOADING and wait."""
-        self._index.reserve(chain, first, pages)
+        others find them LOADING and wait. What comes after a page that somebody else fills gets no
+        name before `name`: if that one never comes, nobody would find it."""
+        keys = chain.keys[first : first + len(pages)]
+        self._index.reserve(chain, first, pages[: self._index.num_nameable(keys)])
 
     def reserve_tail(self, chain: PageChain, page: int) -> None:
         """The same for the page of the chain's last tokens, which do not fill it: others find what

@@ -181,7 +181,7 @@ class RunningSet:
             self._queue.unpark(store.abort(pages))
             num_known = len(chain.token_ids) + len(table.output_ids(slot))
             num_full = min(int(table.computed[slot]), num_known - 1) // self.page_size
-            if num_full > len(chain.keys):
+            if num_full >= len(chain.keys):  # some of the prompt's may have no name yet, either
                 self._name([slot], [num_full])
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
