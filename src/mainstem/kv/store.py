@@ -301,6 +301,11 @@ class KVStore:
         """Whether a load waits for a tier below host memory."""
         return self._traffic is not None and self._traffic.tiers.is_reading
 
+    @property
+    def saves_while_decoding(self) -> bool:
+        """Whether pages of answers are saved as soon as they have names."""
+        return self._traffic is not None and self._traffic.saving is Saving.DECODING
+
     def save_as(self, saving: Saving) -> None:
         """Save pages at other moments from now on."""
         if self._traffic is not None:

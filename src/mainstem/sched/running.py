@@ -90,9 +90,10 @@ class RunningSet:
 
     def name_filled(self, slots: Int32s) -> None:
         """Tokens of these slots were read back: answers that have filled a page by that name it, so
-        that the tiers below get it. Without such tiers pages are named when a sequence leaves. Of
-        the last token only the id is known, K and V are not computed."""
-        if self.store.tiers is None:
+        that the tiers below get it. Where they get it at the end, or there are none, pages are
+        named when a sequence leaves. Of the last token only the id is known, K and V are not
+        computed."""
+        if not self.store.saves_while_decoding:
             return
         table, page_size = self.table, self.page_size
         num_filled = table.total[slots] - table.pending[slots] - 1
